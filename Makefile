@@ -1,0 +1,56 @@
+# Everything a developer or a machine runs. `make help` lists the targets.
+#   make PYTHON=python3.12 test     another interpreter for the environment
+#   make VENV=/path/to/venv test    another, perhaps existing, environment
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+BIN := $(VENV)/bin
+# Written after a complete installation, so that an interrupted one is repeated.
+STAMP := $(VENV)/.lightning-pfl-installed
+
+DIGITS := recipes/fedrep_digits.yaml recipes/fedavg_digits.yaml recipes/local_digits.yaml
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test check lint types unit format slow reproduce clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+env: $(STAMP)  ## Create the environment once; install again when pyproject.toml changes
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[all,dev]'
+	@touch $@
+
+demo: env  ## Train FedRep, FedAvg and LocalOnly on the digits and compare them
+	$(BIN)/python recipes/reproduce.py $(DIGITS) --seeds 0 --out logs/demo --fresh
+
+test: lint types unit  ## Check format, lint and types, then run the tests
+
+check: test  ## The same as `make test`
+
+lint: env  ## Check format and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: env  ## Check the types
+	$(BIN)/mypy
+
+# One thread a worker: the tensors are small, and more threads than cores only get in each other's way.
+unit: env  ## Run the tests alone
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+slow: env  ## Run the tests that take longer than ten seconds
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m slow $(PYTEST_ARGS)
+
+format: env  ## Format the code and fix what the linter can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+reproduce: env  ## Run every recipe with three seeds, skipping what is done, and write recipes/README.md
+	$(BIN)/python recipes/reproduce.py --seeds 0 1 2 --readme
+
+clean:  ## Remove caches; keeps the environment, logs and results
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
