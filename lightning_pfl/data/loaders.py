@@ -1,0 +1,132 @@
+"""What a user's DataLoaders hold: checks, counts, and the tensors behind plain ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
+
+
+@dataclass(frozen=True)
+class ResidentParts:
+    """The tensors behind a list of plain DataLoaders.
+
+    Attributes:
+        fields: Pool of samples; a list, because that is what the default collate returns.
+        indices: Positions in the pool, one long tensor per client.
+        shuffle: Whether the loaders shuffle.
+    """
+
+    fields: list[Tensor]
+    indices: list[Tensor]
+    shuffle: bool
+
+
+def loader_problem(loader: Any) -> str | None:
+    """Say why ``loader`` cannot serve as a client's data, or None if it can."""
+    if not isinstance(loader, DataLoader):
+        return f"a {type(loader).__name__}. Wrap its data in torch.utils.data.DataLoader"
+    try:
+        len(loader)
+        count_samples(loader)
+    except TypeError:
+        return (
+            f"a DataLoader without length over {type(loader.dataset).__name__}. "
+            "Give the dataset (or its sampler) a `__len__`, because aggregation weights are "
+            "sample counts"
+        )
+    return None
+
+
+def count_samples(loader: DataLoader[Any]) -> int:
+    """Return how many samples one epoch of ``loader`` draws, before ``drop_last``.
+
+    The sampler counts, not the dataset: clients often share one dataset and differ in a
+    SubsetRandomSampler.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return len(loader.dataset)  # type: ignore[arg-type]
+    return len(loader.sampler)  # type: ignore[arg-type]
+
+
+def resident_parts(loaders: Sequence[DataLoader[Any]]) -> ResidentParts | None:
+    """Return the tensors behind the loaders, or None if any of them is more than plain indexing.
+
+    Datasets that several clients share are pooled once; different ones are concatenated.
+    """
+    if not all(_is_plain(loader) for loader in loaders):
+        return None
+    settings = {(loader.batch_size, loader.drop_last, _shuffles(loader)) for loader in loaders}
+    if len(settings) != 1:
+        return None
+    found = [_tensors_and_positions(loader) for loader in loaders]
+    datasets = {id(dataset): dataset for dataset, _ in found}
+    layouts = {
+        tuple((leaf.dtype, leaf.device, leaf.shape[1:]) for leaf in dataset.tensors)
+        for dataset in datasets.values()
+    }
+    if len(layouts) != 1:
+        return None
+    starts, end = {}, 0
+    for key, dataset in datasets.items():
+        starts[key], end = end, end + len(dataset)
+    indices = [positions + starts[id(dataset)] for dataset, positions in found]
+    columns = zip(*(dataset.tensors for dataset in datasets.values()), strict=True)
+    fields = [column[0] if len(column) == 1 else torch.cat(column) for column in columns]
+    return ResidentParts(fields, indices, _shuffles(loaders[0]))
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's batches are exactly rows of tensors, in a plain order."""
+    dataset: Any = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    sampler: Any = loader.sampler
+    if type(sampler) is RandomSampler:
+        plain_order = (
+            sampler.data_source is loader.dataset
+            and not sampler.replacement
+            and sampler.num_samples == len(sampler.data_source)
+        )
+    elif type(sampler) is SequentialSampler:
+        plain_order = sampler.data_source is loader.dataset
+    else:
+        plain_order = type(sampler) is SubsetRandomSampler
+    # Exact types: a subclass may do anything in __getitem__ or __iter__.
+    return (
+        plain_order
+        and type(loader) is DataLoader
+        and type(dataset) is TensorDataset
+        and loader.batch_size is not None
+        and loader.collate_fn is default_collate
+        and loader.worker_init_fn is None
+    )
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    return type(loader.sampler) is not SequentialSampler
+
+
+def _tensors_and_positions(loader: DataLoader[Any]) -> tuple[TensorDataset, Tensor]:
+    """Follow Subsets down to the TensorDataset; return it and the rows that the loader visits."""
+    dataset: Any = loader.dataset
+    sampler: Any = loader.sampler
+    if type(sampler) is SubsetRandomSampler:
+        positions = torch.as_tensor(sampler.indices, dtype=torch.long)
+    else:
+        positions = torch.arange(len(dataset))
+    while type(dataset) is Subset:
+        positions = torch.as_tensor(dataset.indices, dtype=torch.long)[positions]
+        dataset = dataset.dataset
+    return dataset, positions
