@@ -1,0 +1,1 @@
+"""Values per sample, summaries over clients and rounds, and distances between subspaces."""
