@@ -1,0 +1,95 @@
+"""The hooks of a federated round, beside Lightning's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_pfl.tree import Tree, rows
+
+
+@dataclass
+class ClientInfo:
+    """What is known of the clients that a function works on; every tensor has shape ``(clients,)``.
+
+    Attributes:
+        index: Client ids, int64.
+        num_samples: Training samples that the loop counted itself, int64.
+        steps: Local optimizer steps of this round, all phases together, int64.
+        weights: Aggregation weights of the method's ``weighting``, float64, summing to 1 over the whole cohort.
+        round: The communication round, from 0.
+        num_clients: Number of clients in the federation, sampled or not.
+    """
+
+    index: Tensor
+    num_samples: Tensor
+    steps: Tensor
+    weights: Tensor
+    round: int
+    num_clients: int
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def rows(self, index: slice | Tensor) -> ClientInfo:
+        """The same for some of the clients; the weights are not renormalised."""
+        tensors = {k: getattr(self, k) for k in ("index", "num_samples", "steps", "weights")}
+        return ClientInfo(**rows(tensors, index), round=self.round, num_clients=self.num_clients)
+
+    def keep(self, accepted: Tensor) -> ClientInfo:
+        """The accepted clients (bool ``(clients,)``), their weights renormalised to sum to 1."""
+        kept = self.rows(accepted.nonzero().flatten())
+        total = kept.weights.sum()
+        kept.weights = kept.weights / total if total > 0 else torch.full_like(kept.weights, 1 / max(len(kept), 1))
+        return kept
+
+
+@dataclass
+class Round:
+    """One communication round, as the hooks see it. Filled as the round goes on; `None` means not yet.
+
+    Attributes:
+        number: The round, from 0; equal to ``trainer.current_epoch``.
+        info: The cohort.
+        received: What the server sent, ``(clients, ...)``.
+        uploads: What the clients sent, ``(clients, ...)``; after the gate only the accepted ones.
+        rejected: Ids of the clients whose upload the gate refused, with the reason.
+        metrics: Values logged by the clients' training steps, averaged over clients and steps.
+        bytes_down: Bytes sent to one client. ``bytes_up``: bytes sent by one client.
+    """
+
+    number: int
+    info: ClientInfo
+    received: Tree | None = None
+    uploads: Tree | None = None
+    rejected: dict[int, str] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    bytes_down: int = 0
+    bytes_up: int = 0
+
+
+class FederatedCallback(Callback):
+    """A Lightning callback that also hears the stages of a round. Every Lightning hook fires at its normal place."""
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """The cohort is drawn; nothing was sent yet."""
+
+    def on_local_training_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """The clients received ``round.received`` and begin to train."""
+
+    def on_local_training_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """The clients are done; ``round.uploads`` holds what they send, before the gate."""
+
+    def on_aggregation_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """The gate has removed bad uploads; the server is about to update."""
+
+    def on_aggregation_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """The server has updated."""
+
+    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """The clients' memories are stored; evaluation has not run yet."""

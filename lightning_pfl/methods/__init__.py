@@ -1,0 +1,11 @@
+"""The federated methods. ``__all__`` is the registry: the conformance suite and the docs go by it."""
+
+from lightning_pfl.methods.fedavg import FedAvg
+from lightning_pfl.methods.fedbn import FedBN
+from lightning_pfl.methods.fedper import FedPer
+from lightning_pfl.methods.fedprox import FedProx
+from lightning_pfl.methods.fedrep import FedRep
+from lightning_pfl.methods.lg_fedavg import LGFedAvg
+from lightning_pfl.methods.local import LocalOnly
+
+__all__ = ["FedAvg", "FedBN", "FedPer", "FedProx", "FedRep", "LGFedAvg", "LocalOnly"]

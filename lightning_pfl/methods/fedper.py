@@ -1,0 +1,45 @@
+r"""FedPer: shared base layers, personal last layers, trained jointly."""
+
+from __future__ import annotations
+
+from lightning_pfl.layout import Spec
+from lightning_pfl.methods.base import Method, Weighting
+
+
+class FedPer(Method):
+    r"""Clients train body and head together; only the body is averaged.
+
+    .. math::
+        (B_k, h_k) \leftarrow \text{local SGD on } F_k \text{ from } (B^t, h_k), \qquad B^{t+1} = \sum_{k \in S_t} p_k B_k
+
+    The head :math:`h_k` never leaves the client and persists while the client is not sampled.
+
+    Args:
+        personal: What stays on the client: submodule names, globs or module types.
+        local_epochs: Passes over a client's data per round.
+        local_steps: Optimizer steps per round instead. Exactly one of the two.
+        weighting: ``"samples"`` (:math:`p_k = N_k / \sum N_j`) or ``"uniform"``.
+
+    State:
+        server: ``model``, the shared part. own: ``model``, the personal part; each leaf ``(clients, *shape)``.
+
+    Deviation from the paper: the split is by name, the personal part need not be the last layers.
+
+    Example:
+        >>> FedPer(personal=["head", "backbone.layer4"]).personal
+        ['head', 'backbone.layer4']
+
+    References:
+        Arivazhagan, Aggarwal, Singh, Choudhary. Federated learning with personalization layers. 2019.
+        arXiv:1912.00818, Algorithms 1 and 2.
+    """
+
+    def __init__(
+        self,
+        personal: Spec = "head",
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+        weighting: Weighting = "samples",
+    ) -> None:
+        super().__init__(local_epochs, local_steps, weighting)
+        self.personal = personal

@@ -1,0 +1,49 @@
+r"""LG-FedAvg: personal representations, a shared head."""
+
+from __future__ import annotations
+
+from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.methods.base import Method, Weighting
+
+
+class LGFedAvg(Method):
+    r"""The mirror image of FedPer: the lower layers stay on the client, the top layers are averaged.
+
+    .. math::
+        (L_k, G_k) \leftarrow \text{local SGD on } F_k \text{ from } (L_k, G^t), \qquad
+        G^{t+1} = \frac{1}{|S_t|} \sum_{k \in S_t} G_k
+
+    Args:
+        shared: What is averaged: submodule names, globs or module types; everything else is personal.
+        local_epochs: Passes over a client's data per round.
+        local_steps: Optimizer steps per round instead. Exactly one of the two.
+        weighting: ``"uniform"`` as in the released code, or ``"samples"``.
+
+    State:
+        server: ``model``, the shared part. own: ``model``, the personal part; each leaf ``(clients, *shape)``.
+
+    Deviation from the paper: starts from the module's initial model; the released recipe first trains FedAvg for hundreds
+    of rounds and starts all clients from that checkpoint (load one into the module to do the same).
+
+    Example:
+        >>> LGFedAvg(shared=["head", "backbone.fc2"]).shared
+        ['head', 'backbone.fc2']
+
+    References:
+        Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency. Think locally, act globally: federated learning
+        with local and global representations. 2020. arXiv:2001.01523, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        shared: Spec = "head",
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+        weighting: Weighting = "uniform",
+    ) -> None:
+        super().__init__(local_epochs, local_steps, weighting)
+        self.shared = shared
+
+    def resolve_personal(self, layout: Layout) -> Spec:
+        """Everything that :attr:`shared` does not name."""
+        return sorted(set(layout.names) - layout.match(self.shared, "shared")) or None

@@ -1,0 +1,35 @@
+r"""LocalOnly: every client trains alone ("Individual", "Local")."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from lightning_pfl.layout import Spec
+from lightning_pfl.methods.base import Method
+
+
+class LocalOnly(Method):
+    r"""Every client trains its own model on its own data; nothing is exchanged.
+
+    Solves :math:`\min_{\theta_k} F_k(\theta_k)` for each client :math:`k` alone. All clients train in every round,
+    whatever ``participation`` says: the baseline would otherwise be under-trained by that factor.
+
+    Args:
+        local_epochs: Passes over a client's data per round.
+        local_steps: Optimizer steps per round instead. Exactly one of the two.
+
+    State:
+        own: ``model``, the whole model; each leaf ``(clients, *shape)``. The server holds nothing.
+
+    Deviation from the paper: none (a baseline without a paper of its own).
+
+    Example:
+        >>> LocalOnly(local_epochs=5).phases(0)[0].epochs
+        5
+    """
+
+    personal: Spec = "all"
+    everyone: ClassVar[bool] = True
+
+    def __init__(self, local_epochs: int | None = 1, local_steps: int | None = None) -> None:
+        super().__init__(local_epochs, local_steps, weighting="uniform")

@@ -1,0 +1,1 @@
+"""Mathematics shared by two or more methods."""
