@@ -1,0 +1,106 @@
+"""The command line: ``lightning-pfl fit|validate|test|predict --config recipe.yaml``.
+
+A recipe names classes and their arguments, nothing else: what the command line can do, the Python
+API can do with the same words.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+
+# Imported so that recipes can name the classes inside without a module path.
+from lightning_pfl import FederatedStrategy, callbacks, data, methods, models  # noqa: F401
+from lightning_pfl.methods.base import Method
+
+#: Column of the results table, and what the evaluation appends to the name of a value.
+STATISTICS = {
+    "mean": "",
+    "weighted": "/weighted",
+    "std": "/std",
+    "worst decile": "/worst_decile",
+    "worst": "/worst",
+}
+
+
+class PFLCLI(LightningCLI):
+    """LightningCLI with a ``method:`` key and the federated strategy as default.
+
+    The method is a callback. It has a key of its own because ``trainer.callbacks`` of a second
+    ``--config`` replaces that of the first, and the method would be lost with it.
+
+    Args:
+        args: Command line arguments, a nested dict of settings, or None for ``sys.argv``.
+        **kwargs: As for LightningCLI; they override the defaults set here.
+    """
+
+    def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
+        defaults: dict[str, Any] = {
+            "trainer_defaults": {"strategy": {"class_path": "lightning_pfl.FederatedStrategy"}},
+            # A run without a seed in its recipe is still one that can be repeated.
+            "seed_everything_default": 0,
+            # A resumed run writes into the folder of the run that it continues.
+            "save_config_kwargs": {"overwrite": True},
+        }
+        super().__init__(args=args, **{**defaults, **kwargs})
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the ``method`` key; the method joins the callbacks."""
+        parser.add_lightning_class_args(Method, "method", subclass_mode=True)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse ``args``, without Lightning's warning that ``sys.argv`` isn't empty.
+
+        Programs that start runs have command lines of their own.
+        """
+        command_line = args is None or isinstance(args, list)
+        self.config = parser.parse_args(args) if command_line else parser.parse_object(args)
+
+    def after_fit(self) -> None:
+        """Print the last evaluation of all clients."""
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        print_results(metrics)
+
+
+def evaluated(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Pick the values that were evaluated for every client.
+
+    Args:
+        metrics: Logged values by name, for instance ``trainer.callback_metrics``.
+
+    Returns:
+        For each name with a ``/worst_decile`` beside it, its statistics by the names of
+        :data:`STATISTICS`; a statistic that is missing is nan.
+
+    Example:
+        >>> logged = {"val_acc": 0.9, "val_acc/worst_decile": 0.5, "train_loss": 1.0}
+        >>> evaluated(logged)["val_acc"]["worst decile"]
+        0.5
+    """
+    names = sorted(name for name in metrics if f"{name}/worst_decile" in metrics)
+    return {
+        name: {
+            title: metrics.get(name + suffix, float("nan")) for title, suffix in STATISTICS.items()
+        }
+        for name in names
+    }
+
+
+@rank_zero_only
+def print_results(metrics: Mapping[str, float]) -> None:
+    """Print a table of the values that were evaluated for every client, if there are any."""
+    rows = evaluated(metrics)
+    if not rows:
+        return
+    table = Table("over clients", *STATISTICS, title="Last evaluation")
+    for name, statistics in rows.items():
+        table.add_row(name, *(f"{value:.4f}" for value in statistics.values()))
+    Console().print(table)
+
+
+def main(args: ArgsType = None) -> None:
+    """Run the command line; the console script ``lightning-pfl``."""
+    PFLCLI(args)

@@ -1,0 +1,112 @@
+"""The house rules that a machine can check."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_pfl import methods
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "lightning_pfl"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+PRIVATE_IMPORTS_ALLOWED = {PACKAGE / "_lightning.py"}
+FOREIGN = ("lightning", "pytorch_lightning", "torch", "torchmetrics")
+HEAVY = ("torchvision", "datasets", "tensorboard", "sklearn", "matplotlib", "scipy", "networkx")
+MAX_LINES = 400
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def private_imports(source: str) -> list[str]:
+    """Dotted names with a private part that ``source`` imports from a foreign package."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            private = any(part.startswith("_") and not part.startswith("__") for part in parts)
+            if parts[0] in FOREIGN and private:
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from torch._C import x", ["torch._C.x"]),
+        ("from lightning.pytorch.loops import _FitLoop", ["lightning.pytorch.loops._FitLoop"]),
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("from torch.nn import Linear", []),
+        ("from lightning_pfl._lightning import FitLoop", []),
+        ("from . import _private", []),
+    ],
+)
+def test_private_imports_are_recognised(source: str, expected: list[str]) -> None:
+    assert private_imports(source) == expected
+
+
+def test_private_names_are_imported_in_one_file_only() -> None:
+    found = {
+        relative(path): names
+        for path in SOURCES
+        if path not in PRIVATE_IMPORTS_ALLOWED and (names := private_imports(path.read_text()))
+    }
+    assert found == {}
+
+
+def test_no_file_is_too_long_to_hold_in_mind() -> None:
+    files = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted(ROOT.glob("recipes/*.py"))]
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in files}
+    assert len(lengths) > 20
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_no_module_is_named_after_nothing() -> None:
+    names = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert [relative(path) for path in SOURCES if path.stem in names] == []
+
+
+def test_every_public_name_of_methods_exists_and_every_method_is_public() -> None:
+    from lightning_pfl.methods.base import Method
+
+    assert [name for name in methods.__all__ if not hasattr(methods, name)] == []
+    defined = {cls.__name__ for cls in Method.__subclasses__() if cls.__module__.startswith(methods.__name__)}
+    assert defined == set(methods.__all__)
+
+
+@pytest.mark.parametrize("name", methods.__all__)
+def test_every_method_has_a_test_a_recipe_and_a_changelog_line(name: str) -> None:
+    module = getattr(methods, name).__module__.rsplit(".", 1)[1]
+    tests = ROOT / "tests" / "methods" / f"test_{module}.py"
+    assert tests.is_file(), f"{name} needs {relative(tests)}"
+    recipes = [p for p in (ROOT / "recipes").rglob("*.yaml") if f"class_path: {name}\n" in p.read_text()]
+    assert recipes, f"{name} needs a recipe that names `class_path: {name}`"
+    assert f"`{name}`" in (ROOT / "CHANGELOG.md").read_text(), f"{name} needs a changelog line"
+    assert f"`{name}`" in (ROOT / "README.md").read_text(), f"{name} is missing in the README's table"
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level packages that a fresh interpreter has loaded after ``statement``."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT
+    )
+    return {name.split(".")[0] for name in json.loads(result.stdout.splitlines()[-1])}
+
+
+def test_importing_the_package_loads_nothing_heavy_that_lightning_does_not() -> None:
+    from_lightning = loaded_by("import lightning")
+    from_package = loaded_by("import lightning_pfl, lightning_pfl.methods, lightning_pfl.data")
+    assert "lightning_pfl" in from_package
+    assert sorted((from_package - from_lightning) & set(HEAVY)) == []
