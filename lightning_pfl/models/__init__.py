@@ -1,0 +1,27 @@
+"""The papers' networks, each a PersonalizedModule with a named backbone and head."""
+
+from lightning_pfl.models.cifar import CIFAR10CNN, CIFAR100CNN, CIFARBackbone
+from lightning_pfl.models.fedmap import FEMNISTCNN, AlexNetBackbone, AlexNetBN, FEMNISTBackbone
+from lightning_pfl.models.lenet import DigitsBackbone, DigitsCNN, LeNet, LeNetBackbone
+from lightning_pfl.models.linear import LinearRepresentation
+from lightning_pfl.models.mlp import FEMNISTMLP, MLP, DigitsMLP, FedMAPMLP, MLPBackbone
+
+__all__ = [
+    "MLP",
+    "MLPBackbone",
+    "DigitsMLP",
+    "DigitsCNN",
+    "DigitsBackbone",
+    "LeNet",
+    "LeNetBackbone",
+    "CIFAR10CNN",
+    "CIFAR100CNN",
+    "CIFARBackbone",
+    "FEMNISTMLP",
+    "FEMNISTCNN",
+    "FEMNISTBackbone",
+    "FedMAPMLP",
+    "AlexNetBN",
+    "AlexNetBackbone",
+    "LinearRepresentation",
+]

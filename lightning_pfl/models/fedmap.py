@@ -1,0 +1,111 @@
+"""FedMAP's networks with batch normalisation: AlexNet for Office-31, a CNN for FEMNIST."""
+
+from typing import Any
+
+from torch import nn
+
+from lightning_pfl.module import PersonalizedModule
+
+
+def normalised_convolution(inputs: int, outputs: int, **settings: Any) -> list[nn.Module]:
+    """A convolution, batch normalisation and ReLU.
+
+    Args:
+        inputs: Channels that come in.
+        outputs: Channels that go out.
+        settings: Further arguments of ``nn.Conv2d``.
+    """
+    return [nn.Conv2d(inputs, outputs, **settings), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+
+def normalised_dense(inputs: int, outputs: int) -> list[nn.Module]:
+    """A fully connected layer, batch normalisation and ReLU."""
+    return [nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU()]
+
+
+class AlexNetBackbone(nn.Sequential):
+    """Images ``(batch, 3, side, side)``, side at least 63 pixels, to ``(batch, 4096)``."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *normalised_convolution(3, 64, kernel_size=11, stride=4, padding=2),
+            nn.MaxPool2d(3, stride=2),
+            *normalised_convolution(64, 192, kernel_size=5, padding=2),
+            nn.MaxPool2d(3, stride=2),
+            *normalised_convolution(192, 384, kernel_size=3, padding=1),
+            *normalised_convolution(384, 256, kernel_size=3, padding=1),
+            *normalised_convolution(256, 256, kernel_size=3, padding=1),
+            nn.MaxPool2d(3, stride=2),
+            nn.AdaptiveAvgPool2d((6, 6)),
+            nn.Flatten(),
+            *normalised_dense(256 * 6 * 6, 4096),
+            *normalised_dense(4096, 4096),
+        )
+
+
+class AlexNetBN(PersonalizedModule):
+    """AlexNet with batch normalisation: 57,149,535 parameters for the 31 classes of Office-31.
+
+    18,688 of them are scales and shifts of the normalisation, which FedBN keeps on the client.
+
+    Args:
+        num_classes: Number of classes.
+        settings: Further arguments of PersonalizedModule.
+
+    Deviation from the paper: none.
+
+    References:
+        FedMAP: Unlocking potential in personalized federated learning through bi-level MAP
+        optimization. arXiv:2405.19000, table 4; the network is that of Li, Jiang, Zhang, Kamp, Dou.
+        FedBN: Federated learning on non-IID features via local batch normalization. ICLR 2021.
+        arXiv:2102.07623.
+    """
+
+    def __init__(self, num_classes: int = 31, **settings: Any) -> None:
+        super().__init__(
+            AlexNetBackbone(), nn.Linear(4096, num_classes), num_classes=num_classes, **settings
+        )
+
+
+class FEMNISTBackbone(nn.Sequential):
+    """Images ``(batch, 1, 28, 28)`` to features ``(batch, 512)``."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *normalised_convolution(1, 32, kernel_size=3, padding=1),
+            *normalised_convolution(32, 64, kernel_size=3, padding=1),
+            nn.MaxPool2d(2),
+            *normalised_convolution(64, 64, kernel_size=3, padding=1),
+            *normalised_convolution(64, 128, kernel_size=3, padding=1),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            *normalised_dense(128 * 7 * 7, 512),
+        )
+
+
+class FEMNISTCNN(PersonalizedModule):
+    """FedMAP's network for FEMNIST with 62 classes: 3,374,782 parameters.
+
+    The dropout before the last layer belongs to the head, so that the backbone is deterministic in
+    evaluation mode and in phases that train the head alone.
+
+    Args:
+        num_classes: Number of classes.
+        dropout: Probability of dropping a feature before the last layer, in [0, 1].
+        settings: Further arguments of PersonalizedModule.
+
+    Deviation from the paper: none.
+
+    References:
+        FedMAP: Unlocking potential in personalized federated learning through bi-level MAP
+        optimization. arXiv:2405.19000, table 7.
+    """
+
+    def __init__(self, num_classes: int = 62, dropout: float = 0.5, **settings: Any) -> None:
+        super().__init__(
+            FEMNISTBackbone(),
+            nn.Sequential(nn.Dropout(dropout), nn.Linear(512, num_classes)),
+            num_classes=num_classes,
+            **settings,
+        )
+        self.save_hyperparameters({"dropout": dropout})

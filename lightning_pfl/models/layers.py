@@ -1,0 +1,53 @@
+"""The two stacks that most of the papers' networks are made of, as lists of layers."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import nn
+
+
+def dense(sizes: Sequence[int]) -> list[nn.Module]:
+    """Fully connected layers, each followed by ReLU.
+
+    Args:
+        sizes: Numbers of units, inputs first; n sizes make n - 1 layers.
+
+    Raises:
+        ValueError: If a size isn't positive.
+
+    Example:
+        >>> nn.Sequential(*dense([4, 3]))
+        Sequential(
+          (0): Linear(in_features=4, out_features=3, bias=True)
+          (1): ReLU()
+        )
+    """
+    if not sizes or min(sizes) < 1:
+        raise ValueError(
+            f"Expected `sizes` to be positive numbers of units, but got sizes={sizes!r}. "
+            "Begin with the number of inputs."
+        )
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return layers
+
+
+def convolution_blocks(
+    channels: Sequence[int], kernel_size: int, padding: int = 0
+) -> list[nn.Module]:
+    """Blocks of convolution, 2 x 2 max pooling and ReLU.
+
+    The papers write ReLU before the pooling. Both orders give the same values and gradients, since
+    ReLU is monotone; this one applies it to a quarter of the values.
+
+    Args:
+        channels: Numbers of channels, the image's first; n numbers make n - 1 blocks.
+        kernel_size: Side of the square kernels, in pixels.
+        padding: Zeros added on each side, in pixels.
+    """
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(channels):
+        convolution = nn.Conv2d(inputs, outputs, kernel_size, padding=padding)
+        layers += [convolution, nn.MaxPool2d(2), nn.ReLU()]
+    return layers
