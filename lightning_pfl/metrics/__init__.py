@@ -1,1 +1,18 @@
 """Values per sample, summaries over clients and rounds, and distances between subspaces."""
+
+from lightning_pfl.metrics.fairness import fairness, gini, jain_index
+from lightning_pfl.metrics.history import BestValidationRound, LastRounds
+from lightning_pfl.metrics.subspace import orthonormal_basis, principal_angle_distance
+from lightning_pfl.metrics.summary import STATISTICS, summarize
+
+__all__ = [
+    "summarize",
+    "STATISTICS",
+    "fairness",
+    "jain_index",
+    "gini",
+    "principal_angle_distance",
+    "orthonormal_basis",
+    "LastRounds",
+    "BestValidationRound",
+]

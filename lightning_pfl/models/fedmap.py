@@ -55,8 +55,8 @@ class AlexNetBN(PersonalizedModule):
     Deviation from the paper: none.
 
     References:
-        FedMAP: Unlocking potential in personalized federated learning through bi-level MAP
-        optimization. arXiv:2405.19000, table 4; the network is that of Li, Jiang, Zhang, Kamp, Dou.
+        Zhang, Esteve-Yagüe, Dittmer, Schönlieb, Roberts. FedMAP: Unlocking potential in
+        personalized federated learning through bi-level MAP optimization. arXiv:2405.19000, table 4; the network is that of Li, Jiang, Zhang, Kamp, Dou.
         FedBN: Federated learning on non-IID features via local batch normalization. ICLR 2021.
         arXiv:2102.07623.
     """
@@ -97,8 +97,8 @@ class FEMNISTCNN(PersonalizedModule):
     Deviation from the paper: none.
 
     References:
-        FedMAP: Unlocking potential in personalized federated learning through bi-level MAP
-        optimization. arXiv:2405.19000, table 7.
+        Zhang, Esteve-Yagüe, Dittmer, Schönlieb, Roberts. FedMAP: Unlocking potential in
+        personalized federated learning through bi-level MAP optimization. arXiv:2405.19000, table 7.
     """
 
     def __init__(self, num_classes: int = 62, dropout: float = 0.5, **settings: Any) -> None:

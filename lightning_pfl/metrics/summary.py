@@ -1,0 +1,87 @@
+"""Statistics over clients of one metric in one round."""
+
+import math
+
+from torch import Tensor
+
+#: The statistics of `summarize`; "" is the headline. Key names are put together by the caller.
+STATISTICS = ("", "weighted", "std", "worst_decile", "worst")
+
+
+def summarize(values: Tensor, weights: Tensor, higher_is_better: bool = True) -> dict[str, float]:
+    r"""Summarize one value per client.
+
+    With n clients that have samples, their values :math:`v_k` and numbers of samples
+    :math:`N_k`:
+
+    - ``""``: the mean over clients :math:`\frac{1}{n}\sum_k v_k`, the headline
+    - ``"weighted"``: the mean over samples :math:`\sum_k N_k v_k / \sum_k N_k`
+    - ``"std"``: the standard deviation over clients, of the population (divided by n)
+    - ``"worst_decile"``: the mean over the worst :math:`\lceil n/10 \rceil` clients
+    - ``"worst"``: the value of the worst client
+
+    The worst are the lowest values where higher is better, else the highest. Clients without
+    samples (weight 0) are left out, whatever their value. A client with samples whose value is
+    NaN is not: all statistics are NaN then, for a broken model must not vanish from a table.
+
+    Args:
+        values: ``(clients,)``.
+        weights: Numbers of samples, ``(clients,)``, at least 0.
+        higher_is_better: True for an accuracy, False for a loss.
+
+    Raises:
+        ValueError: If the shapes are no equal vectors, a weight is negative, or no client has
+            samples.
+
+    Example:
+        >>> summary = summarize(torch.tensor([0.5, 1.0]), torch.tensor([30, 10]))
+        >>> summary[""], summary["weighted"], summary["worst"]
+        (0.75, 0.625, 0.5)
+
+    References:
+        Li, Sanjabi, Beirami, Smith. Fair resource allocation in federated learning. ICLR 2020.
+        arXiv:1905.10497, section 4 and table 1, for the spread and the worst 10 %.
+    """
+    kept, weight = clients_with_samples(values, weights)
+    if kept.isnan().any():
+        return dict.fromkeys(STATISTICS, math.nan)
+    worst_first = kept.sort(descending=not higher_is_better).values
+    decile = math.ceil(len(kept) / 10)
+    return {
+        "": float(kept.mean()),
+        "weighted": float((kept * weight).sum() / weight.sum()),
+        "std": float(kept.std(correction=0)),
+        "worst_decile": float(worst_first[:decile].mean()),
+        "worst": float(worst_first[0]),
+    }
+
+
+def clients_with_samples(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values and weights of the clients with samples, in double precision on the CPU.
+
+    Args:
+        values: ``(clients,)``.
+        weights: Numbers of samples, ``(clients,)``, at least 0.
+
+    Raises:
+        ValueError: See `summarize`.
+    """
+    values, weights = values.detach().cpu().double(), weights.detach().cpu().double()
+    if values.ndim != 1 or values.shape != weights.shape:
+        raise ValueError(
+            "Expected `values` and `weights` to be vectors of one length, but got "
+            f"values={tuple(values.shape)} and weights={tuple(weights.shape)}. "
+            "Give one value and one number of samples for each client."
+        )
+    if not (weights >= 0).all():
+        raise ValueError(
+            f"Expected `weights` to be non-negative, but got a minimum of {float(weights.min())}. "
+            "Give the number of samples of each client."
+        )
+    has_samples = weights > 0
+    if not has_samples.any():
+        raise ValueError(
+            f"Expected `weights` to be positive for at least one client, but got {len(weights)} "
+            "clients without samples. Give at least one client data in this split."
+        )
+    return values[has_samples], weights[has_samples]
