@@ -43,7 +43,8 @@ def principal_angle_distance(first: Tensor, second: Tensor) -> Tensor:
         )
     basis, other = orthonormal_basis(first), orthonormal_basis(second)
     residual = other - basis @ (basis.mT @ other)
-    return torch.linalg.matrix_norm(residual, ord=2).clamp(max=1)
+    distance: Tensor = torch.linalg.matrix_norm(residual, ord=2).clamp(max=1)
+    return distance
 
 
 def orthonormal_basis(matrix: Tensor) -> Tensor:
@@ -62,4 +63,5 @@ def orthonormal_basis(matrix: Tensor) -> Tensor:
             f"Expected `matrix` to have {matrix.shape[-1]} independent columns, but got rank "
             f"{int(ranks.min())}. Drop columns, or start from a random matrix."
         )
-    return torch.linalg.qr(matrix).Q
+    basis: Tensor = torch.linalg.qr(matrix).Q
+    return basis

@@ -34,6 +34,7 @@ def summarize(values: Tensor, weights: Tensor, higher_is_better: bool = True) ->
             samples.
 
     Example:
+        >>> import torch
         >>> summary = summarize(torch.tensor([0.5, 1.0]), torch.tensor([30, 10]))
         >>> summary[""], summary["weighted"], summary["worst"]
         (0.75, 0.625, 0.5)

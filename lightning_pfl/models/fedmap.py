@@ -56,9 +56,9 @@ class AlexNetBN(PersonalizedModule):
 
     References:
         Zhang, Esteve-Yagüe, Dittmer, Schönlieb, Roberts. FedMAP: Unlocking potential in
-        personalized federated learning through bi-level MAP optimization. arXiv:2405.19000, table 4; the network is that of Li, Jiang, Zhang, Kamp, Dou.
-        FedBN: Federated learning on non-IID features via local batch normalization. ICLR 2021.
-        arXiv:2102.07623.
+        personalized federated learning through bi-level MAP optimization. arXiv:2405.19000,
+        table 4. The network is that of Li, Jiang, Zhang, Kamp, Dou. FedBN: Federated learning on
+        non-IID features via local batch normalization. ICLR 2021. arXiv:2102.07623.
     """
 
     def __init__(self, num_classes: int = 31, **settings: Any) -> None:
@@ -98,7 +98,8 @@ class FEMNISTCNN(PersonalizedModule):
 
     References:
         Zhang, Esteve-Yagüe, Dittmer, Schönlieb, Roberts. FedMAP: Unlocking potential in
-        personalized federated learning through bi-level MAP optimization. arXiv:2405.19000, table 7.
+        personalized federated learning through bi-level MAP optimization. arXiv:2405.19000,
+        table 7.
     """
 
     def __init__(self, num_classes: int = 62, dropout: float = 0.5, **settings: Any) -> None:

@@ -63,5 +63,4 @@ class LinearRepresentation(PersonalizedModule):
     @property
     def representation(self) -> Tensor:
         """The matrix B, ``(num_inputs, num_features)``."""
-        weight: Tensor = self.backbone.weight
-        return weight.T
+        return self.backbone.get_parameter("weight").T

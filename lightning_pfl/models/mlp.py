@@ -102,7 +102,8 @@ class FedMAPMLP(PersonalizedModule):
 
     References:
         Zhang, Esteve-Yagüe, Dittmer, Schönlieb, Roberts. FedMAP: Unlocking potential in
-        personalized federated learning through bi-level MAP optimization. arXiv:2405.19000, table 3.
+        personalized federated learning through bi-level MAP optimization. arXiv:2405.19000,
+        table 3.
     """
 
     def __init__(self, num_inputs: int = 30, loss: LossChoice = "bce", **settings: Any) -> None:
