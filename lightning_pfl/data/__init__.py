@@ -1,5 +1,6 @@
 """Federated data: datasets, partitions, sources and the data module."""
 
+from .cifar import CIFAR10, CIFAR100
 from .clients import (
     Batch,
     FederatedDataset,
@@ -8,12 +9,52 @@ from .clients import (
     as_federated,
     nonfinite_clients,
 )
+from .datamodule import FederatedDataModule
+from .digits import Digits
+from .fashion_mnist import FashionMNIST
+from .partition import (
+    IID,
+    ClassesPerClient,
+    Dirichlet,
+    FeatureSkew,
+    FlowerPartitioner,
+    LabelSkew,
+    LogNormalSizes,
+    Natural,
+    Partition,
+    QuantitySkew,
+    draw,
+)
+from .source import Arrays, Source
+from .synthetic import LinearRepresentation, QuadraticClients
+from .table import HuggingFaceTable
 
 __all__ = [
-    "Batch",
-    "FederatedDataset",
-    "FederatedLoaders",
+    "FederatedDataModule",
     "FederatedTensorDataset",
+    "FederatedLoaders",
+    "FederatedDataset",
+    "Batch",
     "as_federated",
     "nonfinite_clients",
+    "Source",
+    "Arrays",
+    "Digits",
+    "FashionMNIST",
+    "CIFAR10",
+    "CIFAR100",
+    "HuggingFaceTable",
+    "QuadraticClients",
+    "LinearRepresentation",
+    "Partition",
+    "IID",
+    "ClassesPerClient",
+    "Dirichlet",
+    "LogNormalSizes",
+    "QuantitySkew",
+    "LabelSkew",
+    "FeatureSkew",
+    "Natural",
+    "FlowerPartitioner",
+    "draw",
 ]

@@ -93,16 +93,16 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     sampler: Any = loader.sampler
-    if type(sampler) is RandomSampler:
-        plain_order = (
-            sampler.data_source is loader.dataset
-            and not sampler.replacement
-            and sampler.num_samples == len(sampler.data_source)
-        )
-    elif type(sampler) is SequentialSampler:
+    if type(sampler) is SubsetRandomSampler:
+        plain_order = True
+    elif type(sampler) in (RandomSampler, SequentialSampler):
         plain_order = sampler.data_source is loader.dataset
     else:
-        plain_order = type(sampler) is SubsetRandomSampler
+        plain_order = False
+    if type(sampler) is RandomSampler and (
+        sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
+    ):
+        plain_order = False
     # Exact types: a subclass may do anything in __getitem__ or __iter__.
     return (
         plain_order

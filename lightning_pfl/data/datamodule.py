@@ -1,0 +1,289 @@
+"""FederatedDataModule: a source, split over clients, as train, validation and test data."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_pfl.randomness import derive
+
+from .clients import FederatedTensorDataset
+from .holdout import cut
+from .partition import IID, Natural, Partition, Parts, draw
+from .source import Arrays, Fields, Source
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Split = Literal["train", "val", "test"]
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Positions of all clients (new ones last) in one pool, and the labels of that pool."""
+
+    fields: Fields
+    labels: Any
+    parts: Parts
+
+
+class FederatedDataModule(L.LightningDataModule):
+    """Splits a source over clients, and each client's samples into train, validation and test.
+
+    Train, validation and test samples of a client are disjoint, always. Everything is a function of
+    ``seed``: the same seed gives the same clients whatever ``val_fraction`` or ``batch_size`` is.
+
+    *Test.* A source with a test set of its own is split twice by one plan, so that a client's test
+    data are of the same kind as its training data. Otherwise ``test_fraction`` of each client's
+    samples are cut off.
+
+    *Validation.* ``val_fraction`` of each client's training samples. With 0 there is no validation:
+    `val_dataloader` returns an empty list, unless ``val_split="test"`` asks for validation on the
+    test split. Then never report the best round, because it was chosen on test data.
+
+    Args:
+        source: Where the data come from.
+        partition: Who gets which sample. ``None``: `Natural` if the source names its clients,
+            otherwise `IID`.
+        num_clients: Number of clients, new ones included. ``None`` where the partition knows it.
+        val_fraction: Share of a client's training samples, in [0, 1).
+        test_fraction: Share of a client's samples, in (0, 1). ``None``: 0.2. Only for sources
+            without a test set.
+        batch_size: Samples per training batch of a client.
+        eval_batch_size: Samples per batch of a client in evaluation.
+        seed: Seed of the partition and the cuts; training has its own (``seed_everything``).
+        new_clients: The last so many clients never take part; see `new_clients`.
+        val_split: ``"train"``: validation data are cut from training data; ``"test"``: validation
+            uses the test split.
+        drop_last: Whether a training epoch leaves out a last batch that is too short.
+
+    Raises:
+        ValueError: A number is out of range, or settings contradict each other.
+
+    Example:
+        >>> from lightning_pfl.data import ClassesPerClient, Digits
+        >>> data = FederatedDataModule(Digits(), ClassesPerClient(2), num_clients=20)
+        >>> data.setup("fit")
+        >>> data.train_dataloader().num_clients
+        20
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        partition: Partition | None = None,
+        num_clients: int | None = None,
+        val_fraction: float = 0.0,
+        test_fraction: float | None = None,
+        batch_size: int = 10,
+        eval_batch_size: int = 256,
+        seed: int = 0,
+        new_clients: int = 0,
+        val_split: Literal["train", "test"] = "train",
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_settings(val_fraction, test_fraction, val_split, new_clients)
+        for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"Expected `{name}` to be an int of at least 1, but got {name}={value!r}. "
+                    "Use a large number for full-batch steps."
+                )
+        self.source = source
+        self.partition = partition
+        self.clients_wanted = num_clients
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.seed = seed
+        self.num_new_clients = new_clients
+        self.val_split = val_split
+        self.drop_last = drop_last
+        self._splits: dict[str, _Split] = {}
+        self._arrays: Arrays | None = None
+        self._names: tuple[str, ...] = ()
+        self._datasets: dict[tuple[str, bool], FederatedTensorDataset] = {}
+
+    def prepare_data(self) -> None:
+        """Download the source where needed (Lightning calls this on one process)."""
+        self.source.prepare()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load and split the data, once; all stages share the result."""
+        if self._splits:
+            return
+        arrays = self.source.load()
+        partition = self._choose_partition(arrays)
+        keys = partition.keys(arrays.labels, arrays.columns)
+        parts, plan = partition.split(keys, self.clients_wanted, self._rng("partition"))
+        self._check_new(len(parts))
+        features, *rest = arrays.fields
+        fields = (partition.change_features(features, parts, plan), *rest)
+        if arrays.test_fields is None or arrays.test_labels is None:
+            parts, test_parts = cut(parts, arrays.labels, self._test_share(), self._rng("test"))
+            test = _Split(fields, arrays.labels, test_parts)
+        else:
+            test = self._own_test(arrays, partition, plan)
+        train, val = cut(parts, arrays.labels, self.val_fraction, self._rng("val"))
+        self._names = partition.names(plan) or tuple(str(k) for k in range(len(parts)))
+        self._arrays = arrays
+        self._splits = {
+            "train": _Split(fields, arrays.labels, train),
+            "val": _Split(fields, arrays.labels, val) if self.val_split == "train" else test,
+            "test": test,
+        }
+
+    def train_dataloader(self) -> FederatedTensorDataset:
+        """Return the training data of the clients that take part."""
+        return self._dataset("train")
+
+    def val_dataloader(self) -> FederatedTensorDataset | list[Any]:
+        """Return the validation data, or an empty list if none was asked for."""
+        if self._no_validation():
+            return []
+        return self._dataset("val")
+
+    def test_dataloader(self) -> FederatedTensorDataset:
+        """Return the test data of the clients that take part."""
+        return self._dataset("test")
+
+    def predict_dataloader(self) -> FederatedTensorDataset:
+        """Return the test data: predictions are for samples that no client trained on."""
+        return self._dataset("test")
+
+    def new_clients(self, split: Split = "train") -> FederatedTensorDataset:
+        """Return the data of the clients that were held out and never take part in a round.
+
+        Args:
+            split: ``"train"`` (what a new client may adapt on), ``"val"`` or ``"test"``.
+
+        Raises:
+            ValueError: ``new_clients`` was 0, or there is no such split.
+        """
+        if self.num_new_clients == 0:
+            raise ValueError(
+                "Expected a data module with new clients, but got new_clients=0. "
+                "Set FederatedDataModule(new_clients=...) to hold some out."
+            )
+        if split not in ("train", "val", "test"):
+            raise ValueError(
+                f"Expected `split` to be 'train', 'val' or 'test', but got {split=}. "
+                "Choose one of the three."
+            )
+        if split == "val" and self._no_validation():
+            raise ValueError(
+                "Expected a data module with validation data, but got val_fraction=0. "
+                "Set val_fraction, or val_split='test'."
+            )
+        return self._dataset(split, new=True)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients that take part, without the new ones."""
+        self.setup()
+        return len(self._names) - self.num_new_clients
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes, ``None`` for regression."""
+        return self._loaded().num_classes
+
+    def draw(self, split: Split = "train", ax: "Axes | None" = None) -> "Axes":
+        """Draw which client holds how much of what, new clients included."""
+        self.setup()
+        return draw(self._splits[split].parts, self._splits[split].labels, ax)
+
+    def _rng(self, purpose: str) -> np.random.Generator:
+        return np.random.default_rng(derive(self.seed, "data", purpose))
+
+    def _loaded(self) -> Arrays:
+        self.setup()
+        assert self._arrays is not None  # set by setup
+        return self._arrays
+
+    def _choose_partition(self, arrays: Arrays) -> Partition:
+        if self.partition is not None:
+            return self.partition
+        return Natural() if arrays.columns else IID()
+
+    def _no_validation(self) -> bool:
+        return self.val_fraction == 0 and self.val_split == "train"
+
+    def _test_share(self) -> float:
+        return 0.2 if self.test_fraction is None else self.test_fraction
+
+    def _own_test(self, arrays: Arrays, partition: Partition, plan: Any) -> _Split:
+        """Split the source's test set by the plan of the training set."""
+        assert arrays.test_fields is not None  # the caller has checked
+        assert arrays.test_labels is not None
+        if self.test_fraction is not None:
+            raise ValueError(
+                f"Expected no `test_fraction` for {type(self.source).__name__}, which has a test "
+                f"set of its own, but got test_fraction={self.test_fraction}. Leave it out."
+            )
+        keys = partition.keys(arrays.test_labels, arrays.test_columns)
+        parts = partition.apply(keys, plan, self._rng("test"))
+        features, *rest = arrays.test_fields
+        fields = (partition.change_features(features, parts, plan), *rest)
+        return _Split(fields, arrays.test_labels, parts)
+
+    def _dataset(self, split: str, new: bool = False) -> FederatedTensorDataset:
+        arrays = self._loaded()
+        if (split, new) not in self._datasets:
+            data, training = self._splits[split], split == "train"
+            first_new = len(self._names) - self.num_new_clients
+            chosen = slice(first_new, None) if new else slice(first_new)
+            rows: list[Tensor] = [torch.from_numpy(part) for part in data.parts[chosen]]
+            self._datasets[split, new] = FederatedTensorDataset(
+                data.fields,
+                rows,
+                names=self._names[chosen],
+                batch_size=self.batch_size if training else self.eval_batch_size,
+                shuffle=training,
+                drop_last=self.drop_last and training,
+                transform=arrays.transform,
+                augment=arrays.augment if training else None,
+            )
+        return self._datasets[split, new]
+
+    def _check_new(self, num_clients: int) -> None:
+        if self.num_new_clients >= num_clients:
+            raise ValueError(
+                f"Expected `new_clients` to be below the number of clients ({num_clients}), but "
+                f"got new_clients={self.num_new_clients}. Leave at least one client to train."
+            )
+
+
+def _check_settings(
+    val_fraction: float, test_fraction: float | None, val_split: str, new_clients: int
+) -> None:
+    if not 0 <= val_fraction < 1:
+        raise ValueError(
+            f"Expected `val_fraction` to be in [0, 1), but got {val_fraction=}. "
+            "Use 0.1 to keep a tenth of the training samples for validation."
+        )
+    if test_fraction is not None and not 0 < test_fraction < 1:
+        raise ValueError(
+            f"Expected `test_fraction` to be in (0, 1), but got {test_fraction=}. "
+            "Use 0.2 to keep a fifth of each client's samples for testing."
+        )
+    if val_split not in ("train", "test"):
+        raise ValueError(
+            f"Expected `val_split` to be 'train' or 'test', but got {val_split=}. "
+            "Use 'train' together with val_fraction."
+        )
+    if val_split == "test" and val_fraction > 0:
+        raise ValueError(
+            f"Expected val_fraction=0 together with val_split='test', but got {val_fraction=}. "
+            "Choose one of the two ways to validate."
+        )
+    if isinstance(new_clients, bool) or not isinstance(new_clients, int) or new_clients < 0:
+        raise ValueError(
+            f"Expected `new_clients` to be a non-negative int, but got {new_clients=}. "
+            "Use 0 to let every client take part."
+        )

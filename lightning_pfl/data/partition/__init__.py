@@ -1,0 +1,23 @@
+"""Partitions: who holds which sample."""
+
+from .base import Partition, Parts
+from .draw import draw
+from .features import FeatureSkew
+from .given import FlowerPartitioner, Natural
+from .labels import ClassesPerClient, Dirichlet, LabelSkew
+from .sizes import IID, LogNormalSizes, QuantitySkew
+
+__all__ = [
+    "IID",
+    "ClassesPerClient",
+    "Dirichlet",
+    "LogNormalSizes",
+    "QuantitySkew",
+    "LabelSkew",
+    "FeatureSkew",
+    "Natural",
+    "FlowerPartitioner",
+    "Partition",
+    "Parts",
+    "draw",
+]

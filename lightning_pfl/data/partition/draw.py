@@ -1,0 +1,58 @@
+"""A picture of a partition: who holds what."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def class_counts(
+    parts: Sequence[npt.NDArray[np.int64]], labels: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """Count samples per class and client.
+
+    Returns:
+        The classes, ``(classes,)``, and the counts, ``(classes, clients)``.
+    """
+    classes, codes = np.unique(labels, return_inverse=True)
+    counts = [np.bincount(codes[part], minlength=len(classes)) for part in parts]
+    return classes, np.stack(counts, axis=1)
+
+
+def draw(
+    parts: Sequence[npt.NDArray[np.int64]], labels: npt.NDArray[Any], ax: "Axes | None" = None
+) -> "Axes":
+    """Draw how many samples of each class every client holds.
+
+    Class labels give a map of counts (classes upwards, clients to the right); floating-point
+    targets give a bar of the size of each client.
+
+    Args:
+        parts: Positions of each client's samples.
+        labels: Labels of all samples, ``(samples,)``.
+        ax: Axes to draw on. ``None``: new ones.
+
+    Returns:
+        The axes, for titles and saving (``ax.figure.savefig``).
+    """
+    if ax is None:
+        import matplotlib.pyplot as plt
+
+        _, ax = plt.subplots(figsize=(8, 4), layout="constrained")
+    labels = np.asarray(labels)
+    ax.set_xlabel("client")
+    if labels.dtype.kind == "f":
+        ax.bar(np.arange(len(parts)), [len(part) for part in parts])
+        ax.set_ylabel("samples")
+        return ax
+    classes, counts = class_counts(parts, labels)
+    image = ax.imshow(counts, aspect="auto", origin="lower", cmap="Blues", vmin=0)
+    if len(classes) <= 30:
+        ax.set_yticks(np.arange(len(classes)), [str(label) for label in classes])
+    ax.set_ylabel("class")
+    ax.figure.colorbar(image, ax=ax, label="samples")
+    return ax
