@@ -1,0 +1,1 @@
+"""Workloads with their baselines, timed side by side in one run."""
