@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.data.clients import FederatedData
+from lightning_pfl.data.clients import FederatedDataset
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.tree import Model, Tree
 
@@ -102,7 +102,7 @@ class Engine(Protocol):
 
     name: str
 
-    def count_steps(self, data: FederatedData, clients: Tensor, phases: tuple[Phase, ...]) -> Tensor:
+    def count_steps(self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]) -> Tensor:
         """Optimizer steps that each client will take, int64 ``(clients,)``."""
 
     def train(
@@ -111,14 +111,14 @@ class Engine(Protocol):
         received: Tree,
         own: Tree,
         info: ClientInfo,
-        data: FederatedData,
+        data: FederatedDataset,
         phases: tuple[Phase, ...],
         on_clients: OnClients | None = None,
     ) -> LocalResult:
         """``client_init``, the phases' ``client_step`` s, ``client_final`` for every client of ``info``."""
 
     def evaluate(
-        self, models: Model, clients: Tensor, data: FederatedData, step: str, on_clients: OnClients | None = None
+        self, models: Model, clients: Tensor, data: FederatedDataset, step: str, on_clients: OnClients | None = None
     ) -> Evaluation:
         """Run ``validation_step``, ``test_step`` or ``predict_step`` of the user's module for each client.
 

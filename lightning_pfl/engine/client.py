@@ -1,0 +1,211 @@
+"""The user's module as a pure function of one client's model and minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torchmetrics import Metric
+
+from lightning_pfl.engine.base import LogOptions
+from lightning_pfl.engine.keyed import KeyedRandomness
+from lightning_pfl.tree import Model
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+class NotVectorizableError(RuntimeError):
+    """A step that can't run for many clients at once; says why."""
+
+
+class LogCapture:
+    """Stands in for ``self.log`` during a client's step.
+
+    Attributes:
+        values: Logged value by name: a tensor, or a torchmetrics object.
+        options: How each was logged; kept across steps.
+        reductions: ``reduce_fx`` of each name: one of mean, sum, min, max.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor | Metric] = {}
+        self.options: dict[str, LogOptions] = {}
+        self.reductions: dict[str, str] = {}
+
+    def __call__(
+        self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, reduce_fx: Any = "mean", **_: Any
+    ) -> None:
+        reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", str(reduce_fx))
+        reduction = {"amax": "max", "amin": "min"}.get(reduction, reduction)
+        if reduction not in REDUCTIONS:
+            raise ValueError(
+                f"Expected `reduce_fx` of self.log({name!r}) to be one of {', '.join(REDUCTIONS)}, but got "
+                f"reduce_fx={reduce_fx!r}. Log a torchmetrics object for other reductions."
+            )
+        self.options[name] = LogOptions(prog_bar, logger is not False)
+        self.reductions[name] = reduction
+        if isinstance(value, Metric):
+            self.values[name] = value
+            return
+        value = value if isinstance(value, Tensor) else torch.as_tensor(float(value))
+        self.values[name] = value.detach().float().mean() if not value.is_floating_point() else value.detach().mean()
+
+
+class _StepCaller(nn.Module):
+    """``functional_call`` reaches ``forward`` only; this forwards to the module's step."""
+
+    def __init__(self, module: L.LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+class ClientProgram:
+    """Calls the user's steps with a given model, batch and key; logged values come back as outputs.
+
+    Args:
+        module: The user's module, attached to the Trainer.
+        autocast: dtype of mixed precision; None for full precision.
+        augment: Random function of a batch, run before ``training_step``.
+    """
+
+    def __init__(
+        self, module: L.LightningModule, autocast: torch.dtype | None = None, augment: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.module = module
+        self.caller = _StepCaller(module)
+        self.autocast = autocast
+        self.augment = augment
+        self.log = LogCapture()
+        self.stochastic = True
+        self.random_calls = 0
+        self.prefix_calls = 0
+
+    # --- calling -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Replace the module's ``log`` for the duration of local work."""
+        self.module.__dict__["log"] = self.log
+        try:
+            yield
+        finally:
+            del self.module.__dict__["log"]
+
+    def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function of the module with the module's parameters and buffers replaced by ``model``."""
+        named = {f"module.{name}": leaf for name, leaf in model.items()}
+        precision = torch.autocast(self._device(model), self.autocast) if self.autocast else nullcontext()
+        with precision:
+            return functional_call(self.caller, named, (function, *args))
+
+    def _device(self, model: Model) -> str:
+        return next(iter(model.values())).device.type
+
+    def _randomness(self, key: Tensor | None) -> Any:
+        return nullcontext() if key is None else KeyedRandomness(key)
+
+    # --- the steps ---------------------------------------------------------------------------------------------------
+
+    def training_loss(
+        self, model: Model, batch: Any, key: Tensor | None, number: int, mask: Tensor | None, features: Tensor | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Loss and logged values of one client's minibatch.
+
+        Args:
+            model: One client's parameters and buffers, without client axis.
+            batch: Leaves ``(batch, ...)``.
+            key: int64 scalar for random calls; None if the step is known to have none.
+            number: ``batch_idx``.
+            mask: 1 for real samples, ``(batch,)``; None if all are.
+            features: Output of the module's backbone for this batch, which then isn't run.
+        """
+        self.log.values = {}
+        with self._randomness(key) as mode, self._prefix(features):
+            if self.augment is not None:
+                batch = self.augment(batch)
+            if mask is not None:
+                return self._masked_loss(model, batch, mask)
+            out = self.call(model, call_step(self.module.training_step, batch, number))
+        self.random_calls = mode.calls if mode is not None else 0
+        loss = out["loss"] if isinstance(out, dict) else out
+        return loss, dict(self.log.values)
+
+    def _masked_loss(self, model: Model, batch: Any, mask: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        values = self.call(model, self.module.per_sample, batch)
+        means = {name: (value * mask.to(value)).sum() / mask.sum() for name, value in values.items()}
+        return means["loss"], {f"train_{name}": mean.detach() for name, mean in means.items()}
+
+    def evaluation_step(self, model: Model, step: str, batch: Any, number: int) -> tuple[Any, dict[str, Any]]:
+        """What a validation, test or prediction step returns and logs, for one client's batch."""
+        self.log.values = {}
+        out = self.call(model, call_step(getattr(self.module, step), batch, number))
+        return out, dict(self.log.values)
+
+    def per_sample(self, model: Model, batch: Any) -> dict[str, Tensor]:
+        """The per-sample values of one client's batch, each ``(batch,)``."""
+        values: dict[str, Tensor] = self.call(model, self.module.per_sample, batch)
+        return values
+
+    # --- the frozen prefix -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _prefix(self, features: Tensor | None) -> Iterator[None]:
+        """Let the backbone return cached features instead of running."""
+        if features is None:
+            yield
+            return
+        backbone = self.module.backbone
+        self.prefix_calls = 0
+
+        def cached(*_: Any, **__: Any) -> Tensor:
+            self.prefix_calls += 1
+            return features
+
+        backbone.__dict__["forward"] = cached
+        try:
+            yield
+        finally:
+            del backbone.__dict__["forward"]
+
+    def prefix_features(self, model: Model, batch: Any) -> Tensor:
+        """Output of the backbone in a training step, ``(batch, ...)``; the rest of the step isn't run."""
+        backbone = self.module.backbone
+        original = backbone.forward
+
+        def stop(*args: Any, **kwargs: Any) -> Any:
+            raise _PrefixReachedError(original(*args, **kwargs))
+
+        backbone.__dict__["forward"] = stop
+        try:
+            self.call(model, call_step(self.module.training_step, batch, 0))
+        except _PrefixReachedError as reached:
+            features: Tensor = reached.features
+            return features
+        finally:
+            del backbone.__dict__["forward"]
+        raise NotVectorizableError("`training_step` doesn't call `self.backbone`")
+
+
+class _PrefixReachedError(Exception):
+    """Carries the backbone's output out of a training step."""
+
+    def __init__(self, features: Tensor) -> None:
+        super().__init__()
+        self.features = features
+
+
+def call_step(step: Callable[..., Any], batch: Any, number: int) -> Callable[[], Any]:
+    """A step with its arguments bound: ``batch``, and ``batch_idx`` where the signature has it."""
+    code = getattr(step, "__code__", None) or getattr(step, "__func__", step).__code__
+    positional = code.co_varnames[: code.co_argcount]
+    bound = getattr(step, "__self__", None) is not None
+    takes_index = len(positional) - bound >= 2 or code.co_flags & 0x04
+    return (lambda: step(batch, number)) if takes_index else (lambda: step(batch))

@@ -1,0 +1,174 @@
+"""Evaluation of many clients as one program: shared layers see all clients' samples as one large batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.engine.base import EngineSettings, Evaluation, OnClients
+from lightning_pfl.engine.batching import (
+    Batches,
+    Budget,
+    Limits,
+    LoaderBatches,
+    Minibatch,
+    ResidentBatches,
+    Tick,
+    batch_length,
+)
+from lightning_pfl.engine.client import ClientProgram, NotVectorizableError
+from lightning_pfl.engine.logs import ClientLogs
+from lightning_pfl.randomness import derive
+from lightning_pfl.tree import Model, is_expanded, rows
+
+SAMPLES = 4096
+"""Samples per program: enough to fill two cores, little enough to stay in their caches."""
+STAGES = {"validation_step": "val", "test_step": "test"}
+
+
+def evaluates_per_sample(module: Any, step: str) -> bool:
+    """Whether the step is known to log the means of ``per_sample``, so that batches may be cut and padded freely."""
+    from lightning_pfl.module import PersonalizedModule
+
+    return (
+        step in STAGES
+        and isinstance(module, PersonalizedModule)
+        and getattr(type(module), step) is getattr(PersonalizedModule, step)
+        and type(module)._step is PersonalizedModule._step
+    )
+
+
+def evaluation_batches(
+    data: FederatedDataset,
+    clients: list[int],
+    settings: EngineSettings,
+    pad: bool = False,
+    batch_size: int | None = None,
+) -> Batches:
+    """One unshuffled pass over the clients' samples."""
+    limits = Limits(1, settings.limit_eval_batches)
+    if isinstance(data, FederatedTensorDataset):
+        return ResidentBatches(
+            data, clients, Budget(1, None), limits, lambda *_: 0, pad, batch_size=batch_size
+        )
+
+    def key(client: int, epoch: int) -> int:
+        return derive(settings.seed, "evaluation order", client, epoch)
+
+    return LoaderBatches(data, clients, Budget(1, None), limits, key, settings.device)
+
+
+class VectorizedEvaluation:
+    """Runs one evaluation step for chunks of clients.
+
+    Args:
+        module: The user's module.
+        settings: The Trainer's flags.
+    """
+
+    def __init__(self, module: Any, settings: EngineSettings) -> None:
+        self.module, self.settings = module, settings
+        self.program = ClientProgram(module, settings.autocast)
+
+    def run(
+        self,
+        models: Model,
+        clients: Tensor,
+        data: FederatedDataset,
+        step: str,
+        on_clients: OnClients | None = None,
+    ) -> Evaluation:
+        """Evaluate ``clients``; see :class:`~lightning_pfl.engine.base.Engine`."""
+        samples = data.num_samples[clients]
+        per_sample = evaluates_per_sample(self.module, step)
+        width = self._width(data, samples, per_sample)
+        order = torch.argsort(samples, descending=True, stable=True)
+        logs = ClientLogs(len(clients), self.settings.device)
+        counts = torch.zeros(len(clients), dtype=torch.int64)
+        predictions: list[list[Any]] = [[] for _ in clients]
+        with torch.no_grad(), self.program.capturing():
+            for positions in order.split(max(1, SAMPLES // width)):
+                ids = clients[positions].tolist()
+                batches = evaluation_batches(data, ids, self.settings, per_sample, width)
+                part = rows(models, positions.to(self.settings.device))
+                for number in range(int(batches.steps.max()) if len(ids) else 0):
+                    for tick in batches.at(number):
+                        at = positions if tick.rows is None else positions[tick.rows]
+                        counts[at] += tick.minibatches[0].sizes
+                        output = self._tick(part, tick, step, per_sample, logs, at)
+                        if step == "predict_step":
+                            _keep(predictions, output, at)
+                if on_clients is not None:
+                    on_clients(positions.tolist())
+        return Evaluation(logs.compute(), counts, dict(self.program.log.options), predictions)
+
+    def _width(self, data: FederatedDataset, samples: Tensor, per_sample: bool) -> int:
+        if not isinstance(data, FederatedTensorDataset):
+            return max(int(samples.max()) if len(samples) else 1, 1)
+        # A limit counts the user's own batches.
+        if per_sample and self.settings.limit_eval_batches == 1.0:
+            return max(1, min(SAMPLES, int(samples.max()) if len(samples) else 1))
+        return data.batch_size
+
+    def _tick(
+        self, models: Model, tick: Tick, step: str, per_sample: bool, logs: ClientLogs, at: Tensor
+    ) -> Any:
+        part = models if tick.rows is None else rows(models, tick.rows)
+        minibatch = tick.minibatches[0]
+        if per_sample:
+            values = self._per_sample(part, minibatch, STAGES[step])
+            output = None
+        else:
+            output, values = self._step(part, minibatch, step)
+        reductions = self.program.log.reductions
+        logs.add(values, minibatch.sizes, at.to(self.settings.device), reductions)
+        return output
+
+    def _per_sample(self, models: Model, minibatch: Minibatch, stage: str) -> dict[str, Tensor]:
+        values = self._vmap(models, minibatch.data, self.program.per_sample)
+        if minibatch.mask is None:
+            return {f"{stage}_{name}": value.mean(1) for name, value in values.items()}
+        mask = minibatch.mask
+        # where, not a product: a padded sample may be NaN or Inf.
+        return {
+            f"{stage}_{name}": value.where(mask > 0, 0).sum(1) / mask.sum(1)
+            for name, value in values.items()
+        }
+
+    def _step(
+        self, models: Model, minibatch: Minibatch, step: str
+    ) -> tuple[Any, dict[str, Tensor]]:
+        def run(model: Model, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+            out, logged = self.program.evaluation_step(model, step, batch, minibatch.number)
+            for name, value in logged.items():
+                if not isinstance(value, Tensor):
+                    raise NotVectorizableError(
+                        f"self.log({name!r}, ...) in {step} logs a torchmetrics object"
+                    )
+            if step != "predict_step":
+                return torch.zeros(()), logged
+            if not isinstance(out, (Tensor, tuple, list, dict)):
+                raise NotVectorizableError("predict_step doesn't return tensors")
+            return out, logged
+
+        outputs: tuple[Any, dict[str, Tensor]] = self._vmap(models, minibatch.data, run)
+        return outputs
+
+    def _vmap(self, models: Model, data: Any, function: Any) -> Any:
+        dims = {name: None if is_expanded(leaf) else 0 for name, leaf in models.items()}
+        plain = {n: leaf[0] if is_expanded(leaf) else leaf for n, leaf in models.items()}
+        return torch.vmap(function, in_dims=(dims, 0))(plain, data)
+
+
+def _keep(predictions: list[list[Any]], outputs: Any, at: Tensor) -> None:
+    for row, client in enumerate(at.tolist()):
+        predictions[client].append(
+            apply_to_collection(outputs, Tensor, lambda leaf, row=row: leaf[row].cpu())
+        )
+
+
+__all__ = ["VectorizedEvaluation", "batch_length", "evaluates_per_sample", "evaluation_batches"]

@@ -1,0 +1,228 @@
+"""Random numbers as a function of a client's key: the same with every engine, chunk size and number of processes.
+
+Native dropout draws from one generator for a whole batched program, so its masks depend on which clients share the
+program. Here every random call of a client's forward pass is replaced by a hash of (client key, call number, element).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+# The multipliers of splitmix64 (Steele, Lea, Flood 2014), as the signed integers that torch has.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's is arithmetic."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64: a bijection of int64 that spreads every input bit."""
+    x = (x ^ _shift(x, 30)) * _MULTIPLY_1
+    x = (x ^ _shift(x, 27)) * _MULTIPLY_2
+    return x ^ _shift(x, 31)
+
+
+def uniform(key: Tensor, call: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uniform numbers in [0, 1) of a key and a call number.
+
+    Args:
+        key: int64 scalar, the client's key.
+        call: Which random call of the forward pass this is, from 0.
+        shape: Shape of the result.
+        dtype: A float type; 24 random bits, 53 for float64.
+    """
+    start = mix(key + (call + 1) * _GOLDEN)
+    element = torch.arange(1, math.prod(shape) + 1, device=key.device)
+    bits = mix(start + element * _GOLDEN).view(shape)
+    if dtype == torch.float64:
+        return _shift(bits, 11).double() * 2.0**-53
+    return (_shift(bits, 40).float() * 2.0**-24).to(dtype)
+
+
+class KeyedRandomness(TorchFunctionMode):
+    """While active, torch's random functions draw from :func:`uniform` under ``key``.
+
+    Args:
+        key: int64 scalar; under ``vmap`` one per client.
+
+    Attributes:
+        calls: How many random calls there were: 0 after a forward pass shows that it is deterministic.
+    """
+
+    def __init__(self, key: Tensor) -> None:
+        super().__init__()
+        self.key = key
+        self.calls = 0
+
+    def draw(self, shape: Any, dtype: torch.dtype | None = None) -> Tensor:
+        """Uniform numbers for the next call."""
+        self.calls += 1
+        dtype = dtype if dtype is not None else torch.get_default_dtype()
+        return uniform(self.key, self.calls - 1, tuple(shape), dtype)
+
+    def normal(self, shape: Any, dtype: torch.dtype | None = None) -> Tensor:
+        """Standard normal numbers (Box-Muller) for the next call."""
+        dtype = dtype if dtype is not None else torch.get_default_dtype()
+        radius = torch.sqrt(-2 * torch.log1p(-self.draw(shape, torch.float64)))
+        return (radius * torch.cos(2 * math.pi * self.draw(shape, torch.float64))).to(dtype)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self, *args, **(kwargs or {}))
+
+
+# --- the random functions ----------------------------------------------------------------------------------------
+
+
+def _keep(mode: KeyedRandomness, x: Tensor, p: float, mask_shape: Any) -> Tensor:
+    if p >= 1.0:
+        return x * 0.0
+    return x * (mode.draw(mask_shape, x.dtype) >= p) / (1.0 - p)
+
+
+def _dropout(mode: KeyedRandomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0.0:
+        return input
+    return _keep(mode, input, p, input.shape)
+
+
+def _channel_dropout(spatial: int) -> Callable[..., Tensor]:
+    def drop(mode: KeyedRandomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        channels = input.shape[: input.ndim - spatial]
+        return _keep(mode, input, p, (*channels, *[1] * spatial))
+
+    return drop
+
+
+def _attention(
+    mode: KeyedRandomness, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, **kwargs: Any,
+) -> Tensor:
+    if dropout_p == 0.0:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, **kwargs)
+    scores = query @ key.transpose(-2, -1) * (scale if scale is not None else query.shape[-1] ** -0.5)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    if attn_mask is not None:
+        bias = attn_mask if attn_mask.dtype != torch.bool else torch.zeros_like(scores).masked_fill(~attn_mask, -math.inf)
+        scores = scores + bias
+    weights = scores.softmax(-1)
+    return _keep(mode, weights, dropout_p, weights.shape) @ value
+
+
+def _multi_head(mode: KeyedRandomness, *args: Any, **kwargs: Any) -> Any:
+    # The function looks its helpers up in the module's namespace, where a mode that is already inside a call can't see them.
+    with _replaced(F, dropout=lambda *a, **k: _dropout(mode, *a, **k),
+                   scaled_dot_product_attention=lambda *a, **k: _attention(mode, *a, **k)):
+        return F.multi_head_attention_forward(*args, **kwargs)
+
+
+@contextmanager
+def _replaced(namespace: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+    originals = {name: getattr(namespace, name) for name in functions}
+    for name, function in functions.items():
+        setattr(namespace, name, function)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(namespace, name, original)
+
+
+def _sizes(size: Any) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+
+
+def _rand(mode: KeyedRandomness, *size: Any, dtype: Any = None, **_: Any) -> Tensor:
+    return mode.draw(_sizes(size), dtype)
+
+
+def _randn(mode: KeyedRandomness, *size: Any, dtype: Any = None, **_: Any) -> Tensor:
+    return mode.normal(_sizes(size), dtype)
+
+
+def _rand_like(mode: KeyedRandomness, input: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+    return mode.draw(input.shape, dtype or input.dtype)
+
+
+def _randn_like(mode: KeyedRandomness, input: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+    return mode.normal(input.shape, dtype or input.dtype)
+
+
+def _randint(mode: KeyedRandomness, *args: Any, size: Any = None, dtype: Any = None, **kwargs: Any) -> Tensor:
+    low, high = kwargs.get("low", 0), kwargs.get("high")
+    numbers = [a for a in args if isinstance(a, int)]
+    shape = size if size is not None else next(a for a in args if not isinstance(a, int))
+    if high is None:
+        low, high = (low, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+    u = mode.draw(tuple(shape), torch.float64)
+    return (low + torch.floor(u * (high - low))).to(dtype or torch.int64)
+
+
+def _randperm(mode: KeyedRandomness, n: int, **_: Any) -> Tensor:
+    return mode.draw((n,), torch.float64).argsort()
+
+
+def _bernoulli(mode: KeyedRandomness, input: Tensor, p: float | None = None, **_: Any) -> Tensor:
+    return (mode.draw(input.shape, torch.float64) < (input if p is None else p)).to(input.dtype)
+
+
+def _in_place(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def fill(mode: KeyedRandomness, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.copy_(draw(mode, self, *args, **kwargs))
+
+    return fill
+
+
+def _uniform_values(mode: KeyedRandomness, x: Tensor, a: float = 0.0, b: float = 1.0, **kwargs: Any) -> Tensor:
+    low, high = kwargs.get("from", a), kwargs.get("to", b)
+    return low + (high - low) * mode.draw(x.shape, x.dtype)
+
+
+def _normal_values(mode: KeyedRandomness, x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
+    return mean + std * mode.normal(x.shape, x.dtype)
+
+
+def _bernoulli_values(mode: KeyedRandomness, x: Tensor, p: float | Tensor = 0.5, **_: Any) -> Tensor:
+    return (mode.draw(x.shape, torch.float64) < p).to(x.dtype)
+
+
+# What is not in this table (multinomial, an LSTM's inner dropout, ...) is an error under `vmap` and so runs sequentially.
+_HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.dropout: _dropout,
+    torch.dropout: lambda mode, input, p, train: _dropout(mode, input, p, train),
+    F.dropout1d: _channel_dropout(1),
+    F.dropout2d: _channel_dropout(2),
+    F.dropout3d: _channel_dropout(3),
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multi_head,
+    torch.rand: _rand,
+    torch.randn: _randn,
+    torch.rand_like: _rand_like,
+    torch.randn_like: _randn_like,
+    torch.randint: _randint,
+    torch.randperm: _randperm,
+    torch.bernoulli: _bernoulli,
+    Tensor.bernoulli: _bernoulli,
+    Tensor.bernoulli_: _in_place(_bernoulli_values),
+    Tensor.uniform_: _in_place(_uniform_values),
+    Tensor.normal_: _in_place(_normal_values),
+}

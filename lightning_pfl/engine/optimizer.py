@@ -1,0 +1,199 @@
+"""The user's torch optimizer, stepping the stacked parameters of many clients at once.
+
+``SGD`` with momentum, ``Adam`` and the like are elementwise: a step on tensors ``(clients, *shape)`` is the step of each
+client. So the user's own optimizer class runs unmodified; only its parameters and its state are swapped underneath it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pfl.layout import Layout
+from lightning_pfl.tree import Model, is_expanded, per_client, sqnorm, tmap
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.Rprop,
+    }
+)
+"""Optimizers whose update of an entry depends on that entry's history alone. Exact types: a subclass may do anything."""
+
+
+def clip(grads: Model, value: float, algorithm: str) -> Model:
+    """Clip each client's gradients as ``gradient_clip_val`` says: by the client's total norm, or by value."""
+    if algorithm == "value":
+        return tmap(lambda g: g.clamp(-value, value), grads)
+    # The same constant as torch.nn.utils.clip_grad_norm_, so that one client gives the same bits.
+    factor = (value / (sqnorm(grads).sqrt() + 1e-6)).clamp(max=1.0)
+    return tmap(lambda g: g * per_client(factor, g), grads)
+
+
+class ClientOptimizer:
+    """A fresh optimizer for every client of a chunk, for one phase.
+
+    Args:
+        template: What ``configure_optimizers`` returned; its parameter groups say the options of each parameter.
+        layout: Names of the module's parameters.
+        clients: Clients in the chunk.
+        lr: Learning rate for all groups; None keeps the template's.
+        stacked: Whether the optimizer sees ``(clients, *shape)``; False shows it the one client's ``(*shape)``, which any
+            optimizer can handle.
+    """
+
+    def __init__(
+        self, template: Optimizer, layout: Layout, clients: int, lr: float | None = None, stacked: bool = True
+    ) -> None:
+        self.clients = clients
+        self.stacked = stacked
+        names = {id(p): name for name, p in layout.module.named_parameters()}
+        self._groups: list[list[str]] = []
+        self._initial: dict[str, dict[str, Any]] = {}
+        # Not the constructor: its arguments are the class's own affair (AdamW's defaults don't fit its signature).
+        self._optimizer: Optimizer = object.__new__(type(template))
+        self._optimizer.__dict__.update(template.__dict__)
+        # A learning rate scheduler wraps `step` on the instance, bound to the template.
+        self._optimizer.__dict__.pop("step", None)
+        self._optimizer.param_groups = []
+        for group in template.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            if lr is not None:
+                options["lr"] = lr
+            self._optimizer.param_groups.append({**options, "params": []})
+            self._groups.append([names[id(p)] for p in group["params"] if id(p) in names])
+            for p in group["params"]:
+                if template.state.get(p):  # Adagrad creates its state at construction
+                    self._initial[names[id(p)]] = {k: self._spread(v, p) for k, v in template.state[p].items()}
+        self._state: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+        self._before: dict[tuple[str, int, str], dict[str, Any]] = {}
+
+    def _spread(self, value: Any, like: Tensor) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape != like.shape or not self.stacked:
+            return value.clone()
+        return value.expand(self.clients, *value.shape).clone()
+
+    @property
+    def lr(self) -> float:
+        """The one learning rate of all groups."""
+        rates = {float(group["lr"]) for group in self._optimizer.param_groups}
+        if len(rates) != 1:
+            raise ValueError(
+                f"Expected one learning rate for all parameter groups, but got {sorted(rates)}. This method uses the "
+                "learning rate in its update; give all groups of `configure_optimizers` the same `lr`."
+            )
+        return rates.pop()
+
+    def new_tick(self) -> None:
+        """Forget the step counters that the groups of the last tick started from."""
+        self._before.clear()
+
+    def update(
+        self,
+        model: Model,
+        grads: Model,
+        slot: str = "model",
+        rows: slice | Tensor | None = None,
+        call: int = 0,
+    ) -> Model:
+        """One step. Trained leaves are changed in place, or copied first where they are expanded views.
+
+        Args:
+            model: Models of the chunk, or of the clients ``rows`` of it.
+            grads: Gradients; a name without gradient is left alone, as torch leaves parameters with ``grad=None``.
+            slot: Which of the method's models this is: each has a state of its own.
+            rows: Which clients of the chunk these are; None for all.
+            call: How many updates of this slot the tick had before; clients of several groups share step counters.
+        """
+        new = dict(model)
+        state: dict[Tensor, dict[str, Any]] = {}
+        bound: dict[str, Tensor] = {}
+        for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group["params"] = []
+            for name in names:
+                if name not in grads:
+                    continue
+                leaf = model[name]
+                if is_expanded(leaf):
+                    leaf = leaf.clone(memory_format=torch.contiguous_format)
+                new[name] = leaf
+                param = leaf if self.stacked else leaf[0]
+                param.grad = grads[name] if self.stacked else grads[name][0]
+                group["params"].append(param)
+                bound[name] = param
+                state[param] = self._gather(slot, name, leaf, rows, call)
+        self._optimizer.state = defaultdict(dict, state)
+        self._optimizer.step()
+        for name, param in bound.items():
+            param.grad = None
+            self._scatter(slot, name, param, rows)
+        return new
+
+    def _gather(self, slot: str, name: str, leaf: Tensor, rows: slice | Tensor | None, call: int) -> dict[str, Any]:
+        """The state of some clients: views or copies of the stacked tensors, and the shared counters."""
+        state = self._state[slot]
+        if name not in state:
+            state[name] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self._initial.get(name, {}).items()}
+        entries = state[name]
+        if rows is None:
+            return dict(entries)
+        key = (slot, call, name)
+        if key not in self._before:
+            self._before[key] = {k: _copy(v) for k, v in entries.items() if not _is_stacked(v, leaf)}
+        counters = {k: _copy(v) for k, v in self._before[key].items()}
+        return {k: v[rows] for k, v in entries.items() if _is_stacked(v, leaf)} | counters
+
+    def _scatter(self, slot: str, name: str, param: Tensor, rows: slice | Tensor | None) -> None:
+        new = self._optimizer.state[param]
+        if rows is None:
+            self._state[slot][name] = new
+            return
+        entries = self._state[slot][name]
+        for key, value in new.items():
+            if not (isinstance(value, Tensor) and value.shape == param.shape and param.ndim > 0):
+                entries[key] = value
+                continue
+            if key not in entries:
+                entries[key] = value.new_zeros(self.clients, *value.shape[1:])
+            entries[key][rows] = value
+
+
+def _is_stacked(value: Any, leaf: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.ndim == leaf.ndim and value.shape[1:] == leaf.shape[1:]
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def check_optimizer(template: Optimizer) -> None:
+    """Refuse optimizers that need to re-evaluate the loss themselves."""
+    if isinstance(template, torch.optim.LBFGS):
+        raise TypeError(
+            "Expected `configure_optimizers` to return an optimizer that steps on given gradients, but got LBFGS, which "
+            "re-evaluates the loss inside its step. Use SGD or Adam."
+        )
+
+
+def is_elementwise(template: Optimizer) -> bool:
+    """Whether the optimizer may run on stacked parameters."""
+    return type(template) in ELEMENTWISE
+
+
+__all__: Sequence[str] = ["ELEMENTWISE", "ClientOptimizer", "check_optimizer", "clip", "is_elementwise"]

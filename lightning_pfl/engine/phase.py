@@ -1,0 +1,69 @@
+"""What a phase means for the user's module: which names train, which layers run in eval mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Phase
+
+RUNNING_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class ActivePhase:
+    """A phase resolved against a module.
+
+    Args:
+        phase: The method's phase.
+        layout: Names of the module.
+
+    Attributes:
+        names: Parameters and buffers that may change.
+        trainable: The parameters among them.
+    """
+
+    def __init__(self, phase: Phase, layout: Layout) -> None:
+        self.phase = phase
+        self.layout = layout
+        self.names = layout.match(phase.train, "train") if phase.train else frozenset()
+        self.trainable = tuple(name for name in layout.trainable if name in self.names)
+        self.buffers = tuple(name for name in layout.buffers if name in self.names)
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Put normalisation layers that don't train in eval mode; everything else keeps the mode that the user chose.
+
+        A layer in training mode would update its running statistics, which no optimizer setting can stop.
+        """
+        changed = [
+            module
+            for prefix, module in self.layout.module.named_modules()
+            if isinstance(module, RUNNING_STATISTICS) and module.training and not self._trains(prefix, module)
+        ]
+        for module in changed:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in changed:
+                module.train()
+
+    def _trains(self, prefix: str, module: nn.Module) -> bool:
+        own = [f"{prefix}.{name}" if prefix else name for name in module.state_dict()]
+        return not own or any(name in self.names for name in own)
+
+    def couples_samples(self) -> bool:
+        """Whether a BatchNorm layer is in training mode, so that a sample's loss depends on its whole batch."""
+        return any(isinstance(m, BATCH_NORM) and m.training for m in self.layout.module.modules())

@@ -1,0 +1,108 @@
+"""Features of a frozen backbone, computed once per phase instead of once per epoch."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pfl.engine.batching import Batches, ResidentBatches
+from lightning_pfl.engine.client import ClientProgram, NotVectorizableError
+from lightning_pfl.engine.phase import ActivePhase
+from lightning_pfl.layout import Layout
+from lightning_pfl.tree import Model, Tree, is_expanded
+
+log = logging.getLogger(__name__)
+
+BATCH = 1024
+"""Samples per forward pass of the backbone."""
+MAX_BYTES = 2**30
+"""Features beyond this size are not kept: computing them again is cheaper than swapping."""
+
+
+class PrefixCache:
+    """Decides per phase whether the backbone's output can be cached, and caches it.
+
+    It can where the backbone is frozen, the same for all clients and deterministic: the phase trains none of it, its leaves
+    are expanded, the data is resident without augmentation, and the backbone has no active dropout.
+
+    Args:
+        layout: Names of the module.
+        enabled: False switches the cache off.
+
+    Attributes:
+        used: Whether the last phase used the cache.
+    """
+
+    def __init__(self, layout: Layout, enabled: bool = True) -> None:
+        self.layout, self.enabled, self.used = layout, enabled, False
+        backbone = getattr(layout.module, "backbone", None)
+        self._backbone = backbone if isinstance(backbone, nn.Module) else None
+        self._names = tuple(name for name in layout.names if name.startswith("backbone."))
+        self._source = 0
+
+    def attach(self, batches: Batches, active: ActivePhase, state: Tree, program: ClientProgram) -> None:
+        """Compute the features for the chunk of ``batches`` if the phase allows it."""
+        self.used = False
+        model = state.get("model")
+        if not self.enabled or not isinstance(model, dict) or not self._allows(batches, active, model):
+            return
+        assert isinstance(batches, ResidentBatches)
+        shared = {name: leaf[0] for name, leaf in model.items()}
+        try:
+            features = _compute(batches, shared, program)
+        except NotVectorizableError as reason:
+            self.enabled = False
+            log.info("The frozen backbone's features are not cached: %s.", reason)
+            return
+        if features is not None:
+            batches.cache(features)
+            self.used = True
+            self._source = model[self._names[0]].data_ptr()
+
+    def fits(self, model: Model) -> bool:
+        """Whether a model has the backbone that the features come from: a method may train a second model."""
+        leaf = model[self._names[0]]
+        return is_expanded(leaf) and leaf.data_ptr() == self._source
+
+    def _allows(self, batches: Batches, active: ActivePhase, model: Model) -> bool:
+        return (
+            self._backbone is not None
+            and bool(self._names)
+            and isinstance(batches, ResidentBatches)
+            and batches.data.augment is None
+            and not any(name in active.names for name in self._names)
+            and all(is_expanded(model[name]) for name in self._names if name in model)
+            and not any(_is_stochastic(module) for module in self._backbone.modules())
+            and batches.epochs_used > 1
+        )
+
+
+def _is_stochastic(module: nn.Module) -> bool:
+    """Dropout-like layers in training mode, and anything that says it has a dropout rate (LSTM, attention)."""
+    rate = getattr(module, "p", None) or getattr(module, "dropout", None)
+    return module.training and isinstance(rate, (int, float)) and rate > 0
+
+
+def _compute(batches: ResidentBatches, model: Model, program: ClientProgram) -> Tensor | None:
+    """Features of every sample of the chunk, ``(clients, longest, ...)`` in each client's own order."""
+    data = batches.data
+    clients = batches.clients
+    positions = torch.cat([data.indices[client] for client in clients])
+    if not len(positions):
+        return None
+    parts = []
+    with torch.no_grad():
+        for some in positions.split(BATCH):
+            part = program.prefix_features(model, data.gather(some))
+            if not isinstance(part, Tensor) or len(part) != len(some):
+                raise NotVectorizableError("`self.backbone` doesn't return one row per sample")
+            parts.append(part)
+            if part.numel() * part.element_size() / len(some) * len(positions) > MAX_BYTES:
+                return None
+    flat = torch.cat(parts)
+    lengths = [len(data.indices[client]) for client in clients]
+    if len(set(lengths)) == 1:
+        return flat.view(len(clients), lengths[0], *flat.shape[1:])
+    return nn.utils.rnn.pad_sequence(list(flat.split(lengths)), batch_first=True)

@@ -1,0 +1,342 @@
+"""The twin to read: one client after another, one minibatch after another, plain torch.
+
+The same functions of the method run here with one client on the client axis. Nothing is padded, grouped, cached or
+batched over clients; the vectorized engine must give the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.engine.base import Engine, EngineSettings, Evaluation, LocalResult, OnClients
+from lightning_pfl.engine.batching import (
+    Budget,
+    Limits,
+    batch_length,
+    epoch_minibatches,
+    order_key,
+    reseed,
+    step_bounds,
+)
+from lightning_pfl.engine.client import ClientProgram
+from lightning_pfl.engine.keyed import mix
+from lightning_pfl.engine.logs import ClientLogs
+from lightning_pfl.engine.optimizer import ClientOptimizer, clip
+from lightning_pfl.engine.phase import ActivePhase
+from lightning_pfl.engine.vectorized import materialize, phase_steps, random_keys
+from lightning_pfl.errors import ClientError
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.randomness import derive, permutation, seeded
+from lightning_pfl.tree import Model, Tree, is_expanded, rows, stack, tmap
+
+
+class SequentialEngine:
+    """Runs one client at a time.
+
+    Args:
+        module: The user's module.
+        layout: Its names.
+        template: The optimizer that ``configure_optimizers`` returned.
+        settings: The Trainer's flags.
+    """
+
+    name = "sequential"
+
+    def __init__(
+        self, module: Any, layout: Layout, template: Optimizer, settings: EngineSettings
+    ) -> None:
+        self.module, self.layout, self.template, self.settings = module, layout, template, settings
+        self.limits = Limits(
+            settings.accumulate, settings.limit_train_batches, settings.overfit_batches
+        )
+
+    def count_steps(
+        self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
+    ) -> Tensor:
+        """Optimizer steps that each client will take, int64 ``(clients,)``."""
+        return phase_steps(data, clients, phases, self.limits)
+
+    def train(
+        self,
+        method: Method,
+        received: Tree,
+        own: Tree,
+        info: ClientInfo,
+        data: FederatedDataset,
+        phases: tuple[Phase, ...],
+        on_clients: OnClients | None = None,
+        stream: str = "local",
+    ) -> LocalResult:
+        """Local training of a cohort; see :class:`~lightning_pfl.engine.base.Engine`."""
+        results: list[LocalResult] = []
+        for row in range(len(info)):
+            one = slice(row, row + 1)
+            results.append(
+                self._client(method, rows(received, one), rows(own, one), info.rows(one), data, phases, stream)
+            )
+            if on_clients is not None:
+                on_clients([row])
+        names = dict.fromkeys(name for result in results for name in result.logs)
+        missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
+        return LocalResult(
+            stack([result.uploads for result in results]),
+            stack([result.own for result in results]),
+            {name: torch.cat([r.logs.get(name, missing) for r in results]) for name in names},
+            {name: option for result in results for name, option in result.options.items()},
+            torch.cat([result.loss for result in results]),
+        )
+
+    def _client(
+        self,
+        method: Method,
+        received: Tree,
+        own: Tree,
+        info: ClientInfo,
+        data: FederatedDataset,
+        phases: tuple[Phase, ...],
+        stream: str,
+    ) -> LocalResult:
+        client = int(info.index)
+        local = SequentialLocal(self, client, info.round, stream, getattr(data, "augment", None))
+        state = method.client_init(tmap(lambda leaf: leaf, received), own, info)
+        first_epoch = 0
+        for number, phase in enumerate(phases):
+            active = ActivePhase(phase, self.layout)
+            budget = Budget(phase.epochs, phase.steps)
+            minibatches = _minibatches(data, client, budget, self, info.round, stream, first_epoch)
+            with active.modes(), local.program.capturing():
+                local.begin(active, number)
+                for step in minibatches if active.trainable else ():
+                    state = self._step(method, state, step, local, data.names[client], info.round)
+            first_epoch += minibatches.epochs_used
+        upload, own = method.client_final(received, own, state, info)
+        logs = local.finish()
+        missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
+        loss = logs.pop("loss*", missing)
+        return LocalResult(upload, own, logs, dict(local.program.log.options), loss)
+
+    def _step(
+        self,
+        method: Method,
+        state: Tree,
+        step: list[tuple[int, Any]],
+        local: SequentialLocal,
+        client: str,
+        round: int,
+    ) -> Tree:
+        local.new_step()
+        try:
+            return method.client_step(state, step, local)
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as cause:
+            raise ClientError("client_step", client, round, str(cause)) from cause
+
+    def evaluate(
+        self,
+        models: Model,
+        clients: Tensor,
+        data: FederatedDataset,
+        step: str,
+        on_clients: OnClients | None = None,
+    ) -> Evaluation:
+        """Run a validation, test or prediction step for each client."""
+        program = ClientProgram(self.module, self.settings.autocast)
+        logs = ClientLogs(len(clients), self.settings.device)
+        counts = torch.zeros(len(clients), dtype=torch.int64)
+        predictions: list[list[Any]] = [[] for _ in clients]
+        limits = Limits(1, self.settings.limit_eval_batches)
+        with torch.no_grad(), program.capturing():
+            for row, client in enumerate(clients.tolist()):
+                model = {name: leaf[row] for name, leaf in models.items()}
+                metrics: dict[str, Metric] = {}
+                at = torch.tensor([row])
+                for number, batch in _evaluation_minibatches(data, client, limits, self.settings):
+                    size = torch.tensor([batch_length(batch)])
+                    out, logged = program.evaluation_step(model, step, batch, number)
+                    counts[row] += size[0]
+                    metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
+                    logs.add(_values(logged), size, at, program.log.reductions)
+                    if step == "predict_step":
+                        predictions[row].append(
+                            apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
+                        )
+                logs.add(_computed(metrics), torch.ones(1), at)
+                if on_clients is not None:
+                    on_clients([row])
+        return Evaluation(logs.compute(), counts, dict(program.log.options), predictions)
+
+
+class SequentialLocal:
+    """What one client can do with a batch (:class:`~lightning_pfl.methods.base.Local`)."""
+
+    def __init__(
+        self, engine: SequentialEngine, client: int, round: int, stream: str, augment: Any
+    ) -> None:
+        self.engine = engine
+        settings = engine.settings
+        self.program = ClientProgram(engine.module, settings.autocast, augment)
+        self.logs = ClientLogs(1, settings.device)
+        self.metrics: dict[str, Metric] = {}
+        self.key = random_keys(settings.seed, stream, round, [client])[0].to(settings.device)
+
+    def begin(self, active: ActivePhase, number: int) -> None:
+        """Start a phase with a fresh optimizer."""
+        self.active, self.number, self.phase = active, number, active.phase.name
+        self.optimizer = ClientOptimizer(
+            self.engine.template, self.engine.layout, 1, active.phase.lr, stacked=False
+        )
+
+    def new_step(self) -> None:
+        """The next gradient is the first of its step, so it logs."""
+        self._logged = False
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the phase."""
+        return self.optimizer.lr
+
+    def grad(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
+        """Gradient ``(1, ...)`` of the mean loss over the step's minibatches."""
+        materialize(model, self.active.buffers)
+        trained = {name: model[name][0].detach().requires_grad_() for name in self.active.trainable}
+        fixed = {name: leaf[0] for name, leaf in model.items() if name not in trained}
+        accumulate = self.engine.settings.accumulate
+        for number, minibatch in batch:
+            key = mix(self.key + (self.number << 32) + number)
+            # Random functions that keys don't reach (an LSTM's dropout, multinomial) draw from torch's own generator.
+            with seeded(int(key) & (2**63 - 1)):
+                loss, logged = self.program.training_loss(
+                    {**fixed, **trained}, minibatch, key, number, None, None
+                )
+            if loss is None:  # `training_step` may skip a batch
+                continue
+            if not self._logged:
+                size = torch.tensor([batch_length(minibatch)])
+                values = {**_values(logged), "loss*": loss.detach().view(1)}
+                self.logs.add(values, size, None, self.program.log.reductions)
+                self.metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
+            (loss / accumulate).backward()
+        self._logged = True
+        return {n: leaf.grad[None] for n, leaf in trained.items() if leaf.grad is not None}
+
+    def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
+        """Clip the gradient and step the optimizer."""
+        settings = self.engine.settings
+        if not grads:
+            return model
+        if settings.clip_value:
+            grads = clip(grads, settings.clip_value, settings.clip_algorithm)
+        return self.optimizer.update(model, grads, slot)
+
+    def finish(self) -> dict[str, Tensor]:
+        """The client's logged values, ``(1,)`` each."""
+        return {**self.logs.compute(), **_computed(self.metrics)}
+
+
+# --- minibatches -----------------------------------------------------------------------------------------------------
+
+
+class _minibatches:  # noqa: N801 - reads as a function; a class because the number of epochs is needed afterwards
+    """Iterates over the steps of a phase: each a list of (number, minibatch)."""
+
+    def __init__(
+        self,
+        data: FederatedDataset,
+        client: int,
+        budget: Budget,
+        engine: SequentialEngine,
+        round: int,
+        stream: str,
+        first_epoch: int,
+    ) -> None:
+        self.data, self.client, self.limits = data, client, engine.limits
+        self.device = engine.settings.device
+        self.key = lambda epoch: order_key(
+            engine.settings.seed, stream, round, client, first_epoch + epoch
+        )
+        if isinstance(data, FederatedTensorDataset):
+            self.samples = int(data.num_samples[client])
+            full = epoch_minibatches(self.samples, data.batch_size, data.drop_last)
+        else:
+            full = len(data.loaders[client])
+        self.per_epoch = self.limits.of_epoch(full)
+        self.bounds = step_bounds(self.per_epoch, budget, self.limits.accumulate)
+        self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
+
+    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
+        stream = self._resident() if isinstance(self.data, FederatedTensorDataset) else self._drawn()
+        for begin, end in self.bounds:
+            yield [(number, next(stream)) for number in range(begin, end)]
+
+    def _resident(self) -> Iterator[Any]:
+        assert isinstance(self.data, FederatedTensorDataset)
+        shuffle = self.data.shuffle and not self.limits.overfit
+        for epoch in range(self.epochs_used):
+            order = (
+                permutation(self.samples, self.key(epoch)) if shuffle else torch.arange(self.samples)
+            )
+            mine = self.data.indices[self.client][order.to(self.data.device)]
+            yield from map(self.data.gather, mine.split(self.data.batch_size)[: self.per_epoch])
+
+    def _drawn(self) -> Iterator[Any]:
+        assert not isinstance(self.data, FederatedTensorDataset)
+        loader = self.data.loaders[self.client]
+        for epoch in range(self.epochs_used):
+            iterator = None
+            for within in range(self.per_epoch):
+                with seeded(derive(self.key(epoch), "fetch", within)):
+                    iterator = iterator or iter(reseed(loader, self.key(epoch)))
+                    batch = next(iterator)
+                yield _move(batch, self.device)
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    return apply_to_collection(batch, Tensor, lambda leaf: leaf.to(device))
+
+
+def _evaluation_minibatches(
+    data: FederatedDataset, client: int, limits: Limits, settings: EngineSettings
+) -> Iterator[tuple[int, Any]]:
+    if isinstance(data, FederatedTensorDataset):
+        batches = data.indices[client].split(data.batch_size)
+        number = limits.of_epoch(
+            epoch_minibatches(int(data.num_samples[client]), data.batch_size, data.drop_last)
+        )
+        yield from enumerate(map(data.gather, batches[:number]))
+        return
+    loader = data.loaders[client]
+    key = derive(settings.seed, "evaluation order", client, 0)
+    iterator = None
+    for within in range(limits.of_epoch(len(loader))):
+        with seeded(derive(key, "fetch", within)):
+            iterator = iterator or iter(reseed(loader, key))
+            batch = next(iterator)
+        yield within, _move(batch, settings.device)
+
+
+# --- logged values ---------------------------------------------------------------------------------------------------
+
+
+def _values(logged: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.detach().view(1) for name, value in logged.items() if isinstance(value, Tensor)}
+
+
+def _computed(metrics: dict[str, Metric]) -> dict[str, Tensor]:
+    """Compute and reset the torchmetrics objects that a client's steps have filled."""
+    results = {}
+    for name, metric in metrics.items():
+        results[name] = metric.compute().detach().double().view(1)
+        metric.reset()
+    return results
+
+
+__all__ = ["Engine", "SequentialEngine", "SequentialLocal", "is_expanded"]

@@ -1,0 +1,399 @@
+"""The twin to run: the clients of a chunk as one batched program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.engine.base import Evaluation, EngineSettings, LocalResult, OnClients
+from lightning_pfl.engine.batching import (
+    Batches,
+    Budget,
+    Limits,
+    LoaderBatches,
+    Minibatch,
+    ResidentBatches,
+    Tick,
+    count_steps,
+    minibatches_per_epoch,
+    order_key,
+)
+from lightning_pfl.engine.client import ClientProgram, NotVectorizableError
+from lightning_pfl.engine.evaluation import VectorizedEvaluation
+from lightning_pfl.engine.keyed import mix
+from lightning_pfl.engine.logs import ClientLogs
+from lightning_pfl.engine.optimizer import ClientOptimizer, clip
+from lightning_pfl.engine.phase import ActivePhase
+from lightning_pfl.engine.prefix import PrefixCache
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.randomness import derive
+from lightning_pfl.tree import Model, Tree, is_expanded, leaves, rows, stack, tmap
+
+Transform = Literal["forward", "grad"]
+
+
+def phase_steps(
+    data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...], limits: Limits
+) -> Tensor:
+    """Optimizer steps of each client over all phases, int64 ``(clients,)``."""
+    per_epoch = [minibatches_per_epoch(data, int(client), limits) for client in clients]
+    return torch.tensor(
+        [
+            sum(count_steps(n, Budget(p.epochs, p.steps), limits.accumulate) for p in phases)
+            for n in per_epoch
+        ],
+        dtype=torch.int64,
+    )
+
+
+def random_keys(seed: int, stream: str, round: int, clients: list[int]) -> Tensor:
+    """One key per client for the random calls of its forward passes, int64 ``(clients,)``."""
+    return torch.tensor([derive(seed, "random", stream, round, client) for client in clients])
+
+
+class VectorizedEngine:
+    """Runs a chunk of clients as one program: ``vmap`` over the user's step, one backward pass, one optimizer step.
+
+    Args:
+        module: The user's module.
+        layout: Its names.
+        template: The optimizer that ``configure_optimizers`` returned.
+        settings: The Trainer's flags.
+        transform: ``"forward"``: ``vmap`` the forward pass and run one ordinary backward pass; ``"grad"``: ``vmap`` the
+            gradient, which layers without a batching rule for autograd (LSTM, GRU) need.
+        stochastic: Whether the training step makes random calls. False saves the interception of every torch function.
+    """
+
+    name = "vectorized"
+
+    def __init__(
+        self,
+        module: Any,
+        layout: Layout,
+        template: Optimizer,
+        settings: EngineSettings,
+        transform: Transform = "forward",
+        stochastic: bool = True,
+    ) -> None:
+        self.module, self.layout, self.template = module, layout, template
+        self.settings, self.transform, self.stochastic = settings, transform, stochastic
+        self.limits = Limits(
+            settings.accumulate, settings.limit_train_batches, settings.overfit_batches
+        )
+        self.prefix = PrefixCache(layout, enabled=settings.prefix_cache)
+
+    def count_steps(
+        self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
+    ) -> Tensor:
+        """Optimizer steps that each client will take, int64 ``(clients,)``."""
+        return phase_steps(data, clients, phases, self.limits)
+
+    def train(
+        self,
+        method: Method,
+        received: Tree,
+        own: Tree,
+        info: ClientInfo,
+        data: FederatedDataset,
+        phases: tuple[Phase, ...],
+        on_clients: OnClients | None = None,
+        stream: str = "local",
+    ) -> LocalResult:
+        """Local training of a cohort; see :class:`~lightning_pfl.engine.base.Engine`."""
+        # Longest first: the clients that are still active at a step are then the first rows of their chunk.
+        order = torch.argsort(info.steps, descending=True, stable=True)
+        results = []
+        for positions in order.split(self.settings.chunk_size or max(len(order), 1)):
+            chunk = _Chunk(self, method, data, info.rows(positions), stream)
+            results.append(chunk.run(rows(received, positions.to(self.settings.device)),
+                                     rows(own, positions.to(self.settings.device)), phases))
+            if on_clients is not None:
+                on_clients(positions.tolist())
+        return _in_order(results, torch.argsort(order).to(self.settings.device))
+
+    def evaluate(
+        self,
+        models: Model,
+        clients: Tensor,
+        data: FederatedDataset,
+        step: str,
+        on_clients: OnClients | None = None,
+    ) -> Evaluation:
+        """Run a validation, test or prediction step for each client."""
+        return VectorizedEvaluation(self.module, self.settings).run(
+            models, clients, data, step, on_clients
+        )
+
+
+class _Chunk:
+    """One chunk of a cohort through all phases of a round."""
+
+    def __init__(
+        self,
+        engine: VectorizedEngine,
+        method: Method,
+        data: FederatedDataset,
+        info: ClientInfo,
+        stream: str,
+    ) -> None:
+        self.engine, self.method, self.data, self.info = engine, method, data, info
+        self.stream = stream
+        self.device = engine.settings.device
+        self.clients = [int(client) for client in info.index]
+        augment = getattr(data, "augment", None)
+        self.program = ClientProgram(engine.module, engine.settings.autocast, augment)
+        self.logs = ClientLogs(len(self.clients), self.device)
+        self.keys: Tensor | None = None
+        if engine.stochastic:
+            keys = random_keys(engine.settings.seed, stream, info.round, self.clients)
+            self.keys = keys.to(self.device)
+
+    def run(self, received: Tree, own: Tree, phases: tuple[Phase, ...]) -> LocalResult:
+        info = self.info
+        state = self.method.client_init(tmap(lambda leaf: leaf, received), own, info)
+        first_epoch = 0
+        for number, phase in enumerate(phases):
+            active = ActivePhase(phase, self.engine.layout)
+            with active.modes(), self.program.capturing():
+                batches = self._batches(phase, active, first_epoch)
+                self.engine.prefix.attach(batches, active, state, self.program)
+                state = self._phase(state, active, batches, number)
+            first_epoch += batches.epochs_used
+        upload, own = self.method.client_final(received, own, state, info)
+        logs = self.logs.compute()
+        loss = logs.pop("loss*", torch.full((len(self.clients),), torch.nan, device=self.device))
+        return LocalResult(upload, own, logs, dict(self.program.log.options), loss)
+
+    def _batches(self, phase: Phase, active: ActivePhase, first_epoch: int) -> Batches:
+        def key(client: int, epoch: int) -> int:
+            return order_key(
+                self.engine.settings.seed, self.stream, self.info.round, client, epoch
+            )
+
+        budget, limits = Budget(phase.epochs, phase.steps), self.engine.limits
+        if isinstance(self.data, FederatedTensorDataset):
+            pad = is_sample_wise(self.engine.module) and not active.couples_samples()
+            return ResidentBatches(
+                self.data, self.clients, budget, limits, key, pad, first_epoch
+            )
+        return LoaderBatches(
+            self.data, self.clients, budget, limits, key, self.device, first_epoch
+        )
+
+    def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
+        if not active.trainable or not len(batches.steps):
+            return state
+        optimizer = ClientOptimizer(
+            self.engine.template, self.engine.layout, len(self.clients), active.phase.lr
+        )
+        local = VectorizedLocal(self, active, optimizer, number)
+        for step in range(int(batches.steps.max())):
+            optimizer.new_tick()
+            for tick in batches.at(step):
+                local.begin(tick)
+                if tick.rows is None:
+                    state = self.method.client_step(state, tick.minibatches, local)
+                    continue
+                part = rows(state, tick.rows)
+                new = self.method.client_step(part, tick.minibatches, local)
+                state = _write(state, part, new, tick.rows)
+        return state
+
+
+class VectorizedLocal:
+    """What a client can do with a batch, for all clients of a tick at once (:class:`~.base.Local`)."""
+
+    def __init__(
+        self, chunk: _Chunk, active: ActivePhase, optimizer: ClientOptimizer, number: int
+    ) -> None:
+        self.chunk, self.active, self.optimizer, self.number = chunk, active, optimizer, number
+        self.phase = active.phase.name
+        self._tick = Tick(None, [])
+        self._logged = False
+        self._calls: dict[str, int] = {}
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the phase."""
+        return self.optimizer.lr
+
+    def begin(self, tick: Tick) -> None:
+        """Start a tick."""
+        self._tick, self._logged = tick, False
+        self._calls.clear()
+
+    def grad(self, model: Model, batch: list[Minibatch]) -> Model:
+        """Gradients ``(clients, ...)`` of the mean loss over the step's minibatches."""
+        materialize(model, self.active.buffers)
+        total: Model = {}
+        for minibatch in batch:
+            grads = self._minibatch_grad(model, minibatch)
+            total = {k: total[k] + g for k, g in grads.items()} if total else grads
+        self._logged = True
+        accumulate = self.chunk.engine.settings.accumulate
+        return tmap(lambda g: g / accumulate, total) if accumulate > 1 else total
+
+    def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
+        """Clip each client's gradients and step the optimizer."""
+        settings = self.chunk.engine.settings
+        if settings.clip_value:
+            grads = clip(grads, settings.clip_value, settings.clip_algorithm)
+        call = self._calls.get(slot, 0)
+        self._calls[slot] = call + 1
+        return self.optimizer.update(model, grads, slot, self._tick.rows, call)
+
+    def _minibatch_grad(self, model: Model, minibatch: Minibatch) -> Model:
+        trained = {name: model[name].detach() for name in self.active.trainable}
+        fixed = {name: leaf for name, leaf in model.items() if name not in trained}
+        inputs: dict[str, Any] = {"data": minibatch.data}
+        keys = self.chunk.keys
+        if keys is not None:
+            keys = keys if self._tick.rows is None else keys[self._tick.rows]
+            inputs["key"] = mix(keys + (self.number << 32) + minibatch.number)
+        if minibatch.mask is not None:
+            inputs["mask"] = minibatch.mask
+        if minibatch.features is not None and self.chunk.engine.prefix.fits(model):
+            inputs["features"] = minibatch.features
+        transform = self.chunk.engine.transform
+        run = self._vmap_forward if transform == "forward" else self._vmap_grad
+        grads, loss, logged = run(trained, fixed, inputs, minibatch.number)
+        if not self._logged:
+            values = {**logged, "loss*": loss.detach()}
+            log = self.chunk.program.log
+            self.chunk.logs.add(values, minibatch.sizes, self._tick.rows, log.reductions)
+        return grads
+
+    def _loss(
+        self, number: int
+    ) -> Callable[[Model, Model, dict[str, Any]], tuple[Tensor, dict[str, Tensor]]]:
+        def loss(
+            trained: Model, fixed: Model, inputs: dict[str, Any]
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            value, logged = self.chunk.program.training_loss(
+                {**fixed, **trained},
+                inputs["data"],
+                inputs.get("key"),
+                number,
+                inputs.get("mask"),
+                inputs.get("features"),
+            )
+            return value, tensors_only(logged)
+
+        return loss
+
+    def _vmap_forward(
+        self, trained: Model, fixed: Model, inputs: dict[str, Any], number: int
+    ) -> tuple[Model, Tensor, dict[str, Tensor]]:
+        for leaf in trained.values():
+            leaf.requires_grad_()
+        fixed, dims = unbatch(fixed)
+        batched = torch.vmap(self._loss(number), in_dims=(0, dims, 0))
+        loss, logged = batched(trained, fixed, inputs)
+        found = torch.autograd.grad(loss.sum(), list(trained.values()), allow_unused=True)
+        # A parameter that the loss doesn't reach has no gradient, so that no weight decay moves it: as in torch.
+        grads = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+        return grads, loss, logged
+
+    def _vmap_grad(
+        self, trained: Model, fixed: Model, inputs: dict[str, Any], number: int
+    ) -> tuple[Model, Tensor, dict[str, Tensor]]:
+        loss = self._loss(number)
+
+        def with_aux(*args: Any) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
+            value, logged = loss(*args)
+            return value, (value.detach(), logged)
+
+        fixed, dims = unbatch(fixed)
+        batched = torch.vmap(torch.func.grad(with_aux, has_aux=True), in_dims=(0, dims, 0))
+        grads, (value, logged) = batched(trained, fixed, inputs)
+        return grads, value, logged
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def is_sample_wise(module: Any) -> bool:
+    """Whether the module's training step is known to be the mean of ``per_sample(batch)["loss"]``."""
+    from lightning_pfl.module import PersonalizedModule
+
+    return (
+        isinstance(module, PersonalizedModule)
+        and type(module).training_step is PersonalizedModule.training_step
+        and type(module)._step is PersonalizedModule._step
+    )
+
+
+def unbatch(model: Model) -> tuple[Model, dict[str, int | None]]:
+    """Replace expanded leaves by the one tensor behind them; the ``in_dims`` for ``vmap`` that go with it."""
+    dims = {name: None if is_expanded(leaf) else 0 for name, leaf in model.items()}
+    return {n: leaf[0] if is_expanded(leaf) else leaf for n, leaf in model.items()}, dims
+
+
+def materialize(model: Model, names: tuple[str, ...]) -> None:
+    """Give expanded leaves memory of their own, in place, before a forward pass writes to them."""
+    for name in names:
+        if name in model and is_expanded(model[name]):
+            model[name] = model[name].clone(memory_format=torch.contiguous_format)
+
+
+def tensors_only(logged: dict[str, Any]) -> dict[str, Tensor]:
+    """Logged values, refusing torchmetrics objects: their state can't be a per-client tensor."""
+    for name, value in logged.items():
+        if not isinstance(value, Tensor):
+            raise NotVectorizableError(
+                f"self.log({name!r}, ...) logs a torchmetrics object, whose state can't be batched"
+            )
+    return logged
+
+
+def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:
+    """Put the new state of some clients back among the others."""
+    result: Tree = {}
+    for name, leaf in new.items():
+        if isinstance(leaf, dict):
+            result[name] = _write(state[name], part[name], leaf, index)
+            continue
+        base, before = state[name], part[name]
+        # Nothing to do for a view that was written in place, nor for what all clients share.
+        if (isinstance(index, slice) and _same_memory(leaf, base)) or (
+            leaf is before and is_expanded(leaf)
+        ):
+            result[name] = base
+            continue
+        if is_expanded(base):
+            base = base.clone(memory_format=torch.contiguous_format)
+        base[index] = leaf
+        result[name] = base
+    return result
+
+
+def _same_memory(view: Tensor, base: Tensor) -> bool:
+    return view.data_ptr() == base.data_ptr() and view.stride() == base.stride()
+
+
+def _in_order(results: list[LocalResult], position: Tensor) -> LocalResult:
+    """Join the chunks' results and bring the clients back into the cohort's order."""
+
+    def join(trees: list[Tree]) -> Tree:
+        return rows(stack(trees), position) if any(True for _ in leaves(trees[0])) else trees[0]
+
+    names = dict.fromkeys(name for result in results for name in result.logs)
+    missing = [torch.full_like(result.loss, torch.nan) for result in results]
+    logs = {
+        name: torch.cat([r.logs.get(name, gap) for r, gap in zip(results, missing, strict=True)])[position]
+        for name in names
+    }
+    return LocalResult(
+        join([result.uploads for result in results]),
+        join([result.own for result in results]),
+        logs,
+        {name: option for result in results for name, option in result.options.items()},
+        torch.cat([result.loss for result in results])[position],
+    )
