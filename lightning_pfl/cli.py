@@ -4,9 +4,11 @@ A recipe names classes and their arguments, nothing else: what the command line 
 API can do with the same words.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
@@ -15,15 +17,10 @@ from rich.table import Table
 # Imported so that recipes can name the classes inside without a module path.
 from lightning_pfl import FederatedStrategy, callbacks, data, methods, models  # noqa: F401
 from lightning_pfl.methods.base import Method
+from lightning_pfl.metrics import STATISTICS
 
 #: Column of the results table, and what the evaluation appends to the name of a value.
-STATISTICS = {
-    "mean": "",
-    "weighted": "/weighted",
-    "std": "/std",
-    "worst decile": "/worst_decile",
-    "worst": "/worst",
-}
+COLUMNS = {statistic or "mean": f"/{statistic}" if statistic else "" for statistic in STATISTICS}
 
 
 class PFLCLI(LightningCLI):
@@ -34,12 +31,18 @@ class PFLCLI(LightningCLI):
 
     Args:
         args: Command line arguments, a nested dict of settings, or None for ``sys.argv``.
+        extra_callbacks: Callbacks of the calling program, added to those of the configuration.
         **kwargs: As for LightningCLI; they override the defaults set here.
     """
 
-    def __init__(self, args: ArgsType = None, **kwargs: Any) -> None:
+    def __init__(
+        self, args: ArgsType = None, extra_callbacks: Sequence[Callback] = (), **kwargs: Any
+    ) -> None:
         defaults: dict[str, Any] = {
-            "trainer_defaults": {"strategy": {"class_path": "lightning_pfl.FederatedStrategy"}},
+            "trainer_defaults": {
+                "strategy": {"class_path": "lightning_pfl.FederatedStrategy"},
+                "callbacks": list(extra_callbacks),
+            },
             # A run without a seed in its recipe is still one that can be repeated.
             "seed_everything_default": 0,
             # A resumed run writes into the folder of the run that it continues.
@@ -72,19 +75,17 @@ def evaluated(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
         metrics: Logged values by name, for instance ``trainer.callback_metrics``.
 
     Returns:
-        For each name with a ``/worst_decile`` beside it, its statistics by the names of
-        :data:`STATISTICS`; a statistic that is missing is nan.
+        For each name with a ``/worst_decile`` beside it: its statistics, by the names of
+        :data:`COLUMNS`. A statistic that is missing is nan.
 
     Example:
         >>> logged = {"val_acc": 0.9, "val_acc/worst_decile": 0.5, "train_loss": 1.0}
-        >>> evaluated(logged)["val_acc"]["worst decile"]
+        >>> evaluated(logged)["val_acc"]["worst_decile"]
         0.5
     """
     names = sorted(name for name in metrics if f"{name}/worst_decile" in metrics)
     return {
-        name: {
-            title: metrics.get(name + suffix, float("nan")) for title, suffix in STATISTICS.items()
-        }
+        name: {title: metrics.get(name + suffix, math.nan) for title, suffix in COLUMNS.items()}
         for name in names
     }
 
@@ -95,7 +96,7 @@ def print_results(metrics: Mapping[str, float]) -> None:
     rows = evaluated(metrics)
     if not rows:
         return
-    table = Table("over clients", *STATISTICS, title="Last evaluation")
+    table = Table("over clients", *COLUMNS, title="Last evaluation")
     for name, statistics in rows.items():
         table.add_row(name, *(f"{value:.4f}" for value in statistics.values()))
     Console().print(table)

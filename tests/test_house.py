@@ -81,7 +81,11 @@ def test_every_public_name_of_methods_exists_and_every_method_is_public() -> Non
     from lightning_pfl.methods.base import Method
 
     assert [name for name in methods.__all__ if not hasattr(methods, name)] == []
-    defined = {cls.__name__ for cls in Method.__subclasses__() if cls.__module__.startswith(methods.__name__)}
+    defined = {
+        cls.__name__
+        for cls in Method.__subclasses__()
+        if cls.__module__.startswith(methods.__name__)
+    }
     assert defined == set(methods.__all__)
 
 
@@ -90,10 +94,14 @@ def test_every_method_has_a_test_a_recipe_and_a_changelog_line(name: str) -> Non
     module = getattr(methods, name).__module__.rsplit(".", 1)[1]
     tests = ROOT / "tests" / "methods" / f"test_{module}.py"
     assert tests.is_file(), f"{name} needs {relative(tests)}"
-    recipes = [p for p in (ROOT / "recipes").rglob("*.yaml") if f"class_path: {name}\n" in p.read_text()]
+    recipes = [
+        p for p in (ROOT / "recipes").rglob("*.yaml") if f"class_path: {name}\n" in p.read_text()
+    ]
     assert recipes, f"{name} needs a recipe that names `class_path: {name}`"
     assert f"`{name}`" in (ROOT / "CHANGELOG.md").read_text(), f"{name} needs a changelog line"
-    assert f"`{name}`" in (ROOT / "README.md").read_text(), f"{name} is missing in the README's table"
+    assert f"`{name}`" in (ROOT / "README.md").read_text(), (
+        f"{name} is missing in the README's table"
+    )
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -1,0 +1,153 @@
+"""The command line, through the front door."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_pfl import FederatedStrategy
+from lightning_pfl.cli import PFLCLI, evaluated, main, print_results
+from lightning_pfl.methods import FedRep
+
+RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "fedrep_digits.yaml")
+CPU = ["--trainer.accelerator", "cpu"]
+
+
+def build(*arguments: str) -> PFLCLI:
+    return PFLCLI(["--config", RECIPE, *CPU, *arguments], run=False)
+
+
+def strategy_of(cli: PFLCLI) -> FederatedStrategy:
+    assert isinstance(cli.trainer.strategy, FederatedStrategy)
+    return cli.trainer.strategy
+
+
+def method_of(cli: PFLCLI) -> FedRep:
+    return next(callback for callback in cli.trainer.callbacks if isinstance(callback, FedRep))
+
+
+def test_short_class_names_and_overrides_on_the_command_line() -> None:
+    cli = build("--method.head_epochs", "4", "--trainer.strategy.engine", "sequential")
+    assert method_of(cli).head_epochs == 4
+    assert strategy_of(cli).engine == "sequential"
+
+
+@pytest.mark.parametrize(("text", "value"), [("10", 10), ("1", 1), ("0.1", 0.1), ("1.0", 1.0)])
+def test_participation_is_a_count_without_a_point_and_a_fraction_with_one(
+    text: str, value: float
+) -> None:
+    participation = strategy_of(build("--trainer.strategy.participation", text)).participation
+    assert participation == value
+    assert type(participation) is type(value)
+
+
+def test_the_federated_strategy_is_the_default() -> None:
+    arguments = ["--method", "FedRep", "--model", "DigitsCNN", *CPU]
+    cli = PFLCLI(arguments, run=False)
+    assert strategy_of(cli).participation == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--method.head_epoch", "4"], "head_epoch"),
+        (["--method.head_epochs", "-4"], "Expected `head_epochs` to be"),
+        (["--method", "FedRap"], "FedRap"),
+        (["--model.leraning_rate", "4"], "leraning_rate"),
+        (["--data.init_args.batchsize", "4"], "batchsize"),
+        (["--trainer.strategy.participaton", "4"], "participaton"),
+        (["--trainer.max_epoch", "4"], "max_epoch"),
+        (["--trainer.strategy.participation", "-0.5"], "Expected `participation` to be"),
+    ],
+)
+def test_what_is_misspelt_or_out_of_range_is_refused_by_name(
+    wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((SystemExit, ValueError)) as error:
+        build(*wrong)
+    assert message in capsys.readouterr().err + str(error.value)
+
+
+def test_a_run_without_a_method_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--model", "DigitsCNN"])
+    assert "method" in capsys.readouterr().err
+
+
+def test_print_config_shows_every_resolved_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", RECIPE, "--print_config"])
+    assert stop.value.code == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["method"]["init_args"]["body_epochs"] == 1
+    assert shown["trainer"]["strategy"]["init_args"]["engine"] == "auto"
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_help_of_every_subcommand(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert "--method" in capsys.readouterr().out
+
+
+def test_help_of_a_method_is_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--method.help", "FedRep"])
+    assert "--method.head_epochs" in capsys.readouterr().out
+
+
+def test_the_module_is_the_console_script() -> None:
+    command = [sys.executable, "-m", "lightning_pfl", "--help"]
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    assert "{fit,validate,test,predict}" in result.stdout
+
+
+def test_fit_then_test_from_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--config", RECIPE, *CPU, "--trainer.default_root_dir", str(tmp_path)]
+    quiet = ["--trainer.enable_progress_bar", "false"]
+    fitted = PFLCLI(
+        ["fit", *common, *quiet, "--trainer.max_epochs", "1", "--method.head_epochs", "1"]
+    )
+    assert "Last evaluation" in capsys.readouterr().out
+    (checkpoint,) = tmp_path.rglob("last.ckpt")
+    tested = PFLCLI(
+        ["test", *common, *quiet, "--ckpt_path", str(checkpoint), "--method.head_epochs", "1"]
+    )
+    first = fitted.trainer.test(fitted.model, datamodule=fitted.datamodule, verbose=False)
+    assert float(tested.trainer.callback_metrics["test_acc"]) == first[0]["test_acc"]
+
+
+def test_evaluated_picks_what_has_a_worst_decile() -> None:
+    logged = {
+        "val_acc": 0.9,
+        "val_acc/weighted": 0.8,
+        "val_acc/worst_decile": 0.5,
+        "val_acc/worst": 0.25,
+        "train_loss": 1.0,
+    }
+    picked = evaluated(logged)
+    assert list(picked) == ["val_acc"]
+    assert math.isnan(picked["val_acc"].pop("std"))
+    assert picked["val_acc"] == {"mean": 0.9, "weighted": 0.8, "worst_decile": 0.5, "worst": 0.25}
+
+
+def test_the_table_after_fit_names_model_and_statistics(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_results({"ft/val_acc": 0.75, "ft/val_acc/worst_decile": 0.5})
+    shown = capsys.readouterr().out
+    assert "ft/val_acc" in shown
+    assert "0.7500" in shown
+    assert "0.5000" in shown
+
+
+def test_there_is_no_table_without_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    print_results({"train_loss": 1.0})
+    assert capsys.readouterr().out == ""

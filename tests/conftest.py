@@ -1,0 +1,43 @@
+"""What every test stands on: one thread, a fixed seed, and tiny data of the true layout."""
+
+import gzip
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+CLASSES = 10
+TRAIN_PER_CLASS, TEST_PER_CLASS = 60, 20
+
+
+@pytest.fixture(autouse=True)
+def _isolated() -> Iterator[None]:
+    """Start from the same seed, and leave no seed behind for the next test."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    """Write unsigned bytes as Fashion-MNIST's files hold them."""
+    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    path.write_bytes(gzip.compress(header + array.tobytes(), compresslevel=1))
+
+
+@pytest.fixture(scope="session")
+def fashion_mnist_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny Fashion-MNIST: noise whose brightness tells the class."""
+    folder = tmp_path_factory.mktemp("fashion_mnist")
+    rng = np.random.default_rng(0)
+    for name, per_class in (("train", TRAIN_PER_CLASS), ("t10k", TEST_PER_CLASS)):
+        labels = rng.permutation(np.repeat(np.arange(CLASSES, dtype=np.uint8), per_class))
+        noise = rng.integers(0, 20, (len(labels), 28, 28))
+        images = (noise + 20 * labels[:, None, None]).astype(np.uint8)
+        write_idx(folder / f"{name}-images-idx3-ubyte.gz", images)
+        write_idx(folder / f"{name}-labels-idx1-ubyte.gz", labels)
+    return folder

@@ -1,0 +1,56 @@
+"""Every part composes with a recipe, and the method is still there."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_pfl.cli import PFLCLI
+from lightning_pfl.methods.base import Method
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = sorted((ROOT / "configs").rglob("*.yaml"))
+RECIPE = ROOT / "recipes" / "fedrep_digits.yaml"
+
+
+def compose(*parts: Path, extra: tuple[str, ...] = ()) -> PFLCLI:
+    configs = [argument for part in (RECIPE, *parts) for argument in ("--config", str(part))]
+    return PFLCLI([*configs, *extra, "--trainer.accelerator", "cpu"], run=False)
+
+
+def methods_of(cli: PFLCLI) -> list[Method]:
+    return [callback for callback in cli.trainer.callbacks if isinstance(callback, Method)]
+
+
+def test_there_are_parts_of_every_kind() -> None:
+    assert {part.parent.name for part in PARTS} == {"data", "method", "trainer"}
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_part_composes_and_the_method_survives(part: Path) -> None:
+    cli = compose(part)
+    wanted = yaml.safe_load(part.read_text()).get("method", {}).get("class_path", "FedRep")
+    assert [type(method).__name__ for method in methods_of(cli)] == [wanted]
+    assert len(part.read_text().splitlines()) <= 25
+
+
+def test_a_part_that_adds_callbacks_keeps_those_of_the_recipe() -> None:
+    cli = compose(ROOT / "configs" / "trainer" / "early_stopping.yaml")
+    names = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert "EarlyStopping" in names
+    assert names.count("ModelCheckpoint") == 1
+    checkpoint = next(c for c in cli.trainer.callbacks if type(c).__name__ == "ModelCheckpoint")
+    assert checkpoint.save_last is True
+
+
+def test_a_part_that_replaces_callbacks_cannot_remove_the_method(tmp_path: Path) -> None:
+    part = tmp_path / "replace.yaml"
+    part.write_text("trainer:\n  callbacks:\n    - class_path: LearningRateMonitor\n")
+    assert len(methods_of(compose(part))) == 1
+
+
+def test_several_parts_compose_in_order() -> None:
+    folder = ROOT / "configs"
+    cli = compose(folder / "method" / "fedper.yaml", folder / "trainer" / "quick.yaml")
+    assert type(methods_of(cli)[0]).__name__ == "FedPer"
+    assert cli.trainer.max_epochs == 5
