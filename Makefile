@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: env  ## Train FedRep, FedAvg and LocalOnly on the digits and compare them
-	$(BIN)/python recipes/reproduce.py $(DIGITS) --seeds 0 --out logs/demo --fresh
+	$(BIN)/python -m recipes.reproduce $(DIGITS) --seeds 0 --out logs/demo --fresh
 
 test: lint types unit  ## Check format, lint and types, then run the tests
 
@@ -50,7 +50,7 @@ format: env  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix .
 
 reproduce: env  ## Run every recipe with three seeds, skipping what is done, and write recipes/README.md
-	$(BIN)/python recipes/reproduce.py --seeds 0 1 2 --readme
+	$(BIN)/python -m recipes.reproduce --seeds 0 1 2 --readme
 
 clean:  ## Remove caches; keeps the environment, logs and results
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
@@ -59,8 +59,10 @@ class PFLCLI(LightningCLI):
 
         Programs that start runs have command lines of their own.
         """
-        command_line = args is None or isinstance(args, list)
-        self.config = parser.parse_args(args) if command_line else parser.parse_object(args)
+        if args is None or isinstance(args, list):
+            self.config = parser.parse_args(args)
+        else:
+            self.config = parser.parse_object(args)
 
     def after_fit(self) -> None:
         """Print the last evaluation of all clients."""

@@ -1,7 +1,7 @@
 """Run recipes with several seeds and compare them in a table.
 
-    python recipes/reproduce.py recipes/fedrep_digits.yaml --seeds 0 1 2
-    python recipes/reproduce.py --seeds 0 1 2 --readme        all recipes, into recipes/README.md
+    python -m recipes.reproduce recipes/fedrep_digits.yaml --seeds 0 1 2
+    python -m recipes.reproduce --seeds 0 1 2 --readme        all recipes, into recipes/README.md
 
 A run that is done is skipped, as long as its recipe is the same; a run that was stopped resumes
 from its last checkpoint.
@@ -22,10 +22,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from results_table import print_comparison, write_readme
 
 from lightning_pfl.cli import PFLCLI, evaluated
 from lightning_pfl.metrics import LastRounds
+from recipes.results_table import print_comparison, write_readme
 
 RECIPES = Path(__file__).resolve().parent
 
@@ -117,9 +117,17 @@ def is_done(results: Path, recipe: Path, seed: int) -> bool:
 
 def run(recipe: Path, seed: int, options: argparse.Namespace) -> None:
     """Run one recipe in a process of its own, so that memory is measured and freed per run."""
-    worker = [sys.executable, __file__, str(recipe), "--seeds", str(seed), "--worker"]
+    worker = [
+        sys.executable,
+        "-m",
+        "recipes.reproduce",
+        str(recipe),
+        "--seeds",
+        str(seed),
+        "--worker",
+    ]
     folders = ["--logs", str(options.logs), "--results", str(options.results)]
-    subprocess.run([*worker, *folders, *options.extra], check=True)
+    subprocess.run([*worker, *folders, *options.extra], check=True, cwd=RECIPES.parent)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -134,7 +142,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--readme", action="store_true", help="Write the table of README.md.")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options, options.extra = parser.parse_known_args(arguments)
+    options, extra = parser.parse_known_args(arguments)
+    options.extra = extra
     options.recipes = options.recipes or sorted(RECIPES.rglob("*.yaml"))
     return options
 

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,7 +27,8 @@ def strategy_of(cli: PFLCLI) -> FederatedStrategy:
 
 
 def method_of(cli: PFLCLI) -> FedRep:
-    return next(callback for callback in cli.trainer.callbacks if isinstance(callback, FedRep))
+    trainer: Any = cli.trainer
+    return next(callback for callback in trainer.callbacks if isinstance(callback, FedRep))
 
 
 def test_short_class_names_and_overrides_on_the_command_line() -> None:
