@@ -15,6 +15,7 @@ every client trains in turn, no `.item()` in the training loop. Three kinds of r
 
 import argparse
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -227,7 +228,9 @@ def measure(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with torch.backends.mkldnn.flags(enabled=onednn):
+        with warnings.catch_warnings(), torch.backends.mkldnn.flags(enabled=onednn):
+            # Leaving the block restores a setting for Intel GPUs too, which warns elsewhere.
+            warnings.filterwarnings("ignore", message="TF32 acceleration")
             baseline = R0(*data)
             baseline.evaluate(personal_heads=False)
             return [KINDS[kind](baseline) for _ in range(rounds)]

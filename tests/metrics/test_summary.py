@@ -1,0 +1,108 @@
+"""Summaries over clients and fairness, against NumPy expressions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_pfl.metrics import STATISTICS, fairness, gini, jain_index, summarize
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("num_clients", [1, 9, 10, 11, 25])
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_matches_numpy(num_clients: int, higher_is_better: bool) -> None:
+    values, weights = RNG.random(num_clients), RNG.integers(1, 50, num_clients)
+    got = summarize(torch.from_numpy(values), torch.from_numpy(weights), higher_is_better)
+    worst_first = np.sort(values) if higher_is_better else np.sort(values)[::-1]
+    decile = {1: 1, 9: 1, 10: 1, 11: 2, 25: 3}[num_clients]
+    assert got == pytest.approx(
+        {
+            "": values.mean(),
+            "weighted": np.average(values, weights=weights),
+            "std": values.std(),
+            "worst_decile": worst_first[:decile].mean(),
+            "worst": values.min() if higher_is_better else values.max(),
+        },
+        rel=1e-12,
+    )
+    assert tuple(got) == STATISTICS
+
+
+def test_clients_without_samples_are_left_out() -> None:
+    values = torch.tensor([0.2, math.nan, 0.6, 0.0])
+    weights = torch.tensor([1, 0, 3, 0])
+    assert summarize(values, weights) == summarize(values[[0, 2]], weights[[0, 2]])
+    assert fairness(values, weights) == fairness(values[[0, 2]], weights[[0, 2]])
+
+
+def test_client_with_samples_and_nan_is_not_hidden() -> None:
+    got = summarize(torch.tensor([0.2, math.nan]), torch.tensor([1, 1]))
+    assert all(math.isnan(value) for value in got.values())
+
+
+def test_order_of_clients_does_not_matter() -> None:
+    values, weights = torch.rand(13, dtype=torch.float64), torch.arange(1, 14)
+    order = torch.randperm(13)
+    assert summarize(values[order], weights[order]) == pytest.approx(
+        summarize(values, weights), rel=1e-12
+    )
+
+
+def test_gini_matches_its_definition_over_pairs() -> None:
+    values = RNG.random(12)
+    pairs = np.abs(values[:, None] - values[None, :]).sum()
+    expected = pairs / (2 * len(values) ** 2 * values.mean())
+    assert gini(torch.from_numpy(values)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_jain_matches_its_coefficient_of_variation() -> None:
+    """Jain's index is 1 / (1 + cv^2) with the coefficient of variation cv = std / mean."""
+    values = RNG.random(12)
+    expected = 1 / (1 + (values.std() / values.mean()) ** 2)
+    assert jain_index(torch.from_numpy(values)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("served", [1, 3, 8])
+def test_indices_where_some_clients_share_everything(served: int) -> None:
+    """If m of n clients have all in equal shares, Jain is m/n and Gini is 1 - m/n."""
+    values = torch.cat([torch.ones(served), torch.zeros(8 - served)])
+    got = fairness(values, torch.ones(8))
+    assert got == pytest.approx({"jain": served / 8, "gini": 1 - served / 8}, rel=1e-12)
+
+
+def test_indices_where_nobody_has_anything() -> None:
+    assert fairness(torch.zeros(3), torch.ones(3)) == {"jain": 1.0, "gini": 0.0}
+
+
+def test_indices_show_a_client_that_is_nan() -> None:
+    values = torch.tensor([0.5, math.nan])
+    assert math.isnan(jain_index(values))
+    assert math.isnan(gini(values))
+
+
+class TestGuards:
+    @pytest.mark.parametrize("values", [torch.rand(3), torch.rand(2, 2), torch.tensor(1.0)])
+    def test_shapes(self, values: torch.Tensor) -> None:
+        with pytest.raises(ValueError, match=r"Expected `values` and `weights` to be vectors of"):
+            summarize(values, torch.ones(2))
+
+    @pytest.mark.parametrize("bad", [-1.0, math.nan])
+    def test_weights(self, bad: float) -> None:
+        with pytest.raises(ValueError, match=r"Expected `weights` to be non-negative, but got"):
+            summarize(torch.rand(2), torch.tensor([1.0, bad]))
+
+    def test_no_samples_at_all(self) -> None:
+        message = r"positive for at least one client, but got 2 clients without samples"
+        with pytest.raises(ValueError, match=message):
+            summarize(torch.rand(2), torch.zeros(2))
+
+    @pytest.mark.parametrize("index", [jain_index, gini])
+    def test_negative_values(self, index: object) -> None:
+        assert callable(index)
+        with pytest.raises(ValueError, match=r"non-negative value, but got a minimum of -1\.0"):
+            index(torch.tensor([1.0, -1.0]))
+        with pytest.raises(ValueError, match=r"non-negative value, but got no value"):
+            index(torch.tensor([]))
