@@ -23,6 +23,22 @@ class NotVectorizableError(RuntimeError):
     """A step that can't run for many clients at once; says why."""
 
 
+@contextmanager
+def batchable_kernels() -> Iterator[None]:
+    """Keep torch from fusing layers into kernels that have no batching rule.
+
+    oneDNN's LSTM and the fused TransformerEncoderLayer of inference would run in a loop over clients, if at all. Under
+    ``vmap`` convolutions take other kernels than oneDNN's in any case.
+    """
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
 class LogCapture:
     """Stands in for ``self.log`` during a client's step.
 

@@ -20,7 +20,7 @@ from lightning_pfl.engine.batching import (
     Tick,
     batch_length,
 )
-from lightning_pfl.engine.client import ClientProgram, NotVectorizableError
+from lightning_pfl.engine.client import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.randomness import derive
 from lightning_pfl.tree import Model, is_expanded, rows
@@ -68,10 +68,12 @@ class VectorizedEvaluation:
     Args:
         module: The user's module.
         settings: The Trainer's flags.
+        transform: ``"forward"``: plain ``vmap``; ``"grad"``: inside a gradient that nobody asks for, because torch takes
+            some layers (LSTM, GRU) apart into batchable operators only where a gradient is recorded.
     """
 
-    def __init__(self, module: Any, settings: EngineSettings) -> None:
-        self.module, self.settings = module, settings
+    def __init__(self, module: Any, settings: EngineSettings, transform: str = "forward") -> None:
+        self.module, self.settings, self.transform = module, settings, transform
         self.program = ClientProgram(module, settings.autocast)
 
     def run(
@@ -90,7 +92,7 @@ class VectorizedEvaluation:
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64)
         predictions: list[list[Any]] = [[] for _ in clients]
-        with torch.no_grad(), self.program.capturing():
+        with torch.no_grad(), batchable_kernels(), self.program.capturing():
             for positions in order.split(max(1, SAMPLES // width)):
                 ids = clients[positions].tolist()
                 batches = evaluation_batches(data, ids, self.settings, per_sample, width)
@@ -161,7 +163,18 @@ class VectorizedEvaluation:
     def _vmap(self, models: Model, data: Any, function: Any) -> Any:
         dims = {name: None if is_expanded(leaf) else 0 for name, leaf in models.items()}
         plain = {n: leaf[0] if is_expanded(leaf) else leaf for n, leaf in models.items()}
+        if self.transform == "grad":
+            function = _inside_gradient(function)
         return torch.vmap(function, in_dims=(dims, 0))(plain, data)
+
+
+def _inside_gradient(function: Any) -> Any:
+    def run(model: Model, data: Any) -> Any:
+        with torch.enable_grad():
+            dummy = torch.zeros((), device=next(iter(model.values())).device)
+            return torch.func.grad(lambda d: (d * 0.0, function(model, data)), has_aux=True)(dummy)[1]
+
+    return run
 
 
 def _keep(predictions: list[list[Any]], outputs: Any, at: Tensor) -> None:

@@ -22,6 +22,11 @@ _MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
 
 
+def _wrap(number: int) -> int:
+    """A Python number modulo 2**64 as the int64 that torch takes."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical right shift; torch's is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
@@ -43,7 +48,7 @@ def uniform(key: Tensor, call: int, shape: tuple[int, ...], dtype: torch.dtype) 
         shape: Shape of the result.
         dtype: A float type; 24 random bits, 53 for float64.
     """
-    start = mix(key + (call + 1) * _GOLDEN)
+    start = mix(key + _wrap((call + 1) * _GOLDEN))
     element = torch.arange(1, math.prod(shape) + 1, device=key.device)
     bits = mix(start + element * _GOLDEN).view(shape)
     if dtype == torch.float64:

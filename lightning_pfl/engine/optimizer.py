@@ -80,7 +80,7 @@ class ClientOptimizer:
                 if template.state.get(p):  # Adagrad creates its state at construction
                     self._initial[names[id(p)]] = {k: self._spread(v, p) for k, v in template.state[p].items()}
         self._state: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
-        self._before: dict[tuple[str, int, str], dict[str, Any]] = {}
+        self._before: dict[tuple[str, int, str], dict[str, Any] | None] = {}
 
     def _spread(self, value: Any, like: Tensor) -> Any:
         if not isinstance(value, Tensor):
@@ -155,8 +155,12 @@ class ClientOptimizer:
             return dict(entries)
         key = (slot, call, name)
         if key not in self._before:
-            self._before[key] = {k: _copy(v) for k, v in entries.items() if not _is_stacked(v, leaf)}
-        counters = {k: _copy(v) for k, v in self._before[key].items()}
+            counters = {k: _copy(v) for k, v in entries.items() if not _is_stacked(v, leaf)}
+            self._before[key] = counters if entries else None
+        before = self._before[key]
+        if before is None:  # this tick is the first step: torch creates the state
+            return {}
+        counters = {k: _copy(v) for k, v in before.items()}
         return {k: v[rows] for k, v in entries.items() if _is_stacked(v, leaf)} | counters
 
     def _scatter(self, slot: str, name: str, param: Tensor, rows: slice | Tensor | None) -> None:

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.base import Engine, EngineSettings, Evaluation, LocalResult, OnClients
+from lightning_pfl.engine.base import EngineSettings, Evaluation, LocalResult, OnClients
 from lightning_pfl.engine.batching import (
     Budget,
     Limits,
@@ -37,7 +37,7 @@ from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.randomness import derive, permutation, seeded
-from lightning_pfl.tree import Model, Tree, is_expanded, rows, stack, tmap
+from lightning_pfl.tree import Model, Tree, rows, stack, tmap
 
 
 class SequentialEngine:
@@ -48,6 +48,10 @@ class SequentialEngine:
         layout: Its names.
         template: The optimizer that ``configure_optimizers`` returned.
         settings: The Trainer's flags.
+
+    Attributes:
+        random_calls: Random calls in the last training step: 0 shows that the step is deterministic.
+        reached: Names of parameters that have had a gradient.
     """
 
     name = "sequential"
@@ -56,6 +60,8 @@ class SequentialEngine:
         self, module: Any, layout: Layout, template: Optimizer, settings: EngineSettings
     ) -> None:
         self.module, self.layout, self.template, self.settings = module, layout, template, settings
+        self.random_calls = 0
+        self.reached: set[str] = set()
         self.limits = Limits(
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
         )
@@ -82,7 +88,9 @@ class SequentialEngine:
         for row in range(len(info)):
             one = slice(row, row + 1)
             results.append(
-                self._client(method, rows(received, one), rows(own, one), info.rows(one), data, phases, stream)
+                self._client(
+                    method, rows(received, one), copy(rows(own, one)), info.rows(one), data, phases, stream
+                )
             )
             if on_clients is not None:
                 on_clients([row])
@@ -217,6 +225,7 @@ class SequentialLocal:
                 loss, logged = self.program.training_loss(
                     {**fixed, **trained}, minibatch, key, number, None, None
                 )
+            self.engine.random_calls = self.program.random_calls
             if loss is None:  # `training_step` may skip a batch
                 continue
             if not self._logged:
@@ -226,7 +235,9 @@ class SequentialLocal:
                 self.metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
             (loss / accumulate).backward()
         self._logged = True
-        return {n: leaf.grad[None] for n, leaf in trained.items() if leaf.grad is not None}
+        grads = {n: leaf.grad[None] for n, leaf in trained.items() if leaf.grad is not None}
+        self.engine.reached.update(grads)
+        return grads
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
         """Clip the gradient and step the optimizer."""
@@ -323,6 +334,11 @@ def _evaluation_minibatches(
         yield within, _move(batch, settings.device)
 
 
+def copy(tree: Tree) -> Tree:
+    """A client's memory to work on: local training updates in place."""
+    return tmap(torch.clone, tree)
+
+
 # --- logged values ---------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +353,3 @@ def _computed(metrics: dict[str, Metric]) -> dict[str, Tensor]:
         results[name] = metric.compute().detach().double().view(1)
         metric.reset()
     return results
-
-
-__all__ = ["Engine", "SequentialEngine", "SequentialLocal", "is_expanded"]

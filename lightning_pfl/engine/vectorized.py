@@ -24,7 +24,7 @@ from lightning_pfl.engine.batching import (
     minibatches_per_epoch,
     order_key,
 )
-from lightning_pfl.engine.client import ClientProgram, NotVectorizableError
+from lightning_pfl.engine.client import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.evaluation import VectorizedEvaluation
 from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import ClientLogs
@@ -69,6 +69,8 @@ class VectorizedEngine:
         transform: ``"forward"``: ``vmap`` the forward pass and run one ordinary backward pass; ``"grad"``: ``vmap`` the
             gradient, which layers without a batching rule for autograd (LSTM, GRU) need.
         stochastic: Whether the training step makes random calls. False saves the interception of every torch function.
+        reached: Names of parameters that the loss reaches; the transform ``"grad"`` can't tell a parameter without gradient
+            from one with gradient zero, which weight decay moves. None: all.
     """
 
     name = "vectorized"
@@ -81,8 +83,10 @@ class VectorizedEngine:
         settings: EngineSettings,
         transform: Transform = "forward",
         stochastic: bool = True,
+        reached: frozenset[str] | None = None,
     ) -> None:
         self.module, self.layout, self.template = module, layout, template
+        self.reached = reached
         self.settings, self.transform, self.stochastic = settings, transform, stochastic
         self.limits = Limits(
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
@@ -127,9 +131,8 @@ class VectorizedEngine:
         on_clients: OnClients | None = None,
     ) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
-        return VectorizedEvaluation(self.module, self.settings).run(
-            models, clients, data, step, on_clients
-        )
+        evaluation = VectorizedEvaluation(self.module, self.settings, self.transform)
+        return evaluation.run(models, clients, data, step, on_clients)
 
 
 class _Chunk:
@@ -161,7 +164,7 @@ class _Chunk:
         first_epoch = 0
         for number, phase in enumerate(phases):
             active = ActivePhase(phase, self.engine.layout)
-            with active.modes(), self.program.capturing():
+            with active.modes(), batchable_kernels(), self.program.capturing():
                 batches = self._batches(phase, active, first_epoch)
                 self.engine.prefix.attach(batches, active, state, self.program)
                 state = self._phase(state, active, batches, number)
@@ -313,6 +316,9 @@ class VectorizedLocal:
         fixed, dims = unbatch(fixed)
         batched = torch.vmap(torch.func.grad(with_aux, has_aux=True), in_dims=(0, dims, 0))
         grads, (value, logged) = batched(trained, fixed, inputs)
+        reached = self.chunk.engine.reached
+        if reached is not None:
+            grads = {name: g for name, g in grads.items() if name in reached}
         return grads, value, logged
 
 
