@@ -100,6 +100,11 @@ def per_client(scalar: Tensor, leaf: Tensor) -> Tensor:
     return scalar.to(leaf.dtype).view(-1, *[1] * (leaf.ndim - 1))
 
 
+def _flat(leaf: Tensor) -> Tensor:
+    """One row of numbers per client; ``flatten(1)`` refuses a scalar per client."""
+    return leaf.flatten(1) if leaf.ndim > 1 else leaf.unsqueeze(1)
+
+
 def scale(tree: Tree, factor: float | Tensor) -> Tree:
     """Multiply by a number, or by one number per client (shape ``(clients,)``)."""
     if isinstance(factor, Tensor) and factor.ndim == 1:
@@ -119,7 +124,7 @@ def sub(a: Tree, b: Tree) -> Tree:
 
 def dot(a: Tree, b: Tree) -> Tensor:
     """Inner product of each client's two trees, shape ``(clients,)``; on the names of ``a``."""
-    parts = [(x * y).flatten(1).sum(1) for x, y in zip(leaves(a), leaves(tmap(lambda _, y: y, a, b)), strict=True)]
+    parts = [_flat(x * y).sum(1) for x, y in zip(leaves(a), leaves(tmap(lambda _, y: y, a, b)), strict=True)]
     return torch.stack(parts).sum(0)
 
 
@@ -130,7 +135,7 @@ def sqnorm(tree: Tree) -> Tensor:
 
 def finite(tree: Tree) -> Tensor:
     """Which clients' trees hold neither NaN nor Inf, bool ``(clients,)``. An empty tree is finite for nobody to see."""
-    checks = [leaf.isfinite().flatten(1).all(1) for leaf in leaves(tree) if leaf.is_floating_point()]
+    checks = [_flat(leaf.isfinite()).all(1) for leaf in leaves(tree) if leaf.is_floating_point()]
     return torch.stack(checks).all(0) if checks else torch.ones((), dtype=torch.bool)
 
 
@@ -144,7 +149,7 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
     def mean(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
             return leaf.amax(0)
-        return torch.mv(leaf.flatten(1).T, weights.to(leaf)).view(leaf.shape[1:])
+        return torch.mv(_flat(leaf).T, weights.to(leaf)).view(leaf.shape[1:])
 
     return tmap(mean, tree)
 

@@ -1,0 +1,162 @@
+"""Clients with quadratic losses: every local training has a closed form, so a method can be checked to the last digits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lightning_pfl.data.clients import FederatedTensorDataset
+
+Numbers = Sequence[float] | Sequence[Sequence[float]] | Tensor
+
+
+class QuadraticModule(L.LightningModule):
+    r"""One parameter ``w`` with the loss :math:`\frac1{|B|} \sum_{j \in B} \frac{a_j}{2} \lVert w - c_j \rVert^2`.
+
+    A batch is a pair ``(a, c)`` of shapes ``(batch,)`` and ``(batch, dim)``. Where all of a client's minibatches have the
+    mean curvature :math:`a` and the minimiser :math:`c`, :math:`K` steps of plain SGD map
+    :math:`w` to :math:`c + (1 - \eta a)^K (w - c)` (:func:`descend`).
+
+    Args:
+        dim: Length of ``w``.
+        lr: :math:`\eta > 0` of plain SGD; :math:`\eta a < 2` converges.
+        start: Initial value of every entry of ``w``.
+        dtype: Type of ``w``.
+
+    Example:
+        >>> module = QuadraticModule(start=3.0)
+        >>> float(module.training_step((torch.tensor([2.0]), torch.tensor([[1.0]]))))
+        4.0
+    """
+
+    def __init__(
+        self, dim: int = 1, lr: float = 0.1, start: float = 0.0, dtype: torch.dtype = torch.float64
+    ) -> None:
+        super().__init__()
+        self.lr = lr
+        self.w = nn.Parameter(torch.full((dim,), start, dtype=dtype))
+
+    def point(self) -> Tensor:
+        """Where the quadratics are evaluated, ``(dim,)``."""
+        return self.w
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Tensor:
+        """Return the mean loss of a batch ``(a, c)``; logs ``train_loss``."""
+        return self._step("train", batch)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> None:
+        """Log ``val_loss``."""
+        self._step("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> None:
+        """Log ``test_loss``."""
+        self._step("test", batch)
+
+    def configure_optimizers(self) -> Optimizer:
+        """Plain SGD: no momentum, no weight decay."""
+        return SGD(self.parameters(), lr=self.lr)
+
+    def _step(self, stage: str, batch: tuple[Tensor, Tensor]) -> Tensor:
+        curvature, center = batch
+        loss = (curvature / 2 * (self.point() - center).square().sum(1)).mean()
+        self.log(f"{stage}_loss", loss, batch_size=len(curvature), on_epoch=True, on_step=False)
+        return loss
+
+
+class Vector(nn.Module):
+    """A module that is nothing but a parameter ``weight`` of shape ``(dim,)``."""
+
+    def __init__(self, dim: int, start: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((dim,), start, dtype=dtype))
+
+
+class SplitQuadraticModule(QuadraticModule):
+    r"""Two halves ``backbone.weight`` and ``head.weight``; the loss is the quadratic at their sum.
+
+    The halves are coupled as in a network: what one half does depends on the other. Training both, the sum follows
+    ``descend(sum, a, c, 2 * lr, K)`` and each half moves by half of its change; training one, with the other at
+    :math:`v`, that half follows ``descend(half, a, c - v, lr, K)``.
+
+    Args:
+        dim: Length of each half.
+        lr: :math:`\eta` of plain SGD, for both.
+        backbone: Initial value of every entry of the backbone.
+        head: Initial value of every entry of the head.
+        dtype: Type of the parameters.
+    """
+
+    def __init__(
+        self,
+        dim: int = 1,
+        lr: float = 0.1,
+        backbone: float = 0.0,
+        head: float = 0.0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__(dim, lr, dtype=dtype)
+        del self.w
+        self.backbone = Vector(dim, backbone, dtype)
+        self.head = Vector(dim, head, dtype)
+
+    def point(self) -> Tensor:
+        """The sum of the halves, ``(dim,)``."""
+        return self.backbone.weight + self.head.weight
+
+
+def descend(w: Tensor, curvature: Tensor, center: Tensor, lr: float, steps: Tensor | int) -> Tensor:
+    r"""Gradient descent on :math:`\frac a2 \lVert w - c \rVert^2`: :math:`c + (1 - \eta a)^K (w - c)`.
+
+    Args:
+        w: Where it starts; broadcasts against ``center``.
+        curvature: :math:`a`, one per client, ``(clients,)``.
+        center: :math:`c`, ``(clients, dim)``.
+        lr: :math:`\eta`.
+        steps: :math:`K`, one number or one per client, ``(clients,)``.
+
+    Returns:
+        ``(clients, dim)``.
+    """
+    shrink = (1 - lr * curvature) ** steps
+    return center + shrink.unsqueeze(-1) * (w - center)
+
+
+def quadratic_clients(
+    curvatures: Sequence[float] | Tensor = (1.0, 3.0),
+    centers: Numbers = (0.0, 1.0),
+    samples: Sequence[int] | int = 1,
+    batch_size: int = 1_000_000,
+    shuffle: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> FederatedTensorDataset:
+    r"""Clients whose samples are all equal, so that every minibatch has the client's own quadratic.
+
+    Args:
+        curvatures: :math:`a_k`, ``(clients,)``.
+        centers: :math:`c_k`, ``(clients,)`` or ``(clients, dim)``.
+        samples: :math:`N_k \ge 0`, one for all or one per client.
+        batch_size: Samples per minibatch; the default makes every epoch one step.
+        shuffle: Whether the clients' samples are shuffled (which changes nothing but the path through the code).
+        dtype: Type of the fields.
+
+    Example:
+        >>> quadratic_clients(samples=(2, 3), batch_size=2).num_samples
+        tensor([2, 3])
+    """
+    a = torch.as_tensor(curvatures, dtype=dtype)
+    c = torch.as_tensor(centers, dtype=dtype).reshape(len(a), -1)
+    counts = torch.tensor([samples] * len(a) if isinstance(samples, int) else list(samples))
+    owner = torch.arange(len(a)).repeat_interleave(counts)
+    positions = torch.arange(len(owner)).split(counts.tolist())
+    return FederatedTensorDataset(
+        (a[owner], c[owner]), positions, batch_size=batch_size, shuffle=shuffle
+    )
+
+
+def q2() -> FederatedTensorDataset:
+    r"""Two clients, curvatures (1, 3) and optima (0, 1), one sample each: the mean loss has its optimum at 0.75."""
+    return quadratic_clients()

@@ -1,0 +1,138 @@
+"""One client-side round without a Trainer: for tests of an engine or of a method's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.data.clients import FederatedDataset
+from lightning_pfl.engine.base import EngineSettings, LocalResult
+from lightning_pfl.engine.sequential import SequentialEngine
+from lightning_pfl.engine.vectorized import VectorizedEngine
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.tree import Model, Tree, expand, rows, tmap
+
+EngineName = Literal["vectorized", "sequential"]
+
+
+@dataclass
+class LocalRound:
+    """What a round of some clients gave.
+
+    Attributes:
+        info: The cohort, in the order of the ids that were asked for.
+        received: What the server sent, ``(clients, ...)``.
+        before: What the clients remembered, ``(clients, ...)``.
+        result: The engine's result; ``result.uploads`` and ``result.own`` are ``(clients, ...)``.
+        server: The server's tree after its update, from all clients of the cohort.
+        engine: The engine, for what it says about the run.
+    """
+
+    info: ClientInfo
+    received: Tree
+    before: Tree
+    result: LocalResult
+    server: Tree
+    engine: SequentialEngine | VectorizedEngine
+
+    @property
+    def models(self) -> Model:
+        """What each client trained: its upload and its memory together, ``(clients, ...)``."""
+        uploaded, kept = self.result.uploads.get("model", {}), self.result.own.get("model", {})
+        return {**uploaded, **kept}
+
+
+def local_round(
+    method: Method,
+    module: Any,
+    data: FederatedDataset,
+    engine: EngineName = "vectorized",
+    clients: Sequence[int] | None = None,
+    round: int = 0,
+    settings: EngineSettings | None = None,
+    server: Tree | None = None,
+    own: Tree | None = None,
+    phases: tuple[Phase, ...] | None = None,
+    **options: Any,
+) -> LocalRound:
+    """Send, train and aggregate once, with the module's own initial model.
+
+    Args:
+        method: The method; it is bound here.
+        module: A module with ``training_step`` and ``configure_optimizers``.
+        data: The training split.
+        engine: Which engine runs it.
+        clients: Ids of the cohort; None for all clients, also those without samples.
+        round: The communication round, from 0.
+        settings: The Trainer's flags; None for the defaults.
+        server: The server's tree; None for the initial one.
+        own: The memories of all clients ``(num_clients, ...)``; None for the initial ones.
+        phases: What trains; None for the method's own phases of the round.
+        **options: Passed to the engine (``transform``, ``stochastic``).
+    """
+    layout = Layout(module, method.resolve_personal(Layout(module)))
+    method.bind(layout, data.num_clients, seed=0)
+    index = torch.arange(data.num_clients) if clients is None else torch.tensor(list(clients))
+    kind = VectorizedEngine if engine == "vectorized" else SequentialEngine
+    runner = kind(module, layout, module.configure_optimizers(), settings or EngineSettings(), **options)
+    model = layout.model()
+    server = method.init_server(model) if server is None else server
+    phases = method.phases(round) if phases is None else phases
+    samples = data.num_samples[index]
+    info = ClientInfo(
+        index,
+        samples,
+        runner.count_steps(data, index, phases),
+        method.aggregation_weights(samples),
+        round,
+        data.num_clients,
+    )
+    received = expand(method.download(server, info), len(index))
+    received = {**received, **method.download_rows(server, info)}
+    before = rows(own, index) if own is not None else _repeated(method.init_own(model), len(index))
+    kept = tmap(Tensor.clone, before)
+    result = runner.train(method, received, before, info, data, phases)
+    updated = method.server_update(server, result.uploads, info)
+    return LocalRound(info, received, kept, result, updated, runner)
+
+
+def _repeated(row: Tree, clients: int) -> Tree:
+    return tmap(lambda leaf: leaf.expand(clients, *leaf.shape).clone(), row)
+
+
+def assert_trees_close(actual: Tree, expected: Tree, rtol: float = 1e-10, atol: float = 1e-12) -> None:
+    """Same names, and leaves that agree within tolerance; NaN equals NaN.
+
+    Raises:
+        AssertionError: Naming the leaf that differs.
+    """
+    assert actual.keys() == expected.keys(), f"{sorted(actual)} != {sorted(expected)}"
+    for name, leaf in actual.items():
+        if isinstance(leaf, dict):
+            assert_trees_close(leaf, expected[name], rtol, atol)
+            continue
+        torch.testing.assert_close(
+            leaf,
+            expected[name],
+            rtol=rtol,
+            atol=atol,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def assert_trees_equal(actual: Tree, expected: Tree) -> None:
+    """Same names and the same bits; NaN equals NaN.
+
+    Raises:
+        AssertionError: Naming the leaf that differs.
+    """
+    assert_trees_close(actual, expected, rtol=0.0, atol=0.0)
+
+

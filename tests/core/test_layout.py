@@ -1,0 +1,114 @@
+"""The layout: names, globs and types pick what is personal; what matches nothing is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pfl.layout import Layout, Spec
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        self.bnb = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+BN1 = {f"backbone.1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
+BN2 = {f"backbone.2.1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
+BODY = {"backbone.0.weight", "backbone.0.bias", "backbone.2.0.weight", "backbone.2.0.bias"} | BN1 | BN2
+HEAD = {"head.weight", "head.bias"}
+ALL = BODY | HEAD | {"bnb.weight", "bnb.bias"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (None, set()),
+        ([], set()),
+        ("all", ALL),
+        ("head", HEAD),
+        ("head.*", HEAD),
+        ("head.weight", {"head.weight"}),
+        ("backbone", BODY),
+        ("backbone.2", BN2 | {"backbone.2.0.weight", "backbone.2.0.bias"}),
+        ("backbone.?.weight", {"backbone.0.weight", "backbone.1.weight"}),
+        ("*.bias", {name for name in ALL if name.endswith("bias")}),
+        (["head", "bnb"], HEAD | {"bnb.weight", "bnb.bias"}),
+        (nn.BatchNorm1d, BN1 | BN2),
+        ((nn.BatchNorm1d, nn.BatchNorm2d), BN1 | BN2),
+        ([nn.BatchNorm1d, "head.bias"], BN1 | BN2 | {"head.bias"}),
+        (nn.Sequential, BODY),
+        (nn.LSTM, set()),
+        (nn.Module, ALL),
+    ],
+)
+def test_specs(spec: Spec, expected: set[str]) -> None:
+    layout = Layout(Net(), spec)
+    assert layout.personal == expected
+    assert layout.shared == ALL - expected
+    assert set(layout.names) == ALL
+
+
+def test_a_name_that_is_a_prefix_of_another_does_not_match_it() -> None:
+    net = nn.Module()
+    net.head, net.head2 = nn.Linear(1, 1), nn.Linear(1, 1)
+    assert Layout(net, "head").personal == {"head.weight", "head.bias"}
+
+
+def test_a_pattern_without_match_is_refused_with_the_names_there_are() -> None:
+    text = "Expected `personal` to match at least one parameter, but got personal='classifier' and the model has "
+    with pytest.raises(ValueError, match=re.escape(text) + r"backbone, backbone\.0, .*bnb.*head.*Use one of these"):
+        Layout(Net(), "classifier")
+    with pytest.raises(ValueError, match=r"Expected `train` to match .* got train='haed'"):
+        Layout(Net()).match(["head", "haed"])
+
+
+def test_a_module_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="Expected the module to have parameters to train, but Linear has none"):
+        Layout(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_frozen_parameters_are_static_and_scratch_buffers_belong_to_nobody() -> None:
+    net = Net()
+    net.bnb.requires_grad_(False)
+    layout = Layout(net, "head")
+    assert set(layout.static) == {"bnb.weight", "bnb.bias"}
+    assert not {"bnb.weight", "scratch"} & set(layout.names)
+    with pytest.raises(ValueError, match="personal='scratch'"):
+        Layout(net, "scratch")
+
+
+def test_tied_weights_appear_once() -> None:
+    net = nn.Module()
+    net.encoder, net.decoder = nn.Linear(2, 2), nn.Linear(2, 2)
+    net.decoder.weight = net.encoder.weight
+    assert Layout(net).trainable == ("encoder.weight", "encoder.bias", "decoder.bias")
+
+
+def test_model_is_a_copy_and_load_writes_it_back() -> None:
+    net = Net()
+    layout = Layout(net)
+    model = layout.model()
+    assert tuple(model) == layout.names
+    model["head.weight"].fill_(7.0)
+    assert not (net.head.weight == 7.0).any()
+    layout.load({"head.weight": model["head.weight"]})
+    assert (net.head.weight == 7.0).all()
+    assert not any(leaf.requires_grad for leaf in model.values())
+
+
+def test_describe_and_table_tell_the_holders_apart() -> None:
+    layout = Layout(Net(), "head")
+    assert layout.describe()["head.weight"] == [[2, 4], "personal"]
+    assert layout.describe()["bnb.bias"] == [[4], "shared"]
+    rows = [line.split() for line in layout.table().splitlines()]
+    sizes = {name: sum(p.numel() for p in Net().get_submodule(name).state_dict().values()) for name in ("backbone", "bnb", "head")}
+    expected = [["shared", "backbone", str(sizes["backbone"])], ["shared", "bnb", str(sizes["bnb"])], ["personal", "head", str(sizes["head"])]]
+    assert rows == expected

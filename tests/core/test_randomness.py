@@ -1,0 +1,58 @@
+"""Keys: functions of their arguments, independent of each other and of the global generator."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import product
+
+import torch
+
+from lightning_pfl.randomness import derive, generator, permutation, seeded
+
+
+def test_a_key_is_the_hash_of_its_path() -> None:
+    digest = hashlib.blake2b(b"7/order/3/12", digest_size=8).digest()
+    assert derive(7, "order", 3, 12) == int.from_bytes(digest, "little") >> 1
+
+
+def test_keys_fit_int64_and_do_not_collide() -> None:
+    keys = [derive(s, p, r, c) for s, p, r, c in product(range(4), ("order", "random"), range(20), range(20))]
+    assert len(set(keys)) == len(keys)
+    assert min(keys) >= 0
+    assert max(keys) < 2**63
+    assert torch.tensor(keys).dtype == torch.int64
+
+
+def test_the_bits_of_keys_are_balanced() -> None:
+    keys = torch.tensor([derive(0, "order", 0, client) for client in range(4000)])
+    shares = torch.stack([(keys >> bit & 1).double().mean() for bit in range(63)])
+    # A share has standard deviation 0.5 / sqrt(4000); 5 of them fail once in 10^4 runs for 63 bits.
+    assert (shares - 0.5).abs().max() < 5 * 0.5 / 4000**0.5
+
+
+def test_neighbouring_arguments_are_not_glued_together() -> None:
+    assert derive(0, "a", 1, 23) != derive(0, "a", 12, 3)
+    assert derive(1, 2) != derive(12)
+
+
+def test_a_permutation_is_torch_randperm_of_the_key() -> None:
+    order = permutation(10, 5)
+    assert torch.equal(order, torch.randperm(10, generator=torch.Generator().manual_seed(5)))
+    assert sorted(order.tolist()) == list(range(10))
+    assert not torch.equal(order, permutation(10, 6))
+    assert permutation(0, 5).shape == (0,)
+
+
+def test_generators_of_equal_keys_agree() -> None:
+    assert torch.equal(torch.rand(3, generator=generator(4)), torch.rand(3, generator=generator(4)))
+
+
+def test_seeded_puts_the_global_state_back() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    with seeded(123):
+        inside = torch.rand(2)
+    assert torch.equal(torch.rand(2), expected)
+    with seeded(123):
+        assert torch.equal(torch.rand(2), inside)

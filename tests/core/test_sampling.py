@@ -1,0 +1,76 @@
+"""Sampling: uniform without replacement, a function of seed and round alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_pfl.sampling import check_participation, cohort_size, sample_cohort
+
+ELIGIBLE = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 23, 29])
+
+
+@pytest.mark.parametrize(
+    ("participation", "clients", "expected"),
+    [(1.0, 7, 7), (0.1, 100, 10), (0.1, 30, 3), (0.29, 100, 29), (0.57, 100, 57), (0.1, 5, 1), (0.5, 5, 2), (3, 5, 3), (1, 5, 1)],
+)
+def test_cohort_size_is_the_floor_of_the_fraction_meant_in_decimal(
+    participation: float, clients: int, expected: int
+) -> None:
+    assert cohort_size(participation, clients) == expected
+
+
+def test_more_clients_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most the 10 clients that have training samples, but got participation=11"):
+        sample_cohort(0, 0, ELIGIBLE, 11)
+
+
+@pytest.mark.parametrize("bad", [0, 0.0, -1, -0.5, 1.5, True, "0.1", None, float("nan")])
+def test_what_is_neither_fraction_nor_count_is_refused(bad: object) -> None:
+    with pytest.raises(ValueError, match=r"Expected `participation` to be a fraction in \(0, 1\]"):
+        check_participation(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("good", [1, 1.0, 0.001, 250])
+def test_fractions_and_counts_are_accepted(good: float) -> None:
+    assert check_participation(good) == good
+
+
+def test_a_cohort_is_sorted_without_repetition_and_within_the_eligible() -> None:
+    for round in range(50):
+        cohort = sample_cohort(1, round, ELIGIBLE, 4)
+        assert len(cohort) == 4
+        assert torch.equal(cohort, cohort.unique(sorted=True))
+        assert set(cohort.tolist()) <= set(ELIGIBLE.tolist())
+
+
+def test_a_cohort_is_a_function_of_seed_and_round() -> None:
+    before = sample_cohort(1, 3, ELIGIBLE, 4)
+    torch.manual_seed(99)
+    for round in (5, 0, 4):
+        sample_cohort(1, round, ELIGIBLE, 4)
+    assert torch.equal(sample_cohort(1, 3, ELIGIBLE, 4), before)
+    others = [sample_cohort(seed, round, ELIGIBLE, 4) for seed, round in [(1, 4), (2, 3), (1, 2)]]
+    assert not all(torch.equal(other, before) for other in others)
+
+
+def test_full_participation_takes_everyone() -> None:
+    assert torch.equal(sample_cohort(0, 0, ELIGIBLE, 1.0), ELIGIBLE)
+
+
+def test_every_client_is_drawn_equally_often() -> None:
+    rounds, size = 4000, 3
+    counts = torch.zeros(30)
+    for round in range(rounds):
+        counts[sample_cohort(0, round, ELIGIBLE, size)] += 1
+    # A client's count is binomial(rounds, p); 5 standard deviations fail once in 10^5 runs for ten clients.
+    p = size / len(ELIGIBLE)
+    bound = 5 * (rounds * p * (1 - p)) ** 0.5
+    assert (counts[ELIGIBLE] - rounds * p).abs().max() < bound
+
+
+def test_pairs_are_drawn_together_as_often_as_independence_says() -> None:
+    rounds, size, n = 4000, 3, len(ELIGIBLE)
+    together = sum({2, 29} <= set(sample_cohort(0, round, ELIGIBLE, size).tolist()) for round in range(rounds))
+    p = size * (size - 1) / (n * (n - 1))
+    assert abs(together - rounds * p) < 5 * (rounds * p * (1 - p)) ** 0.5
