@@ -5,12 +5,13 @@ API can do with the same words.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.fabric.utilities import rank_zero_only
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.fabric.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
@@ -48,7 +49,13 @@ class PFLCLI(LightningCLI):
             # A resumed run writes into the folder of the run that it continues.
             "save_config_kwargs": {"overwrite": True},
         }
+        # Lightning 2.6 calls names that jsonargparse 4.49 has renamed: nothing a user can act on.
+        os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
         super().__init__(args=args, **{**defaults, **kwargs})
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make a parser that takes no abbreviations: ``--trainer.max_epoch`` is a misspelling."""
+        return super().init_parser(**{"allow_abbrev": False, **kwargs})
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the ``method`` key; the method joins the callbacks."""
