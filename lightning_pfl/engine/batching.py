@@ -125,7 +125,7 @@ class ResidentBatches:
         clients: Client ids of the chunk, in the chunk's order.
         budget: How far the phase goes.
         limits: Accumulation and limits.
-        key: From (client id, epoch) to the key of its order.
+        key: From (client id, epoch) to the key of its order; None never shuffles (evaluation).
         pad: Whether minibatches of different sizes may share a padded batch with a mask; else they form groups.
         first_epoch: Number of the phase's first epoch within the round, for ``key``.
         batch_size: Samples per minibatch; None for the dataset's own.
@@ -137,14 +137,14 @@ class ResidentBatches:
         clients: Sequence[int],
         budget: Budget,
         limits: Limits,
-        key: Callable[[int, int], int],
+        key: Callable[[int, int], int] | None,
         pad: bool = False,
         first_epoch: int = 0,
         batch_size: int | None = None,
     ) -> None:
         self.data, self.pad, self.clients = data, pad, list(clients)
         self.batch_size = batch_size or data.batch_size
-        shuffle = data.shuffle and not limits.overfit
+        key = key if data.shuffle and not limits.overfit else None
         samples = [int(data.num_samples[client]) for client in clients]
         per_epoch = [
             limits.of_epoch(epoch_minibatches(n, self.batch_size, data.drop_last)) for n in samples
@@ -158,7 +158,7 @@ class ResidentBatches:
             used = self.bounds[row][-1][1] if self.bounds[row] else 0
             for epoch in range(-(-used // per_epoch[row]) if used else 0):
                 self._fill(local[row], samples[row], per_epoch[row], epoch, used,
-                           key(client, first_epoch + epoch) if shuffle else None)
+                           key(client, first_epoch + epoch) if key is not None else None)
         sizes = (local >= 0).sum(2)
         self.sizes = sizes
         self._full = bool((sizes == self.batch_size).all())

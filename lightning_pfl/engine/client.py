@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import Metric
 
 from lightning_pfl.engine.base import LogOptions
@@ -27,16 +28,20 @@ class NotVectorizableError(RuntimeError):
 def batchable_kernels() -> Iterator[None]:
     """Keep torch from fusing layers into kernels that have no batching rule.
 
-    oneDNN's LSTM and the fused TransformerEncoderLayer of inference would run in a loop over clients, if at all. Under
+    oneDNN's LSTM, fused attention and the fused TransformerEncoderLayer of inference would run in a loop over clients, if at all. Under
     ``vmap`` convolutions take other kernels than oneDNN's in any case.
     """
     fused = torch.backends.mha.get_fastpath_enabled()
+    onednn = torch.backends.mkldnn.enabled
     torch.backends.mha.set_fastpath_enabled(False)
+    # The attribute and not `mkldnn.flags()`, which also sets, and warns of, a flag for other hardware.
+    torch.backends.mkldnn.enabled = False
     try:
-        with torch.backends.mkldnn.flags(enabled=False):
+        with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
+        torch.backends.mkldnn.enabled = onednn
 
 
 class LogCapture:

@@ -23,7 +23,7 @@ from lightning_pfl.engine.batching import (
 from lightning_pfl.engine.client import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.randomness import derive
-from lightning_pfl.tree import Model, is_expanded, rows
+from lightning_pfl.tree import Model, floats, is_expanded, rows
 
 SAMPLES = 4096
 """Samples per program: enough to fill two cores, little enough to stay in their caches."""
@@ -53,7 +53,7 @@ def evaluation_batches(
     limits = Limits(1, settings.limit_eval_batches)
     if isinstance(data, FederatedTensorDataset):
         return ResidentBatches(
-            data, clients, Budget(1, None), limits, lambda *_: 0, pad, batch_size=batch_size
+            data, clients, Budget(1, None), limits, None, pad, batch_size=batch_size
         )
 
     def key(client: int, epoch: int) -> int:
@@ -161,18 +161,24 @@ class VectorizedEvaluation:
         return outputs
 
     def _vmap(self, models: Model, data: Any, function: Any) -> Any:
+        if self.transform == "grad":
+            # Recurrent layers write in place into what their weights give, so the weights must have the client axis.
+            return torch.vmap(_inside_gradient(function))(models, data)
         dims = {name: None if is_expanded(leaf) else 0 for name, leaf in models.items()}
         plain = {n: leaf[0] if is_expanded(leaf) else leaf for n, leaf in models.items()}
-        if self.transform == "grad":
-            function = _inside_gradient(function)
         return torch.vmap(function, in_dims=(dims, 0))(plain, data)
 
 
 def _inside_gradient(function: Any) -> Any:
+    def loss(weights: Model, others: Model, data: Any) -> tuple[Tensor, Any]:
+        nothing = torch.stack([leaf.sum() for leaf in weights.values()]).sum() * 0.0
+        return nothing, function({**others, **weights}, data)
+
     def run(model: Model, data: Any) -> Any:
+        weights = floats(model)
+        others = {name: leaf for name, leaf in model.items() if name not in weights}
         with torch.enable_grad():
-            dummy = torch.zeros((), device=next(iter(model.values())).device)
-            return torch.func.grad(lambda d: (d * 0.0, function(model, data)), has_aux=True)(dummy)[1]
+            return torch.func.grad(loss, has_aux=True)(weights, others, data)[1]
 
     return run
 

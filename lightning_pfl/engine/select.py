@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -133,7 +134,7 @@ class SelectedEngine:
             self._choose(
                 step,
                 lambda engine: _evaluation_trees(
-                    _with(engine, settings).evaluate(part, clients[some], few, step)
+                    _with(engine, settings).evaluate(part, clients[some], few, step), part
                 ),
             )
         return self._engines[step].evaluate(models, clients, data, step, on_clients)
@@ -229,7 +230,9 @@ _WHAT = {"forward": "forward pass", "grad": "gradient"}
 def _with(
     engine: SequentialEngine | VectorizedEngine, settings: EngineSettings
 ) -> SequentialEngine | VectorizedEngine:
-    return type(engine)(engine.module, engine.layout, engine.template, settings)
+    changed = copy.copy(engine)
+    changed.settings = settings
+    return changed
 
 
 def _summary(error: Exception) -> str:
@@ -250,8 +253,9 @@ def _training_trees(result: LocalResult) -> Tree:
     }
 
 
-def _evaluation_trees(evaluation: Evaluation) -> Tree:
-    return {"values": evaluation.values, "counts": evaluation.counts}
+def _evaluation_trees(evaluation: Evaluation, models: Model) -> Tree:
+    """The values, with the models for the precision that they can have."""
+    return {"values": evaluation.values, "counts": evaluation.counts, "models": models}
 
 
 @contextmanager
@@ -267,12 +271,14 @@ def _difference(expected: Tree, found: Tree, mixed: bool) -> str | None:
     names, others = list(leaves(expected)), list(leaves(found))
     if len(names) != len(others):
         return "it logs other values than the sequential engine"
+    # Logged values are float64 averages of values that are as coarse as the model.
+    coarsest = max((TOLERANCE.get(leaf.dtype, 1e-2) for leaf in names if leaf.is_floating_point()), default=0)
+    tolerance = MIXED_TOLERANCE if mixed else coarsest
     for want, got in zip(names, others, strict=True):
         if want.shape != got.shape:
             return "it gives other shapes than the sequential engine"
         if not want.is_floating_point() or not want.numel():
             continue
-        tolerance = MIXED_TOLERANCE if mixed else TOLERANCE.get(want.dtype, 1e-2)
         scale = want.nan_to_num().abs().max().clamp_min(1e-6)
         if ((want - got).abs() > tolerance * scale).any() or (want.isnan() != got.isnan()).any():
             return "its result differs from the sequential engine's by more than rounding"

@@ -313,8 +313,8 @@ class VectorizedLocal:
             value, logged = loss(*args)
             return value, (value.detach(), logged)
 
-        fixed, dims = unbatch(fixed)
-        batched = torch.vmap(torch.func.grad(with_aux, has_aux=True), in_dims=(0, dims, 0))
+        # Not unbatched: recurrent layers write in place into what their weights give.
+        batched = torch.vmap(torch.func.grad(with_aux, has_aux=True))
         grads, (value, logged) = batched(trained, fixed, inputs)
         reached = self.chunk.engine.reached
         if reached is not None:
