@@ -97,7 +97,7 @@ class FederatedTensorDataset:
                 f"Expected `batch_size` to be an int of at least 1, but got {batch_size=}. "
                 "Use a large number for full-batch steps."
             )
-        self.fields = fields
+        self.fields: Any = fields
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -154,7 +154,7 @@ class FederatedTensorDataset:
             batch = self.transform(batch)
         if len(shape) == 1:
             return batch
-        return map_batch(batch, lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]))
+        return map_batch(batch, lambda leaf: leaf.reshape((*shape, *leaf.shape[1:])))
 
     def subset(self, clients: Iterable[int]) -> Self:
         """Return the dataset of some clients, in the given order, over the same pool.
@@ -354,11 +354,11 @@ def nonfinite_clients(dataset: FederatedDataset) -> list[str]:
             bad |= ~torch.isfinite(leaf).reshape(len(leaf), -1).all(dim=1)
     owner = torch.arange(dataset.num_clients).repeat_interleave(dataset.num_samples)
     hit = bad[torch.cat([*dataset.indices, bad.new_empty(0, dtype=torch.long)])].cpu()
-    return [dataset.names[client] for client in owner[hit].unique().tolist()]
+    return [dataset.names[client] for client in np.unique(owner[hit].numpy())]
 
 
 def _split(flat: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
-    return flat.split(sizes.tolist()) if len(sizes) else ()
+    return tuple(torch.split(flat, sizes.tolist())) if len(sizes) else ()
 
 
 def _pool_size(fields: Batch) -> int:

@@ -65,11 +65,13 @@ class FashionMNIST(Source):
         if folder is None:
             raise self._missing("torchvision's download (not tried by load)")
         arrays = [read_idx(_present(folder, name)) for name in FILES]
-        for images, labels, name in ((*arrays[:2], FILES[0]), (*arrays[2:], FILES[2])):
+        for start in (0, 2):
+            images, labels = arrays[start : start + 2]
             if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
                 raise ValueError(
-                    f"Expected images (n, 28, 28) and labels (n,) beside {folder / name}, but got "
-                    f"shapes {images.shape} and {labels.shape}. Download the files again."
+                    f"Expected images (n, 28, 28) and labels (n,) in {folder / FILES[start]}*, "
+                    f"but got shapes {images.shape} and {labels.shape}. "
+                    "Download the files again."
                 )
         train, test = arrays[:2], arrays[2:]
         return Arrays(
@@ -128,7 +130,8 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
     body = np.frombuffer(content, np.uint8)[4 + 4 * dims :]
     if len(shape) != dims or shape.prod(dtype=np.int64) != len(body):
         raise _broken(path, f"{len(body)} bytes for shape {tuple(shape.tolist())}")
-    return body.reshape(shape.tolist()).copy()
+    array: npt.NDArray[np.uint8] = body.reshape(shape.tolist()).copy()
+    return array
 
 
 def _broken(path: Path, got: str) -> ValueError:

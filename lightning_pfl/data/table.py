@@ -115,6 +115,8 @@ class HuggingFaceTable(Source):
                 f"Expected `path` to end in one of {sorted(BUILDERS)}, but got path={self.path!r}. "
                 "Convert the file, for example to parquet."
             )
+        if not path.exists() and (path.suffix in BUILDERS or path.is_absolute()):
+            raise self._missing("no such file or folder")  # not a name to ask the Hub for
         try:
             if path.is_file():
                 builder, files = BUILDERS[path.suffix], {self.train_split: str(path)}
@@ -125,11 +127,13 @@ class HuggingFaceTable(Source):
                 return {self.train_split: load_from_disk(str(path))}
             return load_dataset(self.path, self.name, cache_dir=self.cache_dir)
         except Exception as error:  # the library raises many kinds, also for plain absence
-            raise FileNotFoundError(
-                "Expected `path` to be a table file, a folder of them or a data set on the Hub, "
-                f"but got path={self.path!r} ({type(error).__name__}: {error}). "
-                "Check the path, the name and the network."
-            ) from error
+            raise self._missing(error.__cause__ or error) from error
+
+    def _missing(self, reason: object) -> FileNotFoundError:
+        return FileNotFoundError(
+            "Expected `path` to be a table file, a folder of them or a data set on the Hub, "
+            f"but got path={self.path!r} ({reason}). Check the path, the name and the network."
+        )
 
     def _checked(self, splits: Any, split: str) -> Any:
         if split not in splits:
@@ -145,10 +149,10 @@ class HuggingFaceTable(Source):
                 f"Expected columns {missing} in {self.path!r}, but got {table.column_names}. "
                 "Set features, label and client to columns of the table."
             )
-        if len(table) == 0:
+        if self.client is not None and any(value is None for value in table[self.client][:]):
             raise ValueError(
-                f"Expected split {split!r} of {self.path!r} to hold samples, but got 0 rows. "
-                "Choose another split or file."
+                f"Expected a client for every sample in column {self.client!r}, but got missing "
+                f"values in split {split!r} of {self.path!r}. Fill or drop these rows."
             )
         return table
 

@@ -142,7 +142,9 @@ class Dirichlet(Partition):
             return drawn
         # Beyond what floats can draw: the limits, all samples at one client or equal shares.
         if self.alpha < 1:
-            return np.eye(num_clients)[rng.integers(num_clients)]
+            drawn = np.zeros(num_clients)
+            drawn[rng.integers(num_clients)] = 1.0
+            return drawn
         return np.full(num_clients, 1 / num_clients)
 
 

@@ -75,7 +75,8 @@ class LogNormalSizes(SizePartition):
         """Return one log-normal share per client, scaled so that the largest is 1."""
         # Subtracting the maximum first keeps exp finite for any sigma.
         logs = self.sigma * rng.standard_normal(num_clients)
-        return np.exp(logs - logs.max())
+        shares: npt.NDArray[np.float64] = np.exp(logs - logs.max())
+        return shares
 
 
 class QuantitySkew(SizePartition):

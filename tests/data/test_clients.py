@@ -1,0 +1,105 @@
+"""The resident federated dataset: a batch is plain indexing, whatever the shape asked for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pfl.data import FederatedTensorDataset, nonfinite_clients
+
+X, Y = torch.arange(24.0).reshape(8, 3), torch.arange(8)
+ROWS: tuple[list[int], ...] = ([1, 4, 6], [], [0], [7, 2])
+
+
+def make(**settings: Any) -> FederatedTensorDataset:
+    return FederatedTensorDataset((X, Y), ROWS, **settings)
+
+
+def test_counts_and_names() -> None:
+    data = make()
+    assert (data.num_clients, len(data)) == (4, 4)
+    assert data.names == ("0", "1", "2", "3")
+    assert data.num_samples.tolist() == [len(row) for row in ROWS]
+    assert [row.tolist() for row in data.indices] == [list(row) for row in ROWS]
+
+
+@pytest.mark.parametrize("shape", [(5,), (0,), (2, 3), (2, 0), (2, 1, 2), ()])
+def test_gather_equals_plain_indexing(shape: tuple[int, ...]) -> None:
+    positions = torch.randint(0, 8, shape, generator=torch.Generator().manual_seed(0))
+    x, y = make().gather(positions)
+    assert torch.equal(x, X[positions])
+    assert torch.equal(y, Y[positions])
+
+
+def test_transform_sees_flat_batches_and_augment_is_left_to_the_engine() -> None:
+    seen = []
+
+    def transform(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        seen.append(batch[0].shape)
+        return batch[0] * 2 + 1, batch[1]
+
+    def augment(batch: Any) -> Any:
+        raise AssertionError("gather must not augment")
+
+    positions = torch.tensor([[0, 1, 7], [3, 3, 2]])
+    x, y = make(transform=transform, augment=augment).gather(positions)
+    assert seen == [(6, 3)]
+    assert torch.equal(x, X[positions] * 2 + 1)
+    assert torch.equal(y, Y[positions])
+
+
+def test_fields_may_be_any_tree() -> None:
+    data = FederatedTensorDataset({"a": X, "b": [Y, (X,)]}, [[0, 1], [2]])
+    batch = data.gather(torch.tensor([2, 0]))
+    assert torch.equal(batch["a"], X[[2, 0]])
+    assert torch.equal(batch["b"][0], Y[[2, 0]])
+    assert torch.equal(batch["b"][1][0], X[[2, 0]])
+
+
+def test_subset_keeps_pool_names_and_order() -> None:
+    part = make(names=["a", "b", "c", "d"], batch_size=3, shuffle=True).subset([3, 1])
+    assert part.names == ("d", "b")
+    assert [row.tolist() for row in part.indices] == [[7, 2], []]
+    assert (part.batch_size, part.shuffle) == (3, True)
+    assert part.fields[0] is X
+    assert part.num_samples.tolist() == [2, 0]
+
+
+def test_take_is_nested_seeded_and_bounded() -> None:
+    data = FederatedTensorDataset((X, Y), [[0, 1, 2, 3, 4], [5, 6, 7]])
+    two, four = data.take(2, seed=1), data.take(4, seed=1)
+    assert two.num_samples.tolist() == [2, 2]
+    assert four.num_samples.tolist() == [4, 3]
+    for small, large, whole in zip(two.indices, four.indices, data.indices, strict=True):
+        assert small.tolist() == large[:2].tolist()
+        assert set(large.tolist()) <= set(whole.tolist())
+        assert len(set(large.tolist())) == len(large)
+    again = [row.tolist() for row in data.take(4, seed=1).indices]
+    assert again == [row.tolist() for row in four.indices]
+    draws = {tuple(data.take(2, seed=s).indices[0].tolist()) for s in range(20)}
+    assert len(draws) > 5  # 20 ordered pairs are possible
+    assert data.take(0, seed=0).num_samples.tolist() == [0, 0]
+
+
+def test_to_moves_everything_and_leaves_the_original() -> None:
+    data = make()
+    moved = data.to("meta")
+    assert {leaf.device.type for leaf in (*moved.fields, *moved.indices)} == {"meta"}
+    assert moved.num_samples.device.type == "cpu"
+    assert data.device.type == "cpu"
+
+
+def test_nonfinite_clients_are_named_once() -> None:
+    x = X.clone()
+    x[4, 1], x[4, 2], x[7, 0], x[3, 0] = torch.nan, torch.inf, -torch.inf, torch.nan  # 3: nobody's
+    data = FederatedTensorDataset((x, Y), ROWS, names=["a", "b", "c", "d"])
+    assert nonfinite_clients(data) == ["a", "d"]
+    assert nonfinite_clients(make()) == []
+    assert nonfinite_clients(FederatedTensorDataset(Y, ROWS)) == []  # integers are finite
+
+
+def test_no_clients_at_all() -> None:
+    data = FederatedTensorDataset((X, Y), [])
+    assert (data.num_clients, data.indices, data.num_samples.tolist()) == (0, (), [])
+    assert nonfinite_clients(data) == []
