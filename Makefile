@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: env  ## Train FedRep, FedAvg and LocalOnly on the digits and compare them
-	$(BIN)/python -m recipes.reproduce $(DIGITS) --seeds 0 --out logs/demo --fresh
+	$(BIN)/python -m recipes.reproduce $(DIGITS) --seeds 0 --logs logs/demo --results logs/demo --fresh
 
 test: lint types unit  ## Check format, lint and types, then run the tests
 

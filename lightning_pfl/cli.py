@@ -7,7 +7,7 @@ API can do with the same words.
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 from lightning.fabric.utilities import rank_zero_only
 from lightning.pytorch.callbacks import Callback
@@ -72,12 +72,15 @@ class PFLCLI(LightningCLI):
             self.config = parser.parse_object(args)
 
     def after_fit(self) -> None:
-        """Print the last evaluation of all clients."""
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        """Print the last evaluation, the mean of the last ten rounds and the best round."""
+        metrics = self.trainer.callback_metrics
+        if getattr(self.datamodule, "val_split", "train") == "test":
+            # The best round was chosen by test data here: its value says nothing.
+            metrics = {k: v for k, v in metrics.items() if not k.startswith("best/")}
         print_results(metrics)
 
 
-def evaluated(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def evaluated(metrics: Mapping[str, SupportsFloat]) -> dict[str, dict[str, float]]:
     """Pick the values that were evaluated for every client.
 
     Args:
@@ -94,18 +97,20 @@ def evaluated(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """
     names = sorted(name for name in metrics if f"{name}/worst_decile" in metrics)
     return {
-        name: {title: metrics.get(name + suffix, math.nan) for title, suffix in COLUMNS.items()}
+        name: {
+            title: float(metrics.get(name + suffix, math.nan)) for title, suffix in COLUMNS.items()
+        }
         for name in names
     }
 
 
 @rank_zero_only
-def print_results(metrics: Mapping[str, float]) -> None:
+def print_results(metrics: Mapping[str, SupportsFloat]) -> None:
     """Print a table of the values that were evaluated for every client, if there are any."""
     rows = evaluated(metrics)
     if not rows:
         return
-    table = Table("over clients", *COLUMNS, title="Last evaluation")
+    table = Table("over clients", *COLUMNS, title="After training")
     for name, statistics in rows.items():
         table.add_row(name, *(f"{value:.4f}" for value in statistics.values()))
     Console().print(table)

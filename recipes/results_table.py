@@ -49,7 +49,7 @@ def row(recipe: Path, outcomes: list[dict[str, Any]]) -> list[str]:
     begin = [recipe.name, method_name(settings), str(settings["trainer"]["max_epochs"])]
     if not outcomes:
         return [*begin, "0", *["-"] * (len(COLUMNS) - len(begin) - 1)]
-    last = [headline(outcome["last"], "val_acc") for outcome in outcomes]
+    last = [headline(outcome["last10"], "val_acc") for outcome in outcomes]
     tested = [headline(outcome["test"], "test_acc") for outcome in outcomes]
     return [
         *begin,

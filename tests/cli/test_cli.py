@@ -117,7 +117,7 @@ def test_fit_then_test_from_its_checkpoint(
     fitted = PFLCLI(
         ["fit", *common, *quiet, "--trainer.max_epochs", "1", "--method.head_epochs", "1"]
     )
-    assert "Last evaluation" in capsys.readouterr().out
+    assert "After training" in capsys.readouterr().out
     (checkpoint,) = tmp_path.rglob("last.ckpt")
     tested = PFLCLI(
         ["test", *common, *quiet, "--ckpt_path", str(checkpoint), "--method.head_epochs", "1"]
