@@ -171,7 +171,8 @@ class _Chunk:
             first_epoch += batches.epochs_used
         upload, own = self.method.client_final(received, own, state, info)
         logs = self.logs.compute()
-        loss = logs.pop("loss*", torch.full((len(self.clients),), torch.nan, device=self.device))
+        missing = torch.full((len(self.clients),), torch.nan, dtype=torch.float64, device=self.device)
+        loss = logs.pop("loss*", missing)
         return LocalResult(upload, own, logs, dict(self.program.log.options), loss)
 
     def _batches(self, phase: Phase, active: ActivePhase, first_epoch: int) -> Batches:
