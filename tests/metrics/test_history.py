@@ -57,6 +57,7 @@ class TestLastRounds:
 
 class TestBestValidationRound:
     ROUNDS: tuple[dict[str, Any], ...] = (
+        {"val": math.nan, "test_acc": 1.0},
         {"val": 0.4, "test_acc": 0.99},
         {"val": 0.8, "test_acc": 0.7},
         {"val": math.nan, "test_acc": 1.0},
@@ -64,7 +65,7 @@ class TestBestValidationRound:
         {"val": 0.2, "test_acc": 0.95},
     )
 
-    @pytest.mark.parametrize(("mode", "round"), [("max", 1), ("min", 4)])
+    @pytest.mark.parametrize(("mode", "round"), [("max", 2), ("min", 5)])
     def test_chooses_by_validation_and_the_first_of_equals(self, mode: Any, round: int) -> None:
         best = BestValidationRound("val", mode)
         for number, values in enumerate(self.ROUNDS):
@@ -79,10 +80,10 @@ class TestBestValidationRound:
 
     def test_state_round_trip(self) -> None:
         best, resumed = BestValidationRound("val"), BestValidationRound("val")
-        best.update(3, self.ROUNDS[1])
+        best.update(3, self.ROUNDS[2])
         resumed.load_state_dict(best.state_dict())
-        resumed.update(4, self.ROUNDS[0])
-        assert (resumed.round, resumed.values) == (3, self.ROUNDS[1])
+        resumed.update(4, self.ROUNDS[1])
+        assert (resumed.round, resumed.values) == (3, self.ROUNDS[2])
 
 
 class TestGuards:
