@@ -1,0 +1,118 @@
+"""The runner of recipes and its table, on recipes that aren't run."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import results_table
+from recipes.reproduce import Run, main, parse
+
+RECIPE = """# A recipe.
+method:
+  class_path: FedPer
+trainer:
+  max_epochs: 7   # rounds
+  callbacks:
+    - class_path: HeadFineTuning
+"""
+
+
+def outcome(seed: int, mean: float, worst: float, key: str = "val_acc") -> dict[str, Any]:
+    return {
+        "recipe": "fedper.yaml",
+        "seed": seed,
+        "last10": {key: {"mean": mean, "worst_decile": worst}},
+        "test": {key.replace("val", "test"): {"mean": mean, "worst_decile": worst}},
+        "seconds": 60.0 * (seed + 1),
+        "commit": "abc",
+        "machine": "two cores",
+        "torch": "3",
+    }
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "fedper.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def make_run(recipe: Path, *extra: str) -> Run:
+    folder = str(recipe.parent)
+    options = parse([str(recipe), "--logs", folder, "--results", folder, *extra])
+    return Run(options.recipes[0], 0, options)
+
+
+def test_a_row_has_mean_and_deviation_over_seeds_in_percent(recipe: Path) -> None:
+    cells = results_table.row(recipe, [outcome(0, 0.9, 0.5), outcome(1, 0.8, 0.7)])
+    deviation = statistics.stdev([90, 80])
+    assert cells[:4] == ["fedper.yaml", "FedPer + FT", "7", "2"]
+    assert cells[4] == f"85.00 ± {deviation:.2f}"
+    assert cells[5].startswith("60.00 ± ")
+    assert cells[7] == "1.5"
+
+
+def test_one_seed_has_no_deviation_and_no_outcome_has_dashes(recipe: Path) -> None:
+    assert results_table.row(recipe, [outcome(0, 0.9, 0.5)])[4] == "90.00"
+    assert set(results_table.row(recipe, [])[4:]) == {"-"}
+
+
+def test_fine_tuned_models_are_the_headline_where_there_are_any() -> None:
+    plain, tuned = {"mean": 0.1}, {"mean": 0.9}
+    assert results_table.headline({"val_acc": plain, "ft/val_acc": tuned}, "val_acc") == tuned
+    assert results_table.headline({"val_acc": plain}, "val_acc") == plain
+
+
+def test_the_readme_is_replaced_between_the_markers_only(recipe: Path) -> None:
+    readme = recipe.parent / "README.md"
+    begin, end = results_table.BEGIN, results_table.END
+    readme.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    for _ in range(2):
+        results_table.write_readme(recipe.parent, [outcome(0, 0.9, 0.5)])
+    text = readme.read_text()
+    assert text.startswith(f"before\n{begin}\n| recipe |")
+    assert text.endswith(f"Machine: two cores, torch 3.\n{end}\nafter\n")
+    assert text.count("[fedper.yaml](fedper.yaml)") == 1
+    assert "old" not in text
+
+
+def test_a_run_is_done_as_long_as_its_settings_are_the_same(recipe: Path) -> None:
+    run = make_run(recipe)
+    assert not run.is_done()
+    run.outcome.write_text(json.dumps({"fingerprint": run.fingerprint}))
+    assert run.is_done()
+    assert not make_run(recipe, "--trainer.max_epochs=3").is_done()
+    recipe.write_text(RECIPE.replace("# rounds", "# communication rounds"))
+    assert make_run(recipe).is_done()
+    recipe.write_text(RECIPE.replace("7", "8"))
+    assert not make_run(recipe).is_done()
+
+
+def test_forget_removes_outcome_and_checkpoints(recipe: Path) -> None:
+    run = make_run(recipe)
+    run.outcome.write_text(json.dumps({"fingerprint": run.fingerprint}))
+    logs = recipe.parent / recipe.stem / run.version
+    logs.mkdir(parents=True)
+    run.forget()
+    assert not logs.exists()
+    assert not run.is_done()
+
+
+def test_what_is_done_is_not_run_again(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(recipe)
+    stored = {**outcome(0, 0.9, 0.5), "fingerprint": run.fingerprint}
+    run.outcome.write_text(json.dumps(stored))
+    folder = str(recipe.parent)
+    main([str(recipe), "--logs", folder, "--results", folder])
+    assert "90.00" in capsys.readouterr().out
+
+
+def test_a_run_resumes_from_the_last_checkpoint_of_the_same_settings(recipe: Path) -> None:
+    arguments = make_run(recipe, "--trainer.max_epochs=3").arguments()
+    assert arguments[-2:] == ["--ckpt_path", "last"]
+    assert "--trainer.max_epochs=3" in arguments
+    other = make_run(recipe, "--trainer.max_epochs=4").arguments()
+    assert other[other.index("--trainer.logger.version") + 1] not in arguments
