@@ -7,42 +7,28 @@ client. ``as_federated`` turns whatever a user passes to ``Trainer.fit`` into on
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import Self
 
+from .batch import Batch, batch_leaves, map_batch
 from .loaders import count_samples, loader_problem, resident_parts
 
-# A pytree of tensors whose leading dimension counts samples.
-Batch = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
-
-
-def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``function`` to every tensor of a batch, keeping its structure."""
-    return apply_to_collection(batch, Tensor, function)
-
-
-def batch_leaves(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch in a fixed order (dict keys in insertion order)."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from batch_leaves(value)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        for value in batch:
-            yield from batch_leaves(value)
-    else:
-        raise TypeError(
-            "Expected `fields` to be a tensor or a tuple, list or dict of tensors, but got a "
-            f"{type(batch).__name__} inside. Convert it to a tensor first."
-        )
+__all__ = [
+    "Batch",
+    "FederatedDataset",
+    "FederatedLoaders",
+    "FederatedTensorDataset",
+    "as_federated",
+    "batch_leaves",
+    "map_batch",
+    "nonfinite_clients",
+]
 
 
 class FederatedTensorDataset:
@@ -205,8 +191,10 @@ class FederatedTensorDataset:
         new: Self = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.fields, new.names = fields, tuple(names)
-        new.num_samples = torch.tensor([len(row) for row in rows], dtype=torch.long)
-        new._flat = torch.cat([*rows, self._flat[:0]]) if flat is None else flat
+        if flat is None:
+            new.num_samples = torch.tensor([len(row) for row in rows], dtype=torch.long)
+            flat = torch.cat([*rows, self._flat[:0]])
+        new._flat = flat
         new.indices = _split(new._flat, new.num_samples)
         return new
 

@@ -171,7 +171,9 @@ def test_the_module_is_built_by_jsonargparse() -> None:
             "val_fraction": 0.1,
         },
     }
-    data = parser.instantiate_classes(parser.parse_object({"data": settings})).data
+    # jsonargparse 4.49 renamed the method.
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    data = instantiate(parser.parse_object({"data": settings})).data
     assert isinstance(data.partition, FeatureSkew)
     assert isinstance(data.partition.base, ClassesPerClient)
     assert data.num_clients == 10

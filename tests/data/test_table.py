@@ -162,5 +162,5 @@ def test_wrong_tables_are_refused(tmp_path: Path, case: str) -> None:
 
 def test_an_empty_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("a,kind\n")
-    with pytest.raises(FileNotFoundError, match="data.csv.*no data"):
+    with pytest.raises(FileNotFoundError, match=r"data\.csv.*no data"):
         table(tmp_path, tmp_path / "data.csv").load()

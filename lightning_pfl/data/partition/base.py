@@ -163,6 +163,8 @@ def top_up(parts: Parts, min_size: int, rng: np.random.Generator) -> Parts:
     Terminates because a client below ``min_size`` implies one above it (`check_clients` has made
     sure that there are enough samples), and every move shrinks the total shortage by one.
     """
+    if all(len(part) >= min_size for part in parts):
+        return parts
     lists = [list(rng.permutation(part)) for part in parts]
     largest = [(-len(part), client) for client, part in enumerate(lists) if len(part) > min_size]
     heapq.heapify(largest)

@@ -1,0 +1,36 @@
+"""Batches: trees of tensors whose leading dimension counts samples."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+# A pytree of tensors whose leading dimension counts samples.
+Batch = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
+
+
+def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``function`` to every tensor of a batch, keeping its structure."""
+    return apply_to_collection(batch, Tensor, function)
+
+
+def batch_leaves(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch in a fixed order (dict keys in insertion order).
+
+    Raises:
+        TypeError: Something inside is neither a tensor nor a container of tensors.
+    """
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from batch_leaves(value)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        for value in batch:
+            yield from batch_leaves(value)
+    else:
+        raise TypeError(
+            "Expected `fields` to be a tensor or a tuple, list or dict of tensors, but got a "
+            f"{type(batch).__name__} inside. Convert it to a tensor first."
+        )
