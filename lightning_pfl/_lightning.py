@@ -1,0 +1,265 @@
+"""The private part of Lightning that a native training loop needs. No other file imports or touches it.
+
+Lightning has no public loop API since version 2.0, yet its Trainer, loggers and progress bars know only its own loops.
+``tests/test_lightning_contract.py`` pins the existence, the signatures and the behaviour that are used here, so that a new
+release of Lightning fails there first, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+# `configure_optimizers` has eight forms. These read them; the public `Strategy.setup_optimizers` also refuses what the
+# federated loop allows and accepts what it refuses.
+from lightning.pytorch.core.optimizer import (
+    _configure_optimizers,
+    _configure_schedulers_automatic_opt,
+    _validate_optimizers_attached,
+    _validate_scheduler_api,
+)
+
+# `_logger_connector` serves only subclasses of its own three loops.
+from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops import _FitLoop as FitLoop
+from lightning.pytorch.loops import _Loop as Loop
+from lightning.pytorch.loops import _PredictionLoop as PredictionLoop
+
+# Chooses between `inference_mode` and `no_grad` as `Trainer(inference_mode=...)` says.
+from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
+
+# A user's plugin that wraps another one, such as asynchronous saving, gets the atomic one to wrap.
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+
+# Fire hooks as the Trainer does: with the profiler's records and the name that `self.log` looks up.
+from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
+
+# The result collection behind `self.log`: values computed outside the module's steps are put where `self.log` puts them.
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _ResultCollection as ResultCollection,
+)
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = [
+    "ClientHooks",
+    "DataHolder",
+    "EvaluationLoop",
+    "FitLoop",
+    "Loop",
+    "PredictionLoop",
+    "ResultCollection",
+    "WrappingCheckpointIO",
+    "call_hooks",
+    "call_module_hook",
+    "close_step",
+    "count_server_update",
+    "is_overridden",
+    "log_at_end",
+    "log_values",
+    "no_grad_context",
+    "open_step",
+    "read_optimizers",
+    "remember_metrics",
+    "set_rounds",
+    "step_schedulers",
+    "stop_if_terminated",
+    "take_over",
+]
+
+LoopT = TypeVar("LoopT", bound=Loop)
+
+
+class DataHolder:
+    """Stands where the Trainer's loops keep their ``CombinedLoader``; ``trainer.train_dataloader`` returns ``iterables``.
+
+    Args:
+        data: The federated dataset of a split.
+    """
+
+    _mode = "sequential"
+
+    def __init__(self, data: Any) -> None:
+        self.iterables = data
+        self.flattened = [data]
+
+
+def take_over(kind: type[LoopT], old: Loop) -> LoopT:
+    """Make a loop of another kind that has everything the Trainer's own loop was given: limits, data source, progress."""
+    new = kind.__new__(kind)
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+# --- hooks -----------------------------------------------------------------------------------------------------------
+
+
+def call_hooks(trainer: L.Trainer, name: str, *args: Any, monitoring: bool | None = None) -> None:
+    """Fire a hook on the callbacks and then the module, in Lightning's order.
+
+    Args:
+        trainer: The running Trainer.
+        name: Name of the hook.
+        *args: The hook's arguments after ``trainer`` and ``module``.
+        monitoring: As in Lightning: callbacks that monitor values (True), the others (False, and then the module), or all.
+    """
+    _call_callback_hooks(trainer, name, *args, monitoring_callbacks=monitoring)
+    if monitoring is not True:
+        _call_lightning_module_hook(trainer, name, *args)
+
+
+def call_module_hook(trainer: L.Trainer, name: str) -> Any:
+    """Fire a hook that only the module has; returns what it returns."""
+    return _call_lightning_module_hook(trainer, name)
+
+
+class ClientHooks:
+    """Fires a per-batch hook on those that override it.
+
+    With a thousand clients in an evaluation, calling empty methods of every callback costs more than the evaluation.
+
+    Args:
+        trainer: The running Trainer.
+        name: Name of the hook, such as ``"on_validation_batch_end"``.
+    """
+
+    def __init__(self, trainer: L.Trainer, name: str) -> None:
+        self.trainer, self.name = trainer, name
+        self.callbacks: list[Any] = [c for c in trainer.callbacks if overrides(c, name, Callback)]
+        self.on_module = is_overridden(name, trainer.lightning_module)
+
+    def __call__(self, *args: Any) -> Any:
+        """Fire the hook; returns what the module's hook returns."""
+        module: Any = self.trainer.lightning_module
+        before, module._current_fx_name = module._current_fx_name, self.name
+        for callback in self.callbacks:
+            with self.trainer.profiler.profile(f"[Callback]{callback.state_key}.{self.name}"):
+                getattr(callback, self.name)(self.trainer, module, *args)
+        module._current_fx_name = before
+        return (
+            _call_lightning_module_hook(self.trainer, self.name, *args) if self.on_module else None
+        )
+
+
+def overrides(instance: object, name: str, parent: type) -> bool:
+    """Whether an object has its own version of a method of ``parent``, by its class or as an attribute."""
+    return name in vars(instance) or getattr(type(instance), name, None) is not getattr(
+        parent, name
+    )
+
+
+# --- counters --------------------------------------------------------------------------------------------------------
+
+
+def count_server_update(loop: FitLoop) -> None:
+    """Advance ``trainer.global_step`` by one."""
+    step = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    step.increment_ready()
+    step.increment_completed()
+
+
+def set_rounds(loop: FitLoop, finished: int, begun: int) -> None:
+    """Set the epoch counters to so many finished and begun rounds."""
+    for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
+        vars(tracker).update(ready=begun, started=begun, processed=finished, completed=finished)
+
+
+# --- logging ---------------------------------------------------------------------------------------------------------
+
+
+def log_values(
+    results: ResultCollection,
+    hook: str,
+    values: Mapping[str, float | Tensor],
+    prog_bar: Iterable[str],
+    logger: Iterable[str],
+) -> None:
+    """Put values where ``self.log(..., on_epoch=True)`` would have put them.
+
+    Args:
+        results: The active loop's collection.
+        hook: The step under whose name they are kept.
+        values: Scalars by name.
+        prog_bar: Names that the progress bar shows.
+        logger: Names that go to the loggers.
+    """
+    shown, logged = set(prog_bar), set(logger)
+    for name, value in values.items():
+        number = torch.as_tensor(value, dtype=torch.get_default_dtype())
+        results.log(
+            hook,
+            name,
+            number,
+            prog_bar=name in shown,
+            logger=name in logged,
+            on_epoch=True,
+            batch_size=1,
+        )
+
+
+def open_step(trainer: L.Trainer, client: int) -> None:
+    """Tell the loggers' connector that a "batch" begins, so that ``self.log`` works inside the per-client hooks."""
+    trainer._logger_connector.on_batch_start(client)
+    if (results := trainer._results) is not None:
+        results.batch_size = 1  # the batch is a client id, from which no size can be read
+
+
+def close_step(trainer: L.Trainer) -> None:
+    """Tell the loggers' connector that a "batch" has ended."""
+    connector = trainer._logger_connector
+    connector.on_batch_end()
+    if trainer.training:
+        connector.update_train_step_metrics()
+
+
+def stop_if_terminated(trainer: L.Trainer) -> None:
+    """End the run, as Lightning does between epochs, if the process was told to terminate."""
+    if trainer.received_sigterm:
+        raise SIGTERMException
+
+
+def remember_metrics(trainer: L.Trainer, values: Mapping[str, float | Tensor]) -> None:
+    """Add values to ``trainer.callback_metrics``, as a resumed run has them from before."""
+    trainer._logger_connector._callback_metrics.update(
+        {name: torch.as_tensor(value) for name, value in values.items()}
+    )
+
+
+def log_at_end(trainer: L.Trainer, values: Mapping[str, float]) -> None:
+    """Send values to the loggers and to ``trainer.callback_metrics``, at the end of a fit."""
+    tensors = {name: torch.as_tensor(value) for name, value in values.items()}
+    remember_metrics(trainer, tensors)
+    trainer._logger_connector.log_metrics(tensors)
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def read_optimizers(
+    module: L.LightningModule, configured: Any, check: Callable[[list[Optimizer]], None]
+) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Read what ``configure_optimizers`` returned, in any of its forms.
+
+    Args:
+        module: The user's module.
+        configured: The returned value, not None.
+        check: Called with the optimizers before the schedulers are looked at.
+    """
+    optimizers, schedulers, monitor = _configure_optimizers(configured)
+    check(optimizers)
+    configs = _configure_schedulers_automatic_opt(schedulers, monitor)
+    _validate_optimizers_attached(optimizers, configs)
+    _validate_scheduler_api(configs, module)
+    return optimizers, configs
+
+
+def step_schedulers(loop: FitLoop, plateau: bool) -> None:
+    """Step the schedulers that step once an epoch: those that look at a monitored value, or the others."""
+    loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=plateau)

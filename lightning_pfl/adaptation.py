@@ -1,0 +1,75 @@
+"""Local training from given models, outside the rounds: personalization at test time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.data.clients import FederatedDataset
+from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.tree import Model, Tree, tmap
+
+if TYPE_CHECKING:
+    from lightning_pfl.federation import Federation
+
+
+class Adaptation(Method):
+    """Clients train what they are given with the user's optimizer, and hand it back; nothing is aggregated."""
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """Begin with the given model."""
+        return {"model": received["model"]}
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Hand back the whole model."""
+        return {"model": state["model"]}, {}
+
+
+def adapt(
+    federation: Federation,
+    models: Model,
+    clients: Tensor,
+    phases: tuple[Phase, ...],
+    data: FederatedDataset | None = None,
+    stream: str = "adaptation",
+) -> Model:
+    """Train copies of models on the clients' training data; the federation's state stays untouched.
+
+    Args:
+        federation: The strategy of a Trainer.
+        models: One model per client, ``(clients, ...)``.
+        clients: Ids, int64 ``(clients,)``.
+        phases: What trains, and for how long.
+        data: What they train on, with the federation's ids as rows; None for the training data.
+        stream: Name of the random stream, so that several adaptations in a round draw different numbers.
+
+    Returns:
+        The trained models, ``(clients, ...)``. A client without samples keeps what it was given.
+
+    Raises:
+        MisconfigurationException: If the Trainer has no training data.
+    """
+    module, settings = federation.require_module(), federation.settings
+    data = module.trainer.fit_loop.require_data() if data is None else data
+    home = next(module.parameters()).device
+    method = Adaptation(weighting="uniform")
+    method.bind(federation.layout, federation.num_clients, federation.seed)
+    # Evaluation runs without gradients; after a run the module has left the device.
+    with torch.inference_mode(False), torch.enable_grad():
+        module.to(settings.device)
+        modes = {part: part.training for part in module.modules()}
+        module.train()
+        received = {"model": tmap(lambda leaf: leaf.to(settings.device), models)}
+        steps = federation.engine.count_steps(data, clients, phases)
+        info = federation.info(clients, max(federation.rounds - 1, 0), steps)
+        result = federation.engine.train(method, received, {}, info, data, phases, stream=stream)
+        for part, training in modes.items():
+            part.training = training
+        module.to(home)
+    trained: Model = tmap(lambda leaf: leaf.detach().to(home), result.uploads["model"])
+    return trained

@@ -1,0 +1,182 @@
+"""Checkpoints that survive a kill at any moment, and that say why they don't fit."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import Tensor
+
+from lightning_pfl.errors import CheckpointMismatchError
+from lightning_pfl.layout import Layout
+from lightning_pfl.tree import Tree
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place and then renames it, so that a file is always either complete or not there.
+
+    Lightning's own plugin goes through the system's temporary folder, whose move to another disk is a copy and can be torn.
+    Remote paths are left to Lightning.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write ``checkpoint`` durably: the data first, then the name, then the folder's entry."""
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # No suffix .ckpt: what a kill leaves behind is not taken for a checkpoint, and the next write replaces it.
+        temporary = target.with_name(f".{target.name}.tmp")
+        with temporary.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(target)
+        _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":  # Windows can't open folders
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def explained(path: Any) -> Iterator[None]:
+    """Turn the errors of reading a broken or foreign file into sentences; the file stays as it is.
+
+    Raises:
+        RuntimeError: If the file is truncated, is no checkpoint, or holds code that isn't run by default.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as cause:
+        if "weights_only" in str(cause) or "Weights only" in str(cause):
+            raise RuntimeError(
+                f"Expected the checkpoint {str(path)!r} to hold tensors and plain values, but reading it would run code: "
+                f"{_first_line(cause)} If you wrote the file yourself, pass weights_only=False to trainer.fit."
+            ) from cause
+        raise _broken(path, cause) from cause
+    except (RuntimeError, EOFError, ValueError, UnicodeDecodeError) as cause:
+        raise _broken(path, cause) from cause
+
+
+def _broken(path: Any, cause: BaseException) -> RuntimeError:
+    return RuntimeError(
+        f"Expected {str(path)!r} to be a checkpoint, but it is truncated or of another format ({_first_line(cause)}). The "
+        "file was left as it is. Resume from another checkpoint."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def require_lightning(checkpoint: Any, path: Any) -> dict[str, Any]:
+    """Require a Lightning checkpoint and not just any saved object.
+
+    Raises:
+        CheckpointMismatchError: If it is something else.
+    """
+    if isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint:
+        return checkpoint
+    raise CheckpointMismatchError(
+        f"Expected {str(path)!r} to be a checkpoint of a Trainer, but it holds a {type(checkpoint).__name__} saved by "
+        "something else. Load weights alone with `module.load_state_dict(torch.load(path))`."
+    )
+
+
+def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The federation's part of a checkpoint.
+
+    Raises:
+        CheckpointMismatchError: If the run that wrote it wasn't federated.
+    """
+    if "federated" in checkpoint:
+        saved: Mapping[str, Any] = checkpoint["federated"]
+        return saved
+    raise CheckpointMismatchError(
+        "Expected a checkpoint of a federated run, but got one that was written without FederatedStrategy. To start from "
+        "its weights, load them with `Module.load_from_checkpoint(path)` and call trainer.fit without ckpt_path."
+    )
+
+
+def check_layout(saved: Mapping[str, Any], method: str, layout: Layout) -> None:
+    """Require a checkpoint of this method and of this module, split in this way.
+
+    Raises:
+        CheckpointMismatchError: Names both sides.
+    """
+    if saved["method"] != method:
+        raise CheckpointMismatchError(
+            f"Expected a checkpoint of {method}, but got one of {saved['method']}. Resume with the method that wrote it."
+        )
+    theirs, ours = saved["layout"], layout.describe()
+    if theirs == ours:
+        return
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    differences = "; ".join(
+        f"{name}: {_entry(theirs.get(name))} in the checkpoint, {_entry(ours.get(name))} in the module"
+        for name in names[:3]
+    )
+    raise CheckpointMismatchError(
+        f"Expected a checkpoint of this module and split, but got one that differs in {len(names)} entries ({differences}"
+        f"{'; ...' if len(names) > 3 else ''}). Use the module and the `personal` setting of the run that wrote it."
+    )
+
+
+def _entry(described: Any) -> str:
+    return "missing" if described is None else f"{described[1]} {tuple(described[0])}"
+
+
+def check_clients(saved: Mapping[str, Any], names: Sequence[str], memory: Tree) -> None:
+    """Require a checkpoint of the same clients.
+
+    Args:
+        saved: The federation's part of the checkpoint.
+        names: The clients' names now.
+        memory: The bank's tree now.
+
+    Raises:
+        CheckpointMismatchError: Names both sides.
+    """
+    theirs = list(saved["clients"])
+    if len(theirs) != len(names):
+        raise CheckpointMismatchError(
+            f"Expected a checkpoint of {len(names)} clients, but got one of {len(theirs)}. Resume with the data of the run "
+            "that wrote it; new clients are adapted with NewClientAdaptation."
+        )
+    if theirs != list(names):
+        client = next(
+            index for index, (a, b) in enumerate(zip(theirs, names, strict=True)) if a != b
+        )
+        raise CheckpointMismatchError(
+            f"Expected a checkpoint of the same clients, but client {client} is {theirs[client]!r} in the checkpoint and "
+            f"{names[client]!r} now. Give the clients in the order of the run that wrote it."
+        )
+    if (held := _shapes(saved["bank"])) != (needed := _shapes(memory)):
+        raise CheckpointMismatchError(
+            f"Expected clients that remember {sorted(needed)}, but those of the checkpoint remember {sorted(held)} or other "
+            "shapes. Use the method's settings of the run that wrote it."
+        )
+
+
+def _shapes(tree: Tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for name, leaf in tree.items():
+        key = f"{prefix}{name}"
+        found |= {key: tuple(leaf.shape)} if isinstance(leaf, Tensor) else _shapes(leaf, f"{key}/")
+    return found

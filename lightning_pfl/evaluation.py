@@ -1,0 +1,345 @@
+"""Evaluation: every client with its personal model, and with the global model where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pfl._lightning import (
+    ClientHooks,
+    DataHolder,
+    EvaluationLoop,
+    close_step,
+    is_overridden,
+    log_values,
+    no_grad_context,
+    open_step,
+)
+from lightning_pfl.adaptation import adapt
+from lightning_pfl.data.clients import FederatedDataset, as_federated
+from lightning_pfl.engine.base import Evaluation, LogOptions
+from lightning_pfl.history import higher_is_better
+from lightning_pfl.metrics.summary import summarize
+from lightning_pfl.placement import align, place
+from lightning_pfl.randomness import derive, seeded
+from lightning_pfl.tables import ClientTable
+from lightning_pfl.tree import Model, expand, is_expanded
+
+if TYPE_CHECKING:
+    from lightning_pfl.federation import Federation
+
+MEMORY = 2**28
+"""Bytes of personal models that are built at a time: with more clients, they are evaluated in several goes."""
+
+
+# --- the models that are evaluated -----------------------------------------------------------------------------------
+
+
+def personal_models(federation: Federation, clients: Tensor) -> Model:
+    """The models that clients are evaluated with, ``(clients, ...)``.
+
+    The method's ``personal_model`` of what the server sends now and what the client remembers, then the local training of
+    ``evaluation_phases`` where the method has any.
+
+    Args:
+        federation: The strategy.
+        clients: Ids, int64 ``(clients,)``.
+    """
+    method = federation.method
+    device = next(federation.require_module().parameters()).device
+    info = federation.info(clients, max(federation.rounds - 1, 0))
+    models = method.personal_model(
+        federation.download(info), federation.bank.gather(clients, device), info
+    )
+    phases = method.evaluation_phases()
+    return adapt(federation, models, clients, phases) if phases else models
+
+
+def evaluate_clients(
+    federation: Federation,
+    models_of: Callable[[Tensor], Model],
+    clients: Tensor,
+    rows: Tensor,
+    data: FederatedDataset,
+    step: str,
+    on_clients: Callable[[list[int]], None] | None = None,
+) -> Evaluation:
+    """Run a step of the module for clients, building their models a chunk at a time.
+
+    Args:
+        federation: The strategy.
+        models_of: Gives the models of some ids.
+        clients: Ids, int64 ``(clients,)``.
+        rows: Their rows in ``data``.
+        data: The split.
+        step: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+        on_clients: Told the positions in ``clients`` that are done.
+    """
+    size = models_at_a_time(federation)
+    parts = []
+    for start in range(0, len(clients), size):
+        part = slice(start, start + size)
+        done = (
+            None
+            if on_clients is None
+            else (lambda at, start=start: on_clients([start + p for p in at]))
+        )
+        parts.append(
+            federation.engine.evaluate(models_of(clients[part]), rows[part], data, step, done)
+        )
+    return _join(parts)
+
+
+def models_at_a_time(federation: Federation) -> int:
+    """How many personal models fit into :data:`MEMORY`."""
+    held = federation.bank.nbytes() // max(federation.num_clients, 1)
+    if federation.method.evaluation_phases():
+        held = sum(
+            leaf.numel() * leaf.element_size() for leaf in federation.layout.module.parameters()
+        )
+    return int(max(1, MEMORY // max(held, 1)))
+
+
+def _join(parts: list[Evaluation]) -> Evaluation:
+    if len(parts) == 1:
+        return parts[0]
+    names = dict.fromkeys(name for part in parts for name in part.values)
+    return Evaluation(
+        {
+            name: torch.cat(
+                [p.values.get(name, torch.full((len(p.counts),), torch.nan)).cpu() for p in parts]
+            )
+            for name in names
+        },
+        torch.cat([part.counts for part in parts]),
+        {name: options for part in parts for name, options in part.options.items()},
+        [predictions for part in parts for predictions in part.predictions],
+    )
+
+
+def is_global(models: Model, shared: Model) -> bool:
+    """Whether the clients' models are views of the global model's very tensors, so that one evaluation serves both."""
+    return models.keys() == shared.keys() and all(
+        is_expanded(leaf) and leaf.data_ptr() == shared[name].data_ptr()
+        for name, leaf in models.items()
+    )
+
+
+def summaries(evaluation: Evaluation, prefix: str = "") -> dict[str, float]:
+    """The statistics over clients of each value: ``val_acc`` is the mean, ``val_acc/worst_decile`` and so on beside it."""
+    found = {}
+    for key, values in evaluation.values.items():
+        for name, number in summarize(values, evaluation.counts, higher_is_better(key)).items():
+            found[f"{prefix}{key}/{name}" if name else f"{prefix}{key}"] = number
+    return found
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+class FederatedEvaluationLoop(EvaluationLoop):
+    """Validation (inside a fit or alone) and test of all clients that have samples in the split.
+
+    ``on_validation_batch_start`` and ``on_validation_batch_end`` (or ``on_test_...``) fire once per client, with its id as
+    ``batch``. The sanity check runs ``num_sanity_val_steps`` batches of as many clients.
+    """
+
+    data: FederatedDataset | None = None
+    rows: Tensor
+    clients: Tensor
+    table: ClientTable | None = None
+
+    @property
+    def strategy(self) -> Any:
+        """The federated strategy."""
+        return self.trainer.strategy
+
+    @property
+    def prefix(self) -> str:
+        """``"val"`` or ``"test"``."""
+        return str(self._stage.dataloader_prefix)
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def load(self) -> FederatedDataset:
+        """The split's data, loaded now if it isn't yet."""
+        if self.data is None or self._combined_loader is None:
+            data = as_federated(self._data_source.dataloader(), what=f"{self.prefix}_dataloaders")
+            self.data = place(data, self.trainer)
+            self._combined_loader = DataHolder(self.data)
+        return self.data
+
+    def setup_data(self) -> None:
+        """Load the split and find its clients in the federation."""
+        fitting = self._trainer_fn == TrainerFn.FITTING
+        if fitting and self._combined_loader is not None and not self._should_reload_val_dl:
+            return
+        self._max_batches = []
+        trainer = self.trainer
+        limit = trainer.limit_test_batches if self.prefix == "test" else trainer.limit_val_batches
+        if limit == 0 or not is_overridden(
+            "test_step" if self.prefix == "test" else "validation_step", trainer.lightning_module
+        ):
+            return
+        if fitting:
+            self._combined_loader = None
+            self._last_val_dl_reload_epoch = trainer.current_epoch
+        data = self.load()
+        self.rows, self.clients = align(
+            data, self.strategy.client_names, f"{self.prefix}_dataloaders"
+        )
+        self._max_batches = [len(self.rows)]
+        if not len(self.rows):
+            rank_zero_warn(
+                f"No client has samples in the {self.prefix} split; it is not evaluated."
+            )
+
+    # --- a run -------------------------------------------------------------------------------------------------------
+
+    @no_grad_context
+    def run(self) -> list[dict[str, Any]]:
+        """Evaluate; returns one dict of logged values."""
+        self.setup_data()
+        if self.skip:
+            return []
+        self.reset()
+        self.on_run_start()
+        # A validation step that draws random numbers must not change what comes after it.
+        with seeded(derive(self.strategy.seed, "evaluation", self.strategy.rounds)):
+            self._evaluate()
+        self._store_dataloader_outputs()
+        logged: list[dict[str, Any]] = self.on_run_end()
+        return logged
+
+    def reset(self) -> None:
+        """Start counting."""
+        self._has_run = False
+        self._logged_outputs = []
+        self.batch_progress.reset_on_run()
+
+    def _evaluate(self) -> None:
+        trainer, strategy = self.trainer, self.strategy
+        count = int(self.max_batches[0])
+        rows, clients, data = self.rows[:count], self.clients[:count], self.load()
+        step = "test_step" if trainer.testing else "validation_step"
+        strategy.settings.limit_eval_batches = self._limit()
+        shared = strategy.method.global_model(strategy.server)
+        same = shared is not None
+
+        def personal(ids: Tensor) -> Model:
+            nonlocal same
+            models = personal_models(strategy, ids)
+            same = same and shared is not None and is_global(models, shared)
+            return models
+
+        progress = _Clients(self, clients)
+        with trainer.profiler.profile("evaluation"):
+            results = {
+                "": evaluate_clients(
+                    strategy, personal, clients, rows, data, step, progress.finished
+                )
+            }
+            progress.finish()
+            if same:
+                results["global/"] = results[""]
+            elif shared is not None:
+                everybody = shared  # a name that mypy knows to be a model
+                results["global/"] = evaluate_clients(
+                    strategy, lambda ids: expand(everybody, len(ids)), clients, rows, data, step
+                )
+        if not trainer.sanity_checking:
+            self._has_run = True
+            self._report(results, [data.names[row] for row in rows.tolist()])
+
+    def _limit(self) -> float | int:
+        trainer = self.trainer
+        if trainer.sanity_checking:
+            limit = trainer.num_sanity_val_steps
+            return 1.0 if limit == float("inf") else int(limit)
+        return trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+
+    def _report(self, results: dict[str, Evaluation], names: list[str]) -> None:
+        """Log the statistics, append to the per-client table, and remember the round for the end of the fit."""
+        round = self.strategy.rounds - 1
+        values: dict[str, float] = {}
+        shown, logged = set(), set()
+        for prefix, evaluation in results.items():
+            found = summaries(evaluation, prefix)
+            values |= found
+            for key in evaluation.values:
+                options = evaluation.options.get(key, LogOptions())
+                own = {
+                    name
+                    for name in found
+                    if name == f"{prefix}{key}" or name.startswith(f"{prefix}{key}/")
+                }
+                logged |= own if options.logger else set()
+                shown |= {f"{prefix}{key}"} if options.prog_bar and not prefix else set()
+        hook = "test_step" if self.trainer.testing else "validation_step"
+        log_values(self._results, hook, values, shown, logged)
+        if self._trainer_fn == TrainerFn.FITTING:
+            self.strategy.history.update(round, values)
+        if self.table is None and (folder := log_folder(self.trainer)) is not None:
+            self.table = ClientTable(folder / f"clients_{self.prefix}.csv")
+        if self.table is not None:
+            columns = {
+                f"{p}{key}": v.tolist() for p, e in results.items() for key, v in e.values.items()
+            }
+            self.table.append(round, names, results[""].counts.tolist(), columns)
+
+    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            self.trainer.fit_loop.validated()
+        super()._on_evaluation_end(*args, **kwargs)
+
+
+def log_folder(trainer: L.Trainer) -> Path | None:
+    """Where the loggers write, None without a logger."""
+    if (
+        not trainer.loggers
+        or trainer.fast_dev_run
+        or not trainer.is_global_zero
+        or trainer.log_dir is None
+    ):
+        return None
+    return Path(trainer.log_dir)
+
+
+class _Clients:
+    """Fires the per-batch hooks for evaluated clients, in the order in which they finish."""
+
+    def __init__(self, loop: FederatedEvaluationLoop, clients: Tensor) -> None:
+        self.trainer, self.progress = loop.trainer, loop.batch_progress
+        self.ids = clients.tolist()
+        self.waiting = set(range(len(self.ids)))
+        stage = "test" if self.trainer.testing else "validation"
+        self.start = ClientHooks(self.trainer, f"on_{stage}_batch_start")
+        self.end = ClientHooks(self.trainer, f"on_{stage}_batch_end")
+
+    def finished(self, positions: list[int]) -> None:
+        """Called by the engine: these clients are done."""
+        for position in positions:
+            if position not in self.waiting:
+                continue
+            self.waiting.remove(position)
+            client, number = self.ids[position], self.progress.current.ready
+            self.progress.increment_ready()
+            self.progress.is_last_batch = not self.waiting
+            open_step(self.trainer, client)
+            self.start(client, number)
+            self.progress.increment_started()
+            self.progress.increment_processed()
+            self.end(None, client, number)
+            self.progress.increment_completed()
+            close_step(self.trainer)
+
+    def finish(self) -> None:
+        """For engines that don't report every client."""
+        self.finished(sorted(self.waiting))

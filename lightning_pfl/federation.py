@@ -1,0 +1,240 @@
+"""The federation's state: the server's tree, the clients' memories, and what can be asked about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.checkpoint import check_clients
+from lightning_pfl.engine.base import Engine, EngineSettings
+from lightning_pfl.evaluation import personal_models
+from lightning_pfl.history import History
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Method
+from lightning_pfl.state import Bank
+from lightning_pfl.tree import Model, Tree, expand, leaves, select, tmap
+
+
+class Federation:
+    """What :class:`~lightning_pfl.FederatedStrategy` holds between rounds and between runs.
+
+    Attributes:
+        method: The method in use.
+        layout: Who holds which parameter.
+        server: The server's tree.
+        bank: The clients' memories.
+        client_names: Names, in the order of the client ids.
+        num_samples: Training samples of each client, int64 ``(clients,)``; 0 where unknown.
+        rounds: Finished communication rounds.
+        history: Evaluations so far, for the summary at the end.
+        engine, settings: The engine in use, and what it was told.
+        seed: Seed of every random choice of the run.
+    """
+
+    method: Method
+    layout: Layout
+    server: Tree
+    bank: Bank
+    engine: Engine
+    settings: EngineSettings
+    seed: int
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.history = History()
+        self.client_names: tuple[str, ...] = ()
+        self.num_samples = torch.zeros(0, dtype=torch.int64)
+        self.module: L.LightningModule | None = None
+
+    # --- what users ask for ------------------------------------------------------------------------------------------
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients in the federation, sampled or not."""
+        return len(self.client_names)
+
+    def client_state_dict(self, client: int | str) -> dict[str, Any]:
+        """A client's personal model, as a ``state_dict`` of the user's module.
+
+        Args:
+            client: Its id or its name.
+
+        Raises:
+            RuntimeError: If nothing was trained or loaded yet.
+            KeyError: If there is no such client.
+        """
+        model = personal_models(self, torch.tensor([self.client_id(client)]))
+        return self._state_dict({name: leaf[0] for name, leaf in model.items()})
+
+    def client_module(self, client: int | str) -> L.LightningModule:
+        """A client's personal model as a copy of the user's module: in eval mode, and without a Trainer."""
+        state = self.client_state_dict(client)
+        module = self.require_module()
+        trainer, module._trainer = module._trainer, None
+        try:
+            copy = deepcopy(module)
+        finally:
+            module._trainer = trainer
+        copy.load_state_dict(state)
+        return copy.eval()
+
+    def global_state_dict(self) -> dict[str, Any]:
+        """The one model for everybody, as a ``state_dict`` of the user's module.
+
+        Raises:
+            MisconfigurationException: If the method has no such model.
+        """
+        module = self.require_module()
+        model = self.method.global_model(self.server)
+        if model is None:
+            raise MisconfigurationException(
+                f"Expected a method with a global model, but got {type(self.method).__name__}, which keeps "
+                f"{len(self.layout.personal)} of the {len(self.layout.names)} entries of {type(module).__name__} on the "
+                "clients. Use `client_state_dict(client)`, or a method without a personal part such as FedAvg or FedProx."
+            )
+        return self._state_dict(model)
+
+    def client_id(self, client: int | str) -> int:
+        """The id of a client given by id or name."""
+        self.require_module()
+        if isinstance(client, str) and client in self.client_names:
+            return self.client_names.index(client)
+        if (
+            isinstance(client, int)
+            and not isinstance(client, bool)
+            and 0 <= client < self.num_clients
+        ):
+            return client
+        some = ", ".join(map(repr, self.client_names[:5])) + (
+            ", ..." if self.num_clients > 5 else ""
+        )
+        raise KeyError(
+            f"Expected `client` to be an id in 0..{self.num_clients - 1} or one of the names {some}, but got "
+            f"client={client!r}. Use one of these."
+        )
+
+    def require_module(self) -> L.LightningModule:
+        """The user's module; an error before the first run."""
+        if self.module is None:
+            raise RuntimeError(
+                "Expected a federation to ask about, but nothing was trained or loaded yet. Call `trainer.fit`, or "
+                "`trainer.validate(ckpt_path=...)`, first."
+            )
+        return self.module
+
+    def _state_dict(self, model: Model) -> dict[str, Any]:
+        state = self.require_module().state_dict()
+        full = {**state, **{name: leaf.to(state[name].device) for name, leaf in model.items()}}
+        return {
+            name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in full.items()
+        }
+
+    # --- a round -----------------------------------------------------------------------------------------------------
+
+    def info(self, clients: Tensor, round: int, steps: Tensor | None = None) -> ClientInfo:
+        """What is known of some clients; the weights sum to 1 over them."""
+        samples = self.num_samples[clients]
+        steps = torch.zeros_like(samples) if steps is None else steps
+        weights = self.method.aggregation_weights(samples)
+        return ClientInfo(clients, samples, steps, weights, round, self.num_clients)
+
+    def download(self, info: ClientInfo) -> Tree:
+        """What the server sends to some clients, ``(clients, ...)``; what is equal for all is an expanded view."""
+        received = expand(self.method.download(self.server, info), len(info))
+        return _merge(received, self.method.download_rows(self.server, info))
+
+    def shared_model(self) -> Model:
+        """What the server knows of the user's module: the global model, or the shared part of it."""
+        model = self.method.global_model(self.server)
+        return select(self.server.get("model", {}) if model is None else model, self.layout.names)
+
+    def commit(self, server: Tree, accepted: Tensor, memories: Tree) -> None:
+        """End a round: the new server, and the memories of the accepted clients (ids, ``(accepted,)``)."""
+        self.server = server
+        if len(accepted):
+            self.bank.scatter(accepted, memories)
+        self.layout.load(self.shared_model())
+        self.rounds += 1
+
+    # --- begin, move, save, restore ----------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        module: L.LightningModule,
+        layout: Layout,
+        names: Sequence[str],
+        num_samples: Tensor,
+        bank: torch.device,
+    ) -> None:
+        """Start from the module's current parameters: round 0."""
+        self.module, self.layout, self.client_names, self.num_samples = (
+            module,
+            layout,
+            tuple(names),
+            num_samples,
+        )
+        self.rounds, self.history = 0, History()
+        self.method.bind(layout, len(names), self.seed)
+        self.server = self.method.init_server(layout.model())
+        self.bank = Bank(self.method.init_own(layout.model()), len(names), bank)
+
+    def move(self, server: torch.device | str, bank: torch.device | str) -> None:
+        """Move the server's tree and the clients' memories."""
+        self.server = tmap(lambda leaf: leaf.to(server), self.server)
+        self.bank.tree = tmap(lambda leaf: leaf.to(bank), self.bank.tree)
+        self.bank.device = torch.device(bank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only, so that it loads with ``weights_only=True``."""
+        return {
+            "method": type(self.method).__name__,
+            "layout": self.layout.describe(),
+            "clients": list(self.client_names),
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "rounds": self.rounds,
+            "server": self.server,
+            "bank": self.bank.state_dict(),
+            "history": self.history.state_dict(),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over a saved state.
+
+        Raises:
+            CheckpointMismatchError: If it belongs to other clients.
+        """
+        check_clients(saved, self.client_names, self.bank.tree)
+        device = next((leaf.device for leaf in self.layout.model().values()), torch.device("cpu"))
+        self.server = tmap(lambda leaf: leaf.to(device), saved["server"])
+        self.bank.load_state_dict(saved["bank"])
+        self.rounds = saved["rounds"]
+        self.method.bind(self.layout, self.num_clients, self.seed)
+        self.history.load_state_dict(saved["history"])
+        if not self.num_samples.any():
+            self.num_samples = saved["num_samples"].clone()
+        self.layout.load(self.shared_model())
+
+
+def bank_device(place: str, device: torch.device, row: Tree, num_clients: int) -> torch.device:
+    """Where the memories live: as asked, or on the device if they take at most a quarter of its memory."""
+    if place == "host" or device.type == "cpu":
+        return torch.device("cpu")
+    size = sum(leaf.numel() * leaf.element_size() for leaf in leaves(row)) * num_clients
+    fits = device.type != "cuda" or size <= torch.cuda.mem_get_info(device)[1] / 4
+    return device if place == "device" or fits else torch.device("cpu")
+
+
+def _merge(tree: Tree, over: Tree) -> Tree:
+    """Both trees; where both have a leaf, that of ``over``."""
+    merged = dict(tree)
+    for name, leaf in over.items():
+        merged[name] = _merge(tree[name], leaf) if isinstance(leaf, dict) and name in tree else leaf
+    return merged

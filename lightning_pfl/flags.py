@@ -1,0 +1,210 @@
+"""What the Trainer's flags, callbacks and the module's hooks mean for federated training; what means nothing is refused.
+
+Nothing is silently ignored: each setting works as in Lightning, or raises an error that names it and says what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
+
+from lightning_pfl._lightning import is_overridden, overrides
+from lightning_pfl.engine.base import EngineSettings
+
+LOCAL_HOOKS = (
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
+"""Module hooks inside a step: the engines step many clients at once and have no single backward pass to hand out."""
+
+LOCAL_CALLBACK_HOOKS = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+)
+
+REFUSED_CALLBACKS: dict[type[Callback], str] = {
+    StochasticWeightAveraging: "It averages one model over epochs; use a method with a server optimizer instead.",
+    WeightAveraging: "It averages one model over steps; use a method with a server optimizer instead.",
+    BaseFinetuning: "It freezes layers of one model; a method's phases or HeadFineTuning do that for every client.",
+    ModelPruning: "It prunes one model in place; prune what `client_module` returns.",
+    GradientAccumulationScheduler: "Set `trainer.accumulate_grad_batches` to one number.",
+}
+
+
+def refuse(flag: str, got: object, remedy: str) -> MisconfigurationException:
+    """The error for a Trainer flag: names the flag as Python and YAML spell it, the value, and what to do."""
+    return MisconfigurationException(
+        f"FederatedStrategy does not support `Trainer({flag}={got!r})` (`trainer.{flag}` in a recipe). {remedy}"
+    )
+
+
+def check_processes(devices: int, num_nodes: int, world_size: int) -> None:
+    """Refuse more than one process.
+
+    Raises:
+        MisconfigurationException: If there is more than one device, node or process.
+    """
+    if devices > 1:
+        raise refuse(
+            "devices", devices, "All clients train in one process on one device; set devices=1."
+        )
+    if num_nodes > 1:
+        raise refuse("num_nodes", num_nodes, "All clients train in one process; set num_nodes=1.")
+    if world_size > 1:
+        raise MisconfigurationException(
+            f"FederatedStrategy runs in one process, but the environment says that there are {world_size}. "
+            "Start the script without torchrun, srun or mpirun, or with one task."
+        )
+
+
+def check_trainer(trainer: L.Trainer) -> None:
+    """Refuse flags and callbacks that have no meaning when a round is the unit.
+
+    Raises:
+        MisconfigurationException: Names the flag or callback.
+    """
+    if trainer._val_check_time_interval is not None:
+        raise refuse(
+            "val_check_interval",
+            trainer._val_check_time_interval,
+            "Use check_val_every_n_epoch (in rounds).",
+        )
+    by_steps = trainer.check_val_every_n_epoch is None and isinstance(
+        trainer.val_check_interval, int
+    )
+    if not by_steps and trainer.val_check_interval != 1:
+        raise refuse(
+            "val_check_interval",
+            trainer.val_check_interval,
+            "A round can't be interrupted for validation. Use check_val_every_n_epoch, or an int number of rounds "
+            "together with check_val_every_n_epoch=None.",
+        )
+    if trainer._accelerator_connector._layer_sync is not None:
+        raise refuse(
+            "sync_batchnorm",
+            True,
+            "Batch statistics belong to a client; the server averages them after a round.",
+        )
+    for callback in trainer.callbacks:
+        for kind, remedy in REFUSED_CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise MisconfigurationException(
+                    f"FederatedStrategy does not support the callback {type(callback).__name__}. {remedy}"
+                )
+        for hook in LOCAL_CALLBACK_HOOKS:
+            if overrides(callback, hook, Callback):
+                raise MisconfigurationException(
+                    f"FederatedStrategy can't call `{hook}` of the callback {type(callback).__name__}: clients step "
+                    "together, without a backward pass of their own. Use on_train_batch_end (once per client and round)."
+                )
+
+
+def check_module(module: L.LightningModule) -> None:
+    """Refuse modules whose local training isn't ``training_step`` plus one optimizer.
+
+    Raises:
+        MisconfigurationException: Names the attribute or hook.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"FederatedStrategy needs automatic optimization, but {name} sets automatic_optimization=False. Return the "
+            "loss from `training_step` and one optimizer from `configure_optimizers`; own local updates go into a "
+            "method's `client_step`."
+        )
+    for hook in LOCAL_HOOKS:
+        if is_overridden(hook, module):
+            raise MisconfigurationException(
+                f"FederatedStrategy can't call `{hook}`, but {name} overrides it. Use Trainer flags such as "
+                "gradient_clip_val, the method's `client_step`, or transforms in the dataset instead."
+            )
+
+
+def check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Require one optimizer: the template that every client gets a fresh copy of.
+
+    Raises:
+        MisconfigurationException: If there are several.
+    """
+    if len(optimizers) != 1:
+        raise MisconfigurationException(
+            f"FederatedStrategy supports one optimizer, but `configure_optimizers` returned {len(optimizers)} optimizers. "
+            "Use one optimizer with several parameter groups."
+        )
+
+
+def check_schedulers(configs: list[Any]) -> None:
+    """Require schedulers that step once a round.
+
+    Raises:
+        MisconfigurationException: If one has ``interval: "step"``.
+    """
+    for config in configs:
+        if config.interval != "epoch":
+            raise MisconfigurationException(
+                f"FederatedStrategy steps learning rate schedulers once a round, but {type(config.scheduler).__name__} has "
+                f'"interval": {config.interval!r}. Use "interval": "epoch" and count in rounds.'
+            )
+
+
+def autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """Dtype of mixed precision, None for full precision.
+
+    Raises:
+        MisconfigurationException: For a precision other than 32, 64 and bf16-mixed.
+    """
+    if isinstance(precision, MixedPrecision):
+        if precision.precision == "bf16-mixed":
+            return torch.bfloat16
+        raise refuse(
+            "precision",
+            precision.precision,
+            "Loss scaling is not per client; use precision='bf16-mixed'.",
+        )
+    if type(precision) in (Precision, DoublePrecision):
+        return None
+    raise refuse("precision", precision.precision, "Use '32-true', '64-true' or 'bf16-mixed'.")
+
+
+def engine_settings(
+    trainer: L.Trainer, seed: int, chunk_size: int | None, prefix_cache: bool
+) -> EngineSettings:
+    """What the Trainer's flags say about local training."""
+    algorithm = trainer.gradient_clip_algorithm
+    return EngineSettings(
+        seed=seed,
+        device=trainer.strategy.root_device,
+        clip_value=trainer.gradient_clip_val,
+        clip_algorithm="norm" if algorithm is None else str(algorithm.value),
+        accumulate=trainer.accumulate_grad_batches,
+        limit_train_batches=trainer.limit_train_batches,
+        limit_eval_batches=trainer.limit_val_batches,
+        overfit_batches=trainer.overfit_batches,
+        chunk_size=chunk_size,
+        autocast=autocast_dtype(trainer.precision_plugin),
+        prefix_cache=prefix_cache,
+    )

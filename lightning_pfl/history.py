@@ -1,0 +1,73 @@
+"""The evaluations of a fit, and the numbers that stand at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_pfl.metrics.history import BestValidationRound, LastRounds
+
+
+class History:
+    """Collects the validation values of every round; gives the mean of the last ten rounds and the best round.
+
+    The best round is chosen by the first value that isn't a loss (largest), else by the first one (smallest). Only
+    validation values come in here, so a test value never chooses anything.
+
+    Example:
+        >>> history = History()
+        >>> history.update(0, {"val_loss": 2.0, "val_acc": 0.5})
+        >>> history.update(1, {"val_loss": 3.0, "val_acc": 0.25})
+        >>> summary = history.summary()
+        >>> summary["last10/val_acc"], summary["best/val_loss"], summary["best/round"]
+        (0.375, 2.0, 0.0)
+    """
+
+    def __init__(self) -> None:
+        self.last = LastRounds(window=10)
+        self.best: BestValidationRound | None = None
+
+    def update(self, round: int, values: Mapping[str, float]) -> None:
+        """Take the values of one evaluated round."""
+        self.last.update(round, values)
+        if self.best is None:
+            self.best = _best_by(_criterion(values))
+        self.best.update(round, values)
+
+    def summary(self) -> dict[str, float]:
+        """``last10/<name>`` and ``best/<name>`` for every name, and ``best/round``; empty without evaluations."""
+        if self.best is None:
+            return {}
+        summary = {f"last10/{name}": value for name, value in self.last.mean().items()}
+        if self.best.round is not None:
+            summary |= {f"best/{name}": value for name, value in self.best.values.items()}
+            summary["best/round"] = float(self.best.round)
+        return summary
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        best = (
+            None if self.best is None else {"monitor": self.best.monitor, **self.best.state_dict()}
+        )
+        return {"last": self.last.state_dict(), "best": best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.last.load_state_dict(state["last"])
+        self.best = None
+        if state["best"] is not None:
+            self.best = _best_by(state["best"]["monitor"])
+            self.best.load_state_dict(state["best"])
+
+
+def higher_is_better(name: str) -> bool:
+    """Whether a larger value is better: for everything but a loss."""
+    return "loss" not in name.lower()
+
+
+def _criterion(values: Mapping[str, float]) -> str:
+    return next((name for name in values if higher_is_better(name)), next(iter(values)))
+
+
+def _best_by(name: str) -> BestValidationRound:
+    return BestValidationRound(name, "max" if higher_is_better(name) else "min")

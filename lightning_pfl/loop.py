@@ -1,0 +1,375 @@
+"""FederatedLoop: one epoch of ``Trainer.fit`` is one communication round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pfl._lightning import (
+    ClientHooks,
+    DataHolder,
+    FitLoop,
+    call_hooks,
+    call_module_hook,
+    close_step,
+    count_server_update,
+    log_at_end,
+    log_values,
+    open_step,
+    remember_metrics,
+    set_rounds,
+    step_schedulers,
+    stop_if_terminated,
+)
+from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
+from lightning_pfl.data.clients import FederatedDataset, as_federated
+from lightning_pfl.engine.base import LocalResult
+from lightning_pfl.gate import judge
+from lightning_pfl.placement import place
+from lightning_pfl.sampling import sample_cohort
+from lightning_pfl.tree import nbytes, rows
+
+# How far the current round is, for a checkpoint that is written inside it. Before OPEN's end nothing of it counts.
+OPEN, TRAINED, VALIDATED, CLOSED = "open", "trained", "validated", "closed"
+
+
+class FederatedLoop(FitLoop):
+    """Runs rounds in the place of Lightning's epochs; every Lightning hook fires at its normal place.
+
+    ``on_train_batch_start`` and ``on_train_batch_end`` fire once for each client of the cohort, with the client's id as
+    ``batch`` and the number of clients before it as ``batch_idx``. The last client's end comes after the server's update.
+
+    Attributes:
+        data: The training data.
+        stage: How far the current round is.
+        logged: What the current round logs, by name; kept for a run that is resumed inside the round.
+    """
+
+    data: FederatedDataset | None = None
+    stage: str = CLOSED
+    logged: Mapping[str, float] = MappingProxyType({})
+    _prog_bar: tuple[str, ...] = ()
+    _logger: tuple[str, ...] = ()
+    _restored: dict[str, Any] | None = None
+
+    @property
+    def strategy(self) -> Any:
+        """The federated strategy."""
+        return self.trainer.strategy
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def require_data(self) -> FederatedDataset:
+        """The training data, loaded now if it isn't yet.
+
+        Raises:
+            MisconfigurationException: If there is no source of training data.
+        """
+        if self.data is None or self._combined_loader is None:
+            if not self._data_source.is_defined():
+                raise MisconfigurationException(
+                    "Expected training data, which the method needs also for evaluation, but none was given. Pass a "
+                    "FederatedDataModule, or define train_dataloader()."
+                )
+            data = as_federated(self._data_source.dataloader(), what="train_dataloaders")
+            self.data = place(data, self.trainer)
+            self._combined_loader = DataHolder(self.data)
+        return self.data
+
+    def setup_data(self) -> None:
+        """Load the training data, again after ``reload_dataloaders_every_n_epochs`` rounds."""
+        if self._combined_loader is not None and not self._should_reload_train_dl:
+            return
+        if self.trainer.limit_train_batches == 0:
+            return
+        self._combined_loader = None
+        data = self.require_data()
+        if (
+            self.strategy.client_names
+            and tuple(data.names) != self.strategy.client_names
+            and self.stage != CLOSED
+        ):
+            raise MisconfigurationException(
+                f"Expected reloaded data to hold the same {self.strategy.num_clients} clients, but got {data.num_clients} "
+                "or other names. Return the same clients in the same order from train_dataloader()."
+            )
+        empty = [
+            name
+            for name, samples in zip(data.names, data.num_samples.tolist(), strict=True)
+            if not samples
+        ]
+        if empty and self._last_train_dl_reload_epoch < 0:
+            rank_zero_warn(
+                f"{len(empty)} clients without training samples are never sampled: {', '.join(empty[:10])}."
+            )
+        if len(empty) == data.num_clients:
+            raise ValueError(
+                f"Expected at least one client with training samples, but none of the {data.num_clients} clients has any. "
+                "Check the partition or the datasets behind train_dataloaders."
+            )
+        self.max_batches = len(self._draw(0))
+        self._last_train_dl_reload_epoch = self.trainer.current_epoch
+
+    def _draw(self, round: int) -> Tensor:
+        eligible = self.require_data().num_samples.nonzero().flatten()
+        strategy = self.strategy
+        share = 1.0 if strategy.method.everyone else strategy.participation
+        return (
+            sample_cohort(getattr(strategy, "seed", 0), round, eligible, share)
+            if len(eligible)
+            else eligible
+        )
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Go on where the last run, or the checkpoint, stopped: nothing, or the rest, of a round is done again."""
+        torch.set_grad_enabled(True)
+        if self._restored is not None:
+            remember_metrics(self.trainer, self._restored["callback_metrics"])
+        self._restored = None
+        updates = self.epoch_loop.global_step
+        inside = self.stage in (TRAINED, VALIDATED)
+        set_rounds(self, finished=updates - inside, begun=updates)
+        self.epoch_loop._batches_that_stepped = updates - inside
+
+    def on_advance_start(self) -> None:
+        """Begin a round, unless a resumed one is already under way."""
+        self.setup_data()
+        if self.stage in (TRAINED, VALIDATED):
+            return
+        self.stage = OPEN
+        self.epoch_progress.increment_ready()
+        call_hooks(self.trainer, "on_train_epoch_start")
+        self.epoch_progress.increment_started()
+
+    def advance(self) -> None:
+        """One round: train and aggregate, then validate if due."""
+        if self.stage == OPEN:
+            with self.trainer.profiler.profile("run_training_epoch"):
+                self._communicate()
+        self._log()
+        if self.stage == TRAINED and self._validation_due():
+            self._validate()
+
+    def _communicate(self) -> None:
+        strategy, method, data = self.strategy, self.strategy.method, self.require_data()
+        number = self.trainer.current_epoch
+        phases = method.phases(number)
+        cohort = self._draw(number)
+        info = strategy.info(cohort, number, strategy.engine.count_steps(data, cohort, phases))
+        round = Round(number, info)
+        self._hook("on_round_start", round)
+
+        round.received = strategy.download(info)
+        own = strategy.bank.gather(cohort, strategy.root_device)
+        self._hook("on_local_training_start", round)
+        clients = _Clients(self, info)
+        with self.trainer.profiler.profile("local_training"):
+            result = strategy.engine.train(
+                method, round.received, own, info, data, phases, clients.finished
+            )
+        clients.finish_all_but_last()
+        round.uploads = result.uploads
+        self._hook("on_local_training_end", round)
+
+        accepted, round.rejected = judge(result, round.received, info, strategy.max_update_norm)
+        self._report(round, result, accepted)
+        if round.rejected:
+            kept = accepted.nonzero().flatten()
+            on_device = kept.to(strategy.root_device)
+            round.uploads, memories = rows(result.uploads, on_device), rows(result.own, on_device)
+            info = info.keep(accepted)
+        else:
+            memories = result.own
+        self._hook("on_aggregation_start", round)
+        server = strategy.server
+        if len(info):
+            with self.trainer.profiler.profile("aggregation"):
+                server = method.server_update(server, round.uploads, info)
+        strategy.commit(server, info.index, memories)
+        count_server_update(self)
+        step_schedulers(self, plateau=False)
+        self.stage = TRAINED
+        self._hook("on_aggregation_end", round)
+        self._hook("on_round_end", round)
+        clients.finish_last()
+
+    def _report(self, round: Round, result: LocalResult, accepted: Tensor) -> None:
+        """What the round logs: the users' values, averaged over the accepted clients, and the traffic."""
+        cohort = len(round.info)
+        round.bytes_down, round.bytes_up = nbytes(round.received or {}), nbytes(result.uploads)
+        names = list(result.logs)
+        means = torch.empty(0)
+        if names and accepted.any():
+            values = torch.stack([result.logs[name].double() for name in names])[
+                :, accepted.to(result.loss.device)
+            ]
+            means = values.nanmean(1).cpu()
+        round.metrics = {
+            n: float(mean) for n, mean in zip(names, means.tolist(), strict=False) if mean == mean
+        }
+        self.logged = {
+            **round.metrics,
+            "round/clients": float(cohort),
+            "round/rejected": float(len(round.rejected)),
+            "round/bytes_down": float(round.bytes_down * cohort),
+            "round/bytes_up": float(round.bytes_up * cohort),
+        }
+        self._prog_bar = tuple(name for name in names if result.options[name].prog_bar)
+        silent = {name for name in names if not result.options[name].logger}
+        self._logger = tuple(name for name in self.logged if name not in silent)
+        if round.rejected:
+            known = self.strategy.client_names
+            listed = "; ".join(
+                f"{known[client]!r}: {reason}"
+                for client, reason in list(round.rejected.items())[:10]
+            )
+            rank_zero_warn(
+                f"Round {round.number} left out {len(round.rejected)} of {cohort} clients ({listed}). They keep what they "
+                f"remembered{'; the server is unchanged' if len(round.rejected) == cohort else ''}."
+            )
+
+    def _hook(self, name: str, round: Round) -> None:
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, FederatedCallback):
+                with self.trainer.profiler.profile(f"[Callback]{callback.state_key}.{name}"):
+                    getattr(callback, name)(self.trainer, self.trainer.lightning_module, round)
+
+    # --- what follows a round ----------------------------------------------------------------------------------------
+
+    def _log(self) -> None:
+        log_values(
+            self.epoch_loop._results, "training_step", self.logged, self._prog_bar, self._logger
+        )
+        _ = (
+            self.trainer.callback_metrics
+        )  # reading it stores the values for callbacks that look during validation
+
+    def _should_accumulate(self) -> bool:
+        return False  # a round is one step; accumulation happens inside the clients
+
+    def _validation_due(self) -> bool:
+        trainer = self.trainer
+        if trainer.check_val_every_n_epoch is None:
+            return (
+                trainer.enable_validation
+                and (trainer.current_epoch + 1) % trainer.val_check_interval == 0
+            )
+        return self.epoch_loop._should_check_val_epoch()
+
+    def _validate(self) -> None:
+        self.trainer.validating = True
+        call_module_hook(self.trainer, "on_validation_model_zero_grad")
+        self.epoch_loop.val_loop.run()
+        self.trainer.training = True
+
+    def validated(self) -> None:
+        """Called by the validation loop once its values are known, before the hooks that write checkpoints."""
+        step_schedulers(self, plateau=True)
+        self.stage = VALIDATED
+
+    def on_advance_end(self) -> None:
+        """End the round: callbacks, schedulers that look at values, loggers."""
+        trainer = self.trainer
+        trainer._logger_connector.epoch_end_reached()
+        if self.stage != VALIDATED:
+            step_schedulers(self, plateau=True)
+        self.epoch_progress.increment_processed()
+        self.stage = CLOSED
+        call_hooks(trainer, "on_train_epoch_end", monitoring=False)
+        call_hooks(trainer, "on_train_epoch_end", monitoring=True)
+        trainer._logger_connector.on_epoch_end()
+        trainer._logger_connector.update_train_epoch_metrics()
+        self.epoch_loop._batches_that_stepped += 1
+        self.epoch_progress.increment_completed()
+        stop_if_terminated(trainer)
+
+    def on_run_end(self) -> None:
+        """Report the last ten rounds and the best one, and end the training."""
+        if summary := self.strategy.history.summary():
+            log_at_end(self.trainer, summary)
+        super().on_run_end()
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """How far the round is, and the values that callbacks may look at."""
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        return {
+            "stage": self.stage,
+            "logged": dict(self.logged),
+            "prog_bar": list(self._prog_bar),
+            "logger": list(self._logger),
+            "callback_metrics": metrics,
+        }
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `on_save_checkpoint` returned."""
+        self._restored = state_dict
+        self.stage, self.logged = state_dict["stage"], dict(state_dict["logged"])
+        self._prog_bar, self._logger = tuple(state_dict["prog_bar"]), tuple(state_dict["logger"])
+
+
+class _Clients:
+    """Fires the per-batch hooks for the clients of a cohort, in the order in which they finish.
+
+    The last client's end is held back until the server has updated, so that callbacks which save or stop at a certain
+    ``global_step`` see the round as a whole.
+    """
+
+    def __init__(self, loop: FederatedLoop, info: ClientInfo) -> None:
+        self.loop, self.trainer = loop, loop.trainer
+        self.ids = info.index.tolist()
+        self.waiting = set(range(len(self.ids)))
+        self.progress = loop.epoch_loop.batch_progress
+        self.progress.reset_on_run()
+        loop.max_batches = len(self.ids)
+        self.start = ClientHooks(self.trainer, "on_train_batch_start")
+        self.end = ClientHooks(self.trainer, "on_train_batch_end")
+        self.last: int | None = None
+
+    def finished(self, positions: list[int]) -> None:
+        """Called by the engine: these clients of the cohort are done."""
+        for position in positions:
+            if position not in self.waiting:
+                continue
+            self.waiting.remove(position)
+            client = self.ids[position]
+            self._begin(client)
+            if self.waiting:
+                self._end(client)
+            else:
+                self.last = client
+
+    def finish_all_but_last(self) -> None:
+        """For engines that don't report every client."""
+        self.finished(sorted(self.waiting))
+
+    def finish_last(self) -> None:
+        """The server has updated."""
+        if self.last is not None:
+            self.progress.is_last_batch = True
+            self._end(self.last)
+
+    def _begin(self, client: int) -> None:
+        open_step(self.trainer, client)
+        self.progress.increment_ready()
+        if self.start(client, self.progress.current.ready - 1) == -1:
+            raise MisconfigurationException(
+                "FederatedStrategy can't skip the rest of a round, but on_train_batch_start returned -1. Set "
+                "trainer.should_stop = True to stop after the round, or lower `participation`."
+            )
+        self.progress.increment_started()
+
+    def _end(self, client: int) -> None:
+        self.progress.increment_processed()
+        self.end(None, client, self.progress.current.ready - 1)
+        self.progress.increment_completed()
+        close_step(self.trainer)

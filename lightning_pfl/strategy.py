@@ -1,0 +1,357 @@
+"""FederatedStrategy: what a federated run owns, inside an ordinary ``Trainer.fit``."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_pfl import flags
+from lightning_pfl._lightning import WrappingCheckpointIO, read_optimizers, take_over
+from lightning_pfl.checkpoint import (
+    AtomicCheckpointIO,
+    check_layout,
+    explained,
+    require_federated,
+    require_lightning,
+)
+from lightning_pfl.engine.select import EngineName, SelectedEngine, check_engine
+from lightning_pfl.evaluation import FederatedEvaluationLoop
+from lightning_pfl.federation import Federation, bank_device
+from lightning_pfl.layout import Layout
+from lightning_pfl.loop import FederatedLoop
+from lightning_pfl.methods.base import Method
+from lightning_pfl.methods.fedavg import FedAvg
+from lightning_pfl.prediction import FederatedPredictionLoop
+from lightning_pfl.sampling import check_participation
+
+BankPlace = Literal["auto", "device", "host"]
+
+
+class FederatedStrategy(Federation, ParallelStrategy):
+    """Trains one personalized model per client; a communication round is a Trainer epoch.
+
+    Args:
+        method: The federated method. None takes the one method among the Trainer's callbacks.
+        participation: Clients per round: a fraction in (0, 1] (float), or a count (int).
+        engine: ``"vectorized"`` runs a cohort as one batched program, ``"sequential"`` one client after another;
+            ``"auto"`` takes the first that can run the module.
+        seed: Seed of every random choice. None: that of ``seed_everything``, else one is drawn. A resumed run keeps its own.
+        chunk_size: Clients per batched program. None: as many as fit the memory.
+        max_update_norm: Uploads that differ from what was received by more than this Euclidean norm are left out of the
+            round. None: no bound.
+        prefix_cache: Whether features of a frozen shared backbone are computed once per phase.
+        bank: Where the clients' memories live: on the ``"device"``, on the ``"host"``, or ``"auto"``: on the device if
+            they take at most a quarter of it.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for every Lightning strategy;
+            usually set by the Trainer's flags.
+
+    Attributes:
+        engine: The engine in use. :class:`~lightning_pfl.federation.Federation` describes the state.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+
+    Example:
+        >>> from lightning_pfl.methods import FedRep
+        >>> trainer = L.Trainer(strategy=FederatedStrategy(FedRep(), participation=0.1), accelerator="cpu", logger=False)
+        >>> trainer.strategy.participation
+        0.1
+    """
+
+    strategy_name = "federated"
+
+    def __init__(
+        self,
+        method: Method | None = None,
+        participation: float | int = 1.0,
+        engine: EngineName = "auto",
+        seed: int | None = None,
+        chunk_size: int | None = None,
+        max_update_norm: float | None = None,
+        prefix_cache: bool = True,
+        bank: BankPlace = "auto",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        Federation.__init__(self)
+        ParallelStrategy.__init__(
+            self,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+        )
+        _check_settings(method, engine, chunk_size, max_update_norm, bank)
+        self.participation = check_participation(participation)
+        self.chunk_size, self.max_update_norm, self.prefix_cache = (
+            chunk_size,
+            max_update_norm,
+            prefix_cache,
+        )
+        self.num_nodes = 1
+        self._given, self._engine_name, self._seed, self._bank_place = method, engine, seed, bank
+        self._default_method: type[Method] | None = None
+        self._owner: tuple[object, ...] = ()
+        self._saved: Mapping[str, Any] | None = None
+
+    # --- Lightning's side --------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that all clients train on."""
+        assert self.parallel_devices
+        return self.parallel_devices[0]
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """How checkpoints are written; atomic unless the user gave another plugin."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif (
+            isinstance(self._checkpoint_io, WrappingCheckpointIO)
+            and self._checkpoint_io.checkpoint_io is None
+        ):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def connect(self, model: L.LightningModule) -> None:
+        """Take the module, and find the method among the callbacks."""
+        super().connect(model)
+        self.method = self._find_method(model.trainer)
+
+    def setup_environment(self) -> None:
+        """Refuse more than one process, and set up the device."""
+        assert self.cluster_environment is not None
+        flags.check_processes(
+            len(self.parallel_devices or ()), self.num_nodes, self.cluster_environment.world_size()
+        )
+        super().setup_environment()
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Install the federated loops; make or restore server, bank and engine."""
+        flags.check_trainer(trainer)
+        _install_loops(trainer)
+        super().setup(trainer)
+        self._setup_federation(trainer)
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Call ``configure_optimizers`` for the template that every client gets a fresh copy of."""
+        module = self.lightning_module
+        assert module is not None
+        flags.check_module(module)
+        loop = trainer.fit_loop
+        loop.setup_data()
+        # `estimated_stepping_batches` then counts rounds, which is what the schedulers step by.
+        cohort, loop.max_batches = loop.max_batches, trainer.accumulate_grad_batches
+        configured = module.configure_optimizers()
+        loop.max_batches = cohort
+        if configured is None:
+            raise MisconfigurationException(
+                "FederatedStrategy needs an optimizer for the clients, but `configure_optimizers` returned None. Return "
+                "one, for example torch.optim.SGD(self.parameters(), lr=0.01)."
+            )
+        self.optimizers, self.lr_scheduler_configs = read_optimizers(
+            module, configured, flags.check_optimizers
+        )
+        flags.check_schedulers(self.lr_scheduler_configs)
+        # The template itself never steps; without this, torch warns that a scheduler stepped first.
+        self.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
+
+    def teardown(self) -> None:
+        """Leave the device; server and bank go to the host, so that the client API works afterwards."""
+        if self._owner:
+            self.move("cpu", "cpu")
+        super().teardown()
+
+    def model_to_device(self) -> None:
+        """Move the module to the device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """One process: nothing to reduce."""
+        return tensor
+
+    def barrier(self, name: str | None = None) -> None:
+        """One process: nobody to wait for."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """One process: nobody to send to."""
+        return obj
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Add the federation's state to Lightning's checkpoint and write it."""
+        if self._owner:
+            checkpoint["federated"] = self.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint; by default without running code from it (``weights_only=True``)."""
+        with explained(checkpoint_path):
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        return require_lightning(checkpoint, checkpoint_path)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module; the federation's state is kept until `setup` knows the clients."""
+        assert self.lightning_module is not None
+        saved = require_federated(checkpoint)
+        check_layout(saved, type(self.method).__name__, self._new_layout())
+        super().load_model_state_dict(checkpoint, strict)
+        self._saved = saved
+
+    # --- the federation ----------------------------------------------------------------------------------------------
+
+    def _find_method(self, trainer: L.Trainer) -> Method:
+        found = [callback for callback in trainer.callbacks if isinstance(callback, Method)]
+        if not found and self._given is None and self._default_method is not None:
+            self._given = self._default_method()
+        if self._given is not None and self._given not in found:
+            trainer.callbacks.insert(0, self._given)
+            found.append(self._given)
+        if len(found) != 1:
+            names = ", ".join(type(method).__name__ for method in found) or "none"
+            raise MisconfigurationException(
+                f"Expected exactly one federated method, but found {names} (FederatedStrategy(method=...) and "
+                "Trainer(callbacks=...) together). Pass one, for example FederatedStrategy(FedAvg()), or set `method:` in "
+                "the recipe."
+            )
+        return found[0]
+
+    def _new_layout(self) -> Layout:
+        assert self.lightning_module is not None
+        return Layout(
+            self.lightning_module, self.method.resolve_personal(Layout(self.lightning_module))
+        )
+
+    def _setup_federation(self, trainer: L.Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        names, num_samples = self._clients(trainer)
+        owner = (trainer, module, self.method, names)
+        fresh = owner != self._owner
+        if fresh or self._saved is not None:
+            self.seed = self._choose_seed()
+        layout = self._new_layout()
+        memories = bank_device(self._bank_place, self.root_device, layout.model(), len(names))
+        if fresh:
+            self.begin(module, layout, names, num_samples, memories)
+            self._owner = owner
+        self.move(self.root_device, memories)
+        if num_samples.any():
+            self.num_samples = num_samples
+        if self._saved is not None:
+            self.load_state_dict(self._saved)
+        self._saved = None
+        self._setup_engine(trainer, fresh)
+        if trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_info(
+                f"{type(self.method).__name__} with {self.num_clients} clients, {trainer.num_training_batches} a round; "
+                f"engine {self.engine.name}; seed {self.seed}. Parameters and buffers:\n{self.layout.table()}"
+            )
+
+    def _clients(self, trainer: L.Trainer) -> tuple[tuple[str, ...], Tensor]:
+        """Names and numbers of training samples: of the training data, else of the checkpoint, else of this split."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            data = trainer.fit_loop.require_data()
+            return tuple(data.names), data.num_samples
+        if self._saved is not None:
+            return tuple(self._saved["clients"]), self._saved["num_samples"]
+        if self._owner and self._owner[:3] == (trainer, self.lightning_module, self.method):
+            return self.client_names, self.num_samples
+        data = (
+            trainer.predict_loop.load() if trainer.predicting else trainer._evaluation_loop.load()
+        )
+        return tuple(data.names), torch.zeros(data.num_clients, dtype=torch.int64)
+
+    def _choose_seed(self) -> int:
+        saved = None if self._saved is None else int(self._saved["seed"])
+        if saved is not None and self._seed not in (None, saved):
+            rank_zero_warn(
+                f"The run continues with the checkpoint's seed {saved}; seed={self._seed} is not used."
+            )
+        if saved is not None:
+            return saved
+        if self._seed is not None:
+            return self._seed
+        # What `seed_everything` leaves behind, as its documentation says.
+        from_environment = os.environ.get("PL_GLOBAL_SEED")
+        return int(from_environment) if from_environment else secrets.randbits(31)
+
+    def _setup_engine(self, trainer: L.Trainer, fresh: bool) -> None:
+        settings = flags.engine_settings(trainer, self.seed, self.chunk_size, self.prefix_cache)
+        if fresh or trainer.state.fn == TrainerFn.FITTING:
+            self.settings = settings
+            template = self.optimizers[0] if self.optimizers else None
+            self.engine = SelectedEngine(
+                self._engine_name, self.lightning_module, self.layout, template, settings
+            )
+        else:  # the engine of the fit has made its choices; it reads the settings when it runs
+            vars(self.settings).update(vars(settings))
+
+
+def _check_settings(
+    method: object, engine: str, chunk_size: int | None, max_update_norm: float | None, bank: str
+) -> None:
+    if method is not None and not isinstance(method, Method):
+        raise TypeError(
+            f"Expected `method` to be a federated method, but got method={method!r}. Pass an instance, such as FedAvg()."
+        )
+    check_engine(engine)
+    if bank not in ("auto", "device", "host"):
+        raise ValueError(
+            f"Expected `bank` to be 'auto', 'device' or 'host', but got bank={bank!r}. Use 'auto'."
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(
+            f"Expected `chunk_size` to be at least 1, but got chunk_size={chunk_size!r}. Use None to fit the memory."
+        )
+    if max_update_norm is not None and not max_update_norm > 0:
+        raise ValueError(
+            f"Expected `max_update_norm` to be positive, but got max_update_norm={max_update_norm!r}. Use None for no bound."
+        )
+
+
+def _install_loops(trainer: L.Trainer) -> None:
+    """Replace Lightning's loops by federated ones that keep what the Trainer configured."""
+    if isinstance(trainer.fit_loop, FederatedLoop):
+        return
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    trainer.fit_loop = take_over(FederatedLoop, trainer.fit_loop)
+    trainer.fit_loop.epoch_loop.val_loop = take_over(FederatedEvaluationLoop, validation)
+    trainer.validate_loop = take_over(FederatedEvaluationLoop, trainer.validate_loop)
+    trainer.test_loop = take_over(FederatedEvaluationLoop, trainer.test_loop)
+    trainer.predict_loop = take_over(FederatedPredictionLoop, trainer.predict_loop)
+
+
+def with_default_method() -> FederatedStrategy:
+    """The strategy behind ``Trainer(strategy="federated")``: FedAvg, if no callback is a method."""
+    strategy = FederatedStrategy()
+    strategy._default_method = FedAvg
+    return strategy
