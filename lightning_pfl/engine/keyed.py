@@ -122,7 +122,7 @@ def _attention(
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, **kwargs: Any,
 ) -> Tensor:
     if dropout_p == 0.0:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, **kwargs)
+        return _NATIVE_ATTENTION(query, key, value, attn_mask, 0.0, is_causal, scale=scale, **kwargs)
     scores = query @ key.transpose(-2, -1) * (scale if scale is not None else query.shape[-1] ** -0.5)
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
@@ -131,6 +131,10 @@ def _attention(
         scores = scores + bias
     weights = scores.softmax(-1)
     return _keep(mode, weights, dropout_p, weights.shape) @ value
+
+
+# Taken here, because `_multi_head` puts the function above in its place while it runs.
+_NATIVE_ATTENTION = F.scaled_dot_product_attention
 
 
 def _multi_head(mode: KeyedRandomness, *args: Any, **kwargs: Any) -> Any:
