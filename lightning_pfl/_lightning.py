@@ -1,8 +1,8 @@
-"""The private part of Lightning that a native training loop needs. No other file imports or touches it.
+"""The private part of Lightning that a native training loop needs, imported here alone.
 
-Lightning has no public loop API since version 2.0, yet its Trainer, loggers and progress bars know only its own loops.
-``tests/test_lightning_contract.py`` pins the existence, the signatures and the behaviour that are used here, so that a new
-release of Lightning fails there first, by name.
+Lightning has no public loop API since version 2.0, yet its Trainer, loggers and progress bars know
+only its own loops. ``tests/test_lightning_contract.py`` pins the existence, the signatures and the
+behaviour that are used here, so that a new release of Lightning fails there first, by name.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-# `configure_optimizers` has eight forms. These read them; the public `Strategy.setup_optimizers` also refuses what the
-# federated loop allows and accepts what it refuses.
+# `configure_optimizers` has eight forms. These read them; the public `Strategy.setup_optimizers`
+# also refuses what the federated loop allows and accepts what it refuses.
 from lightning.pytorch.core.optimizer import (
     _configure_optimizers,
     _configure_schedulers_automatic_opt,
@@ -24,10 +24,10 @@ from lightning.pytorch.core.optimizer import (
 )
 
 # `_logger_connector` serves only subclasses of its own three loops.
-from lightning.pytorch.loops import _EvaluationLoop as EvaluationLoop
-from lightning.pytorch.loops import _FitLoop as FitLoop
-from lightning.pytorch.loops import _Loop as Loop
-from lightning.pytorch.loops import _PredictionLoop as PredictionLoop
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
+from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
+from lightning.pytorch.loops.loop import _Loop as Loop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
 
 # Chooses between `inference_mode` and `no_grad` as `Trainer(inference_mode=...)` says.
 from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
@@ -38,7 +38,8 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as Wrappi
 # Fire hooks as the Trainer does: with the profiler's records and the name that `self.log` looks up.
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 
-# The result collection behind `self.log`: values computed outside the module's steps are put where `self.log` puts them.
+# The result collection behind `self.log`: values computed outside the module's steps are put where
+# `self.log` puts them.
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultCollection as ResultCollection,
 )
@@ -78,7 +79,7 @@ LoopT = TypeVar("LoopT", bound=Loop)
 
 
 class DataHolder:
-    """Stands where the Trainer's loops keep their ``CombinedLoader``; ``trainer.train_dataloader`` returns ``iterables``.
+    """Stands where loops keep a ``CombinedLoader``; ``trainer.train_dataloader`` is ``iterables``.
 
     Args:
         data: The federated dataset of a split.
@@ -92,30 +93,31 @@ class DataHolder:
 
 
 def take_over(kind: type[LoopT], old: Loop) -> LoopT:
-    """Make a loop of another kind that has everything the Trainer's own loop was given: limits, data source, progress."""
+    """Make a loop of another kind that has all the Trainer's had: limits, data source, progress."""
     new = kind.__new__(kind)
     new.__dict__.update(old.__dict__)
     return new
 
 
-# --- hooks -----------------------------------------------------------------------------------------------------------
+# --- hooks ----------------------------------------------------------------------------------------
 
 
-def call_hooks(trainer: L.Trainer, name: str, *args: Any, monitoring: bool | None = None) -> None:
+def call_hooks(trainer: Any, name: str, *args: Any, monitoring: bool | None = None) -> None:
     """Fire a hook on the callbacks and then the module, in Lightning's order.
 
     Args:
         trainer: The running Trainer.
         name: Name of the hook.
         *args: The hook's arguments after ``trainer`` and ``module``.
-        monitoring: As in Lightning: callbacks that monitor values (True), the others (False, and then the module), or all.
+        monitoring: As in Lightning: callbacks that monitor values (True), the others (False, and
+            then the module), or all.
     """
     _call_callback_hooks(trainer, name, *args, monitoring_callbacks=monitoring)
     if monitoring is not True:
         _call_lightning_module_hook(trainer, name, *args)
 
 
-def call_module_hook(trainer: L.Trainer, name: str) -> Any:
+def call_module_hook(trainer: Any, name: str) -> Any:
     """Fire a hook that only the module has; returns what it returns."""
     return _call_lightning_module_hook(trainer, name)
 
@@ -123,14 +125,15 @@ def call_module_hook(trainer: L.Trainer, name: str) -> Any:
 class ClientHooks:
     """Fires a per-batch hook on those that override it.
 
-    With a thousand clients in an evaluation, calling empty methods of every callback costs more than the evaluation.
+    With a thousand clients in an evaluation, calling empty methods of every callback costs more
+    than the evaluation.
 
     Args:
         trainer: The running Trainer.
         name: Name of the hook, such as ``"on_validation_batch_end"``.
     """
 
-    def __init__(self, trainer: L.Trainer, name: str) -> None:
+    def __init__(self, trainer: Any, name: str) -> None:
         self.trainer, self.name = trainer, name
         self.callbacks: list[Any] = [c for c in trainer.callbacks if overrides(c, name, Callback)]
         self.on_module = is_overridden(name, trainer.lightning_module)
@@ -149,13 +152,13 @@ class ClientHooks:
 
 
 def overrides(instance: object, name: str, parent: type) -> bool:
-    """Whether an object has its own version of a method of ``parent``, by its class or as an attribute."""
+    """Whether an object has its own version of a method of ``parent``."""
     return name in vars(instance) or getattr(type(instance), name, None) is not getattr(
         parent, name
     )
 
 
-# --- counters --------------------------------------------------------------------------------------------------------
+# --- counters -------------------------------------------------------------------------------------
 
 
 def count_server_update(loop: FitLoop) -> None:
@@ -171,7 +174,7 @@ def set_rounds(loop: FitLoop, finished: int, begun: int) -> None:
         vars(tracker).update(ready=begun, started=begun, processed=finished, completed=finished)
 
 
-# --- logging ---------------------------------------------------------------------------------------------------------
+# --- logging --------------------------------------------------------------------------------------
 
 
 def log_values(
@@ -204,14 +207,14 @@ def log_values(
         )
 
 
-def open_step(trainer: L.Trainer, client: int) -> None:
-    """Tell the loggers' connector that a "batch" begins, so that ``self.log`` works inside the per-client hooks."""
+def open_step(trainer: Any, client: int) -> None:
+    """Tell the loggers' connector that a "batch" begins: ``self.log`` works in per-client hooks."""
     trainer._logger_connector.on_batch_start(client)
     if (results := trainer._results) is not None:
         results.batch_size = 1  # the batch is a client id, from which no size can be read
 
 
-def close_step(trainer: L.Trainer) -> None:
+def close_step(trainer: Any) -> None:
     """Tell the loggers' connector that a "batch" has ended."""
     connector = trainer._logger_connector
     connector.on_batch_end()
@@ -219,27 +222,27 @@ def close_step(trainer: L.Trainer) -> None:
         connector.update_train_step_metrics()
 
 
-def stop_if_terminated(trainer: L.Trainer) -> None:
+def stop_if_terminated(trainer: Any) -> None:
     """End the run, as Lightning does between epochs, if the process was told to terminate."""
     if trainer.received_sigterm:
         raise SIGTERMException
 
 
-def remember_metrics(trainer: L.Trainer, values: Mapping[str, float | Tensor]) -> None:
+def remember_metrics(trainer: Any, values: Mapping[str, float | Tensor]) -> None:
     """Add values to ``trainer.callback_metrics``, as a resumed run has them from before."""
     trainer._logger_connector._callback_metrics.update(
         {name: torch.as_tensor(value) for name, value in values.items()}
     )
 
 
-def log_at_end(trainer: L.Trainer, values: Mapping[str, float]) -> None:
+def log_at_end(trainer: Any, values: Mapping[str, float]) -> None:
     """Send values to the loggers and to ``trainer.callback_metrics``, at the end of a fit."""
     tensors = {name: torch.as_tensor(value) for name, value in values.items()}
     remember_metrics(trainer, tensors)
     trainer._logger_connector.log_metrics(tensors)
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 
 def read_optimizers(
@@ -261,5 +264,5 @@ def read_optimizers(
 
 
 def step_schedulers(loop: FitLoop, plateau: bool) -> None:
-    """Step the schedulers that step once an epoch: those that look at a monitored value, or the others."""
+    """Step the schedulers of rounds: those that look at a monitored value, or the others."""
     loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=plateau)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Adaptation(Method):
-    """Clients train what they are given with the user's optimizer, and hand it back; nothing is aggregated."""
+    """Clients train what they are given with the user's optimizer, and hand it back."""
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
         """Begin with the given model."""
@@ -46,7 +46,8 @@ def adapt(
         clients: Ids, int64 ``(clients,)``.
         phases: What trains, and for how long.
         data: What they train on, with the federation's ids as rows; None for the training data.
-        stream: Name of the random stream, so that several adaptations in a round draw different numbers.
+        stream: Name of the random stream, so that several adaptations in a round draw different
+            numbers.
 
     Returns:
         The trained models, ``(clients, ...)``. A client without samples keeps what it was given.
@@ -55,7 +56,8 @@ def adapt(
         MisconfigurationException: If the Trainer has no training data.
     """
     module, settings = federation.require_module(), federation.settings
-    data = module.trainer.fit_loop.require_data() if data is None else data
+    trainer: Any = module.trainer
+    data = trainer.fit_loop.require_data() if data is None else data
     home = next(module.parameters()).device
     method = Adaptation(weighting="uniform")
     method.bind(federation.layout, federation.num_clients, federation.seed)

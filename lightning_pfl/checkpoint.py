@@ -19,10 +19,10 @@ from lightning_pfl.tree import Tree
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and then renames it, so that a file is always either complete or not there.
+    """Writes a checkpoint beside its place and renames it: a file is complete, or it is not there.
 
-    Lightning's own plugin goes through the system's temporary folder, whose move to another disk is a copy and can be torn.
-    Remote paths are left to Lightning.
+    Lightning's own plugin goes through the system's temporary folder, whose move to another disk is
+    a copy and can be torn. Remote paths are left to Lightning.
     """
 
     def save_checkpoint(
@@ -34,7 +34,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # No suffix .ckpt: what a kill leaves behind is not taken for a checkpoint, and the next write replaces it.
+        # No suffix .ckpt: what a kill leaves behind is not taken for a checkpoint, and the next
+        # write replaces it.
         temporary = target.with_name(f".{target.name}.tmp")
         with temporary.open("wb") as file:
             torch.save(checkpoint, file)
@@ -59,15 +60,18 @@ def explained(path: Any) -> Iterator[None]:
     """Turn the errors of reading a broken or foreign file into sentences; the file stays as it is.
 
     Raises:
-        RuntimeError: If the file is truncated, is no checkpoint, or holds code that isn't run by default.
+        RuntimeError: If the file is truncated, is no checkpoint, or holds code that isn't run by
+        default.
     """
     try:
         yield
     except pickle.UnpicklingError as cause:
         if "weights_only" in str(cause) or "Weights only" in str(cause):
             raise RuntimeError(
-                f"Expected the checkpoint {str(path)!r} to hold tensors and plain values, but reading it would run code: "
-                f"{_first_line(cause)} If you wrote the file yourself, pass weights_only=False to trainer.fit."
+                f"Expected the checkpoint {str(path)!r} to hold tensors and plain values, but "
+                "reading it would run code: "
+                f"{_first_line(cause)} If you wrote the file yourself, pass weights_only=False to "
+                "trainer.fit."
             ) from cause
         raise _broken(path, cause) from cause
     except (RuntimeError, EOFError, ValueError, UnicodeDecodeError) as cause:
@@ -76,7 +80,8 @@ def explained(path: Any) -> Iterator[None]:
 
 def _broken(path: Any, cause: BaseException) -> RuntimeError:
     return RuntimeError(
-        f"Expected {str(path)!r} to be a checkpoint, but it is truncated or of another format ({_first_line(cause)}). The "
+        f"Expected {str(path)!r} to be a checkpoint, but it is truncated or of another format "
+        f"({_first_line(cause)}). The "
         "file was left as it is. Resume from another checkpoint."
     )
 
@@ -94,7 +99,8 @@ def require_lightning(checkpoint: Any, path: Any) -> dict[str, Any]:
     if isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint:
         return checkpoint
     raise CheckpointMismatchError(
-        f"Expected {str(path)!r} to be a checkpoint of a Trainer, but it holds a {type(checkpoint).__name__} saved by "
+        f"Expected {str(path)!r} to be a checkpoint of a Trainer, but it holds a "
+        f"{type(checkpoint).__name__} saved by "
         "something else. Load weights alone with `module.load_state_dict(torch.load(path))`."
     )
 
@@ -109,8 +115,10 @@ def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         saved: Mapping[str, Any] = checkpoint["federated"]
         return saved
     raise CheckpointMismatchError(
-        "Expected a checkpoint of a federated run, but got one that was written without FederatedStrategy. To start from "
-        "its weights, load them with `Module.load_from_checkpoint(path)` and call trainer.fit without ckpt_path."
+        "Expected a checkpoint of a federated run, but got one that was written without "
+        "FederatedStrategy. To start from "
+        "its weights, load them with `Module.load_from_checkpoint(path)` and call trainer.fit "
+        "without ckpt_path."
     )
 
 
@@ -122,19 +130,23 @@ def check_layout(saved: Mapping[str, Any], method: str, layout: Layout) -> None:
     """
     if saved["method"] != method:
         raise CheckpointMismatchError(
-            f"Expected a checkpoint of {method}, but got one of {saved['method']}. Resume with the method that wrote it."
+            f"Expected a checkpoint of {method}, but got one of {saved['method']}. Resume with the "
+            "method that wrote it."
         )
     theirs, ours = saved["layout"], layout.describe()
     if theirs == ours:
         return
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     differences = "; ".join(
-        f"{name}: {_entry(theirs.get(name))} in the checkpoint, {_entry(ours.get(name))} in the module"
+        f"{name}: {_entry(theirs.get(name))} in the checkpoint, {_entry(ours.get(name))} in the "
+        "module"
         for name in names[:3]
     )
     raise CheckpointMismatchError(
-        f"Expected a checkpoint of this module and split, but got one that differs in {len(names)} entries ({differences}"
-        f"{'; ...' if len(names) > 3 else ''}). Use the module and the `personal` setting of the run that wrote it."
+        f"Expected a checkpoint of this module and split, but got one that differs in {len(names)} "
+        f"entries ({differences}"
+        f"{'; ...' if len(names) > 3 else ''}). Use the module and the `personal` setting of the "
+        "run that wrote it."
     )
 
 
@@ -156,7 +168,8 @@ def check_clients(saved: Mapping[str, Any], names: Sequence[str], memory: Tree) 
     theirs = list(saved["clients"])
     if len(theirs) != len(names):
         raise CheckpointMismatchError(
-            f"Expected a checkpoint of {len(names)} clients, but got one of {len(theirs)}. Resume with the data of the run "
+            f"Expected a checkpoint of {len(names)} clients, but got one of {len(theirs)}. Resume "
+            "with the data of the run "
             "that wrote it; new clients are adapted with NewClientAdaptation."
         )
     if theirs != list(names):
@@ -164,12 +177,14 @@ def check_clients(saved: Mapping[str, Any], names: Sequence[str], memory: Tree) 
             index for index, (a, b) in enumerate(zip(theirs, names, strict=True)) if a != b
         )
         raise CheckpointMismatchError(
-            f"Expected a checkpoint of the same clients, but client {client} is {theirs[client]!r} in the checkpoint and "
+            f"Expected a checkpoint of the same clients, but client {client} is {theirs[client]!r} "
+            "in the checkpoint and "
             f"{names[client]!r} now. Give the clients in the order of the run that wrote it."
         )
     if (held := _shapes(saved["bank"])) != (needed := _shapes(memory)):
         raise CheckpointMismatchError(
-            f"Expected clients that remember {sorted(needed)}, but those of the checkpoint remember {sorted(held)} or other "
+            f"Expected clients that remember {sorted(needed)}, but those of the checkpoint "
+            f"remember {sorted(held)} or other "
             "shapes. Use the method's settings of the run that wrote it."
         )
 

@@ -1,26 +1,22 @@
-"""Evaluation: every client with its personal model, and with the global model where there is one."""
+"""Evaluation: every client with its personal model, and with the global model if there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl._lightning import (
-    ClientHooks,
     DataHolder,
     EvaluationLoop,
-    close_step,
     is_overridden,
     log_values,
     no_grad_context,
-    open_step,
 )
 from lightning_pfl.adaptation import adapt
 from lightning_pfl.data.clients import FederatedDataset, as_federated
@@ -28,6 +24,7 @@ from lightning_pfl.engine.base import Evaluation, LogOptions
 from lightning_pfl.history import higher_is_better
 from lightning_pfl.metrics.summary import summarize
 from lightning_pfl.placement import align, place
+from lightning_pfl.progress import ClientProgress
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.tables import ClientTable
 from lightning_pfl.tree import Model, expand, is_expanded
@@ -36,17 +33,17 @@ if TYPE_CHECKING:
     from lightning_pfl.federation import Federation
 
 MEMORY = 2**28
-"""Bytes of personal models that are built at a time: with more clients, they are evaluated in several goes."""
+"""Bytes of personal models that are built at a time; more clients are evaluated in several goes."""
 
 
-# --- the models that are evaluated -----------------------------------------------------------------------------------
+# --- the models that are evaluated ----------------------------------------------------------------
 
 
 def personal_models(federation: Federation, clients: Tensor) -> Model:
     """The models that clients are evaluated with, ``(clients, ...)``.
 
-    The method's ``personal_model`` of what the server sends now and what the client remembers, then the local training of
-    ``evaluation_phases`` where the method has any.
+    The method's ``personal_model`` of what the server sends now and what the client remembers, then
+    the local training of ``evaluation_phases`` where the method has any.
 
     Args:
         federation: The strategy.
@@ -125,7 +122,7 @@ def _join(parts: list[Evaluation]) -> Evaluation:
 
 
 def is_global(models: Model, shared: Model) -> bool:
-    """Whether the clients' models are views of the global model's very tensors, so that one evaluation serves both."""
+    """Whether the clients' models are views of the global model, so that one evaluation serves both."""
     return models.keys() == shared.keys() and all(
         is_expanded(leaf) and leaf.data_ptr() == shared[name].data_ptr()
         for name, leaf in models.items()
@@ -133,7 +130,7 @@ def is_global(models: Model, shared: Model) -> bool:
 
 
 def summaries(evaluation: Evaluation, prefix: str = "") -> dict[str, float]:
-    """The statistics over clients of each value: ``val_acc`` is the mean, ``val_acc/worst_decile`` and so on beside it."""
+    """Statistics over clients: ``val_acc`` is the mean, beside it ``val_acc/std`` and so on."""
     found = {}
     for key, values in evaluation.values.items():
         for name, number in summarize(values, evaluation.counts, higher_is_better(key)).items():
@@ -141,16 +138,18 @@ def summaries(evaluation: Evaluation, prefix: str = "") -> dict[str, float]:
     return found
 
 
-# --- the loop --------------------------------------------------------------------------------------------------------
+# --- the loop -------------------------------------------------------------------------------------
 
 
 class FederatedEvaluationLoop(EvaluationLoop):
     """Validation (inside a fit or alone) and test of all clients that have samples in the split.
 
-    ``on_validation_batch_start`` and ``on_validation_batch_end`` (or ``on_test_...``) fire once per client, with its id as
-    ``batch``. The sanity check runs ``num_sanity_val_steps`` batches of as many clients.
+    ``on_validation_batch_start`` and ``on_validation_batch_end`` (or ``on_test_...``) fire once per
+    client, with its id as ``batch``. The sanity check runs ``num_sanity_val_steps`` batches of as
+    many clients.
     """
 
+    trainer: Any
     data: FederatedDataset | None = None
     rows: Tensor
     clients: Tensor
@@ -166,14 +165,14 @@ class FederatedEvaluationLoop(EvaluationLoop):
         """``"val"`` or ``"test"``."""
         return str(self._stage.dataloader_prefix)
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data -------------------------------------------------------------------------------------
 
     def load(self) -> FederatedDataset:
         """The split's data, loaded now if it isn't yet."""
         if self.data is None or self._combined_loader is None:
             data = as_federated(self._data_source.dataloader(), what=f"{self.prefix}_dataloaders")
             self.data = place(data, self.trainer)
-            self._combined_loader = DataHolder(self.data)
+            self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
 
     def setup_data(self) -> None:
@@ -201,7 +200,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
                 f"No client has samples in the {self.prefix} split; it is not evaluated."
             )
 
-    # --- a run -------------------------------------------------------------------------------------------------------
+    # --- a run ------------------------------------------------------------------------------------
 
     @no_grad_context
     def run(self) -> list[dict[str, Any]]:
@@ -239,7 +238,8 @@ class FederatedEvaluationLoop(EvaluationLoop):
             same = same and shared is not None and is_global(models, shared)
             return models
 
-        progress = _Clients(self, clients)
+        stage = "test" if trainer.testing else "validation"
+        progress = ClientProgress(trainer, self.batch_progress, clients, stage)
         with trainer.profiler.profile("evaluation"):
             results = {
                 "": evaluate_clients(
@@ -263,10 +263,11 @@ class FederatedEvaluationLoop(EvaluationLoop):
         if trainer.sanity_checking:
             limit = trainer.num_sanity_val_steps
             return 1.0 if limit == float("inf") else int(limit)
-        return trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+        chosen = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+        return cast("float | int", chosen)
 
     def _report(self, results: dict[str, Evaluation], names: list[str]) -> None:
-        """Log the statistics, append to the per-client table, and remember the round for the end of the fit."""
+        """Log the statistics, extend the per-client table, and remember the round."""
         round = self.strategy.rounds - 1
         values: dict[str, float] = {}
         shown, logged = set(), set()
@@ -300,7 +301,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         super()._on_evaluation_end(*args, **kwargs)
 
 
-def log_folder(trainer: L.Trainer) -> Path | None:
+def log_folder(trainer: Any) -> Path | None:
     """Where the loggers write, None without a logger."""
     if (
         not trainer.loggers
@@ -310,36 +311,3 @@ def log_folder(trainer: L.Trainer) -> Path | None:
     ):
         return None
     return Path(trainer.log_dir)
-
-
-class _Clients:
-    """Fires the per-batch hooks for evaluated clients, in the order in which they finish."""
-
-    def __init__(self, loop: FederatedEvaluationLoop, clients: Tensor) -> None:
-        self.trainer, self.progress = loop.trainer, loop.batch_progress
-        self.ids = clients.tolist()
-        self.waiting = set(range(len(self.ids)))
-        stage = "test" if self.trainer.testing else "validation"
-        self.start = ClientHooks(self.trainer, f"on_{stage}_batch_start")
-        self.end = ClientHooks(self.trainer, f"on_{stage}_batch_end")
-
-    def finished(self, positions: list[int]) -> None:
-        """Called by the engine: these clients are done."""
-        for position in positions:
-            if position not in self.waiting:
-                continue
-            self.waiting.remove(position)
-            client, number = self.ids[position], self.progress.current.ready
-            self.progress.increment_ready()
-            self.progress.is_last_batch = not self.waiting
-            open_step(self.trainer, client)
-            self.start(client, number)
-            self.progress.increment_started()
-            self.progress.increment_processed()
-            self.end(None, client, number)
-            self.progress.increment_completed()
-            close_step(self.trainer)
-
-    def finish(self) -> None:
-        """For engines that don't report every client."""
-        self.finished(sorted(self.waiting))

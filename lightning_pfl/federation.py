@@ -1,4 +1,4 @@
-"""The federation's state: the server's tree, the clients' memories, and what can be asked about them."""
+"""The federation's state: the server's tree, the clients' memories, and questions about them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.checkpoint import check_clients
-from lightning_pfl.engine.base import Engine, EngineSettings
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.evaluation import personal_models
 from lightning_pfl.history import History
 from lightning_pfl.layout import Layout
@@ -42,7 +43,7 @@ class Federation:
     layout: Layout
     server: Tree
     bank: Bank
-    engine: Engine
+    engine: SelectedEngine
     settings: EngineSettings
     seed: int
 
@@ -53,7 +54,7 @@ class Federation:
         self.num_samples = torch.zeros(0, dtype=torch.int64)
         self.module: L.LightningModule | None = None
 
-    # --- what users ask for ------------------------------------------------------------------------------------------
+    # --- what users ask for -----------------------------------------------------------------------
 
     @property
     def num_clients(self) -> int:
@@ -74,7 +75,7 @@ class Federation:
         return self._state_dict({name: leaf[0] for name, leaf in model.items()})
 
     def client_module(self, client: int | str) -> L.LightningModule:
-        """A client's personal model as a copy of the user's module: in eval mode, and without a Trainer."""
+        """A client's personal model as a copy of the module: in eval mode, without Trainer."""
         state = self.client_state_dict(client)
         module = self.require_module()
         trainer, module._trainer = module._trainer, None
@@ -95,9 +96,12 @@ class Federation:
         model = self.method.global_model(self.server)
         if model is None:
             raise MisconfigurationException(
-                f"Expected a method with a global model, but got {type(self.method).__name__}, which keeps "
-                f"{len(self.layout.personal)} of the {len(self.layout.names)} entries of {type(module).__name__} on the "
-                "clients. Use `client_state_dict(client)`, or a method without a personal part such as FedAvg or FedProx."
+                f"Expected a method with a global model, but got {type(self.method).__name__}, "
+                "which keeps "
+                f"{len(self.layout.personal)} of the {len(self.layout.names)} entries of "
+                f"{type(module).__name__} on the "
+                "clients. Use `client_state_dict(client)`, or a method without a personal part "
+                "such as FedAvg or FedProx."
             )
         return self._state_dict(model)
 
@@ -116,7 +120,8 @@ class Federation:
             ", ..." if self.num_clients > 5 else ""
         )
         raise KeyError(
-            f"Expected `client` to be an id in 0..{self.num_clients - 1} or one of the names {some}, but got "
+            f"Expected `client` to be an id in 0..{self.num_clients - 1} or one of the names "
+            f"{some}, but got "
             f"client={client!r}. Use one of these."
         )
 
@@ -124,7 +129,8 @@ class Federation:
         """The user's module; an error before the first run."""
         if self.module is None:
             raise RuntimeError(
-                "Expected a federation to ask about, but nothing was trained or loaded yet. Call `trainer.fit`, or "
+                "Expected a federation to ask about, but nothing was trained or loaded yet. Call "
+                "`trainer.fit`, or "
                 "`trainer.validate(ckpt_path=...)`, first."
             )
         return self.module
@@ -136,7 +142,7 @@ class Federation:
             name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in full.items()
         }
 
-    # --- a round -----------------------------------------------------------------------------------------------------
+    # --- a round ----------------------------------------------------------------------------------
 
     def info(self, clients: Tensor, round: int, steps: Tensor | None = None) -> ClientInfo:
         """What is known of some clients; the weights sum to 1 over them."""
@@ -146,24 +152,24 @@ class Federation:
         return ClientInfo(clients, samples, steps, weights, round, self.num_clients)
 
     def download(self, info: ClientInfo) -> Tree:
-        """What the server sends to some clients, ``(clients, ...)``; what is equal for all is an expanded view."""
+        """What the server sends to some clients, ``(clients, ...)``; views where all get the same."""
         received = expand(self.method.download(self.server, info), len(info))
         return _merge(received, self.method.download_rows(self.server, info))
 
     def shared_model(self) -> Model:
-        """What the server knows of the user's module: the global model, or the shared part of it."""
+        """What the server knows of the module: the global model, or its shared part."""
         model = self.method.global_model(self.server)
         return select(self.server.get("model", {}) if model is None else model, self.layout.names)
 
     def commit(self, server: Tree, accepted: Tensor, memories: Tree) -> None:
-        """End a round: the new server, and the memories of the accepted clients (ids, ``(accepted,)``)."""
+        """End a round: the new server, and the memories of the accepted clients (their ids)."""
         self.server = server
         if len(accepted):
             self.bank.scatter(accepted, memories)
         self.layout.load(self.shared_model())
         self.rounds += 1
 
-    # --- begin, move, save, restore ----------------------------------------------------------------------------------
+    # --- begin, move, save, restore ---------------------------------------------------------------
 
     def begin(
         self,
@@ -224,7 +230,7 @@ class Federation:
 
 
 def bank_device(place: str, device: torch.device, row: Tree, num_clients: int) -> torch.device:
-    """Where the memories live: as asked, or on the device if they take at most a quarter of its memory."""
+    """Where the memories live: as asked, or on the device if they take at most a quarter of it."""
     if place == "host" or device.type == "cpu":
         return torch.device("cpu")
     size = sum(leaf.numel() * leaf.element_size() for leaf in leaves(row)) * num_clients

@@ -1,6 +1,7 @@
-"""What the Trainer's flags, callbacks and the module's hooks mean for federated training; what means nothing is refused.
+"""What the Trainer's flags, callbacks and the module's hooks mean for federated training.
 
-Nothing is silently ignored: each setting works as in Lightning, or raises an error that names it and says what to do.
+Nothing is silently ignored: each setting works as in Lightning, or raises an error that names it
+and says what to do.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
@@ -18,7 +20,6 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_pfl._lightning import is_overridden, overrides
@@ -37,7 +38,7 @@ LOCAL_HOOKS = (
     "transfer_batch_to_device",
     "on_after_batch_transfer",
 )
-"""Module hooks inside a step: the engines step many clients at once and have no single backward pass to hand out."""
+"""Module hooks inside a step: engines step many clients at once, with one backward pass."""
 
 LOCAL_CALLBACK_HOOKS = (
     "on_before_backward",
@@ -47,18 +48,19 @@ LOCAL_CALLBACK_HOOKS = (
 )
 
 REFUSED_CALLBACKS: dict[type[Callback], str] = {
-    StochasticWeightAveraging: "It averages one model over epochs; use a method with a server optimizer instead.",
-    WeightAveraging: "It averages one model over steps; use a method with a server optimizer instead.",
-    BaseFinetuning: "It freezes layers of one model; a method's phases or HeadFineTuning do that for every client.",
+    StochasticWeightAveraging: "It averages one model; use a method with a server optimizer.",
+    WeightAveraging: "It averages one model; use a method with a server optimizer.",
+    BaseFinetuning: "It freezes layers of one model; use a method's phases, or HeadFineTuning.",
     ModelPruning: "It prunes one model in place; prune what `client_module` returns.",
     GradientAccumulationScheduler: "Set `trainer.accumulate_grad_batches` to one number.",
 }
 
 
 def refuse(flag: str, got: object, remedy: str) -> MisconfigurationException:
-    """The error for a Trainer flag: names the flag as Python and YAML spell it, the value, and what to do."""
+    """The error for a Trainer flag: its name in Python and YAML, the value, and what to do."""
     return MisconfigurationException(
-        f"FederatedStrategy does not support `Trainer({flag}={got!r})` (`trainer.{flag}` in a recipe). {remedy}"
+        f"FederatedStrategy does not support `Trainer({flag}={got!r})` (`trainer.{flag}` in a "
+        f"recipe). {remedy}"
     )
 
 
@@ -76,12 +78,13 @@ def check_processes(devices: int, num_nodes: int, world_size: int) -> None:
         raise refuse("num_nodes", num_nodes, "All clients train in one process; set num_nodes=1.")
     if world_size > 1:
         raise MisconfigurationException(
-            f"FederatedStrategy runs in one process, but the environment says that there are {world_size}. "
+            "FederatedStrategy runs in one process, but the environment says that there are "
+            f"{world_size}. "
             "Start the script without torchrun, srun or mpirun, or with one task."
         )
 
 
-def check_trainer(trainer: L.Trainer) -> None:
+def check_trainer(trainer: Any) -> None:
     """Refuse flags and callbacks that have no meaning when a round is the unit.
 
     Raises:
@@ -100,7 +103,8 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise refuse(
             "val_check_interval",
             trainer.val_check_interval,
-            "A round can't be interrupted for validation. Use check_val_every_n_epoch, or an int number of rounds "
+            "A round can't be interrupted for validation. Use check_val_every_n_epoch, or an int "
+            "number of rounds "
             "together with check_val_every_n_epoch=None.",
         )
     if trainer._accelerator_connector._layer_sync is not None:
@@ -113,13 +117,16 @@ def check_trainer(trainer: L.Trainer) -> None:
         for kind, remedy in REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise MisconfigurationException(
-                    f"FederatedStrategy does not support the callback {type(callback).__name__}. {remedy}"
+                    f"FederatedStrategy does not support the callback {type(callback).__name__}. "
+                    f"{remedy}"
                 )
         for hook in LOCAL_CALLBACK_HOOKS:
             if overrides(callback, hook, Callback):
                 raise MisconfigurationException(
-                    f"FederatedStrategy can't call `{hook}` of the callback {type(callback).__name__}: clients step "
-                    "together, without a backward pass of their own. Use on_train_batch_end (once per client and round)."
+                    f"FederatedStrategy can't call `{hook}` of the callback "
+                    f"{type(callback).__name__}: clients step "
+                    "together, without a backward pass of their own. Use on_train_batch_end (once "
+                    "per client and round)."
                 )
 
 
@@ -132,15 +139,19 @@ def check_module(module: L.LightningModule) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"FederatedStrategy needs automatic optimization, but {name} sets automatic_optimization=False. Return the "
-            "loss from `training_step` and one optimizer from `configure_optimizers`; own local updates go into a "
+            f"FederatedStrategy needs automatic optimization, but {name} sets "
+            "automatic_optimization=False. Return the "
+            "loss from `training_step` and one optimizer from `configure_optimizers`; own local "
+            "updates go into a "
             "method's `client_step`."
         )
     for hook in LOCAL_HOOKS:
         if is_overridden(hook, module):
             raise MisconfigurationException(
-                f"FederatedStrategy can't call `{hook}`, but {name} overrides it. Use Trainer flags such as "
-                "gradient_clip_val, the method's `client_step`, or transforms in the dataset instead."
+                f"FederatedStrategy can't call `{hook}`, but {name} overrides it. Use Trainer "
+                "flags such as "
+                "gradient_clip_val, the method's `client_step`, or transforms in the dataset "
+                "instead."
             )
 
 
@@ -152,7 +163,8 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
     """
     if len(optimizers) != 1:
         raise MisconfigurationException(
-            f"FederatedStrategy supports one optimizer, but `configure_optimizers` returned {len(optimizers)} optimizers. "
+            "FederatedStrategy supports one optimizer, but `configure_optimizers` returned "
+            f"{len(optimizers)} optimizers. "
             "Use one optimizer with several parameter groups."
         )
 
@@ -166,7 +178,8 @@ def check_schedulers(configs: list[Any]) -> None:
     for config in configs:
         if config.interval != "epoch":
             raise MisconfigurationException(
-                f"FederatedStrategy steps learning rate schedulers once a round, but {type(config.scheduler).__name__} has "
+                "FederatedStrategy steps learning rate schedulers once a round, but "
+                f"{type(config.scheduler).__name__} has "
                 f'"interval": {config.interval!r}. Use "interval": "epoch" and count in rounds.'
             )
 
@@ -191,7 +204,7 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def engine_settings(
-    trainer: L.Trainer, seed: int, chunk_size: int | None, prefix_cache: bool
+    trainer: Any, seed: int, chunk_size: int | None, prefix_cache: bool
 ) -> EngineSettings:
     """What the Trainer's flags say about local training."""
     algorithm = trainer.gradient_clip_algorithm

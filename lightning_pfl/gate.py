@@ -1,4 +1,4 @@
-"""The gate between clients and server: what isn't finite, or is too large, never reaches the aggregate."""
+"""The gate between clients and server: what isn't finite, or is too large, stays outside."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def judge(
     r"""Decide whose work counts in this round.
 
     A client is left out if its upload, its memory or its training loss isn't finite, or if
-    :math:`\lVert \text{upload} - \text{received} \rVert_2` is above ``max_norm``. Entries of an upload that have no
-    counterpart in what was received count as they are.
+    :math:`\lVert \text{upload} - \text{received} \rVert_2` is above ``max_norm``. Entries of an
+    upload that have no counterpart in what was received count as they are.
 
     Args:
         result: The cohort's work.
@@ -26,7 +26,8 @@ def judge(
         max_norm: Largest norm of an update; None for no bound.
 
     Returns:
-        Who is accepted, bool ``(clients,)`` on the CPU, and the reason by client id for those who aren't.
+        Who is accepted, bool ``(clients,)`` on the CPU, and the reason by client id for those who
+        aren't.
     """
     loss = result.loss
     everyone = torch.ones(len(info), dtype=torch.bool, device=loss.device)

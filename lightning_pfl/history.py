@@ -9,10 +9,10 @@ from lightning_pfl.metrics.history import BestValidationRound, LastRounds
 
 
 class History:
-    """Collects the validation values of every round; gives the mean of the last ten rounds and the best round.
+    """Collects validation values; gives the mean of the last ten rounds, and the best round.
 
-    The best round is chosen by the first value that isn't a loss (largest), else by the first one (smallest). Only
-    validation values come in here, so a test value never chooses anything.
+    The best round is chosen by the first value that isn't a loss (largest), else by the first one
+    (smallest). Only validation values come in here, so a test value never chooses anything.
 
     Example:
         >>> history = History()
@@ -35,7 +35,7 @@ class History:
         self.best.update(round, values)
 
     def summary(self) -> dict[str, float]:
-        """``last10/<name>`` and ``best/<name>`` for every name, and ``best/round``; empty without evaluations."""
+        """``last10/<name>``, ``best/<name>`` and ``best/round``; empty without evaluations."""
         if self.best is None:
             return {}
         summary = {f"last10/{name}": value for name, value in self.last.mean().items()}

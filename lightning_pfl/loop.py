@@ -7,50 +7,52 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl._lightning import (
-    ClientHooks,
     DataHolder,
     FitLoop,
     call_hooks,
     call_module_hook,
-    close_step,
     count_server_update,
     log_at_end,
     log_values,
-    open_step,
     remember_metrics,
     set_rounds,
     step_schedulers,
     stop_if_terminated,
 )
-from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
+from lightning_pfl.callback import FederatedCallback, Round
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import LocalResult
 from lightning_pfl.gate import judge
 from lightning_pfl.placement import place
+from lightning_pfl.progress import ClientProgress
 from lightning_pfl.sampling import sample_cohort
 from lightning_pfl.tree import nbytes, rows
 
-# How far the current round is, for a checkpoint that is written inside it. Before OPEN's end nothing of it counts.
+# How far the current round is, for a checkpoint that is written inside it. Before OPEN's end
+# nothing of it counts.
 OPEN, TRAINED, VALIDATED, CLOSED = "open", "trained", "validated", "closed"
 
 
 class FederatedLoop(FitLoop):
-    """Runs rounds in the place of Lightning's epochs; every Lightning hook fires at its normal place.
+    """Runs rounds in the place of epochs; every Lightning hook fires at its normal place.
 
-    ``on_train_batch_start`` and ``on_train_batch_end`` fire once for each client of the cohort, with the client's id as
-    ``batch`` and the number of clients before it as ``batch_idx``. The last client's end comes after the server's update.
+    ``on_train_batch_start`` and ``on_train_batch_end`` fire once for each client of the cohort,
+    with the client's id as ``batch`` and the number of clients before it as ``batch_idx``. The last
+    client's end comes after the server's update.
 
     Attributes:
         data: The training data.
         stage: How far the current round is.
-        logged: What the current round logs, by name; kept for a run that is resumed inside the round.
+        logged: What the current round logs, by name; kept for a run that is resumed inside the
+            round.
     """
 
+    trainer: Any
     data: FederatedDataset | None = None
     stage: str = CLOSED
     logged: Mapping[str, float] = MappingProxyType({})
@@ -63,7 +65,7 @@ class FederatedLoop(FitLoop):
         """The federated strategy."""
         return self.trainer.strategy
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data -------------------------------------------------------------------------------------
 
     def require_data(self) -> FederatedDataset:
         """The training data, loaded now if it isn't yet.
@@ -74,12 +76,13 @@ class FederatedLoop(FitLoop):
         if self.data is None or self._combined_loader is None:
             if not self._data_source.is_defined():
                 raise MisconfigurationException(
-                    "Expected training data, which the method needs also for evaluation, but none was given. Pass a "
+                    "Expected training data, which the method needs also for evaluation, but none "
+                    "was given. Pass a "
                     "FederatedDataModule, or define train_dataloader()."
                 )
             data = as_federated(self._data_source.dataloader(), what="train_dataloaders")
             self.data = place(data, self.trainer)
-            self._combined_loader = DataHolder(self.data)
+            self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
 
     def setup_data(self) -> None:
@@ -96,7 +99,8 @@ class FederatedLoop(FitLoop):
             and self.stage != CLOSED
         ):
             raise MisconfigurationException(
-                f"Expected reloaded data to hold the same {self.strategy.num_clients} clients, but got {data.num_clients} "
+                f"Expected reloaded data to hold the same {self.strategy.num_clients} clients, but "
+                f"got {data.num_clients} "
                 "or other names. Return the same clients in the same order from train_dataloader()."
             )
         empty = [
@@ -106,11 +110,13 @@ class FederatedLoop(FitLoop):
         ]
         if empty and self._last_train_dl_reload_epoch < 0:
             rank_zero_warn(
-                f"{len(empty)} clients without training samples are never sampled: {', '.join(empty[:10])}."
+                f"{len(empty)} clients without training samples are never sampled: "
+                f"{', '.join(empty[:10])}."
             )
         if len(empty) == data.num_clients:
             raise ValueError(
-                f"Expected at least one client with training samples, but none of the {data.num_clients} clients has any. "
+                "Expected at least one client with training samples, but none of the "
+                f"{data.num_clients} clients has any. "
                 "Check the partition or the datasets behind train_dataloaders."
             )
         self.max_batches = len(self._draw(0))
@@ -126,10 +132,10 @@ class FederatedLoop(FitLoop):
             else eligible
         )
 
-    # --- the run -----------------------------------------------------------------------------------------------------
+    # --- the run ----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Go on where the last run, or the checkpoint, stopped: nothing, or the rest, of a round is done again."""
+        """Go on where the last run or the checkpoint stopped, also inside a round."""
         torch.set_grad_enabled(True)
         if self._restored is not None:
             remember_metrics(self.trainer, self._restored["callback_metrics"])
@@ -170,12 +176,12 @@ class FederatedLoop(FitLoop):
         round.received = strategy.download(info)
         own = strategy.bank.gather(cohort, strategy.root_device)
         self._hook("on_local_training_start", round)
-        clients = _Clients(self, info)
+        clients = self._progress(cohort)
         with self.trainer.profiler.profile("local_training"):
             result = strategy.engine.train(
                 method, round.received, own, info, data, phases, clients.finished
             )
-        clients.finish_all_but_last()
+        clients.finish()
         round.uploads = result.uploads
         self._hook("on_local_training_end", round)
 
@@ -199,10 +205,10 @@ class FederatedLoop(FitLoop):
         self.stage = TRAINED
         self._hook("on_aggregation_end", round)
         self._hook("on_round_end", round)
-        clients.finish_last()
+        clients.release()
 
     def _report(self, round: Round, result: LocalResult, accepted: Tensor) -> None:
-        """What the round logs: the users' values, averaged over the accepted clients, and the traffic."""
+        """What the round logs: means of the user's values over accepted clients, and traffic."""
         cohort = len(round.info)
         round.bytes_down, round.bytes_up = nbytes(round.received or {}), nbytes(result.uploads)
         names = list(result.logs)
@@ -232,9 +238,16 @@ class FederatedLoop(FitLoop):
                 for client, reason in list(round.rejected.items())[:10]
             )
             rank_zero_warn(
-                f"Round {round.number} left out {len(round.rejected)} of {cohort} clients ({listed}). They keep what they "
+                f"Round {round.number} left out {len(round.rejected)} of {cohort} clients "
+                f"({listed}). They keep what they "
                 f"remembered{'; the server is unchanged' if len(round.rejected) == cohort else ''}."
             )
+
+    def _progress(self, cohort: Tensor) -> ClientProgress:
+        counters = self.epoch_loop.batch_progress
+        counters.reset_on_run()
+        self.max_batches = len(cohort)
+        return ClientProgress(self.trainer, counters, cohort, "train", hold_last=True)
 
     def _hook(self, name: str, round: Round) -> None:
         for callback in self.trainer.callbacks:
@@ -242,7 +255,7 @@ class FederatedLoop(FitLoop):
                 with self.trainer.profiler.profile(f"[Callback]{callback.state_key}.{name}"):
                     getattr(callback, name)(self.trainer, self.trainer.lightning_module, round)
 
-    # --- what follows a round ----------------------------------------------------------------------------------------
+    # --- what follows a round ---------------------------------------------------------------------
 
     def _log(self) -> None:
         log_values(
@@ -258,11 +271,11 @@ class FederatedLoop(FitLoop):
     def _validation_due(self) -> bool:
         trainer = self.trainer
         if trainer.check_val_every_n_epoch is None:
-            return (
+            return bool(
                 trainer.enable_validation
                 and (trainer.current_epoch + 1) % trainer.val_check_interval == 0
             )
-        return self.epoch_loop._should_check_val_epoch()
+        return bool(self.epoch_loop._should_check_val_epoch())
 
     def _validate(self) -> None:
         self.trainer.validating = True
@@ -271,7 +284,7 @@ class FederatedLoop(FitLoop):
         self.trainer.training = True
 
     def validated(self) -> None:
-        """Called by the validation loop once its values are known, before the hooks that write checkpoints."""
+        """Called by the validation loop between its values and the hooks that write checkpoints."""
         step_schedulers(self, plateau=True)
         self.stage = VALIDATED
 
@@ -297,7 +310,7 @@ class FederatedLoop(FitLoop):
             log_at_end(self.trainer, summary)
         super().on_run_end()
 
-    # --- checkpoints -------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """How far the round is, and the values that callbacks may look at."""
@@ -315,61 +328,3 @@ class FederatedLoop(FitLoop):
         self._restored = state_dict
         self.stage, self.logged = state_dict["stage"], dict(state_dict["logged"])
         self._prog_bar, self._logger = tuple(state_dict["prog_bar"]), tuple(state_dict["logger"])
-
-
-class _Clients:
-    """Fires the per-batch hooks for the clients of a cohort, in the order in which they finish.
-
-    The last client's end is held back until the server has updated, so that callbacks which save or stop at a certain
-    ``global_step`` see the round as a whole.
-    """
-
-    def __init__(self, loop: FederatedLoop, info: ClientInfo) -> None:
-        self.loop, self.trainer = loop, loop.trainer
-        self.ids = info.index.tolist()
-        self.waiting = set(range(len(self.ids)))
-        self.progress = loop.epoch_loop.batch_progress
-        self.progress.reset_on_run()
-        loop.max_batches = len(self.ids)
-        self.start = ClientHooks(self.trainer, "on_train_batch_start")
-        self.end = ClientHooks(self.trainer, "on_train_batch_end")
-        self.last: int | None = None
-
-    def finished(self, positions: list[int]) -> None:
-        """Called by the engine: these clients of the cohort are done."""
-        for position in positions:
-            if position not in self.waiting:
-                continue
-            self.waiting.remove(position)
-            client = self.ids[position]
-            self._begin(client)
-            if self.waiting:
-                self._end(client)
-            else:
-                self.last = client
-
-    def finish_all_but_last(self) -> None:
-        """For engines that don't report every client."""
-        self.finished(sorted(self.waiting))
-
-    def finish_last(self) -> None:
-        """The server has updated."""
-        if self.last is not None:
-            self.progress.is_last_batch = True
-            self._end(self.last)
-
-    def _begin(self, client: int) -> None:
-        open_step(self.trainer, client)
-        self.progress.increment_ready()
-        if self.start(client, self.progress.current.ready - 1) == -1:
-            raise MisconfigurationException(
-                "FederatedStrategy can't skip the rest of a round, but on_train_batch_start returned -1. Set "
-                "trainer.should_stop = True to stop after the round, or lower `participation`."
-            )
-        self.progress.increment_started()
-
-    def _end(self, client: int) -> None:
-        self.progress.increment_processed()
-        self.end(None, client, self.progress.current.ready - 1)
-        self.progress.increment_completed()
-        close_step(self.trainer)

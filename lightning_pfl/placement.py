@@ -1,4 +1,4 @@
-"""Where a split's samples lie and in which precision, and which of its clients is which of the federation's."""
+"""Where a split's samples lie, in which precision, and which clients they belong to."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Then:
 
 
 def to_double(batch: Any) -> Any:
-    """Every floating-point tensor of a batch in double precision, as ``precision="64-true"`` has it."""
+    """Every floating-point tensor of a batch in double precision, for ``precision="64-true"``."""
     return map_batch(batch, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf)
 
 
 def place(data: FederatedDataset, trainer: L.Trainer) -> FederatedDataset:
-    """Move resident samples to the training device, and convert batches to the Trainer's precision."""
+    """Move resident samples to the training device; convert batches to the Trainer's precision."""
     if isinstance(data, FederatedTensorDataset):
         data = data.to(trainer.strategy.root_device)
     if not isinstance(trainer.precision_plugin, DoublePrecision):
@@ -68,20 +68,23 @@ def align(data: FederatedDataset, names: Sequence[str], what: str) -> tuple[Tens
         Rows of ``data`` with samples, and the ids of these clients, each int64 ``(clients,)``.
 
     Raises:
-        ValueError: If the split has other clients. A list of loaders must have one for each client, a dict by name may
-            leave clients out.
+        ValueError: If the split has other clients. A list of loaders must have one for each client,
+            a dict by name may leave clients out.
     """
     unnamed = tuple(data.names) == tuple(map(str, range(data.num_clients)))
     if unnamed and data.num_clients != len(names):
         raise ValueError(
-            f"Expected `{what}` to hold one DataLoader for each of the {len(names)} clients, but got {data.num_clients}. "
+            f"Expected `{what}` to hold one DataLoader for each of the {len(names)} clients, but "
+            f"got {data.num_clients}. "
             "Give every client one, or a dict by client name to leave some out."
         )
     ids = {name: client for client, name in enumerate(names)}
     if not unnamed and (unknown := [name for name in data.names if name not in ids]):
         raise ValueError(
-            f"Expected `{what}` to hold clients of the training data, but got {unknown[:5]}, which are not among "
-            f"{list(names[:5])}{'...' if len(names) > 5 else ''}. Use the same names; see NewClientAdaptation for new ones."
+            f"Expected `{what}` to hold clients of the training data, but got {unknown[:5]}, which "
+            "are not among "
+            f"{list(names[:5])}{'...' if len(names) > 5 else ''}. Use the same names; see "
+            "NewClientAdaptation for new ones."
         )
     rows = data.num_samples.nonzero().flatten()
     clients = torch.tensor(

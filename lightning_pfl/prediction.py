@@ -14,12 +14,13 @@ from lightning_pfl.randomness import derive, seeded
 
 
 class FederatedPredictionLoop(PredictionLoop):
-    """``trainer.predict`` returns one list per client of the split: what ``predict_step`` returned for each of its batches.
+    """``trainer.predict`` returns one list per client: what ``predict_step`` gave for each batch.
 
-    ``on_predict_batch_start`` and ``on_predict_batch_end`` fire once per client that has samples, with its id as ``batch``
-    and its list as ``outputs``.
+    ``on_predict_batch_start`` and ``on_predict_batch_end`` fire once per client that has samples,
+    with its id as ``batch`` and its list as ``outputs``.
     """
 
+    trainer: Any
     data: FederatedDataset | None = None
     rows: Tensor
     clients: Tensor
@@ -34,7 +35,7 @@ class FederatedPredictionLoop(PredictionLoop):
         if self.data is None or self._combined_loader is None:
             data = as_federated(self._data_source.dataloader(), what="predict_dataloaders")
             self.data = place(data, self.trainer)
-            self._combined_loader = DataHolder(self.data)
+            self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
 
     def setup_data(self) -> None:

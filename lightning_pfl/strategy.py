@@ -10,12 +10,12 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl import flags
@@ -46,29 +46,30 @@ class FederatedStrategy(Federation, ParallelStrategy):
     Args:
         method: The federated method. None takes the one method among the Trainer's callbacks.
         participation: Clients per round: a fraction in (0, 1] (float), or a count (int).
-        engine: ``"vectorized"`` runs a cohort as one batched program, ``"sequential"`` one client after another;
-            ``"auto"`` takes the first that can run the module.
-        seed: Seed of every random choice. None: that of ``seed_everything``, else one is drawn. A resumed run keeps its own.
+        engine: ``"vectorized"`` runs a cohort as one batched program, ``"sequential"`` one client
+            after another; ``"auto"`` takes the first that can run the module.
+        seed: Seed of every random choice. None: that of ``seed_everything``, else one is drawn. A
+            resumed run keeps its own.
         chunk_size: Clients per batched program. None: as many as fit the memory.
-        max_update_norm: Uploads that differ from what was received by more than this Euclidean norm are left out of the
-            round. None: no bound.
+        max_update_norm: Uploads that differ from what was received by more than this Euclidean norm
+            are left out of the round. None: no bound.
         prefix_cache: Whether features of a frozen shared backbone are computed once per phase.
-        bank: Where the clients' memories live: on the ``"device"``, on the ``"host"``, or ``"auto"``: on the device if
-            they take at most a quarter of it.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for every Lightning strategy;
-            usually set by the Trainer's flags.
+        bank: Where the clients' memories live: on the ``"device"``, on the ``"host"``, or
+            ``"auto"``: on the device if they take at most a quarter of it.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
+            every Lightning strategy; usually set by the Trainer's flags.
 
     Attributes:
-        engine: The engine in use. :class:`~lightning_pfl.federation.Federation` describes the state.
+        engine: The engine in use. :class:`~lightning_pfl.federation.Federation` describes the
+            state.
 
     Raises:
         ValueError: If a setting is out of its range.
 
     Example:
         >>> from lightning_pfl.methods import FedRep
-        >>> trainer = L.Trainer(strategy=FederatedStrategy(FedRep(), participation=0.1), accelerator="cpu", logger=False)
-        >>> trainer.strategy.participation
-        0.1
+        >>> trainer = L.Trainer(strategy=FederatedStrategy(FedRep(), participation=0.1),
+        accelerator="cpu", logger=False) >>> trainer.strategy.participation 0.1
     """
 
     strategy_name = "federated"
@@ -111,7 +112,7 @@ class FederatedStrategy(Federation, ParallelStrategy):
         self._owner: tuple[object, ...] = ()
         self._saved: Mapping[str, Any] | None = None
 
-    # --- Lightning's side --------------------------------------------------------------------------------------------
+    # --- Lightning's side -------------------------------------------------------------------------
 
     @property
     def root_device(self) -> torch.device:
@@ -148,14 +149,14 @@ class FederatedStrategy(Federation, ParallelStrategy):
         )
         super().setup_environment()
 
-    def setup(self, trainer: L.Trainer) -> None:
+    def setup(self, trainer: Any) -> None:
         """Install the federated loops; make or restore server, bank and engine."""
         flags.check_trainer(trainer)
         _install_loops(trainer)
         super().setup(trainer)
         self._setup_federation(trainer)
 
-    def setup_optimizers(self, trainer: L.Trainer) -> None:
+    def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers`` for the template that every client gets a fresh copy of."""
         module = self.lightning_module
         assert module is not None
@@ -168,7 +169,8 @@ class FederatedStrategy(Federation, ParallelStrategy):
         loop.max_batches = cohort
         if configured is None:
             raise MisconfigurationException(
-                "FederatedStrategy needs an optimizer for the clients, but `configure_optimizers` returned None. Return "
+                "FederatedStrategy needs an optimizer for the clients, but `configure_optimizers` "
+                "returned None. Return "
                 "one, for example torch.optim.SGD(self.parameters(), lr=0.01)."
             )
         self.optimizers, self.lr_scheduler_configs = read_optimizers(
@@ -179,7 +181,7 @@ class FederatedStrategy(Federation, ParallelStrategy):
         self.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
-        """Leave the device; server and bank go to the host, so that the client API works afterwards."""
+        """Leave the device; server and bank move to the host, where users can ask for models."""
         if self._owner:
             self.move("cpu", "cpu")
         super().teardown()
@@ -200,7 +202,7 @@ class FederatedStrategy(Federation, ParallelStrategy):
         """One process: nobody to send to."""
         return obj
 
-    # --- checkpoints -------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
@@ -226,9 +228,9 @@ class FederatedStrategy(Federation, ParallelStrategy):
         super().load_model_state_dict(checkpoint, strict)
         self._saved = saved
 
-    # --- the federation ----------------------------------------------------------------------------------------------
+    # --- the federation ---------------------------------------------------------------------------
 
-    def _find_method(self, trainer: L.Trainer) -> Method:
+    def _find_method(self, trainer: Any) -> Method:
         found = [callback for callback in trainer.callbacks if isinstance(callback, Method)]
         if not found and self._given is None and self._default_method is not None:
             self._given = self._default_method()
@@ -238,8 +240,10 @@ class FederatedStrategy(Federation, ParallelStrategy):
         if len(found) != 1:
             names = ", ".join(type(method).__name__ for method in found) or "none"
             raise MisconfigurationException(
-                f"Expected exactly one federated method, but found {names} (FederatedStrategy(method=...) and "
-                "Trainer(callbacks=...) together). Pass one, for example FederatedStrategy(FedAvg()), or set `method:` in "
+                f"Expected exactly one federated method, but found {names} "
+                "(FederatedStrategy(method=...) and "
+                "Trainer(callbacks=...) together). Pass one, for example "
+                "FederatedStrategy(FedAvg()), or set `method:` in "
                 "the recipe."
             )
         return found[0]
@@ -250,7 +254,7 @@ class FederatedStrategy(Federation, ParallelStrategy):
             self.lightning_module, self.method.resolve_personal(Layout(self.lightning_module))
         )
 
-    def _setup_federation(self, trainer: L.Trainer) -> None:
+    def _setup_federation(self, trainer: Any) -> None:
         module = self.lightning_module
         assert module is not None
         names, num_samples = self._clients(trainer)
@@ -272,12 +276,14 @@ class FederatedStrategy(Federation, ParallelStrategy):
         self._setup_engine(trainer, fresh)
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(
-                f"{type(self.method).__name__} with {self.num_clients} clients, {trainer.num_training_batches} a round; "
-                f"engine {self.engine.name}; seed {self.seed}. Parameters and buffers:\n{self.layout.table()}"
+                f"{type(self.method).__name__} with {self.num_clients} clients, "
+                f"{trainer.num_training_batches} a round; "
+                f"engine {self.engine.name}; seed {self.seed}. Parameters and "
+                f"buffers:\n{self.layout.table()}"
             )
 
-    def _clients(self, trainer: L.Trainer) -> tuple[tuple[str, ...], Tensor]:
-        """Names and numbers of training samples: of the training data, else of the checkpoint, else of this split."""
+    def _clients(self, trainer: Any) -> tuple[tuple[str, ...], Tensor]:
+        """Names and training samples: of the training data, the checkpoint, or this split."""
         if trainer.state.fn == TrainerFn.FITTING:
             data = trainer.fit_loop.require_data()
             return tuple(data.names), data.num_samples
@@ -294,7 +300,8 @@ class FederatedStrategy(Federation, ParallelStrategy):
         saved = None if self._saved is None else int(self._saved["seed"])
         if saved is not None and self._seed not in (None, saved):
             rank_zero_warn(
-                f"The run continues with the checkpoint's seed {saved}; seed={self._seed} is not used."
+                f"The run continues with the checkpoint's seed {saved}; seed={self._seed} is not "
+                "used."
             )
         if saved is not None:
             return saved
@@ -304,7 +311,7 @@ class FederatedStrategy(Federation, ParallelStrategy):
         from_environment = os.environ.get("PL_GLOBAL_SEED")
         return int(from_environment) if from_environment else secrets.randbits(31)
 
-    def _setup_engine(self, trainer: L.Trainer, fresh: bool) -> None:
+    def _setup_engine(self, trainer: Any, fresh: bool) -> None:
         settings = flags.engine_settings(trainer, self.seed, self.chunk_size, self.prefix_cache)
         if fresh or trainer.state.fn == TrainerFn.FITTING:
             self.settings = settings
@@ -321,7 +328,8 @@ def _check_settings(
 ) -> None:
     if method is not None and not isinstance(method, Method):
         raise TypeError(
-            f"Expected `method` to be a federated method, but got method={method!r}. Pass an instance, such as FedAvg()."
+            f"Expected `method` to be a federated method, but got method={method!r}. Pass an "
+            "instance, such as FedAvg()."
         )
     check_engine(engine)
     if bank not in ("auto", "device", "host"):
@@ -330,15 +338,17 @@ def _check_settings(
         )
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(
-            f"Expected `chunk_size` to be at least 1, but got chunk_size={chunk_size!r}. Use None to fit the memory."
+            f"Expected `chunk_size` to be at least 1, but got chunk_size={chunk_size!r}. Use None "
+            "to fit the memory."
         )
     if max_update_norm is not None and not max_update_norm > 0:
         raise ValueError(
-            f"Expected `max_update_norm` to be positive, but got max_update_norm={max_update_norm!r}. Use None for no bound."
+            "Expected `max_update_norm` to be positive, but got "
+            f"max_update_norm={max_update_norm!r}. Use None for no bound."
         )
 
 
-def _install_loops(trainer: L.Trainer) -> None:
+def _install_loops(trainer: Any) -> None:
     """Replace Lightning's loops by federated ones that keep what the Trainer configured."""
     if isinstance(trainer.fit_loop, FederatedLoop):
         return

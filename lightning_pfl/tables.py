@@ -12,8 +12,8 @@ FIXED_COLUMNS = ("round", "client", "num_samples")
 class ClientTable:
     """Appends to ``clients_val.csv`` or ``clients_test.csv``.
 
-    A resumed run repeats the rounds after its checkpoint: before the first append, rows of the round and of later ones are
-    dropped, so that no round is there twice.
+    A resumed run repeats the rounds after its checkpoint: before the first append, rows of the
+    round and of later ones are dropped, so that no round is there twice.
 
     Args:
         path: The file; its folder is made when needed.
@@ -50,7 +50,7 @@ class ClientTable:
             )
 
     def _begin(self, round: int, names: list[str]) -> None:
-        """Write the header, and what stays of an earlier run; a row torn by a kill has no last column."""
+        """Write the header and what stays of an earlier run; a torn row has no last column."""
         kept: list[dict[str, str]] = []
         known = self.columns
         if self.path.exists():

@@ -1,0 +1,74 @@
+"""Lightning's per-batch hooks, once per client: what progress bars see inside a round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pfl._lightning import ClientHooks, close_step, open_step
+
+
+class ClientProgress:
+    """Fires ``on_<stage>_batch_start`` and ``..._end`` for clients, as they finish.
+
+    ``batch`` is the client's id, ``batch_idx`` the number of clients before it.
+
+    Args:
+        trainer: The running Trainer.
+        counters: The loop's batch counters.
+        clients: Ids, int64 ``(clients,)``.
+        stage: ``"train"``, ``"validation"`` or ``"test"``.
+        hold_last: Whether the last client's end waits for :meth:`release`.
+    """
+
+    def __init__(
+        self, trainer: Any, counters: Any, clients: Tensor, stage: str, hold_last: bool = False
+    ) -> None:
+        self.trainer, self.counters, self.hold_last = trainer, counters, hold_last
+        self.ids = clients.tolist()
+        self.waiting = set(range(len(self.ids)))
+        self.start = ClientHooks(trainer, f"on_{stage}_batch_start")
+        self.end = ClientHooks(trainer, f"on_{stage}_batch_end")
+        self.held: int | None = None
+
+    def finished(self, positions: list[int]) -> None:
+        """Take the positions of clients that an engine says are done."""
+        for position in positions:
+            if position not in self.waiting:
+                continue
+            self.waiting.remove(position)
+            self._begin(self.ids[position])
+            if self.hold_last and not self.waiting:
+                self.held = self.ids[position]
+            else:
+                self._end(self.ids[position])
+
+    def finish(self) -> None:
+        """Take those that the engine didn't report as done."""
+        self.finished(sorted(self.waiting))
+
+    def release(self) -> None:
+        """End the client that was held back."""
+        if self.held is not None:
+            self._end(self.held)
+            self.held = None
+
+    def _begin(self, client: int) -> None:
+        open_step(self.trainer, client)
+        self.counters.increment_ready()
+        self.counters.is_last_batch = not self.waiting
+        if self.start(client, self.counters.current.ready - 1) == -1:
+            raise MisconfigurationException(
+                "FederatedStrategy can't skip the rest of a round, but `on_train_batch_start` "
+                "returned -1. Set `trainer.should_stop = True` to stop after the round, or lower "
+                "`participation`."
+            )
+        self.counters.increment_started()
+
+    def _end(self, client: int) -> None:
+        self.counters.increment_processed()
+        self.end(None, client, self.counters.current.ready - 1)
+        self.counters.increment_completed()
+        close_step(self.trainer)
