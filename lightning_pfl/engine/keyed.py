@@ -119,10 +119,12 @@ def _channel_dropout(spatial: int) -> Callable[..., Tensor]:
 
 def _attention(
     mode: KeyedRandomness, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, **kwargs: Any,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:
     if dropout_p == 0.0:
-        return _NATIVE_ATTENTION(query, key, value, attn_mask, 0.0, is_causal, scale=scale, **kwargs)
+        return _NATIVE_ATTENTION(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * (scale if scale is not None else query.shape[-1] ** -0.5)
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
