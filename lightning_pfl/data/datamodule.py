@@ -40,9 +40,9 @@ class FederatedDataModule(L.LightningDataModule):
     data are of the same kind as its training data. Otherwise ``test_fraction`` of each client's
     samples are cut off.
 
-    *Validation.* ``val_fraction`` of each client's training samples. With 0 there is no validation:
-    `val_dataloader` returns an empty list, unless ``val_split="test"`` asks for validation on the
-    test split. Then never report the best round, because it was chosen on test data.
+    *Validation.* ``val_fraction`` of each client's training samples. With 0 no client has any
+    and nothing is validated, unless ``val_split="test"`` asks for validation on the test
+    split. Then never report the best round, because it was chosen on test data.
 
     Args:
         source: Where the data come from.
@@ -142,10 +142,8 @@ class FederatedDataModule(L.LightningDataModule):
         """Return the training data of the clients that take part."""
         return self._dataset("train")
 
-    def val_dataloader(self) -> FederatedTensorDataset | list[Any]:
-        """Return the validation data, or an empty list if none was asked for."""
-        if self._no_validation():
-            return []
+    def val_dataloader(self) -> FederatedTensorDataset:
+        """Return the validation data; every client's is empty if none were asked for."""
         return self._dataset("val")
 
     def test_dataloader(self) -> FederatedTensorDataset:
