@@ -25,17 +25,18 @@ class NotVectorizableError(RuntimeError):
 
 
 @contextmanager
-def batchable_kernels() -> Iterator[None]:
+def batchable_kernels(transform: str) -> Iterator[None]:
     """Keep torch from fusing layers into kernels that have no batching rule.
 
-    oneDNN's LSTM, fused attention and the fused TransformerEncoderLayer of inference would run in a loop over clients, if at all. Under
-    ``vmap`` convolutions take other kernels than oneDNN's in any case.
+    Fused attention and the fused TransformerEncoderLayer of inference would run in a loop over
+    clients under ``vmap``, if at all; so would oneDNN's LSTM, which only ``"grad"`` can batch. For
+    the transform ``"forward"`` oneDNN stays on: an unbatched convolution needs it.
     """
     fused = torch.backends.mha.get_fastpath_enabled()
     onednn = torch.backends.mkldnn.enabled
     torch.backends.mha.set_fastpath_enabled(False)
     # The attribute and not `mkldnn.flags()`, which also sets, and warns of, a flag for other hardware.
-    torch.backends.mkldnn.enabled = False
+    torch.backends.mkldnn.enabled = onednn and transform == "forward"
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield

@@ -92,7 +92,7 @@ class VectorizedEvaluation:
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64)
         predictions: list[list[Any]] = [[] for _ in clients]
-        with torch.no_grad(), batchable_kernels(), self.program.capturing():
+        with torch.no_grad(), batchable_kernels(self.transform), self.program.capturing():
             for positions in order.split(max(1, SAMPLES // width)):
                 ids = clients[positions].tolist()
                 batches = evaluation_batches(data, ids, self.settings, per_sample, width)

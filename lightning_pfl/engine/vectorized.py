@@ -164,7 +164,7 @@ class _Chunk:
         first_epoch = 0
         for number, phase in enumerate(phases):
             active = ActivePhase(phase, self.engine.layout)
-            with active.modes(), batchable_kernels(), self.program.capturing():
+            with active.modes(), batchable_kernels(self.engine.transform), self.program.capturing():
                 batches = self._batches(phase, active, first_epoch)
                 self.engine.prefix.attach(batches, active, state, self.program)
                 state = self._phase(state, active, batches, number)
