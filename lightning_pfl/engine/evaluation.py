@@ -25,8 +25,8 @@ from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.randomness import derive
 from lightning_pfl.tree import Model, floats, is_expanded, rows
 
-SAMPLES = 4096
-"""Samples per program: enough to fill two cores, little enough to stay in their caches."""
+SAMPLES = 768
+"""Samples per program on a CPU: enough to fill two cores, little enough to stay in their caches."""
 STAGES = {"validation_step": "val", "test_step": "test"}
 
 
@@ -111,8 +111,9 @@ class VectorizedEvaluation:
     def _width(self, data: FederatedDataset, samples: Tensor, per_sample: bool) -> int:
         if not isinstance(data, FederatedTensorDataset):
             return max(int(samples.max()) if len(samples) else 1, 1)
-        # A limit counts the user's own batches.
-        if per_sample and self.settings.limit_eval_batches == 1.0:
+        # A limit counts the user's own batches; the int 1 is one batch, and equals the float 1.0.
+        limit = self.settings.limit_eval_batches
+        if per_sample and isinstance(limit, float) and limit == 1.0:
             return max(1, min(SAMPLES, int(samples.max()) if len(samples) else 1))
         return data.batch_size
 

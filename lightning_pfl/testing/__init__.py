@@ -1,0 +1,35 @@
+"""For tests of methods and engines, also of users' own: problems with known solutions, runs, the conformance suite."""
+
+from lightning_pfl.testing.conformance import CHECKS, Problem
+from lightning_pfl.testing.fitting import Fit, Recorder, fit, quiet
+from lightning_pfl.testing.quadratic import (
+    QuadraticModule,
+    SplitQuadraticModule,
+    descend,
+    q2,
+    quadratic_clients,
+)
+from lightning_pfl.testing.rounds import (
+    LocalRound,
+    assert_trees_close,
+    assert_trees_equal,
+    local_round,
+)
+
+__all__ = [
+    "QuadraticModule",
+    "SplitQuadraticModule",
+    "quadratic_clients",
+    "q2",
+    "descend",
+    "fit",
+    "Fit",
+    "Recorder",
+    "quiet",
+    "local_round",
+    "LocalRound",
+    "assert_trees_close",
+    "assert_trees_equal",
+    "CHECKS",
+    "Problem",
+]

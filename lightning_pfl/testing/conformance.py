@@ -1,0 +1,257 @@
+"""What every method must satisfy, as functions that a test of any method can call.
+
+Each check takes a function that makes the method, and a :class:`Problem`. Use it for a method of your own::
+
+    @pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_my_method(check, engine, tmp_path):
+        check(lambda: MyMethod(strength=0.5), Problem(engine=engine, folder=tmp_path))
+
+No check knows a method by name: where one would have to, the contract lacks a field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.methods.base import Method
+from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.testing.fitting import Fit, fit
+from lightning_pfl.testing.rounds import LocalRound, assert_trees_close, assert_trees_equal, local_round
+from lightning_pfl.tree import Tree, leaves, nbytes, rows, tmap
+
+MakeMethod = Callable[[], Method]
+
+SIZES = (1, 0, 3, 8, 5)
+"""Training samples per client: one, none, a whole minibatch, many."""
+
+
+def small_module(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
+    """A convolution with BatchNorm as ``backbone`` and a linear ``head``; the same numbers at every call."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        backbone = nn.Sequential(
+            nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten()
+        )
+        module = PersonalizedModule(backbone, nn.Linear(18, 3), lr=0.05, momentum=0.9)
+    return module.to(dtype)
+
+
+def small_clients(dtype: torch.dtype = torch.float64, shuffle: bool = True) -> FederatedTensorDataset:
+    """Five clients with :data:`SIZES` random 5x5 pictures of three classes, in minibatches of three."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(SIZES), 1, 5, 5, generator=generator, dtype=torch.float64).to(dtype)
+    y = torch.randint(3, (sum(SIZES),), generator=generator)
+    positions = torch.arange(sum(SIZES)).split(SIZES)
+    return FederatedTensorDataset((x, y), positions, batch_size=3, shuffle=shuffle)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A federation small enough for a unit test.
+
+    Args:
+        engine: The engine that runs whole fits.
+        folder: Where a check may write a checkpoint.
+        make_module: Makes the module; equal at every call.
+        make_data: Makes the clients: from a dtype, and whether samples are shuffled.
+    """
+
+    engine: str = "vectorized"
+    folder: Path = Path()
+    make_module: Callable[[torch.dtype], L.LightningModule] = small_module
+    make_data: Callable[[torch.dtype, bool], FederatedTensorDataset] = small_clients
+
+    def fit(self, method: Method, **settings: Any) -> Fit:
+        """Two rounds in double precision, unless ``settings`` say otherwise."""
+        dtype = settings.pop("dtype", torch.float64)
+        given = {"rounds": 2, "module": self.make_module(dtype), "engine": self.engine, **settings}
+        data = given.pop("data", None)
+        return fit(method, self.make_data(dtype, True) if data is None else data, **given)
+
+
+def check_engines_agree(make_method: MakeMethod, problem: Problem) -> None:
+    """Vectorized equals sequential over two rounds, with 0, 1, few and many samples, for chunk sizes 1 to C+1."""
+    data = problem.make_data(torch.float64, True)
+
+    def run(engine: Any, chunk_size: int | None = None) -> list[LocalRound]:
+        first = _round(make_method(), problem, data, engine, chunk_size)
+        server, own = _copy(first.server), _copy(first.result.own)
+        second = _round(make_method(), problem, data, engine, chunk_size, 1, server, own)
+        return [first, second]
+
+    expected = run("sequential")
+    for chunk_size in range(1, data.num_clients + 2):
+        for got, want in zip(run("vectorized", chunk_size), expected, strict=True):
+            assert_trees_close(got.result.uploads, want.result.uploads)
+            assert_trees_close(got.result.own, want.result.own)
+            assert_trees_close(got.result.logs, want.result.logs)
+            assert_trees_close(got.server, want.server)
+
+
+def check_received_is_not_changed(make_method: MakeMethod, problem: Problem) -> None:
+    """Clients work on copies: what the server sent is bit for bit the same afterwards."""
+    method, data = make_method(), problem.make_data(torch.float64, True)
+    outcome = _round(method, problem, data, problem.engine)
+    fresh = _round(make_method(), problem, data, problem.engine)
+    start = method.download(method.init_server(method.layout.model()), outcome.info)
+    for received in (outcome.received, fresh.received):
+        assert_trees_equal(tmap(lambda leaf, _: leaf[0], received, start), start)
+
+
+def check_relabelling_permutes_the_result(make_method: MakeMethod, problem: Problem) -> None:
+    """Numbering the clients differently changes nothing but their order."""
+    data = problem.make_data(torch.float64, False)
+    order = torch.arange(data.num_clients).roll(2)
+    a = problem.fit(make_method(), data=data)
+    b = problem.fit(make_method(), data=data.subset(order.tolist()))
+    assert_trees_close(b.server, a.server)
+    assert_trees_close(b.own, rows(a.own, order))
+    assert_trees_close(b.models, rows(a.models, order))
+
+
+def check_not_sampled_keeps_its_memory(make_method: MakeMethod, problem: Problem) -> None:
+    """A client outside the cohort remembers the same bits after the round."""
+    recorder = problem.fit(make_method(), participation=2, rounds=3).recorder
+    assert len(recorder.rounds) == 3
+    for round, (before, after) in zip(recorder.rounds, pairwise(recorder.banks), strict=True):
+        assert (round.info.num_samples > 0).all()
+        clients = torch.arange(round.info.num_clients)
+        outside = clients[~torch.isin(clients, round.info.index)]
+        assert len(outside) > 0
+        assert_trees_equal(rows(after, outside), rows(before, outside))
+
+
+def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: Problem) -> None:
+    """Nothing personal leaves a client; shapes are the model's and stay; bytes are those of the upload."""
+    run = problem.fit(make_method())
+    layout = run.strategy.layout
+    shapes = {name: leaf.shape for name, leaf in layout.model().items()}
+    for round in run.recorder.rounds:
+        uploads = round.uploads or {}
+        for name, leaf in _named(uploads):
+            assert name not in layout.personal, f"personal {name} is uploaded"
+            assert leaf.shape[0] == len(round.info)
+            assert name not in shapes or leaf.shape[1:] == shapes[name]
+        for name, _ in _named(round.received or {}):
+            assert name not in layout.personal, f"personal {name} is sent to the clients"
+        sizes = [leaf[0].numel() * leaf.element_size() for leaf in leaves(uploads)]
+        assert round.bytes_up == sum(sizes)
+        assert round.bytes_down == nbytes(round.received or {})
+    first, last = (round.uploads or {} for round in run.recorder.rounds)
+    assert _kinds(first) == _kinds(last)
+    assert run.metrics["round/bytes_up"] == round.bytes_up * len(round.info)
+    assert run.metrics["round/bytes_down"] == round.bytes_down * len(round.info)
+
+
+def check_types_and_shapes_are_stable(make_method: MakeMethod, problem: Problem) -> None:
+    """Server and memories keep names, shapes, types and device over the rounds; models have the module's type.
+
+    The server may add entries in round 0: torch's optimizers create their state at the first step.
+    """
+    for dtype in (torch.float32, torch.float64):
+        run = problem.fit(make_method(), dtype=dtype)
+        first, second, third = map(_kinds, run.recorder.servers)
+        assert second == third
+        assert first.keys() == second.keys()
+        assert all(second[path] == kind for path, kind in first.items() if kind)
+        memories = [_kinds(bank) for bank in run.recorder.banks]
+        assert memories[0] == memories[1] == memories[2]
+        wanted = {name: leaf.dtype for name, leaf in problem.make_module(dtype).state_dict().items()}
+        assert {name: leaf.dtype for name, leaf in run.models.items()} == wanted
+
+
+def check_resume_is_exact(make_method: MakeMethod, problem: Problem) -> None:
+    """Saved after round 2 and resumed, a run ends with the bits of the uninterrupted one."""
+    settings: dict[str, Any] = {"participation": 2, "seed": 3}
+    whole = problem.fit(make_method(), rounds=4, **settings)
+    half = problem.fit(make_method(), rounds=2, **settings)
+    path = half.save(problem.folder / "half.ckpt")
+    resumed = problem.fit(make_method(), rounds=4, ckpt_path=path, **settings)
+    assert [round.number for round in resumed.recorder.rounds] == [2, 3]
+    assert_trees_equal(resumed.server, whole.server)
+    assert_trees_equal(resumed.own, whole.own)
+    assert_trees_equal(resumed.models, whole.models)
+
+
+def check_seed_decides(make_method: MakeMethod, problem: Problem) -> None:
+    """The same seed gives the same bits, also in other company; another seed gives others."""
+    first = problem.fit(make_method(), participation=2, seed=5)
+    torch.rand(7)  # the state of the global generator must not matter
+    again = problem.fit(make_method(), participation=2, seed=5)
+    other = problem.fit(make_method(), participation=2, seed=6)
+    assert_trees_equal(again.server, first.server)
+    assert_trees_equal(again.own, first.own)
+    assert any(not torch.equal(leaf, other.models[name]) for name, leaf in first.models.items())
+
+
+def check_trains_through_the_trainer(make_method: MakeMethod, problem: Problem) -> None:
+    """Validation runs, every client's model loads into the module, and training lowers the training loss."""
+    data = problem.make_data(torch.float64, True)
+    run = problem.fit(make_method(), data=data, rounds=4, val_data=data)
+    assert run.trainer.global_step == 4
+    assert torch.tensor(list(run.metrics.values())).isfinite().all()
+    for client in range(data.num_clients):
+        problem.make_module(torch.float64).load_state_dict(run.strategy.client_state_dict(client))
+    losses = [round.metrics["train_loss"] for round in run.recorder.rounds]
+    assert losses[-1] < losses[0]
+
+
+CHECKS: tuple[Callable[[MakeMethod, Problem], None], ...] = (
+    check_engines_agree,
+    check_received_is_not_changed,
+    check_relabelling_permutes_the_result,
+    check_not_sampled_keeps_its_memory,
+    check_upload_is_what_the_method_declares,
+    check_types_and_shapes_are_stable,
+    check_resume_is_exact,
+    check_seed_decides,
+    check_trains_through_the_trainer,
+)
+"""The suite."""
+
+
+def _round(
+    method: Method,
+    problem: Problem,
+    data: FederatedTensorDataset,
+    engine: Any,
+    chunk_size: int | None = None,
+    round: int = 0,
+    server: Tree | None = None,
+    own: Tree | None = None,
+) -> LocalRound:
+    """A round of everybody, on the module's initial model unless there is a server."""
+    module = problem.make_module(torch.float64)
+    settings = EngineSettings(chunk_size=chunk_size)
+    return local_round(method, module, data, engine, round=round, settings=settings, server=server, own=own)
+
+
+def _copy(tree: Tree) -> Tree:
+    return tmap(lambda leaf: leaf.clone(), tree)
+
+
+def _named(tree: Tree) -> list[tuple[str, torch.Tensor]]:
+    """Last names and leaves."""
+    found = []
+    for name, leaf in tree.items():
+        found += _named(leaf) if isinstance(leaf, dict) else [(name, leaf)]
+    return found
+
+
+def _kinds(tree: Tree) -> dict[str, Any]:
+    """Names with shape, type and device."""
+    return {
+        name: _kinds(leaf) if isinstance(leaf, dict) else (leaf.shape, leaf.dtype, leaf.device)
+        for name, leaf in tree.items()
+    }

@@ -1,0 +1,174 @@
+"""A whole federated run through ``Trainer.fit``, without a word on the screen or a file on the disk."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.data.clients import FederatedDataset
+from lightning_pfl.methods.base import Method
+from lightning_pfl.strategy import FederatedStrategy
+from lightning_pfl.testing.quadratic import QuadraticModule
+from lightning_pfl.tree import Model, Tree, tmap
+
+
+class Recorder(FederatedCallback):
+    """Keeps copies of what went through each round.
+
+    Attributes:
+        rounds: The rounds, as they were after the server's update.
+        banks: All clients' memories before round 0 and after each round, ``(num_clients, ...)``.
+        servers: The server's tree before round 0 and after each round.
+    """
+
+    def __init__(self) -> None:
+        self.rounds: list[Round] = []
+        self.banks: list[Tree] = []
+        self.servers: list[Tree] = []
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """Keep the state before the first round."""
+        if not self.banks:
+            self._keep(trainer)
+
+    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """Keep the round and the state after it."""
+        received, uploads = _copy(round.received or {}), _copy(round.uploads or {})
+        kept = Round(round.number, round.info, received, uploads, dict(round.rejected), dict(round.metrics))
+        kept.bytes_down, kept.bytes_up = round.bytes_down, round.bytes_up
+        self.rounds.append(kept)
+        self._keep(trainer)
+
+    def _keep(self, trainer: L.Trainer) -> None:
+        strategy: Any = trainer.strategy
+        self.banks.append(_copy(strategy.bank.tree))
+        self.servers.append(_copy(strategy.server))
+
+
+@dataclass
+class Fit:
+    """What a run left behind.
+
+    Attributes:
+        trainer, module, strategy: The objects that took part.
+        recorder: What went through each round.
+    """
+
+    trainer: L.Trainer
+    module: L.LightningModule
+    strategy: FederatedStrategy
+    recorder: Recorder = field(default_factory=Recorder)
+
+    @property
+    def server(self) -> Tree:
+        """The server's tree."""
+        return self.strategy.server
+
+    @property
+    def own(self) -> Tree:
+        """All clients' memories, ``(num_clients, ...)``."""
+        return self.strategy.bank.tree
+
+    @property
+    def models(self) -> Model:
+        """All clients' personal models, ``(num_clients, ...)``."""
+        each = [self.strategy.client_state_dict(k) for k in range(self.strategy.num_clients)]
+        return {name: torch.stack([one[name] for one in each]) for name in each[0]}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the Trainer's callbacks see at the end."""
+        return {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+
+    def save(self, path: Path) -> Path:
+        """Write a checkpoint and return its path."""
+        with quiet():
+            self.trainer.save_checkpoint(path)
+        return path
+
+
+def fit(
+    method: Method,
+    data: FederatedDataset,
+    module: L.LightningModule | None = None,
+    rounds: int = 1,
+    engine: str = "vectorized",
+    participation: float | int = 1.0,
+    seed: int = 0,
+    val_data: FederatedDataset | None = None,
+    callbacks: Sequence[Callback] = (),
+    ckpt_path: Path | None = None,
+    options: dict[str, Any] | None = None,
+    **flags: Any,
+) -> Fit:
+    """Train for some rounds on the CPU.
+
+    Args:
+        method: The method.
+        data: The training split.
+        module: The user's module; None for ``QuadraticModule()``.
+        rounds: Communication rounds, counted from round 0 also for a resumed run.
+        engine: ``"vectorized"``, ``"sequential"`` or ``"auto"``.
+        participation: Clients per round: a fraction or a count.
+        seed: The run's seed.
+        val_data: The validation split; None for no validation.
+        callbacks: Further callbacks.
+        ckpt_path: A checkpoint to go on from.
+        options: Further arguments of :class:`~lightning_pfl.FederatedStrategy`.
+        **flags: Flags of the Trainer, in the place of the quiet ones.
+    """
+    module = QuadraticModule() if module is None else module
+    strategy = FederatedStrategy(method, participation, engine, seed, **(options or {}))  # type: ignore[arg-type]
+    recorder = Recorder()
+    settings: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        **flags,
+    }
+    with quiet():
+        trainer = L.Trainer(
+            max_epochs=rounds,
+            accelerator="cpu",
+            strategy=strategy,
+            callbacks=[recorder, *callbacks],
+            **settings,
+        )
+        trainer.fit(module, data, val_data, ckpt_path=ckpt_path)
+    return Fit(trainer, module, strategy, recorder)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence Lightning's log lines and the warnings that a run without logger and validation gives rise to."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for text in (
+                ".*but have no `val_dataloader`.*",
+                ".*are never sampled.*",
+                ".*have a model in eval mode.*",
+                ".*in eval mode at the start of training.*",
+            ):
+                warnings.filterwarnings("ignore", message=text)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _copy(tree: Tree) -> Tree:
+    return tmap(lambda leaf: leaf.clone(), tree)

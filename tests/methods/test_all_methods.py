@@ -1,0 +1,25 @@
+"""The conformance suite over all methods and both engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_pfl import methods
+from lightning_pfl.testing.conformance import CHECKS, MakeMethod, Problem
+from tests.methods.cases import CASES
+
+
+def test_every_method_has_a_case() -> None:
+    assert set(CASES) == set(methods.__all__)
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("name", CASES)
+def test_conformance(
+    name: str, check: Callable[[MakeMethod, Problem], None], engine: str, tmp_path: Path
+) -> None:
+    check(CASES[name], Problem(engine=engine, folder=tmp_path))
