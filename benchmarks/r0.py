@@ -17,6 +17,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -228,14 +229,22 @@ def measure(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with warnings.catch_warnings(), torch.backends.mkldnn.flags(enabled=onednn):
-            # Leaving the block restores a setting for Intel GPUs too, which warns elsewhere.
-            warnings.filterwarnings("ignore", message="TF32 acceleration")
+        with onednn_enabled(onednn):
             baseline = R0(*data)
             baseline.evaluate(personal_heads=False)
             return [KINDS[kind](baseline) for _ in range(rounds)]
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def onednn_enabled(enabled: bool) -> Iterator[None]:
+    """Switch oneDNN on or off within a block."""
+    with warnings.catch_warnings():
+        # `flags` sets an option for Intel GPUs too, which warns on other machines.
+        warnings.filterwarnings("ignore", message="TF32 acceleration")
+        with torch.backends.mkldnn.flags(enabled=enabled):
+            yield
 
 
 def main(arguments: Iterable[str] | None = None) -> None:

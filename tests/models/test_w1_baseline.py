@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.fashion_mnist import DATA_DIR, Split, load_clients, partition, read_idx
-from benchmarks.r0 import R0, copy_of, lenet_body, load, mean_of
+from benchmarks.r0 import R0, copy_of, lenet_body, load, mean_of, measure
 from lightning_pfl.models import LeNet
 
 
@@ -69,6 +69,16 @@ def test_fedavg_of_one_step_is_the_mean_of_the_clients_steps() -> None:
     baseline.fedavg_round()
     got = baseline.shared_body + baseline.shared_head
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+def test_measure_restores_the_settings(onednn: bool) -> None:
+    before = torch.get_num_threads()
+    baseline = tiny_baseline()
+    times = measure("FedAvg", (baseline.train, baseline.test), 2, threads=1, onednn=onednn)
+    assert len(times) == 2
+    assert all(time.total == time.train + time.evaluate for time in times)
+    assert torch.get_num_threads() == before
 
 
 def test_load_and_mean_are_elementwise() -> None:
