@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,15 +67,18 @@ def explained(path: Any) -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as cause:
-        if "weights_only" in str(cause) or "Weights only" in str(cause):
-            raise RuntimeError(
-                f"Expected the checkpoint {str(path)!r} to hold tensors and plain values, but "
-                "reading it would run code: "
-                f"{_first_line(cause)} If you wrote the file yourself, pass weights_only=False to "
-                "trainer.fit."
-            ) from cause
+        # torch says so for an object that needs code; for bytes that are no pickle it doesn't.
+        if "Unsupported global" not in str(cause):
+            raise _broken(path, cause) from cause
+        raise RuntimeError(
+            f"Expected the checkpoint {str(path)!r} to hold tensors and plain values, but reading "
+            "it would run code that it names. If you trust the file, pass weights_only=False."
+        ) from cause
+    except (RuntimeError, EOFError, ValueError) as cause:
         raise _broken(path, cause) from cause
-    except (RuntimeError, EOFError, ValueError, UnicodeDecodeError) as cause:
+    except OSError as cause:
+        if cause.errno != errno.EINVAL:  # a position outside a truncated file
+            raise
         raise _broken(path, cause) from cause
 
 

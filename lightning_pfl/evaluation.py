@@ -122,7 +122,7 @@ def _join(parts: list[Evaluation]) -> Evaluation:
 
 
 def is_global(models: Model, shared: Model) -> bool:
-    """Whether the clients' models are views of the global model, so that one evaluation serves both."""
+    """Whether the clients' models are views of the global model: one evaluation serves both."""
     return models.keys() == shared.keys() and all(
         is_expanded(leaf) and leaf.data_ptr() == shared[name].data_ptr()
         for name, leaf in models.items()

@@ -162,7 +162,7 @@ class Federation:
         return select(self.server.get("model", {}) if model is None else model, self.layout.names)
 
     def commit(self, server: Tree, accepted: Tensor, memories: Tree) -> None:
-        """End a round: the new server, and the memories of the accepted clients (their ids)."""
+        """End a round: the new server, and the memories of the accepted clients."""
         self.server = server
         if len(accepted):
             self.bank.scatter(accepted, memories)

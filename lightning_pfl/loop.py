@@ -77,8 +77,7 @@ class FederatedLoop(FitLoop):
             if not self._data_source.is_defined():
                 raise MisconfigurationException(
                     "Expected training data, which the method needs also for evaluation, but none "
-                    "was given. Pass a "
-                    "FederatedDataModule, or define train_dataloader()."
+                    "was given. Pass a FederatedDataModule, or define `train_dataloader`."
                 )
             data = as_federated(self._data_source.dataloader(), what="train_dataloaders")
             self.data = place(data, self.trainer)
@@ -93,16 +92,6 @@ class FederatedLoop(FitLoop):
             return
         self._combined_loader = None
         data = self.require_data()
-        if (
-            self.strategy.client_names
-            and tuple(data.names) != self.strategy.client_names
-            and self.stage != CLOSED
-        ):
-            raise MisconfigurationException(
-                f"Expected reloaded data to hold the same {self.strategy.num_clients} clients, but "
-                f"got {data.num_clients} "
-                "or other names. Return the same clients in the same order from train_dataloader()."
-            )
         empty = [
             name
             for name, samples in zip(data.names, data.num_samples.tolist(), strict=True)
@@ -115,12 +104,21 @@ class FederatedLoop(FitLoop):
             )
         if len(empty) == data.num_clients:
             raise ValueError(
-                "Expected at least one client with training samples, but none of the "
-                f"{data.num_clients} clients has any. "
-                "Check the partition or the datasets behind train_dataloaders."
+                f"Expected at least one client with training samples, but none of the "
+                f"{data.num_clients} clients has any. Check the partition, or the datasets behind "
+                "`train_dataloaders`."
             )
         self.max_batches = len(self._draw(0))
         self._last_train_dl_reload_epoch = self.trainer.current_epoch
+
+    def _check_reloaded(self, data: FederatedDataset) -> None:
+        if tuple(data.names) != self.strategy.client_names:
+            raise MisconfigurationException(
+                f"Expected reloaded training data to hold the same {self.strategy.num_clients} "
+                f"clients, but got {data.num_clients} clients or other names. Return the same "
+                "clients in the same order from `train_dataloader`."
+            )
+        self.strategy.num_samples = data.num_samples
 
     def _draw(self, round: int) -> Tensor:
         eligible = self.require_data().num_samples.nonzero().flatten()
@@ -148,6 +146,7 @@ class FederatedLoop(FitLoop):
     def on_advance_start(self) -> None:
         """Begin a round, unless a resumed one is already under way."""
         self.setup_data()
+        self._check_reloaded(self.require_data())
         if self.stage in (TRAINED, VALIDATED):
             return
         self.stage = OPEN

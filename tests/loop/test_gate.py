@@ -1,0 +1,140 @@
+"""What isn't finite, or is too large, stays outside the aggregate, and its client keeps what it remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
+from lightning_pfl.engine.base import LocalResult
+from lightning_pfl.gate import judge, update_norm
+from lightning_pfl.methods import FedAvg, FedPer, LocalOnly
+from tests.loop.setting import SIZES, Quadratic, classes, mean, network, points, trained, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
+ZERO = torch.zeros(2, dtype=torch.float64)
+
+
+def info(clients: int) -> ClientInfo:
+    ones = torch.ones(clients, dtype=torch.int64)
+    return ClientInfo(torch.arange(10, 10 + clients), ones, ones, ones / clients, 0, 20)
+
+
+def result(upload: Tensor, own: Tensor, loss: Tensor) -> LocalResult:
+    return LocalResult({"model": {"w": upload}}, {"memory": own}, {}, {}, loss)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["upload", "memory", "loss"])
+def test_what_is_not_finite_is_rejected_with_its_reason(where: str, bad: float) -> None:
+    parts = {"upload": torch.zeros(3, 2), "memory": torch.zeros(3, 4), "loss": torch.zeros(3)}
+    parts[where].view(3, -1)[1, 0] = bad
+    accepted, rejected = judge(result(*parts.values()), {}, info(3), None)
+    assert accepted.tolist() == [True, False, True]
+    assert rejected == {11: f"{where} is not finite"}
+
+
+def test_a_client_without_steps_has_no_loss_and_is_accepted() -> None:
+    idle = info(2)
+    idle.steps = torch.tensor([0, 1])
+    loss = torch.tensor([torch.nan, torch.nan])
+    accepted, _ = judge(result(torch.zeros(2, 1), torch.zeros(2, 1), loss), {}, idle, None)
+    assert accepted.tolist() == [True, False]
+
+
+def test_the_norm_is_that_of_the_change() -> None:
+    uploads = {"model": {"w": torch.tensor([[3.0, 4.0], [0.0, 1.0]]), "count": torch.tensor([7, 7])}, "extra": torch.tensor([[12.0], [0.0]])}
+    received = {"model": {"w": torch.tensor([[0.0, 0.0], [0.0, 1.0]])}}
+    # Client 0: (3, 4) changed and 12 new: sqrt(9 + 16 + 144); client 1 changed nothing.
+    assert update_norm(uploads, received, torch.ones(2)).tolist() == [13.0, 0.0]
+    accepted, rejected = judge(LocalResult(uploads, {}, loss=torch.zeros(2)), received, info(2), 12.9)
+    assert accepted.tolist() == [False, True]
+    assert rejected == {10: "update norm above max_update_norm=12.9"}
+
+
+def test_methods_that_send_nothing_pass() -> None:
+    accepted, rejected = judge(LocalResult({"model": {}}, {}, loss=torch.zeros(2)), {}, info(2), 1.0)
+    assert accepted.tolist() == [True, True]
+    assert rejected == {}
+
+
+def poisoned(*clients: int) -> Any:
+    """Client data with a NaN in it."""
+    data = points(names=["ann", "bob", "cem", "dag"])
+    for client in clients:
+        data.fields[0][data.indices[client][0]] = torch.nan
+    return data
+
+
+class Keep(FederatedCallback):
+    rounds: list[Round]
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.rounds = []
+
+    def on_aggregation_start(self, trainer: Any, module: Any, round: Round) -> None:
+        assert round.uploads is not None
+        assert round.uploads["model"]["w"].isfinite().all()
+        self.rounds.append(round)
+
+
+def test_a_poisoned_client_never_reaches_the_aggregate() -> None:
+    module, keep = Quadratic(), Keep()
+    run = trainer(max_epochs=1, callbacks=[keep])
+    with pytest.warns(UserWarning, match=r"Round 0 left out 1 of 4 clients \('bob': upload is not finite\)"):
+        run.fit(module, poisoned(1))
+    want = mean([trained(ZERO, k) for k in (0, 2, 3)], [SIZES[k] for k in (0, 2, 3)])
+    torch.testing.assert_close(module.w.data, want, rtol=0, atol=1e-12)
+    assert run.callback_metrics["round/rejected"] == 1
+    assert run.callback_metrics["train_loss"].isfinite()
+    assert keep.rounds[0].rejected == {1: "upload is not finite"}
+
+
+def test_a_poisoned_client_keeps_its_memory() -> None:
+    run = trainer(LocalOnly(), max_epochs=1)
+    with pytest.warns(UserWarning, match="'cem': memory is not finite"):
+        run.fit(Quadratic(), poisoned(2))
+    assert torch.equal(run.strategy.client_state_dict("cem")["w"], ZERO)
+    torch.testing.assert_close(run.strategy.client_state_dict("dag")["w"], trained(ZERO, 3), rtol=0, atol=1e-12)
+
+
+def test_if_all_are_rejected_the_server_is_unchanged() -> None:
+    module = Quadratic()
+    run = trainer(max_epochs=2)
+    with pytest.warns(UserWarning, match="left out 4 of 4 clients .* the server is unchanged"):
+        run.fit(module, poisoned(0, 1, 2, 3))
+    assert torch.equal(module.w.data, ZERO)
+    assert run.global_step == 2
+
+
+def test_updates_beyond_the_bound_are_left_out() -> None:
+    module = Quadratic()
+    moved = torch.stack([trained(ZERO, k) for k in range(4)]).norm(dim=1)
+    bound = float(moved.sort().values[2:].mean())  # between the second largest and the largest
+    run = trainer(max_epochs=1, max_update_norm=bound)
+    with pytest.warns(UserWarning, match="left out 1 of 4 clients .*'3': update norm above max_update_norm"):
+        run.fit(module, points())
+    assert int(moved.argmax()) == 3
+    torch.testing.assert_close(module.w.data, mean([trained(ZERO, k) for k in range(3)], list(SIZES[:3])), rtol=0, atol=1e-12)
+
+
+def test_a_poisoned_head_is_caught_although_it_is_never_sent() -> None:
+    run = trainer(FedPer(personal="head"), max_epochs=1)
+    train, _ = classes()
+    train.fields[0][train.indices[1]] = torch.inf
+    with pytest.warns(UserWarning, match="left out 1 of 5 clients"):
+        run.fit(network(), train)
+    start = network().state_dict()
+    assert torch.equal(run.strategy.client_state_dict(1)["head.weight"], start["head.weight"])
+    assert all(value.isfinite().all() for value in run.strategy.client_state_dict(1).values())
+
+
+def test_accepted_clients_are_weighted_among_themselves() -> None:
+    module = Quadratic()
+    with pytest.warns(UserWarning, match="left out"):
+        trainer(FedAvg(weighting="uniform"), max_epochs=1).fit(module, poisoned(0))
+    want = mean([trained(ZERO, k) for k in (1, 2, 3)], [1, 1, 1])
+    torch.testing.assert_close(module.w.data, want, rtol=0, atol=1e-12)
