@@ -153,7 +153,10 @@ class ResidentBatches:
         self.steps = torch.tensor([len(b) for b in self.bounds])
         total = max((b[-1][1] for b in self.bounds if b), default=0)
         # Position within the client's own samples; -1 pads. Local positions index the feature cache as well.
-        local = torch.full((len(clients), total, self.batch_size), -1)
+        longest = max(samples, default=0)
+        # A batch size beyond every client's data means full batches; it must not cost the memory that it says.
+        width = max(min(self.batch_size, longest), 1)
+        local = torch.full((len(clients), total, width), -1)
         for row, client in enumerate(clients):
             used = self.bounds[row][-1][1] if self.bounds[row] else 0
             for epoch in range(-(-used // per_epoch[row]) if used else 0):
@@ -161,9 +164,8 @@ class ResidentBatches:
                            key(client, first_epoch + epoch) if key is not None else None)
         sizes = (local >= 0).sum(2)
         self.sizes = sizes
-        self._full = bool((sizes == self.batch_size).all())
+        self._full = bool((sizes == width).all())
         device = data.device
-        longest = max(samples, default=0)
         owned = torch.zeros(len(clients), max(longest, 1), dtype=torch.long, device=device)
         for row, client in enumerate(clients):
             owned[row, : samples[row]] = data.indices[client]
