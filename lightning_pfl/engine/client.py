@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import Metric
 
 from lightning_pfl.engine.base import LogOptions
+from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.keyed import KeyedRandomness
 from lightning_pfl.tree import Model
 
@@ -96,15 +97,19 @@ class ClientProgram:
         module: The user's module, attached to the Trainer.
         autocast: dtype of mixed precision; None for full precision.
         augment: Random function of a batch, run before ``training_step``.
+        fast_kernels: Whether :class:`~lightning_pfl.engine.kernels.FastKernels` may replace operators; only under ``vmap``
+            of the forward pass.
     """
 
     def __init__(
-        self, module: L.LightningModule, autocast: torch.dtype | None = None, augment: Callable[[Any], Any] | None = None
+        self, module: L.LightningModule, autocast: torch.dtype | None = None, augment: Callable[[Any], Any] | None = None,
+        fast_kernels: bool = False,
     ) -> None:
         self.module = module
         self.caller = _StepCaller(module)
         self.autocast = autocast
         self.augment = augment
+        self.fast_kernels = fast_kernels
         self.log = LogCapture()
         self.stochastic = True
         self.random_calls = 0
@@ -125,7 +130,8 @@ class ClientProgram:
         """Run a function of the module with the module's parameters and buffers replaced by ``model``."""
         named = {f"module.{name}": leaf for name, leaf in model.items()}
         precision = torch.autocast(self._device(model), self.autocast) if self.autocast else nullcontext()
-        with precision:
+        kernels = FastKernels() if self.fast_kernels else nullcontext()
+        with precision, kernels:
             return functional_call(self.caller, named, (function, *args))
 
     def _device(self, model: Model) -> str:

@@ -74,7 +74,9 @@ class VectorizedEvaluation:
 
     def __init__(self, module: Any, settings: EngineSettings, transform: str = "forward") -> None:
         self.module, self.settings, self.transform = module, settings, transform
-        self.program = ClientProgram(module, settings.autocast)
+        self.program = ClientProgram(
+            module, settings.autocast, fast_kernels=transform == "forward"
+        )
 
     def run(
         self,

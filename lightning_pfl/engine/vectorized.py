@@ -151,7 +151,9 @@ class _Chunk:
         self.device = engine.settings.device
         self.clients = [int(client) for client in info.index]
         augment = getattr(data, "augment", None)
-        self.program = ClientProgram(engine.module, engine.settings.autocast, augment)
+        self.program = ClientProgram(
+            engine.module, engine.settings.autocast, augment, engine.transform == "forward"
+        )
         self.logs = ClientLogs(len(self.clients), self.device)
         self.keys: Tensor | None = None
         if engine.stochastic:
