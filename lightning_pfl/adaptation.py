@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset
 from lightning_pfl.methods.base import Method, Phase
-from lightning_pfl.tree import Model, Tree, tmap
+from lightning_pfl.tree import Model, Tree, is_expanded, tmap
 
 if TYPE_CHECKING:
     from lightning_pfl.federation import Federation
@@ -43,9 +43,9 @@ def adapt(
     Args:
         federation: The strategy of a Trainer.
         models: One model per client, ``(clients, ...)``.
-        clients: Ids, int64 ``(clients,)``.
+        clients: Ids, int64 ``(clients,)``; of ``data`` if that is given.
         phases: What trains, and for how long.
-        data: What they train on, with the federation's ids as rows; None for the training data.
+        data: What they train on, with ``clients`` as rows; None for the training data.
         stream: Name of the random stream, so that several adaptations in a round draw different
             numbers.
 
@@ -61,17 +61,27 @@ def adapt(
     home = next(module.parameters()).device
     method = Adaptation(weighting="uniform")
     method.bind(federation.layout, federation.num_clients, federation.seed)
+    if federation.engine.template is None:
+        federation.engine.template = federation.client_optimizer()
     # Evaluation runs without gradients; after a run the module has left the device.
     with torch.inference_mode(False), torch.enable_grad():
         module.to(settings.device)
         modes = {part: part.training for part in module.modules()}
         module.train()
-        received = {"model": tmap(lambda leaf: leaf.to(settings.device), models)}
+        received = {"model": tmap(lambda leaf: _trainable(leaf, settings.device), models)}
+        samples = data.num_samples[clients]
         steps = federation.engine.count_steps(data, clients, phases)
-        info = federation.info(clients, max(federation.rounds - 1, 0), steps)
+        weights = method.aggregation_weights(samples)
+        round = max(federation.rounds - 1, 0)
+        info = ClientInfo(clients, samples, steps, weights, round, data.num_clients)
         result = federation.engine.train(method, received, {}, info, data, phases, stream=stream)
         for part, training in modes.items():
             part.training = training
         module.to(home)
     trained: Model = tmap(lambda leaf: leaf.detach().to(home), result.uploads["model"])
     return trained
+
+
+def _trainable(leaf: Tensor, device: torch.device) -> Tensor:
+    """What all clients share as it is; a copy of what is a client's own, which training changes."""
+    return leaf.to(device) if is_expanded(leaf) else leaf.to(device, copy=True)

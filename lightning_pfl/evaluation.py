@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from lightning_pfl._lightning import (
     no_grad_context,
 )
 from lightning_pfl.adaptation import adapt
+from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import Evaluation, LogOptions
 from lightning_pfl.history import higher_is_better
@@ -147,12 +149,19 @@ class FederatedEvaluationLoop(EvaluationLoop):
     ``on_validation_batch_start`` and ``on_validation_batch_end`` (or ``on_test_...``) fire once per
     client, with its id as ``batch``. The sanity check runs ``num_sanity_val_steps`` batches of as
     many clients.
+
+    Attributes:
+        data: The split.
+        rows, clients: Rows of ``data`` with samples, and the ids of these clients.
+        results: The last evaluation by prefix: ``""`` (personal models), ``"global/"``, and those
+            of callbacks; the clients are ``clients``.
     """
 
     trainer: Any
     data: FederatedDataset | None = None
     rows: Tensor
     clients: Tensor
+    results: Mapping[str, Evaluation] = MappingProxyType({})
     table: ClientTable | None = None
 
     @property
@@ -256,7 +265,21 @@ class FederatedEvaluationLoop(EvaluationLoop):
                 )
         if not trainer.sanity_checking:
             self._has_run = True
+            results |= self._further(rows, clients, step)
+            self.results = results
             self._report(results, [data.names[row] for row in rows.tolist()])
+
+    def _further(self, rows: Tensor, clients: Tensor, step: str) -> dict[str, Evaluation]:
+        """What callbacks evaluate beside."""
+        trainer, found = self.trainer, {}
+        for callback in trainer.callbacks:
+            if isinstance(callback, FederatedCallback):
+                name = f"[Callback]{callback.state_key}.further_evaluations"
+                with trainer.profiler.profile(name):
+                    found |= callback.further_evaluations(
+                        trainer, trainer.lightning_module, self.load(), rows, clients, step
+                    )
+        return found
 
     def _limit(self) -> float | int:
         trainer = self.trainer

@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.checkpoint import check_clients
@@ -134,6 +135,10 @@ class Federation:
                 "`trainer.validate(ckpt_path=...)`, first."
             )
         return self.module
+
+    def client_optimizer(self) -> Optimizer:
+        """The template of the clients' optimizers, where no fit has made one."""
+        raise NotImplementedError
 
     def _state_dict(self, model: Model) -> dict[str, Any]:
         state = self.require_module().state_dict()

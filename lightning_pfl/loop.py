@@ -260,9 +260,9 @@ class FederatedLoop(FitLoop):
         log_values(
             self.epoch_loop._results, "training_step", self.logged, self._prog_bar, self._logger
         )
-        _ = (
-            self.trainer.callback_metrics
-        )  # reading it stores the values for callbacks that look during validation
+        self.trainer._logger_connector.epoch_end_reached()
+        # Reading them stores them, for schedulers and callbacks that look during validation.
+        _ = self.trainer.callback_metrics
 
     def _should_accumulate(self) -> bool:
         return False  # a round is one step; accumulation happens inside the clients
@@ -290,7 +290,6 @@ class FederatedLoop(FitLoop):
     def on_advance_end(self) -> None:
         """End the round: callbacks, schedulers that look at values, loggers."""
         trainer = self.trainer
-        trainer._logger_connector.epoch_end_reached()
         if self.stage != VALIDATED:
             step_schedulers(self, plateau=True)
         self.epoch_progress.increment_processed()

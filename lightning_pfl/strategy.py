@@ -15,8 +15,10 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pfl import flags
 from lightning_pfl._lightning import WrappingCheckpointIO, read_optimizers, take_over
@@ -111,6 +113,7 @@ class FederatedStrategy(Federation, ParallelStrategy):
         self._default_method: type[Method] | None = None
         self._owner: tuple[object, ...] = ()
         self._saved: Mapping[str, Any] | None = None
+        self._saved_optimizers: list[dict[str, Any]] = []
 
     # --- Lightning's side -------------------------------------------------------------------------
 
@@ -158,27 +161,35 @@ class FederatedStrategy(Federation, ParallelStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers`` for the template that every client gets a fresh copy of."""
-        module = self.lightning_module
-        assert module is not None
-        flags.check_module(module)
         loop = trainer.fit_loop
         loop.setup_data()
         # `estimated_stepping_batches` then counts rounds, which is what the schedulers step by.
         cohort, loop.max_batches = loop.max_batches, trainer.accumulate_grad_batches
-        configured = module.configure_optimizers()
+        self.optimizers, self.lr_scheduler_configs = self._configure_optimizers()
         loop.max_batches = cohort
-        if configured is None:
-            raise MisconfigurationException(
-                "FederatedStrategy needs an optimizer for the clients, but `configure_optimizers` "
-                "returned None. Return "
-                "one, for example torch.optim.SGD(self.parameters(), lr=0.01)."
-            )
-        self.optimizers, self.lr_scheduler_configs = read_optimizers(
-            module, configured, flags.check_optimizers
-        )
         flags.check_schedulers(self.lr_scheduler_configs)
         # The template itself never steps; without this, torch warns that a scheduler stepped first.
         self.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
+
+    def client_optimizer(self) -> Optimizer:
+        """The template outside of a fit, with the checkpoint's learning rates if it has any."""
+        template = self._configure_optimizers()[0][0]
+        if self._saved_optimizers:
+            template.load_state_dict(self._saved_optimizers[0])
+        return template
+
+    def _configure_optimizers(self) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+        module = self.lightning_module
+        assert module is not None
+        flags.check_module(module)
+        configured = module.configure_optimizers()
+        if configured is None:
+            raise MisconfigurationException(
+                "FederatedStrategy needs an optimizer for the clients, but `configure_optimizers` "
+                "returned None. Return one, for example "
+                "torch.optim.SGD(self.parameters(), lr=0.01)."
+            )
+        return read_optimizers(module, configured, flags.check_optimizers)
 
     def teardown(self) -> None:
         """Leave the device; server and bank move to the host, where users can ask for models."""
@@ -227,6 +238,7 @@ class FederatedStrategy(Federation, ParallelStrategy):
         check_layout(saved, type(self.method).__name__, self._new_layout())
         super().load_model_state_dict(checkpoint, strict)
         self._saved = saved
+        self._saved_optimizers = checkpoint.get("optimizer_states") or []
 
     # --- the federation ---------------------------------------------------------------------------
 
@@ -270,10 +282,11 @@ class FederatedStrategy(Federation, ParallelStrategy):
         self.move(self.root_device, memories)
         if num_samples.any():
             self.num_samples = num_samples
+        restored = self._saved is not None
         if self._saved is not None:
             self.load_state_dict(self._saved)
         self._saved = None
-        self._setup_engine(trainer, fresh)
+        self._setup_engine(trainer, fresh, restored)
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(
                 f"{type(self.method).__name__} with {self.num_clients} clients, "
@@ -311,16 +324,19 @@ class FederatedStrategy(Federation, ParallelStrategy):
         from_environment = os.environ.get("PL_GLOBAL_SEED")
         return int(from_environment) if from_environment else secrets.randbits(31)
 
-    def _setup_engine(self, trainer: Any, fresh: bool) -> None:
+    def _setup_engine(self, trainer: Any, fresh: bool, restored: bool) -> None:
         settings = flags.engine_settings(trainer, self.seed, self.chunk_size, self.prefix_cache)
-        if fresh or trainer.state.fn == TrainerFn.FITTING:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fresh or fitting:
             self.settings = settings
-            template = self.optimizers[0] if self.optimizers else None
+            template = self.optimizers[0] if fitting else None
             self.engine = SelectedEngine(
                 self._engine_name, self.lightning_module, self.layout, template, settings
             )
         else:  # the engine of the fit has made its choices; it reads the settings when it runs
             vars(self.settings).update(vars(settings))
+            if restored:
+                self.engine.template = None  # `client_optimizer` then makes the checkpoint's
 
 
 def _check_settings(

@@ -49,20 +49,52 @@ class ClientTable:
                 zip([round] * len(clients), clients, num_samples, *metrics, strict=True)
             )
 
+    def extend(
+        self,
+        round: int,
+        clients: Sequence[str],
+        num_samples: Sequence[int],
+        values: Mapping[str, Sequence[float]],
+    ) -> None:
+        """Add columns to the rows of a round, or the rows where the round has none.
+
+        Args:
+            round: The round, from 0.
+            clients: Names.
+            num_samples: Samples evaluated, one per client.
+            values: Metric name to one value per client.
+        """
+        kept, known = self._read()
+        rows = {row["client"]: row for row in kept if int(row["round"]) == round}
+        for client, count in zip(clients, num_samples, strict=True):
+            if client not in rows:
+                row = {"round": str(round), "client": client, "num_samples": str(count)}
+                kept.append(row)
+                rows[client] = row
+        for name, column in values.items():
+            for client, value in zip(clients, column, strict=True):
+                rows[client][name] = repr(value)
+        self.columns = [*dict.fromkeys([*known, *values])]
+        self._write(kept)
+
     def _begin(self, round: int, names: list[str]) -> None:
         """Write the header and what stays of an earlier run; a torn row has no last column."""
-        kept: list[dict[str, str]] = []
-        known = self.columns
-        if self.path.exists():
-            with self.path.open(newline="") as file:
-                reader = csv.DictReader(file)
-                known = [name for name in reader.fieldnames or () if name not in FIXED_COLUMNS]
-                kept = [
-                    row for row in reader if None not in row.values() and int(row["round"]) < round
-                ]
+        kept, known = self._read()
         self.columns = [*dict.fromkeys([*known, *names])]
+        self._write([row for row in kept if int(row["round"]) < round])
+
+    def _read(self) -> tuple[list[dict[str, str]], list[str]]:
+        """Complete rows, and the names of the metrics."""
+        if not self.path.exists():
+            return [], self.columns
+        with self.path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            names = [name for name in reader.fieldnames or () if name not in FIXED_COLUMNS]
+            return [row for row in reader if None not in row.values()], names
+
+    def _write(self, table: Iterable[dict[str, str]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(self.path, [*FIXED_COLUMNS, *self.columns], kept)
+        _replace(self.path, [*FIXED_COLUMNS, *self.columns], table)
 
 
 def _replace(path: Path, columns: list[str], table: Iterable[dict[str, str]]) -> None:
