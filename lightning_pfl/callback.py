@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -11,6 +12,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_pfl.tree import Tree, rows
+
+if TYPE_CHECKING:
+    from lightning_pfl.data.clients import FederatedDataset
+    from lightning_pfl.engine.base import Evaluation
 
 
 @dataclass
@@ -93,3 +98,29 @@ class FederatedCallback(Callback):
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """The clients' memories are stored; evaluation has not run yet."""
+
+    def further_evaluations(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        data: FederatedDataset,
+        rows: Tensor,
+        clients: Tensor,
+        step: str,
+    ) -> Mapping[str, Evaluation]:
+        """Models to evaluate beside the personal and the global ones; logged and tabulated like them.
+
+        Called in every evaluation but the sanity check, with the module in eval mode.
+
+        Args:
+            trainer: The running Trainer.
+            module: The user's module.
+            data: The split.
+            rows: Rows of ``data`` with samples, int64 ``(clients,)``.
+            clients: Ids of these clients, int64 ``(clients,)``.
+            step: ``"validation_step"`` or ``"test_step"``.
+
+        Returns:
+            Results by the prefix of their keys, such as ``"ft/"``.
+        """
+        return {}

@@ -71,13 +71,25 @@ class SelectedEngine:
     ) -> None:
         check_engine(name)
         self.name, self.module, self.layout = name, module, layout
-        self.template, self.settings = template, settings
+        self.settings = settings
         self.choices: dict[str, str] = {}
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
-        if template is not None:
-            check_optimizer(template)
         # Evaluation needs no optimizer.
         self._sequential = SequentialEngine(module, layout, template, settings)  # type: ignore[arg-type]
+        self.template = template
+
+    @property
+    def template(self) -> Optimizer | None:
+        """The optimizer that clients get fresh copies of; None where nothing is trained."""
+        return self._optimizer
+
+    @template.setter
+    def template(self, template: Optimizer | None) -> None:
+        if template is not None:
+            check_optimizer(template)
+        self._optimizer = template
+        for engine in (self._sequential, *self._engines.values()):
+            engine.template = template  # type: ignore[assignment]
 
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
