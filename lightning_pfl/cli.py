@@ -71,6 +71,13 @@ class PFLCLI(LightningCLI):
         else:
             self.config = parser.parse_object(args)
 
+    def _parse_ckpt_path(self) -> None:
+        """Keep the recipe's model: it isn't replaced by the hyper-parameters of the checkpoint.
+
+        LightningCLI would read them into ``model``, where they lack the class that they belong to.
+        The strategy compares checkpoint and model by itself.
+        """
+
     def after_fit(self) -> None:
         """Print the last evaluation, the mean of the last ten rounds and the best round."""
         metrics = self.trainer.callback_metrics

@@ -14,12 +14,15 @@ COLUMNS = (
     "method",
     "rounds",
     "seeds",
-    "accuracy, last 10 rounds",
+    "last 10 rounds",
     "worst decile",
-    "test accuracy",
-    "minutes a run",
+    "test",
+    "test worst decile",
+    "minutes",
     "commit",
 )
+#: What fits a terminal.
+SHOWN = ("method", "last 10 rounds", "worst decile", "test", "test worst decile", "minutes")
 
 
 def headline(values: dict[str, dict[str, float]], name: str) -> dict[str, float]:
@@ -57,6 +60,7 @@ def row(recipe: Path, outcomes: list[dict[str, Any]]) -> list[str]:
         spread([values["mean"] for values in last]),
         spread([values["worst_decile"] for values in last]),
         spread([values["mean"] for values in tested]),
+        spread([values["worst_decile"] for values in tested]),
         f"{statistics.mean(outcome['seconds'] for outcome in outcomes) / 60:.1f}",
         ", ".join(sorted({outcome["commit"] for outcome in outcomes})),
     ]
@@ -71,10 +75,11 @@ def table(recipes: list[Path], stored: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def print_comparison(recipes: list[Path], stored: list[dict[str, Any]]) -> None:
-    """Show the rows on the terminal, in percent over the clients."""
-    shown = Table(*COLUMNS, title="Personal models: mean over clients, in percent")
+    """Show the rows on the terminal."""
+    shown = Table(*SHOWN, title="Accuracy of the personal models, mean over clients, in percent")
     for cells in table(recipes, stored):
-        shown.add_row(*cells)
+        values = dict(zip(COLUMNS, cells, strict=True))
+        shown.add_row(*(values[column] for column in SHOWN))
     Console().print(shown)
 
 

@@ -109,6 +109,8 @@ def test_the_module_is_the_console_script() -> None:
     assert "{fit,validate,test,predict}" in result.stdout
 
 
+# The second run has a log folder of its own, and says so.
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_fit_then_test_from_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

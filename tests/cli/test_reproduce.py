@@ -52,7 +52,8 @@ def test_a_row_has_mean_and_deviation_over_seeds_in_percent(recipe: Path) -> Non
     assert cells[:4] == ["fedper.yaml", "FedPer + FT", "7", "2"]
     assert cells[4] == f"85.00 ± {deviation:.2f}"
     assert cells[5].startswith("60.00 ± ")
-    assert cells[7] == "1.5"
+    assert cells[6:8] == cells[4:6]
+    assert cells[8] == "1.5"
 
 
 def test_one_seed_has_no_deviation_and_no_outcome_has_dashes(recipe: Path) -> None:
