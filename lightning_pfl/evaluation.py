@@ -93,7 +93,7 @@ def evaluate_clients(
         parts.append(
             federation.engine.evaluate(models_of(clients[part]), rows[part], data, step, done)
         )
-    return _join(parts)
+    return join(parts)
 
 
 def models_at_a_time(federation: Federation) -> int:
@@ -106,7 +106,8 @@ def models_at_a_time(federation: Federation) -> int:
     return int(max(1, MEMORY // max(held, 1)))
 
 
-def _join(parts: list[Evaluation]) -> Evaluation:
+def join(parts: list[Evaluation]) -> Evaluation:
+    """One evaluation of the clients of all parts, in their order."""
     if len(parts) == 1:
         return parts[0]
     names = dict.fromkeys(name for part in parts for name in part.values)
