@@ -185,6 +185,8 @@ class ResidentBatches:
     def cache(self, features: Tensor) -> None:
         """Use features ``(clients, longest, ...)`` in the order of each client's samples, beside every batch."""
         self.features = features
+        first = torch.arange(len(features), device=features.device) * features.shape[1]
+        self._feature_rows = self.local + first.view(-1, 1, 1)
 
     def at(self, step: int) -> Iterator[Tick]:
         """The ticks of one step number."""
@@ -192,7 +194,7 @@ class ResidentBatches:
         rows = torch.arange(active)  # the chunk is sorted by steps, longest first
         first, last = self.bounds[0][step]
         if self._full and all(self.bounds[row][step] == (first, last) for row in range(active)):
-            yield self._tick(rows, [first] * active, last - first, padded=False)
+            yield self._aligned_tick(active, range(first, last))
             return
         groups: dict[Any, list[int]] = {}
         for row in range(active):
@@ -202,6 +204,19 @@ class ResidentBatches:
         for signature, members in groups.items():
             count = signature if isinstance(signature, int) else len(signature)
             yield self._tick(torch.tensor(members), [self.bounds[r][step][0] for r in members], count, padded=self.pad)
+
+    def _aligned_tick(self, active: int, numbers: range) -> Tick:
+        """The usual case: full minibatches, with the same number for the first ``active`` clients."""
+        minibatches = []
+        for number in numbers:
+            features = None
+            if self.features is not None:
+                shape = (active, self.local.shape[2], *self.features.shape[2:])
+                flat = self._feature_rows[:active, number].flatten()
+                features = self.features.flatten(0, 1).index_select(0, flat).view(shape)
+            data = self.data.gather(self.positions[:active, number])
+            minibatches.append(Minibatch(data, self.sizes[:active, number], None, features, number))
+        return Tick(None if active == len(self.steps) else slice(0, active), minibatches)
 
     def _tick(self, rows: Tensor, starts: list[int], count: int, padded: bool) -> Tick:
         minibatches = []

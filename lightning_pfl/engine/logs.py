@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+DEFERRED = 256
+"""Minibatches whose values are kept before they are summed up."""
 _START = {"mean": 0.0, "sum": 0.0, "min": torch.inf, "max": -torch.inf}
 
 
@@ -21,6 +23,8 @@ class ClientLogs:
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         self._reductions: dict[str, str] = {}
+        self._pending: list[dict[str, Tensor]] = []
+        self._pending_size = 0
 
     def add(
         self,
@@ -37,6 +41,37 @@ class ClientLogs:
             rows: Which clients these are; None for all.
             reductions: ``reduce_fx`` by name; a mean where nothing is said.
         """
+        if rows is None and _all_means(reductions) and bool((sizes == sizes[0]).all()):
+            self._defer(values, int(sizes[0]))
+            return
+        self._take_in(values, sizes, rows, reductions)
+
+    def _defer(self, values: dict[str, Tensor], size: int) -> None:
+        """The usual case, minibatches of one size for all clients, is summed up many at a time."""
+        same = size == self._pending_size and values.keys() == self._pending[0].keys()
+        if self._pending and (not same or len(self._pending) == DEFERRED):
+            self._flush()
+        self._pending.append(values)
+        self._pending_size = size
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        weights = torch.full((self.clients,), self._pending_size * len(pending))
+        means = {
+            name: torch.stack([values[name] for values in pending]).double().mean(0)
+            for name in pending[0]
+        }
+        self._take_in(means, weights, None, None)
+
+    def _take_in(
+        self,
+        values: dict[str, Tensor],
+        sizes: Tensor,
+        rows: slice | Tensor | None,
+        reductions: dict[str, str] | None,
+    ) -> None:
         index = slice(None) if rows is None else rows
         weights = sizes.to(self.device, torch.float64, non_blocking=True)
         for name, value in values.items():
@@ -53,12 +88,17 @@ class ClientLogs:
 
     def compute(self) -> dict[str, Tensor]:
         """The reduced values, float64 ``(clients,)``; NaN for clients that logged nothing."""
+        self._flush()
         results = {}
         for name, total in self._sums.items():
             weight = self._weights[name]
             value = total / weight if self._reductions[name] == "mean" else total
             results[name] = torch.where(weight > 0, value, torch.nan)
         return results
+
+
+def _all_means(reductions: dict[str, str] | None) -> bool:
+    return all(reduction == "mean" for reduction in (reductions or {}).values())
 
 
 def _reduce(reduction: str, old: Tensor, value: Tensor, weights: Tensor) -> Tensor:

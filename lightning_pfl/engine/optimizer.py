@@ -35,6 +35,10 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 """Optimizers whose update of an entry depends on that entry's history alone. Exact types: a subclass may do anything."""
 
 
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""Optimizers with a kernel that reads and writes each parameter once; used unless the user chose otherwise."""
+
+
 def clip(grads: Model, value: float, algorithm: str) -> Model:
     """Clip each client's gradients as ``gradient_clip_val`` says: by the client's total norm, or by value."""
     if algorithm == "value":
@@ -74,6 +78,8 @@ class ClientOptimizer:
             options = {key: value for key, value in group.items() if key != "params"}
             if lr is not None:
                 options["lr"] = lr
+            if stacked and type(template) in FUSED and not (options["fused"] or options["foreach"]):
+                options["fused"] = options["fused"] is None and not options["differentiable"]
             self._optimizer.param_groups.append({**options, "params": []})
             self._groups.append([names[id(p)] for p in group["params"] if id(p) in names])
             for p in group["params"]:
@@ -134,7 +140,9 @@ class ClientOptimizer:
                     leaf = leaf.clone(memory_format=torch.contiguous_format)
                 new[name] = leaf
                 param = leaf if self.stacked else leaf[0]
-                param.grad = grads[name] if self.stacked else grads[name][0]
+                # torch's fused CPU kernels take the gradient's memory to be laid out as the parameter's.
+                grad = grads[name] if grads[name].stride() == leaf.stride() else grads[name].contiguous()
+                param.grad = grad if self.stacked else grad[0]
                 group["params"].append(param)
                 bound[name] = param
                 state[param] = self._gather(slot, name, leaf, rows, call)

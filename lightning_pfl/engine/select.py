@@ -21,7 +21,8 @@ from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings, Evaluation, LocalResult, OnClients
 from lightning_pfl.engine.optimizer import check_optimizer, is_elementwise
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.engine.vectorized import Transform, VectorizedEngine
+from lightning_pfl.engine.gradient import Transform
+from lightning_pfl.engine.vectorized import VectorizedEngine
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.tree import Model, Tree, leaves, rows

@@ -32,7 +32,8 @@ from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.phase import ActivePhase
-from lightning_pfl.engine.vectorized import materialize, phase_steps, random_keys
+from lightning_pfl.engine.gradient import materialize
+from lightning_pfl.engine.vectorized import phase_steps, random_keys
 from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase

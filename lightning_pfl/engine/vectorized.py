@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,20 +24,19 @@ from lightning_pfl.engine.batching import (
     minibatches_per_epoch,
     order_key,
 )
-from lightning_pfl.engine.client import ClientProgram, NotVectorizableError, batchable_kernels
+from lightning_pfl.engine.client import ClientProgram, batchable_kernels
 from lightning_pfl.engine.evaluation import VectorizedEvaluation
+from lightning_pfl.engine.gradient import BatchedGradient, Transform, materialize
 from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.phase import ActivePhase
 from lightning_pfl.engine.prefix import PrefixCache
+from lightning_pfl.engine.trace import Traces, fingerprint
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.randomness import derive
 from lightning_pfl.tree import Model, Tree, is_expanded, leaves, rows, stack, tmap
-
-Transform = Literal["forward", "grad"]
-
 
 def phase_steps(
     data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...], limits: Limits
@@ -92,6 +91,16 @@ class VectorizedEngine:
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
         )
         self.prefix = PrefixCache(layout, enabled=settings.prefix_cache)
+        # Only of `per_sample` is it known that it reads nothing but its arguments.
+        self.traces = Traces(enabled=is_sample_wise(module))
+        self._program: ClientProgram | None = None
+
+    def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
+        """The user's step; kept, as a replayed step doesn't tell again how its values are logged."""
+        if self._program is None or self._program.augment is not augment:
+            fast = self.transform == "forward"
+            self._program = ClientProgram(self.module, self.settings.autocast, augment, fast)
+        return self._program
 
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
@@ -150,10 +159,7 @@ class _Chunk:
         self.stream = stream
         self.device = engine.settings.device
         self.clients = [int(client) for client in info.index]
-        augment = getattr(data, "augment", None)
-        self.program = ClientProgram(
-            engine.module, engine.settings.autocast, augment, engine.transform == "forward"
-        )
+        self.program = engine.program(getattr(data, "augment", None))
         self.logs = ClientLogs(len(self.clients), self.device)
         self.keys: Tensor | None = None
         if engine.stochastic:
@@ -199,7 +205,7 @@ class _Chunk:
         optimizer = ClientOptimizer(
             self.engine.template, self.engine.layout, len(self.clients), active.phase.lr
         )
-        local = VectorizedLocal(self, active, optimizer, number)
+        local = VectorizedLocal(self, active, optimizer, number, int(batches.steps.max()))
         for step in range(int(batches.steps.max())):
             optimizer.new_tick()
             for tick in batches.at(step):
@@ -217,9 +223,19 @@ class VectorizedLocal:
     """What a client can do with a batch, for all clients of a tick at once (:class:`~.base.Local`)."""
 
     def __init__(
-        self, chunk: _Chunk, active: ActivePhase, optimizer: ClientOptimizer, number: int
+        self,
+        chunk: _Chunk,
+        active: ActivePhase,
+        optimizer: ClientOptimizer,
+        number: int,
+        steps: int,
     ) -> None:
         self.chunk, self.active, self.optimizer, self.number = chunk, active, optimizer, number
+        self.steps = steps
+        engine = chunk.engine
+        self.gradient = BatchedGradient(chunk.program, engine.transform, engine.reached)
+        if engine.traces.enabled:
+            engine.traces.enter((active.trainable, fingerprint(engine.module)))
         self.phase = active.phase.name
         self._tick = Tick(None, [])
         self._logged = False
@@ -267,62 +283,14 @@ class VectorizedLocal:
             inputs["mask"] = minibatch.mask
         if minibatch.features is not None and self.chunk.engine.prefix.fits(model):
             inputs["features"] = minibatch.features
-        transform = self.chunk.engine.transform
-        run = self._vmap_forward if transform == "forward" else self._vmap_grad
-        grads, loss, logged = run(trained, fixed, inputs, minibatch.number)
+        self.gradient.number = minibatch.number
+        traces = self.chunk.engine.traces
+        grads, loss, logged = traces.run(self.gradient, self.steps, trained, fixed, inputs)
         if not self._logged:
-            values = {**logged, "loss*": loss.detach()}
+            values = {**logged, "loss*": loss}
             log = self.chunk.program.log
             self.chunk.logs.add(values, minibatch.sizes, self._tick.rows, log.reductions)
         return grads
-
-    def _loss(
-        self, number: int
-    ) -> Callable[[Model, Model, dict[str, Any]], tuple[Tensor, dict[str, Tensor]]]:
-        def loss(
-            trained: Model, fixed: Model, inputs: dict[str, Any]
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            value, logged = self.chunk.program.training_loss(
-                {**fixed, **trained},
-                inputs["data"],
-                inputs.get("key"),
-                number,
-                inputs.get("mask"),
-                inputs.get("features"),
-            )
-            return value, tensors_only(logged)
-
-        return loss
-
-    def _vmap_forward(
-        self, trained: Model, fixed: Model, inputs: dict[str, Any], number: int
-    ) -> tuple[Model, Tensor, dict[str, Tensor]]:
-        for leaf in trained.values():
-            leaf.requires_grad_()
-        fixed, dims = unbatch(fixed)
-        batched = torch.vmap(self._loss(number), in_dims=(0, dims, 0))
-        loss, logged = batched(trained, fixed, inputs)
-        found = torch.autograd.grad(loss.sum(), list(trained.values()), allow_unused=True)
-        # A parameter that the loss doesn't reach has no gradient, so that no weight decay moves it: as in torch.
-        grads = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
-        return grads, loss, logged
-
-    def _vmap_grad(
-        self, trained: Model, fixed: Model, inputs: dict[str, Any], number: int
-    ) -> tuple[Model, Tensor, dict[str, Tensor]]:
-        loss = self._loss(number)
-
-        def with_aux(*args: Any) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
-            value, logged = loss(*args)
-            return value, (value.detach(), logged)
-
-        # Not unbatched: recurrent layers write in place into what their weights give.
-        batched = torch.vmap(torch.func.grad(with_aux, has_aux=True))
-        grads, (value, logged) = batched(trained, fixed, inputs)
-        reached = self.chunk.engine.reached
-        if reached is not None:
-            grads = {name: g for name, g in grads.items() if name in reached}
-        return grads, value, logged
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
@@ -337,29 +305,6 @@ def is_sample_wise(module: Any) -> bool:
         and type(module).training_step is PersonalizedModule.training_step
         and type(module)._step is PersonalizedModule._step
     )
-
-
-def unbatch(model: Model) -> tuple[Model, dict[str, int | None]]:
-    """Replace expanded leaves by the one tensor behind them; the ``in_dims`` for ``vmap`` that go with it."""
-    dims = {name: None if is_expanded(leaf) else 0 for name, leaf in model.items()}
-    return {n: leaf[0] if is_expanded(leaf) else leaf for n, leaf in model.items()}, dims
-
-
-def materialize(model: Model, names: tuple[str, ...]) -> None:
-    """Give expanded leaves memory of their own, in place, before a forward pass writes to them."""
-    for name in names:
-        if name in model and is_expanded(model[name]):
-            model[name] = model[name].clone(memory_format=torch.contiguous_format)
-
-
-def tensors_only(logged: dict[str, Any]) -> dict[str, Tensor]:
-    """Logged values, refusing torchmetrics objects: their state can't be a per-client tensor."""
-    for name, value in logged.items():
-        if not isinstance(value, Tensor):
-            raise NotVectorizableError(
-                f"self.log({name!r}, ...) logs a torchmetrics object, whose state can't be batched"
-            )
-    return logged
 
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:

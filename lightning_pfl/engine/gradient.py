@@ -1,0 +1,99 @@
+"""Gradients of many clients' losses in one program."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.engine.client import ClientProgram, NotVectorizableError
+from lightning_pfl.tree import Model, is_expanded
+
+Transform = Literal["forward", "grad"]
+Inputs = dict[str, Any]
+"""``data``, and where there are any ``key``, ``mask`` and ``features``; leaves ``(clients, ...)``."""
+Result = tuple[Model, Tensor, dict[str, Tensor]]
+"""Gradients ``(clients, ...)``, losses ``(clients,)``, logged values ``(clients,)``."""
+
+
+class BatchedGradient:
+    """The gradient of each client's training loss.
+
+    Args:
+        program: The user's step as a function.
+        transform: ``"forward"``: ``vmap`` of the forward pass and one ordinary backward pass;
+            ``"grad"``: ``vmap`` of the gradient.
+        reached: Names that the loss reaches; None: all. The transform ``"grad"`` can't tell a
+            parameter without gradient from one with gradient zero, which weight decay moves.
+    """
+
+    def __init__(
+        self, program: ClientProgram, transform: Transform, reached: frozenset[str] | None
+    ) -> None:
+        self.program, self.transform, self.reached = program, transform, reached
+        self.number = 0
+
+    def __call__(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
+        """Gradients with respect to ``trained``, at ``{**fixed, **trained}``."""
+        if self.transform == "forward":
+            return self._forward(trained, fixed, inputs)
+        return self._grad(trained, fixed, inputs)
+
+    def _loss(
+        self, trained: Model, fixed: Model, inputs: Inputs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, logged = self.program.training_loss(
+            {**fixed, **trained},
+            inputs["data"],
+            inputs.get("key"),
+            self.number,
+            inputs.get("mask"),
+            inputs.get("features"),
+        )
+        return loss, tensors_only(logged)
+
+    def _forward(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
+        trained = {name: leaf.detach().requires_grad_() for name, leaf in trained.items()}
+        fixed, dims = unbatch(fixed)
+        loss, logged = torch.vmap(self._loss, in_dims=(0, dims, 0))(trained, fixed, inputs)
+        found = torch.autograd.grad(loss.sum(), list(trained.values()), allow_unused=True)
+        # A parameter that the loss doesn't reach has no gradient, so that no weight decay moves
+        # it: as in torch.
+        grads = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+        return grads, loss.detach(), logged
+
+    def _grad(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
+        def with_aux(*args: Any) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
+            loss, logged = self._loss(*args)
+            return loss, (loss.detach(), logged)
+
+        # Not unbatched: recurrent layers write in place into what their weights give.
+        batched = torch.vmap(torch.func.grad(with_aux, has_aux=True))
+        grads, (loss, logged) = batched(trained, fixed, inputs)
+        if self.reached is not None:
+            grads = {name: g for name, g in grads.items() if name in self.reached}
+        return grads, loss, logged
+
+
+def unbatch(model: Model) -> tuple[Model, dict[str, int | None]]:
+    """Replace expanded leaves by the one tensor behind them, with the ``in_dims`` for ``vmap``."""
+    dims = {name: None if is_expanded(leaf) else 0 for name, leaf in model.items()}
+    return {n: leaf[0] if is_expanded(leaf) else leaf for n, leaf in model.items()}, dims
+
+
+def materialize(model: Model, names: tuple[str, ...]) -> None:
+    """Give expanded leaves memory of their own before a forward pass writes to them."""
+    for name in names:
+        if name in model and is_expanded(model[name]):
+            model[name] = model[name].clone(memory_format=torch.contiguous_format)
+
+
+def tensors_only(logged: dict[str, Any]) -> dict[str, Tensor]:
+    """Logged values; a torchmetrics object is refused, as its state can't be batched."""
+    for name, value in logged.items():
+        if not isinstance(value, Tensor):
+            raise NotVectorizableError(
+                f"self.log({name!r}, ...) logs a torchmetrics object, whose state can't be batched"
+            )
+    return logged
