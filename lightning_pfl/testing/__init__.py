@@ -1,4 +1,4 @@
-"""For tests of methods and engines, also of users' own: problems with known solutions, runs, the conformance suite."""
+"""For tests of methods, also of your own: known problems, quiet runs, the conformance suite."""
 
 from lightning_pfl.testing.conformance import CHECKS, Problem
 from lightning_pfl.testing.fitting import Fit, Recorder, fit, quiet

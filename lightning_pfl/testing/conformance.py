@@ -1,6 +1,7 @@
 """What every method must satisfy, as functions that a test of any method can call.
 
-Each check takes a function that makes the method, and a :class:`Problem`. Use it for a method of your own::
+Each check takes a function that makes the method, and a :class:`Problem`. For a method of your
+own::
 
     @pytest.mark.parametrize("engine", ["vectorized", "sequential"])
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -27,7 +28,12 @@ from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods.base import Method
 from lightning_pfl.module import PersonalizedModule
 from lightning_pfl.testing.fitting import Fit, fit
-from lightning_pfl.testing.rounds import LocalRound, assert_trees_close, assert_trees_equal, local_round
+from lightning_pfl.testing.rounds import (
+    LocalRound,
+    assert_trees_close,
+    assert_trees_equal,
+    local_round,
+)
 from lightning_pfl.tree import Tree, leaves, nbytes, rows, tmap
 
 MakeMethod = Callable[[], Method]
@@ -37,7 +43,7 @@ SIZES = (1, 0, 3, 8, 5)
 
 
 def small_module(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
-    """A convolution with BatchNorm as ``backbone`` and a linear ``head``; the same numbers at every call."""
+    """A convolution with BatchNorm and a linear head; the same numbers at every call."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         backbone = nn.Sequential(
@@ -47,8 +53,10 @@ def small_module(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
     return module.to(dtype)
 
 
-def small_clients(dtype: torch.dtype = torch.float64, shuffle: bool = True) -> FederatedTensorDataset:
-    """Five clients with :data:`SIZES` random 5x5 pictures of three classes, in minibatches of three."""
+def small_clients(
+    dtype: torch.dtype = torch.float64, shuffle: bool = True
+) -> FederatedTensorDataset:
+    """Five clients with :data:`SIZES` random 5x5 pictures each, in minibatches of three."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sum(SIZES), 1, 5, 5, generator=generator, dtype=torch.float64).to(dtype)
     y = torch.randint(3, (sum(SIZES),), generator=generator)
@@ -81,7 +89,10 @@ class Problem:
 
 
 def check_engines_agree(make_method: MakeMethod, problem: Problem) -> None:
-    """Vectorized equals sequential over two rounds, with 0, 1, few and many samples, for chunk sizes 1 to C+1."""
+    """Vectorized equals sequential over two rounds, for chunk sizes 1 to C+1.
+
+    The clients have 0, 1, few and many samples, so last minibatches are short.
+    """
     data = problem.make_data(torch.float64, True)
 
     def run(engine: Any, chunk_size: int | None = None) -> list[LocalRound]:
@@ -133,7 +144,7 @@ def check_not_sampled_keeps_its_memory(make_method: MakeMethod, problem: Problem
 
 
 def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: Problem) -> None:
-    """Nothing personal leaves a client; shapes are the model's and stay; bytes are those of the upload."""
+    """Nothing personal leaves a client; shapes are the model's; bytes are those of the upload."""
     run = problem.fit(make_method())
     layout = run.strategy.layout
     shapes = {name: leaf.shape for name, leaf in layout.model().items()}
@@ -155,7 +166,7 @@ def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: P
 
 
 def check_types_and_shapes_are_stable(make_method: MakeMethod, problem: Problem) -> None:
-    """Server and memories keep names, shapes, types and device over the rounds; models have the module's type.
+    """Server and memories keep names, shapes, types and device; models have the module's type.
 
     The server may add entries in round 0: torch's optimizers create their state at the first step.
     """
@@ -167,7 +178,9 @@ def check_types_and_shapes_are_stable(make_method: MakeMethod, problem: Problem)
         assert all(second[path] == kind for path, kind in first.items() if kind)
         memories = [_kinds(bank) for bank in run.recorder.banks]
         assert memories[0] == memories[1] == memories[2]
-        wanted = {name: leaf.dtype for name, leaf in problem.make_module(dtype).state_dict().items()}
+        wanted = {
+            name: leaf.dtype for name, leaf in problem.make_module(dtype).state_dict().items()
+        }
         assert {name: leaf.dtype for name, leaf in run.models.items()} == wanted
 
 
@@ -196,7 +209,7 @@ def check_seed_decides(make_method: MakeMethod, problem: Problem) -> None:
 
 
 def check_trains_through_the_trainer(make_method: MakeMethod, problem: Problem) -> None:
-    """Validation runs, every client's model loads into the module, and training lowers the training loss."""
+    """Validation runs, every client's model loads into the module, and the training loss falls."""
     data = problem.make_data(torch.float64, True)
     run = problem.fit(make_method(), data=data, rounds=4, val_data=data)
     assert run.trainer.global_step == 4
@@ -234,7 +247,9 @@ def _round(
     """A round of everybody, on the module's initial model unless there is a server."""
     module = problem.make_module(torch.float64)
     settings = EngineSettings(chunk_size=chunk_size)
-    return local_round(method, module, data, engine, round=round, settings=settings, server=server, own=own)
+    return local_round(
+        method, module, data, engine, round=round, settings=settings, server=server, own=own
+    )
 
 
 def _copy(tree: Tree) -> Tree:
@@ -243,7 +258,7 @@ def _copy(tree: Tree) -> Tree:
 
 def _named(tree: Tree) -> list[tuple[str, torch.Tensor]]:
     """Last names and leaves."""
-    found = []
+    found: list[tuple[str, torch.Tensor]] = []
     for name, leaf in tree.items():
         found += _named(leaf) if isinstance(leaf, dict) else [(name, leaf)]
     return found

@@ -1,4 +1,4 @@
-"""A whole federated run through ``Trainer.fit``, without a word on the screen or a file on the disk."""
+"""A federated run through ``Trainer.fit`` that prints nothing and writes no file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class Recorder(FederatedCallback):
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Keep the round and the state after it."""
         received, uploads = _copy(round.received or {}), _copy(round.uploads or {})
-        kept = Round(round.number, round.info, received, uploads, dict(round.rejected), dict(round.metrics))
+        kept = Round(
+            round.number, round.info, received, uploads, dict(round.rejected), dict(round.metrics)
+        )
         kept.bytes_down, kept.bytes_up = round.bytes_down, round.bytes_up
         self.rounds.append(kept)
         self._keep(trainer)
@@ -152,7 +154,7 @@ def fit(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Lightning's log lines and the warnings that a run without logger and validation gives rise to."""
+    """Silence Lightning's log lines and its advice for runs without validation."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)

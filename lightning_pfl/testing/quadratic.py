@@ -1,4 +1,4 @@
-"""Clients with quadratic losses: every local training has a closed form, so a method can be checked to the last digits."""
+"""Clients with quadratic losses: every local training has a closed form to check a method by."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ Numbers = Sequence[float] | Sequence[Sequence[float]] | Tensor
 
 
 class QuadraticModule(L.LightningModule):
-    r"""One parameter ``w`` with the loss :math:`\frac1{|B|} \sum_{j \in B} \frac{a_j}{2} \lVert w - c_j \rVert^2`.
+    r"""One parameter ``w`` and a quadratic loss.
 
-    A batch is a pair ``(a, c)`` of shapes ``(batch,)`` and ``(batch, dim)``. Where all of a client's minibatches have the
-    mean curvature :math:`a` and the minimiser :math:`c`, :math:`K` steps of plain SGD map
-    :math:`w` to :math:`c + (1 - \eta a)^K (w - c)` (:func:`descend`).
+    .. math::
+        f(w) = \frac1{|B|} \sum_{j \in B} \frac{a_j}{2} \lVert w - c_j \rVert^2
+
+    A batch is a pair ``(a, c)`` of shapes ``(batch,)`` and ``(batch, dim)``. Where all of a
+    client's minibatches have the mean curvature :math:`a` and the minimiser :math:`c`, :math:`K`
+    steps of plain SGD map :math:`w` to :math:`c + (1 - \eta a)^K (w - c)` (:func:`descend`).
 
     Args:
         dim: Length of ``w``.
@@ -78,9 +81,9 @@ class Vector(nn.Module):
 class SplitQuadraticModule(QuadraticModule):
     r"""Two halves ``backbone.weight`` and ``head.weight``; the loss is the quadratic at their sum.
 
-    The halves are coupled as in a network: what one half does depends on the other. Training both, the sum follows
-    ``descend(sum, a, c, 2 * lr, K)`` and each half moves by half of its change; training one, with the other at
-    :math:`v`, that half follows ``descend(half, a, c - v, lr, K)``.
+    The halves are coupled as in a network: what one half does depends on the other. Training both,
+    the sum follows ``descend(sum, a, c, 2 * lr, K)`` and each half moves by half of its change;
+    training one, with the other at :math:`v`, that half follows ``descend(half, a, c - v, lr, K)``.
 
     Args:
         dim: Length of each half.
@@ -109,7 +112,7 @@ class SplitQuadraticModule(QuadraticModule):
 
 
 def descend(w: Tensor, curvature: Tensor, center: Tensor, lr: float, steps: Tensor | int) -> Tensor:
-    r"""Gradient descent on :math:`\frac a2 \lVert w - c \rVert^2`: :math:`c + (1 - \eta a)^K (w - c)`.
+    r"""Gradient descent on a quadratic: :math:`c + (1 - \eta a)^K (w - c)`.
 
     Args:
         w: Where it starts; broadcasts against ``center``.
@@ -140,7 +143,7 @@ def quadratic_clients(
         centers: :math:`c_k`, ``(clients,)`` or ``(clients, dim)``.
         samples: :math:`N_k \ge 0`, one for all or one per client.
         batch_size: Samples per minibatch; the default makes every epoch one step.
-        shuffle: Whether the clients' samples are shuffled (which changes nothing but the path through the code).
+        shuffle: Whether the samples are shuffled, which changes only the path through the code.
         dtype: Type of the fields.
 
     Example:
@@ -158,5 +161,5 @@ def quadratic_clients(
 
 
 def q2() -> FederatedTensorDataset:
-    r"""Two clients, curvatures (1, 3) and optima (0, 1), one sample each: the mean loss has its optimum at 0.75."""
+    """Two clients, curvatures (1, 3) and optima (0, 1): the mean loss has its optimum at 0.75."""
     return quadratic_clients()

@@ -80,7 +80,9 @@ def local_round(
     method.bind(layout, data.num_clients, seed=0)
     index = torch.arange(data.num_clients) if clients is None else torch.tensor(list(clients))
     kind = VectorizedEngine if engine == "vectorized" else SequentialEngine
-    runner = kind(module, layout, module.configure_optimizers(), settings or EngineSettings(), **options)
+    runner = kind(
+        module, layout, module.configure_optimizers(), settings or EngineSettings(), **options
+    )
     model = layout.model()
     server = method.init_server(model) if server is None else server
     phases = method.phases(round) if phases is None else phases
@@ -106,7 +108,9 @@ def _repeated(row: Tree, clients: int) -> Tree:
     return tmap(lambda leaf: leaf.expand(clients, *leaf.shape).clone(), row)
 
 
-def assert_trees_close(actual: Tree, expected: Tree, rtol: float = 1e-10, atol: float = 1e-12) -> None:
+def assert_trees_close(
+    actual: Tree, expected: Tree, rtol: float = 1e-10, atol: float = 1e-12
+) -> None:
     """Same names, and leaves that agree within tolerance; NaN equals NaN.
 
     Raises:
@@ -117,14 +121,10 @@ def assert_trees_close(actual: Tree, expected: Tree, rtol: float = 1e-10, atol: 
         if isinstance(leaf, dict):
             assert_trees_close(leaf, expected[name], rtol, atol)
             continue
-        torch.testing.assert_close(
-            leaf,
-            expected[name],
-            rtol=rtol,
-            atol=atol,
-            equal_nan=True,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+        try:
+            torch.testing.assert_close(leaf, expected[name], rtol=rtol, atol=atol, equal_nan=True)
+        except AssertionError as difference:
+            raise AssertionError(f"{name}: {difference}") from None
 
 
 def assert_trees_equal(actual: Tree, expected: Tree) -> None:
@@ -134,5 +134,3 @@ def assert_trees_equal(actual: Tree, expected: Tree) -> None:
         AssertionError: Naming the leaf that differs.
     """
     assert_trees_close(actual, expected, rtol=0.0, atol=0.0)
-
-

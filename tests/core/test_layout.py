@@ -14,15 +14,25 @@ from lightning_pfl.layout import Layout, Spec
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        self.backbone = nn.Sequential(
+            nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        )
         self.bnb = nn.Linear(4, 4)
         self.head = nn.Linear(4, 2)
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
 
-BN1 = {f"backbone.1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
-BN2 = {f"backbone.2.1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
-BODY = {"backbone.0.weight", "backbone.0.bias", "backbone.2.0.weight", "backbone.2.0.bias"} | BN1 | BN2
+BN1 = {
+    f"backbone.1.{n}"
+    for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+}
+BN2 = {
+    f"backbone.2.1.{n}"
+    for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+}
+BODY = (
+    {"backbone.0.weight", "backbone.0.bias", "backbone.2.0.weight", "backbone.2.0.bias"} | BN1 | BN2
+)
 HEAD = {"head.weight", "head.bias"}
 ALL = BODY | HEAD | {"bnb.weight", "bnb.bias"}
 
@@ -63,15 +73,22 @@ def test_a_name_that_is_a_prefix_of_another_does_not_match_it() -> None:
 
 
 def test_a_pattern_without_match_is_refused_with_the_names_there_are() -> None:
-    text = "Expected `personal` to match at least one parameter, but got personal='classifier' and the model has "
-    with pytest.raises(ValueError, match=re.escape(text) + r"backbone, backbone\.0, .*bnb.*head.*Use one of these"):
+    text = (
+        "Expected `personal` to match at least one parameter, but got personal='classifier' "
+        "and the model has "
+    )
+    with pytest.raises(
+        ValueError, match=re.escape(text) + r"backbone, backbone\.0, .*bnb.*head.*Use one of these"
+    ):
         Layout(Net(), "classifier")
     with pytest.raises(ValueError, match=r"Expected `train` to match .* got train='haed'"):
         Layout(Net()).match(["head", "haed"])
 
 
 def test_a_module_without_trainable_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match="Expected the module to have parameters to train, but Linear has none"):
+    with pytest.raises(
+        ValueError, match="Expected the module to have parameters to train, but Linear has none"
+    ):
         Layout(nn.Linear(2, 2).requires_grad_(False))
 
 
@@ -109,6 +126,13 @@ def test_describe_and_table_tell_the_holders_apart() -> None:
     assert layout.describe()["head.weight"] == [[2, 4], "personal"]
     assert layout.describe()["bnb.bias"] == [[4], "shared"]
     rows = [line.split() for line in layout.table().splitlines()]
-    sizes = {name: sum(p.numel() for p in Net().get_submodule(name).state_dict().values()) for name in ("backbone", "bnb", "head")}
-    expected = [["shared", "backbone", str(sizes["backbone"])], ["shared", "bnb", str(sizes["bnb"])], ["personal", "head", str(sizes["head"])]]
+    sizes = {
+        name: sum(p.numel() for p in Net().get_submodule(name).state_dict().values())
+        for name in ("backbone", "bnb", "head")
+    }
+    expected = [
+        ["shared", "backbone", str(sizes["backbone"])],
+        ["shared", "bnb", str(sizes["bnb"])],
+        ["personal", "head", str(sizes["head"])],
+    ]
     assert rows == expected

@@ -16,7 +16,10 @@ def test_a_key_is_the_hash_of_its_path() -> None:
 
 
 def test_keys_fit_int64_and_do_not_collide() -> None:
-    keys = [derive(s, p, r, c) for s, p, r, c in product(range(4), ("order", "random"), range(20), range(20))]
+    keys = [
+        derive(s, p, r, c)
+        for s, p, r, c in product(range(4), ("order", "random"), range(20), range(20))
+    ]
     assert len(set(keys)) == len(keys)
     assert min(keys) >= 0
     assert max(keys) < 2**63

@@ -12,7 +12,17 @@ ELIGIBLE = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 23, 29])
 
 @pytest.mark.parametrize(
     ("participation", "clients", "expected"),
-    [(1.0, 7, 7), (0.1, 100, 10), (0.1, 30, 3), (0.29, 100, 29), (0.57, 100, 57), (0.1, 5, 1), (0.5, 5, 2), (3, 5, 3), (1, 5, 1)],
+    [
+        (1.0, 7, 7),
+        (0.1, 100, 10),
+        (0.1, 30, 3),
+        (0.29, 100, 29),
+        (0.57, 100, 57),
+        (0.1, 5, 1),
+        (0.5, 5, 2),
+        (3, 5, 3),
+        (1, 5, 1),
+    ],
 )
 def test_cohort_size_is_the_floor_of_the_fraction_meant_in_decimal(
     participation: float, clients: int, expected: int
@@ -21,7 +31,10 @@ def test_cohort_size_is_the_floor_of_the_fraction_meant_in_decimal(
 
 
 def test_more_clients_than_there_are_is_refused() -> None:
-    with pytest.raises(ValueError, match="at most the 10 clients that have training samples, but got participation=11"):
+    with pytest.raises(
+        ValueError,
+        match="at most the 10 clients that have training samples, but got participation=11",
+    ):
         sample_cohort(0, 0, ELIGIBLE, 11)
 
 
@@ -63,7 +76,8 @@ def test_every_client_is_drawn_equally_often() -> None:
     counts = torch.zeros(30)
     for round in range(rounds):
         counts[sample_cohort(0, round, ELIGIBLE, size)] += 1
-    # A client's count is binomial(rounds, p); 5 standard deviations fail once in 10^5 runs for ten clients.
+    # A client's count is binomial(rounds, p); 5 standard deviations fail once in 10^5 runs for ten
+    # clients.
     p = size / len(ELIGIBLE)
     bound = 5 * (rounds * p * (1 - p)) ** 0.5
     assert (counts[ELIGIBLE] - rounds * p).abs().max() < bound
@@ -71,6 +85,8 @@ def test_every_client_is_drawn_equally_often() -> None:
 
 def test_pairs_are_drawn_together_as_often_as_independence_says() -> None:
     rounds, size, n = 4000, 3, len(ELIGIBLE)
-    together = sum({2, 29} <= set(sample_cohort(0, round, ELIGIBLE, size).tolist()) for round in range(rounds))
+    together = sum(
+        {2, 29} <= set(sample_cohort(0, round, ELIGIBLE, size).tolist()) for round in range(rounds)
+    )
     p = size * (size - 1) / (n * (n - 1))
     assert abs(together - rounds * p) < 5 * (rounds * p * (1 - p)) ** 0.5

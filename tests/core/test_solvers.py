@@ -26,7 +26,9 @@ FACTORIES: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
 
 
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
-def test_steps_equal_those_of_the_optimizer_itself(make: Callable[[Iterable[Tensor]], Optimizer]) -> None:
+def test_steps_equal_those_of_the_optimizer_itself(
+    make: Callable[[Iterable[Tensor]], Optimizer],
+) -> None:
     start = {"w": torch.randn(2, 3, dtype=torch.float64), "b": torch.randn((), dtype=torch.float64)}
     usual = {name: leaf.clone().requires_grad_() for name, leaf in start.items()}
     optimizer = make(usual.values())

@@ -9,7 +9,10 @@ from lightning_pfl.tree import Tree, is_expanded, leaves
 
 
 def make_bank(clients: int = 5) -> Bank:
-    row = {"model": {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)}, "mixing": torch.tensor(0.5)}
+    row = {
+        "model": {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)},
+        "mixing": torch.tensor(0.5),
+    }
     return Bank(row, clients)
 
 
@@ -45,12 +48,18 @@ def test_scatter_leaves_the_others_untouched() -> None:
     bank = make_bank()
     before = snapshot(bank)
     ids = torch.tensor([4, 1])
-    new: Tree = {"model": {"w": torch.tensor([[7.0, 8.0], [5.0, 6.0]]), "n": torch.tensor([10, 20])}, "mixing": torch.tensor([0.1, 0.2])}
+    new: Tree = {
+        "model": {"w": torch.tensor([[7.0, 8.0], [5.0, 6.0]]), "n": torch.tensor([10, 20])},
+        "mixing": torch.tensor([0.1, 0.2]),
+    }
     bank.scatter(ids, new)
     assert bank.tree["model"]["w"][4].tolist() == [7.0, 8.0]
     assert bank.tree["model"]["n"][1] == 20
     others = torch.tensor([0, 2, 3])
-    assert all(torch.equal(now[others], then[others]) for now, then in zip(leaves(bank.tree), before, strict=True))
+    assert all(
+        torch.equal(now[others], then[others])
+        for now, then in zip(leaves(bank.tree), before, strict=True)
+    )
 
 
 def test_gather_after_scatter_is_the_identity() -> None:
@@ -62,7 +71,10 @@ def test_gather_after_scatter_is_the_identity() -> None:
 
 def test_a_saved_bank_loads_into_another() -> None:
     first, second = make_bank(), make_bank()
-    first.scatter(torch.tensor([1]), {"model": {"w": torch.ones(1, 2), "n": torch.tensor([9])}, "mixing": torch.zeros(1)})
+    first.scatter(
+        torch.tensor([1]),
+        {"model": {"w": torch.ones(1, 2), "n": torch.tensor([9])}, "mixing": torch.zeros(1)},
+    )
     saved = {"mixing": first.state_dict()["mixing"], "model": first.state_dict()["model"]}
     second.load_state_dict(saved)
     assert all(map(torch.equal, leaves(second.tree), leaves(first.tree)))

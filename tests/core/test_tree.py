@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from lightning_pfl import tree
 
 def sample(clients: int = 3) -> tree.Tree:
     generator = torch.Generator().manual_seed(0)
-    draw = {"generator": generator, "dtype": torch.float64}
+    draw: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
     return {
         "model": {"w": torch.randn(clients, 2, 4, **draw), "b": torch.randn(clients, 4, **draw)},
         "mixing": torch.rand(clients, **draw),
@@ -59,7 +61,9 @@ class TestClientAxis:
         assert wide["n"].tolist() == [4, 4, 4]
         assert wide["s"].tolist() == [0.5, 0.5, 0.5]
 
-    @pytest.mark.parametrize("index", [slice(1, 2), slice(0, 2), torch.tensor([2, 0]), torch.tensor([1])])
+    @pytest.mark.parametrize(
+        "index", [slice(1, 2), slice(0, 2), torch.tensor([2, 0]), torch.tensor([1])]
+    )
     def test_rows_keep_expansion_and_values(self, index: slice | Tensor) -> None:
         shared, own = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
         part = tree.rows({**tree.expand({"s": shared}, 3), "o": own}, index)
@@ -122,7 +126,11 @@ class TestArithmetic:
         assert tree.finite({"n": torch.zeros(3, dtype=torch.int64)}).all()
 
     def test_bytes_are_those_of_one_client(self) -> None:
-        some = {"w": torch.zeros(3, 2, 5), "n": torch.zeros(3, dtype=torch.int64), "h": torch.zeros(3, 4).half()}
+        some = {
+            "w": torch.zeros(3, 2, 5),
+            "n": torch.zeros(3, dtype=torch.int64),
+            "h": torch.zeros(3, 4).half(),
+        }
         assert tree.nbytes(some) == 2 * 5 * 4 + 8 + 4 * 2
         assert tree.nbytes(tree.expand({"w": torch.zeros(2, 5)}, 100)) == 40
 
@@ -137,10 +145,15 @@ class TestWeightedMean:
             assert result.dtype == dtype
             assert result.shape == leaf.shape[1:]
             expected = np.average(leaf.double().numpy(), axis=0, weights=weights.numpy())
-            np.testing.assert_allclose(result, expected, rtol=1e-6 if dtype == torch.float32 else 1e-14)
+            np.testing.assert_allclose(
+                result, expected, rtol=1e-6 if dtype == torch.float32 else 1e-14
+            )
 
     def test_counters_and_masks_take_the_maximum(self) -> None:
-        some = {"n": torch.tensor([3, 11, 7]), "m": torch.tensor([[True, False], [False, False], [True, False]])}
+        some = {
+            "n": torch.tensor([3, 11, 7]),
+            "m": torch.tensor([[True, False], [False, False], [True, False]]),
+        }
         mean = tree.weighted_mean(some, torch.full((3,), 1 / 3))
         assert mean["n"].dtype == torch.int64
         assert mean["n"].item() == 11

@@ -20,7 +20,10 @@ CLASSES = 3
 
 
 def image_clients(
-    sizes: Sequence[int] = SIZES, batch_size: int = 4, dtype: torch.dtype = torch.float64, **settings: Any
+    sizes: Sequence[int] = SIZES,
+    batch_size: int = 4,
+    dtype: torch.dtype = torch.float64,
+    **settings: Any,
 ) -> FederatedTensorDataset:
     """Random 5x5 pictures; ``sizes[k]`` of them on client k, scattered over the pool."""
     generator = torch.Generator().manual_seed(3)
@@ -28,13 +31,19 @@ def image_clients(
     x = torch.randn(total, 1, 5, 5, generator=generator, dtype=dtype)
     y = torch.randint(CLASSES, (total,), generator=generator)
     positions = torch.randperm(total, generator=generator).split(list(sizes))
-    return FederatedTensorDataset((x, y), positions, batch_size=batch_size, **{"shuffle": True, **settings})
+    return FederatedTensorDataset(
+        (x, y), positions, batch_size=batch_size, **{"shuffle": True, **settings}
+    )
 
 
-def cnn(norm: bool = True, dropout: float = 0.0, dtype: torch.dtype = torch.float64, **settings: Any) -> PersonalizedModule:
-    """Convolution, BatchNorm2d (which trains on a single picture as well), a hidden layer, a head."""
+def cnn(
+    norm: bool = True, dropout: float = 0.0, dtype: torch.dtype = torch.float64, **settings: Any
+) -> PersonalizedModule:
+    """Convolution, BatchNorm2d (which trains on a single picture as well), a hidden layer, a
+    head."""
     torch.manual_seed(1)
-    # A bias before BatchNorm has a gradient of zero, of which Adam would divide the rounding errors by each other.
+    # A bias before BatchNorm has a gradient of zero, of which Adam would divide the rounding errors
+    # by each other.
     layers: list[nn.Module] = [nn.Conv2d(1, 3, 3, bias=not norm)]
     layers += [nn.BatchNorm2d(3)] if norm else []
     layers += [nn.ReLU()]
@@ -56,12 +65,16 @@ def compare(
 ) -> LocalRound:
     """Run one round with both engines, require equal results, and return the sequential one.
 
-    Everything that leaves the engine is compared: uploads, memories, logged values, losses, and the server after them.
+    Everything that leaves the engine is compared: uploads, memories, logged values, losses, and the
+    server after them.
     """
+
     def run(engine: Any, chunk_size: int | None = None, **options: Any) -> LocalRound:
         flags = EngineSettings(chunk_size=chunk_size, **(settings or {}))
         torch.manual_seed(2)  # every run starts from the same parameters
-        return local_round(make_method(), make_module(), data, engine, clients, settings=flags, **options)
+        return local_round(
+            make_method(), make_module(), data, engine, clients, settings=flags, **options
+        )
 
     expected = run("sequential")
     for chunk_size in chunk_sizes:
@@ -81,4 +94,6 @@ def moved(outcome: LocalRound, name: str) -> list[bool]:
     """Which clients' entry ``name`` differs from what they began with."""
     start = outcome.received["model"].get(name)
     start = outcome.before["model"][name] if start is None else start
-    return [not torch.equal(now, then) for now, then in zip(outcome.models[name], start, strict=True)]
+    return [
+        not torch.equal(now, then) for now, then in zip(outcome.models[name], start, strict=True)
+    ]

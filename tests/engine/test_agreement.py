@@ -1,4 +1,5 @@
-"""The engines give the same numbers: ragged clients, BatchNorm, every elementwise optimizer, every Trainer flag."""
+"""The engines give the same numbers: ragged clients, BatchNorm, every elementwise optimizer, every
+Trainer flag."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.05),
     "RAdam": lambda p: torch.optim.RAdam(p, lr=0.05),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.02, momentum=0.5, centered=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1, lr_decay=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(
+        p, lr=0.1, initial_accumulator_value=0.1, lr_decay=0.1
+    ),
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=0.05),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1, t0=2),
@@ -38,8 +41,8 @@ def test_every_elementwise_optimizer_is_compared() -> None:
     assert {name.split()[0] for name in OPTIMIZERS} == {kind.__name__ for kind in ELEMENTWISE}
 
 
-# BatchNorm couples the samples of a batch, so clients with batches of different sizes take their steps in groups;
-# without it they share one padded batch: two paths through the optimizer's state.
+# BatchNorm couples the samples of a batch, so clients with batches of different sizes take their
+# steps in groups; without it they share one padded batch: two paths through the optimizer's state.
 @pytest.mark.parametrize("norm", [True, False], ids=["groups", "padded"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str, norm: bool) -> None:
@@ -48,9 +51,16 @@ def test_optimizers(name: str, norm: bool) -> None:
 
 
 @pytest.mark.parametrize("norm", [True, False], ids=["groups", "padded"])
-@pytest.mark.parametrize("make", [lambda: FedAvg(local_epochs=2), lambda: FedBN(local_steps=3, local_epochs=None),
-                                  lambda: FedProx(0.5), lambda: FedRep(head_epochs=2)],
-                         ids=["FedAvg", "FedBN", "FedProx", "FedRep"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FedAvg(local_epochs=2),
+        lambda: FedBN(local_steps=3, local_epochs=None),
+        lambda: FedProx(0.5),
+        lambda: FedRep(head_epochs=2),
+    ],
+    ids=["FedAvg", "FedBN", "FedProx", "FedRep"],
+)
 def test_chunk_sizes(make: Callable[[], Method], norm: bool) -> None:
     compare(lambda: cnn(norm), image_clients(), make, ALL_CHUNKS)
 

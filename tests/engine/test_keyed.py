@@ -1,7 +1,8 @@
-"""Keyed randomness: a function of (key, call, element), with the distributions of the functions that it stands in for.
+"""Keyed randomness: a function of (key, call, element), with the distributions of the functions
+that it stands in for.
 
-Bounds of statistical tests: a mean of n draws with standard deviation s is off by more than 5 s / sqrt(n) once in a
-million; keys are fixed, so a test that passes keeps passing.
+Bounds of statistical tests: a mean of n draws with standard deviation s is off by more than 5 s /
+sqrt(n) once in a million; keys are fixed, so a test that passes keeps passing.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class TestUniform:
         chi2 = ((counts - N / 50) ** 2 / (N / 50)).sum()
         assert abs(chi2 - 49) < 5 * (2 * 49) ** 0.5
 
-    @pytest.mark.parametrize("other", [(key(1), 0), (key(0, 1), 0), (key(), 1)], ids=["client", "round", "call"])
+    @pytest.mark.parametrize(
+        "other", [(key(1), 0), (key(0, 1), 0), (key(), 1)], ids=["client", "round", "call"]
+    )
     def test_streams_are_uncorrelated(self, other: tuple[Tensor, int]) -> None:
         a, b = uniform(key(), 0, (N,), torch.float64), uniform(*other, (N,), torch.float64)
         assert (a == b).sum() < 3
@@ -108,7 +111,8 @@ class TestFunctions:
         function, mean, variance = FUNCTIONS[name]
         values = draw(function).double().flatten()
         assert abs(values.mean() - mean) < 5 * (variance / N) ** 0.5
-        # The variance of (x - mean)^2 is at most 8 variance^2 for all distributions above (kurtosis <= 9).
+        # The variance of (x - mean)^2 is at most 8 variance^2 for all distributions above (kurtosis
+        # <= 9).
         assert abs((values - mean).square().mean() - variance) < 5 * (8 * variance**2 / N) ** 0.5
 
     def test_shape_and_type_are_those_of_torch(self, name: str) -> None:
@@ -133,7 +137,16 @@ def test_one_call_after_another_draws_new_numbers() -> None:
         assert mode.calls == 2
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5).eval(), nn.Dropout(0.0), nn.ReLU(), nn.Linear(3, 3), nn.MultiheadAttention(3, 1)])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Dropout(0.5).eval(),
+        nn.Dropout(0.0),
+        nn.ReLU(),
+        nn.Linear(3, 3),
+        nn.MultiheadAttention(3, 1),
+    ],
+)
 def test_deterministic_layers_make_no_calls(layer: nn.Module) -> None:
     x = torch.randn(2, 3)
     with KeyedRandomness(key()) as mode:
@@ -160,7 +173,8 @@ def test_everything_dropped() -> None:
 
 class TestAttention:
     def test_the_arithmetic_is_that_of_torch(self) -> None:
-        """A dropout rate so small that nothing is dropped takes the path with dropout, and must give plain attention."""
+        """A dropout rate so small that nothing is dropped takes the path with dropout, and must
+        give plain attention."""
         query, memory, value = torch.randn(3, 2, 4, 6, 8, dtype=torch.float64)
         bias = torch.randn(6, 6, dtype=torch.float64)
         for causal, mask in ((False, None), (True, None), (False, bias), (False, bias > -1)):
@@ -179,16 +193,21 @@ class TestAttention:
         memory, value = torch.randn(2, 2, 2, 6, 8, generator=generator, dtype=torch.float64)
 
         def attend() -> Tensor:
-            return F.scaled_dot_product_attention(query, memory, value, dropout_p=1e-12, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                query, memory, value, dropout_p=1e-12, enable_gqa=True
+            )
 
         torch.testing.assert_close(draw(attend), attend(), rtol=1e-9, atol=1e-9)
 
     def test_weights_are_dropped_at_the_rate(self) -> None:
-        """Uniform attention over one-hot values: an output entry is the weight 1/L, dropped or scaled."""
+        """Uniform attention over one-hot values: an output entry is the weight 1/L, dropped or
+        scaled."""
         length, p = 120, 0.25
         query = torch.zeros(1, length, 4, dtype=torch.float64)
         value = torch.eye(length, dtype=torch.float64)[None]
-        out = draw(lambda: F.scaled_dot_product_attention(query, query, value, dropout_p=p)) * length
+        out = (
+            draw(lambda: F.scaled_dot_product_attention(query, query, value, dropout_p=p)) * length
+        )
         kept = out > 0
         torch.testing.assert_close(out[kept], torch.full_like(out[kept], 1 / (1 - p)))
         assert abs(kept.double().mean() - (1 - p)) < 5 * (p * (1 - p)) ** 0.5 / length

@@ -1,4 +1,5 @@
-"""Users' modules as they are: recurrent layers, attention, tied and frozen weights, parameters without gradient."""
+"""Users' modules as they are: recurrent layers, attention, tied and frozen weights, parameters
+without gradient."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def sequence_clients(batch_size: int = 3) -> FederatedTensorDataset:
     draw: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
     total = sum(SIZES)
     fields = (torch.randn(total, 4, 2, **draw), torch.randn(total, **draw))
-    return FederatedTensorDataset(fields, torch.arange(total).split(SIZES), batch_size=batch_size, shuffle=True)
+    return FederatedTensorDataset(
+        fields, torch.arange(total).split(SIZES), batch_size=batch_size, shuffle=True
+    )
 
 
 class Sequence(L.LightningModule):
@@ -33,7 +36,8 @@ class Sequence(L.LightningModule):
 
     def __init__(self, layer: nn.Module, **optimizer: Any) -> None:
         super().__init__()
-        self.layer, self.out = layer, nn.Linear(3, 1)
+        self.layer: Any = layer
+        self.out: Any = nn.Linear(3, 1)
         self.optimizer = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2, **optimizer}
         self.double()
 
@@ -76,7 +80,9 @@ class Attention(Sequence):
 
     def features(self, x: Tensor) -> Tensor:
         embedded = self.embed(x)
-        result: Tensor = self.project(self.layer(embedded, embedded, embedded, need_weights=False)[0])
+        result: Tensor = self.project(
+            self.layer(embedded, embedded, embedded, need_weights=False)[0]
+        )
         return result
 
 
@@ -90,7 +96,11 @@ class ScaledDotProduct(Sequence):
 
 
 def transformer() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 4), nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), nn.Linear(4, 3))
+    return nn.Sequential(
+        nn.Linear(2, 4),
+        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+        nn.Linear(4, 3),
+    )
 
 
 NETWORKS: dict[str, tuple[Callable[[], Sequence], str]] = {
@@ -104,9 +114,11 @@ NETWORKS: dict[str, tuple[Callable[[], Sequence], str]] = {
     "scaled dot product": (ScaledDotProduct, "forward"),
     "transformer layer": (lambda: Sequence(transformer()), "forward"),
     "layer norm": (lambda: Sequence(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))), "forward"),
-    "group norm": (lambda: Sequence(nn.Sequential(nn.Flatten(), nn.Linear(8, 6), nn.GroupNorm(2, 6), nn.Unflatten(1, (2, 3)))), "forward"),
-    "convolution": (lambda: Sequence(nn.Conv1d(4, 4, 2, padding=1)), "forward"),
+    "group norm": (lambda: Sequence(nn.Sequential(nn.Flatten(), nn.Linear(8, 6), nn.GroupNorm(2, 6),
+    nn.Unflatten(1, (2, 3)))), "forward"), "convolution": (lambda: Sequence(nn.Conv1d(4, 4, 2,
+    padding=1)), "forward"),
 }  # fmt: skip
+
 
 @pytest.mark.parametrize(("make", "transform"), NETWORKS.values(), ids=NETWORKS)
 def test_networks(make: Callable[[], Sequence], transform: str) -> None:
@@ -114,7 +126,7 @@ def test_networks(make: Callable[[], Sequence], transform: str) -> None:
     assert moved(outcome, "out.weight") == [size > 0 for size in SIZES]
 
 
-# --- parameters with a fate of their own ----------------------------------------------------------------------------
+# --- parameters with a fate of their own ---
 
 
 class Tied(Sequence):
@@ -126,7 +138,8 @@ class Tied(Sequence):
         self.out.weight = self.layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x).squeeze(-1).mean(1) + self.out(x[:, 0]).squeeze(-1)).tanh()
+        result: Tensor = self.layer(x).squeeze(-1).mean(1) + self.out(x[:, 0]).squeeze(-1)
+        return result.tanh()
 
 
 class Scalar(Sequence):
@@ -187,7 +200,9 @@ def test_tied_weights_stay_one_parameter() -> None:
 @pytest.mark.parametrize("settings", [{}, {"clip_value": 0.05}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("batch_size", [3, 100])
 def test_scalar_parameters(batch_size: int, settings: dict[str, Any]) -> None:
-    outcome = compare(Scalar, sequence_clients(batch_size), chunk_sizes=(None, 1, 2), settings=settings)
+    outcome = compare(
+        Scalar, sequence_clients(batch_size), chunk_sizes=(None, 1, 2), settings=settings
+    )
     assert moved(outcome, "temperature") == [size > 0 for size in SIZES]
     assert outcome.server["model"]["temperature"].shape == ()
 
@@ -247,7 +262,11 @@ def test_a_layer_that_the_user_put_in_eval_mode_stays_there() -> None:
     class EvalNorm(Sequence):
         def __init__(self) -> None:
             torch.manual_seed(4)
-            super().__init__(nn.Sequential(nn.Linear(2, 3), nn.Flatten(0, 1), nn.BatchNorm1d(3), nn.Unflatten(0, (-1, 4))))
+            super().__init__(
+                nn.Sequential(
+                    nn.Linear(2, 3), nn.Flatten(0, 1), nn.BatchNorm1d(3), nn.Unflatten(0, (-1, 4))
+                )
+            )
             self.layer[2].eval()
 
     outcome = compare(EvalNorm, sequence_clients())
@@ -260,7 +279,7 @@ def test_modes_are_put_back_after_a_round() -> None:
     module.layer[1].eval()
     before = {name: part.training for name, part in module.named_modules()}
     for engine in ("vectorized", "sequential"):
-        local_round(FedPer("out"), module, sequence_clients(), engine)  # type: ignore[arg-type]
+        local_round(FedPer("out"), module, sequence_clients(), engine)
         assert {name: part.training for name, part in module.named_modules()} == before
 
 
@@ -268,7 +287,7 @@ def test_the_module_itself_is_not_changed_by_local_training() -> None:
     module = Sequence(nn.Linear(2, 3))
     before = {name: leaf.clone() for name, leaf in module.state_dict().items()}
     for engine in ("vectorized", "sequential"):
-        local_round(FedAvg(), module, sequence_clients(), engine)  # type: ignore[arg-type]
+        local_round(FedAvg(), module, sequence_clients(), engine)
     assert_trees_close(dict(module.state_dict()), before, rtol=0, atol=0)
     assert "log" not in module.__dict__
 
@@ -282,5 +301,5 @@ def test_a_loss_in_a_dict_is_found() -> None:
     plain = local_round(FedAvg(), Sequence(nn.Linear(2, 3)), sequence_clients(), "vectorized")
     for engine in ("vectorized", "sequential"):
         torch.manual_seed(0)
-        other = local_round(FedAvg(), AsDict(nn.Linear(2, 3)), sequence_clients(), engine)  # type: ignore[arg-type]
+        other = local_round(FedAvg(), AsDict(nn.Linear(2, 3)), sequence_clients(), engine)
         assert_trees_close(other.models, plain.models)

@@ -1,8 +1,8 @@
 """Ragged quadratic clients that the methods' closed forms share.
 
 Client k has the loss a_k/2 ||w - c_k||^2 in every minibatch, so K steps of plain SGD map w to
-c_k + (1 - lr a_k)^K (w - c_k): ``descend``. Minibatches of three give the clients 2, 1 and 3 steps an epoch; the fourth
-client has no samples and is never sampled.
+c_k + (1 - lr a_k)^K (w - c_k): ``descend``. Minibatches of three give the clients 2, 1 and 3 steps
+an epoch; the fourth client has no samples and is never sampled.
 """
 
 from __future__ import annotations

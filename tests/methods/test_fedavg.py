@@ -1,4 +1,5 @@
-"""FedAvg: closed forms on quadratics, the drift of its fixed point, server optimizers, averages of buffers."""
+"""FedAvg: closed forms on quadratics, the drift of its fixed point, server optimizers, averages of
+buffers."""
 
 from __future__ import annotations
 
@@ -12,9 +13,16 @@ from torch import Tensor
 from lightning_pfl.data.clients import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.sampling import sample_cohort
-from lightning_pfl.testing import QuadraticModule, assert_trees_close, assert_trees_equal, descend, fit, q2
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_close,
+    assert_trees_equal,
+    descend,
+    fit,
+    q2,
+)
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
-from tests.methods.quadratics import A, C, ENGINES, LR, SAMPLES, STEPS, close, mean, ragged
+from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.references.fedavg import fedavg
 
 W0 = torch.tensor([0.5, 0.5], dtype=torch.float64)
@@ -25,7 +33,8 @@ def quadratic(start: float = 0.5, dim: int = 2) -> QuadraticModule:
 
 
 def fixed_point(steps: int) -> float:
-    """sum r_k c_k / sum r_k with r_k = 1 - (1 - lr a_k)^K: where the clients' drifts cancel, for equal weights."""
+    """sum r_k c_k / sum r_k with r_k = 1 - (1 - lr a_k)^K: where the clients' drifts cancel, for
+    equal weights."""
     r = 1 - (1 - LR * np.array([1.0, 3.0])) ** steps
     return float((r * np.array([0.0, 1.0])).sum() / r.sum())
 
@@ -35,7 +44,9 @@ class TestFedAvg:
     @pytest.mark.parametrize("rounds", [1, 3])
     @pytest.mark.parametrize("weighting", ["samples", "uniform"])
     def test_rounds_match_the_closed_form(self, engine: str, rounds: int, weighting: Any) -> None:
-        run = fit(FedAvg(local_epochs=2, weighting=weighting), ragged(), quadratic(), rounds, engine)
+        run = fit(
+            FedAvg(local_epochs=2, weighting=weighting), ragged(), quadratic(), rounds, engine
+        )
         weights = SAMPLES if weighting == "samples" else (SAMPLES > 0)
         w = W0
         for _ in range(rounds):
@@ -47,7 +58,8 @@ class TestFedAvg:
         close(run.server["model"]["w"], mean(descend(W0, A, C, LR, 5), SAMPLES))
 
     def test_full_batches_of_unequal_samples(self, engine: str) -> None:
-        """The mean of a_j/2 (w - c_j)^2 is a quadratic with curvature mean(a) and minimiser mean(a c) / mean(a)."""
+        """The mean of a_j/2 (w - c_j)^2 is a quadratic with curvature mean(a) and minimiser
+        mean(a c) / mean(a)."""
         a = torch.tensor([1.0, 2.0, 4.0, 0.5, 3.0], dtype=torch.float64)
         c = torch.tensor([[1.0], [-1.0], [0.5], [2.0], [-3.0]], dtype=torch.float64)
         owned = [[0, 1, 2], [3, 4]]
@@ -55,7 +67,10 @@ class TestFedAvg:
         run = fit(FedAvg(local_epochs=3), data, quadratic(dim=1), 1, engine)
         curvature = torch.stack([a[k].mean() for k in owned])
         center = torch.stack([(a[k, None] * c[k]).mean(0) / a[k].mean() for k in owned])
-        close(run.server["model"]["w"], mean(descend(W0[:1], curvature, center, LR, 3), torch.tensor([3, 2])))
+        close(
+            run.server["model"]["w"],
+            mean(descend(W0[:1], curvature, center, LR, 3), torch.tensor([3, 2])),
+        )
 
     def test_minibatches_of_unequal_samples(self, engine: str) -> None:
         """Each minibatch maps w to w - lr (mean(a) w - mean(a c)); the last one is short."""
@@ -76,11 +91,17 @@ class TestFedAvg:
         expected = np.average(ends, weights=[5, 4])
         close(run.server["model"]["w"], torch.tensor([expected]))
 
-    @pytest.mark.parametrize(("steps", "printed"), [(1, 0.75), (5, 0.670133), (10, 0.598711), (50, 0.501292)])
-    def test_fixed_point_drifts_from_the_optimum(self, engine: str, steps: int, printed: float) -> None:
+    @pytest.mark.parametrize(
+        ("steps", "printed"), [(1, 0.75), (5, 0.670133), (10, 0.598711), (50, 0.501292)]
+    )
+    def test_fixed_point_drifts_from_the_optimum(
+        self, engine: str, steps: int, printed: float
+    ) -> None:
         start = fixed_point(steps)
         assert start == pytest.approx(printed, abs=5e-7)
-        run = fit(FedAvg(local_epochs=None, local_steps=steps), q2(), quadratic(start, 1), 1, engine)
+        run = fit(
+            FedAvg(local_epochs=None, local_steps=steps), q2(), quadratic(start, 1), 1, engine
+        )
         close(run.server["model"]["w"], torch.tensor([start], dtype=torch.float64))
 
     def test_rounds_converge_to_the_fixed_point(self, engine: str) -> None:
@@ -102,7 +123,9 @@ class TestFedAvg:
     def test_one_client_is_plain_sgd(self, engine: str) -> None:
         data, module = small_clients().subset([3]), small_module()
         run = fit(FedAvg(local_epochs=2), data, module, 3, engine)
-        assert_trees_close(run.models, {n: leaf[None] for n, leaf in fedavg(small_module(), data, 3, 2).items()})
+        assert_trees_close(
+            run.models, {n: leaf[None] for n, leaf in fedavg(small_module(), data, 3, 2).items()}
+        )
 
     @pytest.mark.parametrize("seed", [0, 4])
     def test_matches_the_reference(self, engine: str, seed: int) -> None:
@@ -111,7 +134,10 @@ class TestFedAvg:
 
     def test_everyone_is_evaluated_with_the_global_model(self, engine: str) -> None:
         run = fit(FedAvg(), small_clients(), small_module(), 1, engine)
-        assert all(torch.equal(leaf, run.server["model"][n].expand_as(leaf)) for n, leaf in run.models.items())
+        assert all(
+            torch.equal(leaf, run.server["model"][n].expand_as(leaf))
+            for n, leaf in run.models.items()
+        )
         assert_trees_equal(run.strategy.global_state_dict(), run.server["model"])
 
     def test_only_the_cohort_is_averaged(self, engine: str) -> None:
@@ -125,7 +151,9 @@ class TestFedAvg:
         close(run.server["model"]["w"], w)
         assert len(seen) == 3
 
-    def test_batchnorm_buffers_are_averaged_and_counters_take_the_maximum(self, engine: str) -> None:
+    def test_batchnorm_buffers_are_averaged_and_counters_take_the_maximum(
+        self, engine: str
+    ) -> None:
         run = fit(FedAvg(), small_clients(), small_module(), 1, engine)
         uploads = run.recorder.rounds[0].uploads
         assert uploads is not None
@@ -139,7 +167,7 @@ class TestFedAvg:
         assert run.server["model"]["backbone.1.num_batches_tracked"] == max(batches)
 
 
-# --- server optimizers --------------------------------------------------------------------------------------------------
+# --- server optimizers ---
 
 
 def deltas(w: Tensor) -> Tensor:
@@ -150,7 +178,9 @@ def deltas(w: Tensor) -> Tensor:
 @pytest.mark.parametrize("engine", ENGINES)
 class TestServerOptimizers:
     def run(self, engine: str, make: Any, rounds: int = 4) -> Tensor:
-        found: Tensor = fit(FedAvg(server_optimizer=make), ragged(), quadratic(), rounds, engine).server["model"]["w"]
+        found: Tensor = fit(
+            FedAvg(server_optimizer=make), ragged(), quadratic(), rounds, engine
+        ).server["model"]["w"]
         return found
 
     def test_sgd_with_rate_one_is_averaging(self, engine: str) -> None:
@@ -190,31 +220,45 @@ class TestServerOptimizers:
         plain = fit(FedAvg(), small_clients(), small_module(), 1, engine).server["model"]
         start = small_module().state_dict()
         assert torch.equal(stepped["backbone.1.running_mean"], plain["backbone.1.running_mean"])
-        assert torch.equal(stepped["backbone.1.num_batches_tracked"], plain["backbone.1.num_batches_tracked"])
+        assert torch.equal(
+            stepped["backbone.1.num_batches_tracked"], plain["backbone.1.num_batches_tracked"]
+        )
         expected = start["head.weight"] + 0.1 * (plain["head.weight"] - start["head.weight"])
         close(stepped["head.weight"], expected)
 
 
-# --- guards -----------------------------------------------------------------------------------------------------------
+# --- guards ---
 
 
-@pytest.mark.parametrize("settings", [{"local_epochs": 1, "local_steps": 1}, {"local_epochs": None}])
+@pytest.mark.parametrize(
+    "settings", [{"local_epochs": 1, "local_steps": 1}, {"local_epochs": None}]
+)
 def test_exactly_one_budget(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="Expected exactly one of `local_epochs` and `local_steps`, but got"):
+    with pytest.raises(
+        ValueError, match="Expected exactly one of `local_epochs` and `local_steps`, but got"
+    ):
         FedAvg(**settings)
 
 
 @pytest.mark.parametrize("epochs", [-1, 1.5, True])
 def test_budgets_are_whole_numbers(epochs: Any) -> None:
-    with pytest.raises(ValueError, match=f"Expected `local_epochs` to be a whole number >= 0, but got local_epochs={epochs}"):
+    with pytest.raises(
+        ValueError,
+        match=f"Expected `local_epochs` to be a whole number >= 0, but got local_epochs={epochs}",
+    ):
         FedAvg(local_epochs=epochs)
 
 
 def test_unknown_weighting() -> None:
-    with pytest.raises(ValueError, match="Expected `weighting` to be 'samples' .* but got weighting='size'"):
+    with pytest.raises(
+        ValueError, match=r"Expected `weighting` to be 'samples' .* but got weighting='size'"
+    ):
         FedAvg(weighting="size")  # type: ignore[arg-type]
 
 
 def test_a_server_optimizer_is_a_factory() -> None:
-    with pytest.raises(TypeError, match="Expected `server_optimizer` to be a callable .* but got server_optimizer='adam'"):
+    with pytest.raises(
+        TypeError,
+        match=r"Expected `server_optimizer` to be a callable .* but got server_optimizer='adam'",
+    ):
         FedAvg(server_optimizer="adam")  # type: ignore[arg-type]

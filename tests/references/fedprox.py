@@ -1,4 +1,5 @@
-"""FedProx: Li et al. (2020), Algorithm 2, with a fixed number of local epochs and means weighted by samples."""
+"""FedProx: Li et al. (2020), Algorithm 2, with a fixed number of local epochs and means weighted by
+samples."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ def fedprox(module: Any, data: Any, rounds: int, prox_weight: float, epochs: int
             squares = [(p - anchor[n]).square().sum() for n, p in net.named_parameters()]
             return prox_weight / 2 * sum(squares)
 
-        nets = [train(load(module, server), batches(data, k, t, epochs), penalty) for k in with_data(data)]
+        nets = [
+            train(load(module, server), batches(data, k, t, epochs), penalty)
+            for k in with_data(data)
+        ]
         samples = [float(data.num_samples[k]) for k in with_data(data)]
         server = average([net.state_dict() for net in nets], samples)
     return server

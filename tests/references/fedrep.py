@@ -10,7 +10,8 @@ from tests.references.training import State, average, batches, load, part, train
 
 
 def only(net: Any, trains: str) -> Any:
-    """Let one half train; the other half's parameters have no gradient and its BatchNorm is in eval mode."""
+    """Let one half train; the other half's parameters have no gradient and its BatchNorm is in eval
+    mode."""
     for half in ("backbone", "head"):
         getattr(net, half).requires_grad_(half == trains)
         for layer in getattr(net, half).modules():
@@ -22,7 +23,9 @@ def only(net: Any, trains: str) -> Any:
 def fedrep(module: Any, data: Any, rounds: int, head_epochs: int, body_epochs: int) -> list[State]:
     """Every client's model after some rounds of full participation, weighted by samples."""
     start = module.state_dict()
-    body, head = ([name for name in start if name.startswith(half)] for half in ("backbone", "head"))
+    body, head = (
+        [name for name in start if name.startswith(half)] for half in ("backbone", "head")
+    )
     server, own = part(start, body), [part(start, head) for _ in range(data.num_clients)]
     for t in range(rounds):
         uploads, samples = [], []

@@ -1,7 +1,8 @@
-"""FedPer, LG-FedAvg and FedBN: joint training, of which one part of the state is averaged and the other stays.
+"""FedPer, LG-FedAvg and FedBN: joint training, of which one part of the state is averaged and the
+other stays.
 
-Arivazhagan et al. (2019), Algorithms 1 and 2; Liang et al. (2020), Algorithm 1; Li et al. (2021), Algorithm 1. They differ
-in what is shared and in the weights.
+Arivazhagan et al. (2019), Algorithms 1 and 2; Liang et al. (2020), Algorithm 1; Li et al. (2021),
+Algorithm 1. They differ in what is shared and in the weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Plain PyTorch: the pieces that the references share. Nothing of the engines is used, only the documented order of data."""
+"""Plain PyTorch: the pieces that the references share. Nothing of the engines is used, only the
+documented order of data."""
 
 from __future__ import annotations
 
@@ -24,10 +25,15 @@ def with_data(data: FederatedTensorDataset) -> list[int]:
 
 
 def batches(
-    data: FederatedTensorDataset, client: int, round: int, epochs: int, first_epoch: int = 0, seed: int = 0
+    data: FederatedTensorDataset,
+    client: int,
+    round: int,
+    epochs: int,
+    first_epoch: int = 0,
+    seed: int = 0,
 ) -> Iterator[Batch]:
     """A client's minibatches; epochs are counted through the whole round."""
-    x, y = data.fields  # type: ignore[misc]
+    x, y = data.fields
     mine = data.indices[client]
     for epoch in range(first_epoch, first_epoch + epochs):
         order = permutation(len(mine), order_key(seed, "local", round, client, epoch))
@@ -42,7 +48,9 @@ def load(module: Any, state: State) -> Any:
     return net.train()
 
 
-def train(net: Any, minibatches: Iterable[Batch], penalty: Callable[[Any], Tensor] | None = None) -> Any:
+def train(
+    net: Any, minibatches: Iterable[Batch], penalty: Callable[[Any], Tensor] | None = None
+) -> Any:
     """The net's own optimizer, made anew, on the cross-entropy and a penalty."""
     optimizer = net.configure_optimizers()
     for x, y in minibatches:
@@ -56,12 +64,15 @@ def train(net: Any, minibatches: Iterable[Batch], penalty: Callable[[Any], Tenso
 def average(states: list[State], weights: list[float]) -> State:
     """Weighted mean of floats, maximum of counters."""
     total = sum(weights)
-    return {
-        name: sum((w / total) * s[name] for w, s in zip(weights, states, strict=True))  # type: ignore[misc]
-        if states[0][name].is_floating_point()
-        else torch.stack([s[name] for s in states]).amax(0)
-        for name in states[0]
-    }
+    mean: State = {}
+    for name, first in states[0].items():
+        stacked = torch.stack([state[name] for state in states])
+        if first.is_floating_point():
+            shares = torch.tensor(weights, dtype=first.dtype).view(-1, *[1] * first.ndim) / total
+            mean[name] = (shares * stacked).sum(0)
+        else:
+            mean[name] = stacked.amax(0)
+    return mean
 
 
 def part(state: State, names: Iterable[str]) -> State:

@@ -1,0 +1,76 @@
+"""LocalOnly: every client alone, whatever the participation; nothing leaves it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pfl.methods import FedPer, LocalOnly
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_close,
+    assert_trees_equal,
+    descend,
+    fit,
+)
+from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
+from tests.methods.quadratics import ENGINES, LR, STEPS, A, C, close, ragged
+from tests.references.local import local
+
+W0 = torch.tensor([0.5, 0.5], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+class TestLocalOnly:
+    def test_rounds_match_the_closed_form(self, engine: str) -> None:
+        run = fit(LocalOnly(local_epochs=2), ragged(), QuadraticModule(2, LR, 0.5), 3, engine)
+        close(run.own["model"]["w"], descend(W0, A, C, LR, 6 * STEPS))
+
+    def test_everyone_trains_whatever_the_participation(self, engine: str) -> None:
+        run = fit(LocalOnly(), ragged(), QuadraticModule(2, LR, 0.5), 2, engine, participation=1)
+        close(run.own["model"]["w"], descend(W0, A, C, LR, 2 * STEPS))
+
+    def test_many_steps_reach_each_clients_own_optimum(self, engine: str) -> None:
+        method = LocalOnly(local_epochs=None, local_steps=60)
+        run = fit(method, ragged(), QuadraticModule(2, 0.3, 0.5), 2, engine)
+        # The slowest client, a = 0.5, keeps a share of 0.85^120 = 3e-9 of its distance.
+        torch.testing.assert_close(run.own["model"]["w"][:3], C[:3], rtol=0, atol=1e-7)
+        assert torch.equal(run.own["model"]["w"][3], W0)
+
+    def test_two_rounds_of_one_epoch_are_one_round_of_two_without_momentum(
+        self, engine: str
+    ) -> None:
+        two = fit(LocalOnly(local_epochs=1), ragged(), QuadraticModule(2, LR, 0.5), 2, engine)
+        one = fit(LocalOnly(local_epochs=2), ragged(), QuadraticModule(2, LR, 0.5), 1, engine)
+        assert_trees_equal(two.own, one.own)
+
+    def test_is_fedper_with_everything_personal(self, engine: str) -> None:
+        a = fit(LocalOnly(), small_clients(), small_module(), 2, engine)
+        b = fit(FedPer(personal="all"), small_clients(), small_module(), 2, engine)
+        assert_trees_equal(a.own, b.own)
+
+    def test_matches_plain_torch_training(self, engine: str) -> None:
+        run = fit(LocalOnly(local_epochs=2), small_clients(), small_module(), 3, engine)
+        expected = local(small_module(), small_clients(), 3, 2)
+        assert_trees_close(
+            run.models, {n: torch.stack([one[n] for one in expected]) for n in expected[0]}
+        )
+
+    def test_nothing_is_sent_and_there_is_no_global_model(self, engine: str) -> None:
+        run = fit(LocalOnly(), small_clients(), small_module(), 1, engine)
+        round = run.recorder.rounds[0]
+        assert (round.uploads, round.bytes_up, round.bytes_down) == ({"model": {}}, 0, 0)
+        assert round.info.index.tolist() == [k for k, size in enumerate(SIZES) if size]
+        assert run.strategy.method.global_model(run.server) is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{"local_epochs": 1, "local_steps": 1}, {"local_epochs": None}]
+)
+def test_exactly_one_budget(settings: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match="Expected exactly one of `local_epochs` and `local_steps`, but got"
+    ):
+        LocalOnly(**settings)
