@@ -20,8 +20,9 @@ class Adaptation(Method):
     """Clients train what they are given with the user's optimizer, and hand it back."""
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
-        """Begin with the given model."""
-        return {"model": received["model"]}
+        """Begin with a copy of the given model; what all clients share isn't trained in place."""
+        own = tmap(lambda leaf: leaf if is_expanded(leaf) else leaf.clone(), received["model"])
+        return {"model": own}
 
     def client_final(
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo
@@ -68,7 +69,7 @@ def adapt(
         module.to(settings.device)
         modes = {part: part.training for part in module.modules()}
         module.train()
-        received = {"model": tmap(lambda leaf: _trainable(leaf, settings.device), models)}
+        received = {"model": tmap(lambda leaf: leaf.to(settings.device), models)}
         samples = data.num_samples[clients]
         steps = federation.engine.count_steps(data, clients, phases)
         weights = method.aggregation_weights(samples)
@@ -80,8 +81,3 @@ def adapt(
         module.to(home)
     trained: Model = tmap(lambda leaf: leaf.detach().to(home), result.uploads["model"])
     return trained
-
-
-def _trainable(leaf: Tensor, device: torch.device) -> Tensor:
-    """What all clients share as it is; a copy of what is a client's own, which training changes."""
-    return leaf.to(device) if is_expanded(leaf) else leaf.to(device, copy=True)

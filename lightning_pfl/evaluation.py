@@ -272,7 +272,8 @@ class FederatedEvaluationLoop(EvaluationLoop):
 
     def _further(self, rows: Tensor, clients: Tensor, step: str) -> dict[str, Evaluation]:
         """What callbacks evaluate beside."""
-        trainer, found = self.trainer, {}
+        trainer = self.trainer
+        found: dict[str, Evaluation] = {}
         for callback in trainer.callbacks:
             if isinstance(callback, FederatedCallback):
                 name = f"[Callback]{callback.state_key}.further_evaluations"

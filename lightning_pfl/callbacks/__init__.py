@@ -1,0 +1,5 @@
+"""Callbacks that work with any method: fine-tuning, new clients, monitors and pictures."""
+
+from lightning_pfl.callbacks.head_fine_tuning import HeadFineTuning
+
+__all__ = ["HeadFineTuning"]

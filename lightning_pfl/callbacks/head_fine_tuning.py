@@ -1,0 +1,299 @@
+"""HeadFineTuning: every client adapts the trained model to its own data ("+FT")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_pfl._lightning import log_at_end, remember_metrics
+from lightning_pfl.adaptation import adapt
+from lightning_pfl.callback import FederatedCallback
+from lightning_pfl.callbacks.modes import evaluating
+from lightning_pfl.callbacks.settings import check_budget, check_lr, require_federation
+from lightning_pfl.data.clients import FederatedDataset
+from lightning_pfl.engine.base import Evaluation, LogOptions
+from lightning_pfl.evaluation import (
+    evaluate_clients,
+    join,
+    log_folder,
+    personal_models,
+    summaries,
+)
+from lightning_pfl.federation import Federation
+from lightning_pfl.layout import Spec
+from lightning_pfl.placement import align
+from lightning_pfl.randomness import derive, seeded
+from lightning_pfl.state import Bank
+from lightning_pfl.tables import ClientTable
+from lightning_pfl.tree import Model, expand, select
+
+When = Literal["end", "evaluation"]
+PREFIX = "ft/"
+TRAINED_TOGETHER = 2**27
+"""Bytes of trained parameters in a batched program; gradients and momentum come on top."""
+KEPT = 2**30
+"""Bytes of fine-tuned parameters that are kept after an evaluation; more are trained anew."""
+
+
+class HeadFineTuning(FederatedCallback):
+    r"""Fine-tunes the head (or more) for every client, and evaluates the result.
+
+    .. math::
+        h_k \leftarrow \text{SGD on } F_k(\cdot, \phi) \text{ from the global head } h,
+        \quad \phi \text{ frozen}
+
+    Each client starts from the global model, or from its personal model where the method has no
+    global one, and trains on its own training data with the optimizer of ``configure_optimizers``.
+    What doesn't train is unchanged bit for bit, and its normalisation layers run in eval mode.
+    Clients that were never sampled take part like all others. Server and clients' memories stay
+    as they are: fine-tuned models are evaluated and handed out, never trained on.
+
+    The values have the names of the evaluation with ``ft/`` before them (``ft/val_acc``,
+    ``ft/val_acc/worst_decile``, ...), in the loggers, in ``trainer.callback_metrics`` and as
+    columns of the per-client table. Validation data are used in a fit and in ``trainer.validate``,
+    test data in ``trainer.test``; this works from a checkpoint alone, with the same numbers.
+
+    Args:
+        scope: What trains: ``"head"``, ``"full"`` (everything), or names, globs and module types.
+        epochs: Passes over a client's training data. Exactly one of ``epochs`` and ``steps``; 0
+            evaluates the starting model.
+        steps: Optimizer steps instead.
+        lr: Learning rate, positive; None keeps those of ``configure_optimizers``.
+        when: ``"end"``: once, after the last round; ``"evaluation"``: in every evaluation, so that
+            callbacks can monitor ``ft/val_acc``.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+        MisconfigurationException: At the start of a run without FederatedStrategy, or without
+            training data.
+
+    Deviation from the paper: none. Each client's optimizer starts afresh.
+
+    Example:
+        >>> HeadFineTuning(steps=50).phase.steps
+        50
+
+    References:
+        Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
+        federated learning. ICML 2021. arXiv:2102.07078, section 5 (FedAvg+FT, FedProx+FT).
+    """
+
+    def __init__(
+        self,
+        scope: Spec = "head",
+        epochs: int | None = 10,
+        steps: int | None = None,
+        lr: float | None = None,
+        when: When = "end",
+    ) -> None:
+        check_lr(lr)
+        if when not in ("end", "evaluation"):
+            raise ValueError(
+                f"Expected `when` to be 'end' or 'evaluation', but got when={when!r}. "
+                "Use 'end' to fine-tune once, after the last round."
+            )
+        if not scope:
+            raise ValueError(
+                f"Expected `scope` to name what trains, but got scope={scope!r}. "
+                "Use 'head', or epochs=0 to train nothing."
+            )
+        budget = check_budget(epochs, steps, default_epochs=10)
+        self.phase = replace(budget, train=scope, lr=lr, name="fine-tuning")
+        self.scope, self.when = scope, when
+        self._federation: Federation | None = None
+        self._data: FederatedDataset | None = None
+        self._forget()
+
+    # --- what users ask for -----------------------------------------------------------------------
+
+    def client_state_dict(self, client: int | str) -> dict[str, Any]:
+        """A client's fine-tuned model, as a ``state_dict`` of the user's module.
+
+        The model of the last evaluation, if nothing was trained since; else it is trained now.
+
+        Args:
+            client: Its id or its name.
+
+        Raises:
+            RuntimeError: If nothing was trained or loaded yet.
+            KeyError: If there is no such client.
+        """
+        federation = self._federation
+        if federation is None:
+            raise RuntimeError(
+                "Expected a federation to fine-tune, but nothing was trained or loaded yet. Call "
+                "`trainer.fit`, or `trainer.test(ckpt_path=...)`, first."
+            )
+        state = federation.client_state_dict(client)
+        model = self._models(federation, torch.tensor([federation.client_id(client)]))
+        own = {name: leaf[0].detach().clone() for name, leaf in model.items()}
+        return {**state, **{name: leaf.to(state[name].device) for name, leaf in own.items()}}
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Begin a run; models of an earlier one are forgotten where they may differ."""
+        self._federation = require_federation(trainer, self)
+        if stage == "fit" or trainer.ckpt_path is not None:
+            self._forget()
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check the scope before the training, not after it."""
+        federation = require_federation(trainer, self)
+        self._resolved(federation)
+        self._training_data(federation)
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Any) -> None:
+        """What was fine-tuned is out of date from now on."""
+        self._forget()
+
+    def further_evaluations(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        data: FederatedDataset,
+        rows: Tensor,
+        clients: Tensor,
+        step: str,
+    ) -> Mapping[str, Evaluation]:
+        """Fine-tune and evaluate the clients of a split."""
+        if self.when == "end" and trainer.state.fn == TrainerFn.FITTING:
+            return {}
+        return {
+            PREFIX: self._evaluate(require_federation(trainer, self), data, rows, clients, step)
+        }
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Fine-tune after the last round, and report."""
+        federation: Any = require_federation(trainer, self)
+        if self.when != "end" or not trainer.enable_validation or not federation.rounds:
+            return
+        loop: Any = trainer.fit_loop.epoch_loop.val_loop
+        data = loop.load()
+        rows, clients = align(data, federation.client_names, "val_dataloaders")
+        if not len(rows):
+            return
+        federation.settings.limit_eval_batches = trainer.limit_val_batches
+        with evaluating(pl_module), seeded(derive(federation.seed, "evaluation", PREFIX)):
+            found = self._evaluate(federation, data, rows, clients, "validation_step")
+        self._report(trainer, found, [data.names[row] for row in rows.tolist()])
+
+    def _report(self, trainer: Any, found: Evaluation, names: list[str]) -> None:
+        """Log the values of the end, as the user's step logged them, and extend the table."""
+        federation, loop = trainer.strategy, trainer.fit_loop.epoch_loop.val_loop
+        round = federation.rounds - 1
+        values = summaries(found, PREFIX)
+        federation.history.last.update(round, values)
+        mean = federation.history.last.mean()
+        remember_metrics(trainer, values | {f"last10/{name}": mean[name] for name in values})
+        logged = {
+            k: v for k, v in found.values.items() if found.options.get(k, LogOptions()).logger
+        }
+        shown = summaries(replace(found, values=logged), PREFIX)
+        log_at_end(trainer, shown | {f"last10/{name}": mean[name] for name in shown})
+        if loop.table is None and (folder := log_folder(trainer)) is not None:
+            loop.table = ClientTable(folder / "clients_val.csv")
+        if loop.table is not None:
+            columns = {f"{PREFIX}{key}": v.tolist() for key, v in found.values.items()}
+            loop.table.extend(round, names, found.counts.tolist(), columns)
+
+    # --- fine-tuning ------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._kept: Bank | None = None
+        self._done = torch.zeros(0, dtype=torch.bool)
+
+    def _evaluate(
+        self,
+        federation: Federation,
+        data: FederatedDataset,
+        rows: Tensor,
+        clients: Tensor,
+        step: str,
+    ) -> Evaluation:
+        """Train and evaluate the clients a group at a time."""
+        held = self._keep(federation)
+        parts = []
+        for group in torch.arange(len(clients)).split(max(1, TRAINED_TOGETHER // max(held, 1))):
+            parts.append(
+                evaluate_clients(
+                    federation,
+                    lambda ids: self._models(federation, ids),
+                    clients[group],
+                    rows[group],
+                    data,
+                    step,
+                )
+            )
+        return join(parts)
+
+    def _keep(self, federation: Federation) -> int:
+        """Make room for the clients' fine-tuned parameters; returns the bytes of one client's."""
+        with torch.inference_mode(False):
+            row = select(federation.layout.model(), self._resolved(federation))
+            held = sum(leaf.numel() * leaf.element_size() for leaf in row.values())
+            if self._kept is None and held * federation.num_clients <= KEPT:
+                self._kept = Bank(row, federation.num_clients, federation.bank.device)
+                self._done = torch.zeros(federation.num_clients, dtype=torch.bool)
+        return held
+
+    def _models(self, federation: Federation, clients: Tensor) -> Model:
+        """Fine-tuned models, ``(clients, ...)``; what doesn't train is the starting model's own."""
+        # Models that are trained, or kept, must not be inference tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            start = self._start(federation, clients)
+            if not (self.phase.epochs or self.phase.steps):
+                return start
+            device = next(iter(start.values())).device
+            if self._kept is not None and bool(self._done[clients].all()):
+                return {**start, **self._kept.gather(clients, device)}
+            names = self._resolved(federation)
+            phase = replace(self.phase, train=sorted(names))
+            data = self._training_data(federation)
+            trained = adapt(federation, start, clients, (phase,), data, stream="fine-tuning")
+            own = select(trained, names)
+            if self._kept is not None:
+                self._kept.scatter(clients, own)
+                self._done[clients] = True
+            return {**start, **own}
+
+    def _start(self, federation: Federation, clients: Tensor) -> Model:
+        model = federation.method.global_model(federation.server)
+        if model is None:
+            return personal_models(federation, clients)
+        expanded: Model = expand(model, len(clients))
+        return expanded
+
+    def _resolved(self, federation: Federation) -> frozenset[str]:
+        spec = "all" if self.scope == "full" else self.scope
+        return federation.layout.match(spec, "scope")
+
+    def _training_data(self, federation: Federation) -> FederatedDataset | None:
+        """The clients' training data; those of the last fit where this run has none."""
+        if not (self.phase.epochs or self.phase.steps):
+            return None
+        trainer: Any = federation.require_module().trainer
+        try:
+            data: FederatedDataset = trainer.fit_loop.require_data()
+        except MisconfigurationException as cause:
+            if self._data is None:
+                raise MisconfigurationException(
+                    "Expected training data to fine-tune on, but none were given. Pass a data "
+                    "module to `trainer.test`, not the test data alone."
+                ) from cause
+            data = self._data
+        if tuple(data.names) != federation.client_names:
+            raise MisconfigurationException(
+                f"Expected the training data of the {federation.num_clients} clients that the "
+                f"model was trained for, but got {data.num_clients} clients or other names. "
+                "Fine-tune with the data of that run; for new clients see NewClientAdaptation."
+            )
+        self._data = data
+        return data

@@ -1,0 +1,62 @@
+"""Arguments that the callbacks share, and their checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_pfl.federation import Federation
+from lightning_pfl.methods.base import Phase
+
+
+def check_budget(epochs: int | None, steps: int | None, default_epochs: int | None) -> Phase:
+    """Require exactly one of ``epochs`` and ``steps``; ``steps`` alone replaces the default epochs.
+
+    Returns:
+        A phase of that length.
+
+    Raises:
+        ValueError: If both or neither are given, or one isn't a whole number of at least 0.
+    """
+    if steps is not None and epochs == default_epochs:
+        epochs = None
+    if (epochs is None) == (steps is None):
+        raise ValueError(
+            f"Expected exactly one of `epochs` and `steps`, but got epochs={epochs!r}, "
+            f"steps={steps!r}. Set the other one to None."
+        )
+    name, value = ("epochs", epochs) if steps is None else ("steps", steps)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(
+            f"Expected `{name}` to be a whole number >= 0, but got {name}={value!r}. "
+            "Use 10, for example."
+        )
+    return Phase(epochs=epochs, steps=steps)
+
+
+def check_lr(lr: float | None) -> None:
+    """Require a positive learning rate, or None.
+
+    Raises:
+        ValueError: If it isn't.
+    """
+    if lr is not None and not lr > 0:
+        raise ValueError(
+            f"Expected `lr` to be positive or None, but got lr={lr!r}. "
+            "Use None for the learning rates of `configure_optimizers`."
+        )
+
+
+def require_federation(trainer: Any, callback: object) -> Federation:
+    """The federated strategy of a Trainer.
+
+    Raises:
+        MisconfigurationException: If the Trainer has another strategy.
+    """
+    if isinstance(trainer.strategy, Federation):
+        return trainer.strategy
+    raise MisconfigurationException(
+        f"Expected a federated run, but {type(callback).__name__} is used with "
+        f"{type(trainer.strategy).__name__}. Pass Trainer(strategy=FederatedStrategy(...))."
+    )
