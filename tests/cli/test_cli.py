@@ -34,7 +34,7 @@ def method_of(cli: PFLCLI) -> FedRep:
 def test_short_class_names_and_overrides_on_the_command_line() -> None:
     cli = build("--method.head_epochs", "4", "--trainer.strategy.engine", "sequential")
     assert method_of(cli).head_epochs == 4
-    assert strategy_of(cli).engine == "sequential"
+    assert cli.config.trainer.strategy.init_args.engine == "sequential"
 
 
 @pytest.mark.parametrize(("text", "value"), [("10", 10), ("1", 1), ("0.1", 0.1), ("1.0", 1.0)])
