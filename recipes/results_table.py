@@ -25,44 +25,43 @@ COLUMNS = (
 SHOWN = ("method", "last 10 rounds", "worst decile", "test", "test worst decile", "minutes")
 
 
-def headline(values: dict[str, dict[str, float]], name: str) -> dict[str, float]:
-    """The statistics of the personal models: fine-tuned ones where there are any."""
-    nothing: dict[str, float] = {}
-    return values.get(f"ft/{name}", values.get(name, nothing))
-
-
 def spread(values: list[float]) -> str:
     """Mean and sample standard deviation in percent; one value alone has no deviation."""
     percent = [100 * value for value in values]
-    if len(percent) < 2:
+    if not percent:
+        return "-"
+    if len(percent) == 1:
         return f"{percent[0]:.2f}"
     return f"{statistics.mean(percent):.2f} ± {statistics.stdev(percent):.2f}"
 
 
-def method_name(recipe: dict[str, Any]) -> str:
-    """The method of a recipe; ``+ FT`` where the heads are fine-tuned."""
+def is_tuned(recipe: dict[str, Any]) -> bool:
+    """Whether the models that count are fine-tuned ones."""
     callbacks = recipe["trainer"].get("callbacks") or []
-    tuned = any(callback["class_path"].endswith("HeadFineTuning") for callback in callbacks)
-    return str(recipe["method"]["class_path"]) + (" + FT" if tuned else "")
+    return any(callback["class_path"].endswith("HeadFineTuning") for callback in callbacks)
 
 
 def row(recipe: Path, outcomes: list[dict[str, Any]]) -> list[str]:
-    """One line of the table; dashes where a recipe has no outcome yet."""
+    """One line of the table; dashes where there is no value (yet)."""
     settings = yaml.safe_load(recipe.read_text())
-    begin = [recipe.name, method_name(settings), str(settings["trainer"]["max_epochs"])]
-    if not outcomes:
-        return [*begin, "0", *["-"] * (len(COLUMNS) - len(begin) - 1)]
-    last = [headline(outcome["last10"], "val_acc") for outcome in outcomes]
-    tested = [headline(outcome["test"], "test_acc") for outcome in outcomes]
+    prefix = "ft/" if is_tuned(settings) else ""
+
+    def cell(part: str, name: str, statistic: str) -> str:
+        found = [outcome[part].get(prefix + name) for outcome in outcomes]
+        return spread([values[statistic] for values in found if values is not None])
+
+    minutes = [outcome["seconds"] / 60 for outcome in outcomes]
     return [
-        *begin,
+        recipe.name,
+        settings["method"]["class_path"] + (" + FT" if prefix else ""),
+        str(settings["trainer"]["max_epochs"]),
         str(len(outcomes)),
-        spread([values["mean"] for values in last]),
-        spread([values["worst_decile"] for values in last]),
-        spread([values["mean"] for values in tested]),
-        spread([values["worst_decile"] for values in tested]),
-        f"{statistics.mean(outcome['seconds'] for outcome in outcomes) / 60:.1f}",
-        ", ".join(sorted({outcome["commit"] for outcome in outcomes})),
+        cell("last10", "val_acc", "mean"),
+        cell("last10", "val_acc", "worst_decile"),
+        cell("test", "test_acc", "mean"),
+        cell("test", "test_acc", "worst_decile"),
+        f"{statistics.mean(minutes):.1f}" if minutes else "-",
+        ", ".join(sorted({outcome["commit"] for outcome in outcomes})) or "-",
     ]
 
 
