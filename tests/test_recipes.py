@@ -46,6 +46,8 @@ def test_recipe_runs(recipe: Path, fashion_mnist_dir: Path, tmp_path: Path) -> N
     cli = PFLCLI(arguments(recipe, fashion_mnist_dir, tmp_path))
     trainer = cli.trainer
     assert trainer.current_epoch == ROUNDS
+    if "HeadFineTuning" in recipe.read_text():
+        assert 0 <= float(trainer.callback_metrics["ft/val_acc/worst_decile"]) <= 1
     for key in ("val_acc", "val_acc/weighted", "val_acc/worst_decile", "val_acc/worst"):
         assert 0 <= float(trainer.callback_metrics[key]) <= 1
     assert math.isfinite(float(trainer.callback_metrics["val_loss"]))
