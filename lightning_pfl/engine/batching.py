@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pfl.data.clients import FederatedDataset, FederatedLoaders, FederatedTensorDataset
+from lightning_pfl.data.batch import map_batch
 from lightning_pfl.randomness import derive, permutation, seeded
 
 
@@ -56,6 +57,7 @@ class Minibatch:
         mask: Which samples are real, float ``(clients, batch)``; None if all are.
         features: Cached backbone features ``(clients, batch, ...)``; None without a cache.
         number: The minibatch's number within the phase.
+        size: Samples of every client's minibatch; None if they differ.
     """
 
     data: Any
@@ -63,6 +65,7 @@ class Minibatch:
     mask: Tensor | None = None
     features: Tensor | None = None
     number: int = 0
+    size: int | None = None
 
 
 @dataclass
@@ -174,6 +177,8 @@ class ResidentBatches:
         flat = self.local.flatten(1)
         self.positions = owned.gather(1, flat).view_as(self.local)
         self.features: Tensor | None = None
+        self._targets: Any = None
+        self._aligned = self._full and all(b == self.bounds[0] for b in self.bounds)
         self.epochs_used = max((-(-b[-1][1] // n) for b, n in zip(self.bounds, per_epoch, strict=True) if b), default=0)
 
     def _fill(self, out: Tensor, samples: int, per_epoch: int, epoch: int, used: int, key: int | None) -> None:
@@ -182,17 +187,25 @@ class ResidentBatches:
         taken = order[: minibatches * self.batch_size]
         out[epoch * per_epoch : epoch * per_epoch + minibatches].view(-1)[: len(taken)] = taken
 
-    def cache(self, features: Tensor) -> None:
-        """Use features ``(clients, longest, ...)`` in the order of each client's samples, beside every batch."""
-        self.features = features
+    def cache(self, features: Tensor, targets: Any = None) -> None:
+        """Use cached features beside every batch.
+
+        Args:
+            features: ``(clients, longest, ...)`` in the order of each client's samples.
+            targets: The rest of the batch in the same order, where it is known to be all that the
+                step needs; the samples then aren't gathered any more.
+        """
+        self.features, self._targets = features.flatten(0, 1), targets
         first = torch.arange(len(features), device=features.device) * features.shape[1]
         self._feature_rows = self.local + first.view(-1, 1, 1)
 
     def at(self, step: int) -> Iterator[Tick]:
         """The ticks of one step number."""
-        active = int((self.steps > step).sum())
-        rows = torch.arange(active)  # the chunk is sorted by steps, longest first
         first, last = self.bounds[0][step]
+        if self._aligned:
+            yield self._aligned_tick(len(self.steps), range(first, last))
+            return
+        active = int((self.steps > step).sum())  # the chunk is sorted by steps, longest first
         if self._full and all(self.bounds[row][step] == (first, last) for row in range(active)):
             yield self._aligned_tick(active, range(first, last))
             return
@@ -208,15 +221,29 @@ class ResidentBatches:
     def _aligned_tick(self, active: int, numbers: range) -> Tick:
         """The usual case: full minibatches, with the same number for the first ``active`` clients."""
         minibatches = []
+        width = self.local.shape[2]
         for number in numbers:
-            features = None
-            if self.features is not None:
-                shape = (active, self.local.shape[2], *self.features.shape[2:])
-                flat = self._feature_rows[:active, number].flatten()
-                features = self.features.flatten(0, 1).index_select(0, flat).view(shape)
-            data = self.data.gather(self.positions[:active, number])
-            minibatches.append(Minibatch(data, self.sizes[:active, number], None, features, number))
+            features, data = self._cached(slice(0, active), number, width)
+            if data is None:
+                data = self.data.gather(self.positions[:active, number])
+            sizes = self.sizes[:active, number]
+            minibatches.append(Minibatch(data, sizes, None, features, number, width))
         return Tick(None if active == len(self.steps) else slice(0, active), minibatches)
+
+    def _cached(self, rows: slice | Tensor, numbers: Any, width: int) -> tuple[Tensor | None, Any]:
+        """Features, and the batch to go with them if its samples aren't needed."""
+        if self.features is None:
+            return None, None
+        at = self._feature_rows[rows, numbers][:, :width]
+        flat = at.flatten()
+
+        def pick(leaf: Tensor) -> Tensor:
+            return leaf.index_select(0, flat).view(*at.shape, *leaf.shape[1:])
+
+        features = pick(self.features)
+        if self._targets is None:
+            return features, None
+        return features, (features, *map_batch(self._targets, pick))
 
     def _tick(self, rows: Tensor, starts: list[int], count: int, padded: bool) -> Tick:
         minibatches = []
@@ -229,12 +256,10 @@ class ResidentBatches:
             at = (index, numbers.to(device))
             positions = self.positions[at][:, :width]
             ragged = padded and bool((sizes != width).any())
-            features = None
-            if self.features is not None:
-                local = self.local[at][:, :width]
-                features = self.features[index.unsqueeze(1), local]
+            features, data = self._cached(*at, width)
+            data = self.data.gather(positions) if data is None else data
             mask = self._mask[at][:, :width].to(torch.get_default_dtype()) if ragged and self._mask is not None else None
-            minibatches.append(Minibatch(self.data.gather(positions), sizes, mask, features, starts[0] + offset))
+            minibatches.append(Minibatch(data, sizes, mask, features, starts[0] + offset))
         return Tick(_as_rows(rows, len(self.steps)), minibatches)
 
 

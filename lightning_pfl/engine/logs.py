@@ -32,6 +32,7 @@ class ClientLogs:
         sizes: Tensor,
         rows: slice | Tensor | None,
         reductions: dict[str, str] | None = None,
+        size: int | None = None,
     ) -> None:
         """Take in one minibatch's values.
 
@@ -40,9 +41,10 @@ class ClientLogs:
             sizes: Samples in each client's minibatch, ``(clients,)``: the weights of means.
             rows: Which clients these are; None for all.
             reductions: ``reduce_fx`` by name; a mean where nothing is said.
+            size: The one number in ``sizes``; None if they differ.
         """
-        if rows is None and _all_means(reductions) and bool((sizes == sizes[0]).all()):
-            self._defer(values, int(sizes[0]))
+        if rows is None and size is not None and _all_means(reductions):
+            self._defer(values, size)
             return
         self._take_in(values, sizes, rows, reductions)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -67,3 +68,18 @@ class ActivePhase:
     def couples_samples(self) -> bool:
         """Whether a BatchNorm layer is in training mode, so that a sample's loss depends on its whole batch."""
         return any(isinstance(m, BATCH_NORM) and m.training for m in self.layout.module.modules())
+
+
+def is_sample_wise(module: Any) -> bool:
+    """Whether the training step is known to be the mean of ``per_sample(batch)["loss"]``.
+
+    Then ragged batches may be padded under a mask, the inputs feed the backbone alone, and a step
+    may be recorded and replayed.
+    """
+    from lightning_pfl.module import PersonalizedModule
+
+    return (
+        isinstance(module, PersonalizedModule)
+        and type(module).training_step is PersonalizedModule.training_step
+        and type(module)._step is PersonalizedModule._step
+    )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from lightning_pfl.engine.batching import Batches, ResidentBatches
 from lightning_pfl.engine.client import ClientProgram, NotVectorizableError
-from lightning_pfl.engine.phase import ActivePhase
+from lightning_pfl.engine.phase import ActivePhase, is_sample_wise
 from lightning_pfl.layout import Layout
 from lightning_pfl.tree import Model, Tree, is_expanded
 
@@ -51,15 +53,21 @@ class PrefixCache:
         assert isinstance(batches, ResidentBatches)
         shared = {name: leaf[0] for name, leaf in model.items()}
         try:
-            features = _compute(batches, shared, program)
+            cached = _compute(batches, shared, program, self._takes_pairs(batches))
         except NotVectorizableError as reason:
             self.enabled = False
             log.info("The frozen backbone's features are not cached: %s.", reason)
             return
-        if features is not None:
-            batches.cache(features)
+        if cached is not None:
+            batches.cache(*cached)
             self.used = True
             self._source = model[self._names[0]].data_ptr()
+
+    def _takes_pairs(self, batches: ResidentBatches) -> bool:
+        """Whether a step is known to give the backbone ``batch[0]``, and to use it for nothing else."""
+        fields = batches.data.fields
+        pair = isinstance(fields, (tuple, list)) and len(fields) == 2
+        return pair and isinstance(fields[1], Tensor) and is_sample_wise(self.layout.module)
 
     def fits(self, model: Model) -> bool:
         """Whether a model has the backbone that the features come from: a method may train a second model."""
@@ -85,14 +93,18 @@ def _is_stochastic(module: nn.Module) -> bool:
     return module.training and isinstance(rate, (int, float)) and rate > 0
 
 
-def _compute(batches: ResidentBatches, model: Model, program: ClientProgram) -> Tensor | None:
-    """Features of every sample of the chunk, ``(clients, longest, ...)`` in each client's own order."""
-    data = batches.data
-    clients = batches.clients
+def _compute(
+    batches: ResidentBatches, model: Model, program: ClientProgram, with_targets: bool
+) -> tuple[Tensor, Any] | None:
+    """Features of every sample of the chunk, ``(clients, longest, ...)`` in each client's own order.
+
+    With them, where asked for, what follows the inputs in a batch: leaves ``(samples, ...)``.
+    """
+    data, clients = batches.data, batches.clients
     positions = torch.cat([data.indices[client] for client in clients])
     if not len(positions):
         return None
-    parts = []
+    parts, targets = [], []
     with torch.no_grad():
         for some in positions.split(BATCH):
             # One client under vmap: for the sake of its faster kernels.
@@ -101,10 +113,17 @@ def _compute(batches: ResidentBatches, model: Model, program: ClientProgram) -> 
             if not isinstance(part, Tensor) or len(part) != len(some):
                 raise NotVectorizableError("`self.backbone` doesn't return one row per sample")
             parts.append(part)
+            targets.append(batch[1][0] if with_targets else None)
             if part.numel() * part.element_size() / len(some) * len(positions) > MAX_BYTES:
                 return None
-    flat = torch.cat(parts)
     lengths = [len(data.indices[client]) for client in clients]
+    features = _by_client(torch.cat(parts), lengths)
+    if not with_targets:
+        return features, None
+    return features, (_by_client(torch.cat(targets), lengths).flatten(0, 1),)
+
+
+def _by_client(flat: Tensor, lengths: list[int]) -> Tensor:
     if len(set(lengths)) == 1:
-        return flat.view(len(clients), lengths[0], *flat.shape[1:])
+        return flat.view(len(lengths), lengths[0], *flat.shape[1:])
     return nn.utils.rnn.pad_sequence(list(flat.split(lengths)), batch_first=True)

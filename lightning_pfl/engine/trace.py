@@ -36,14 +36,15 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def layout_of(tree: Any) -> Any:
-    """Names, shapes, strides and dtypes: what the recorded operators depend on."""
+def flatten(tree: Any, leaves: list[Tensor]) -> Any:
+    """Append the tensors of a tree of dicts, lists and tuples; returns its structure."""
     if isinstance(tree, Tensor):
-        return tuple(tree.shape), tree.stride(), tree.dtype
+        leaves.append(tree)
+        return None
     if isinstance(tree, dict):
-        return tuple((key, layout_of(value)) for key, value in tree.items())
+        return tuple((key, flatten(value, leaves)) for key, value in tree.items())
     if isinstance(tree, (list, tuple)):
-        return tuple(layout_of(value) for value in tree)
+        return tuple(flatten(value, leaves) for value in tree)
     return tree
 
 
@@ -76,22 +77,48 @@ class Traces:
         """
         if not self.enabled:
             return function(*args)
-        key = (self._context, layout_of(args))
+        leaves: list[Tensor] = []
+        structure = flatten(args, leaves)
+        # What the recorded operators depend on: shapes, memory layouts, which leaves are expanded.
+        shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
+        key = (self._context, structure, shapes)
         recorded = self._recorded.get(key)
         if recorded is None:
             calls = self._calls[key] = self._calls.get(key, 0) + 1
-            if calls <= (WARM_UP if steps >= LONG else PATIENCE) or len(self._recorded) >= LIMIT:
+            patience = WARM_UP if steps >= LONG else PATIENCE
+            if calls <= patience or len(self._recorded) >= LIMIT:
                 return function(*args)
-            recorded = self._recorded[key] = record(function, args)
+            recorded = self._recorded[key] = Recording(function, args, leaves)
         self.used += 1
+        return recorded(leaves)
+
+
+class Recording:
+    """The operators of one call.
+
+    Args:
+        function: Returns a tree of tensors.
+        args: Trees of tensors.
+        leaves: Their tensors, in order.
+    """
+
+    def __init__(self, function: Function, args: Any, leaves: list[Tensor]) -> None:
+        # Imported here: it takes a second, and short runs never come here.
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.utils import _pytree as pytree
+
+        spec = pytree.tree_structure(args)
+
+        def flat(*tensors: Tensor) -> list[Tensor]:
+            results, self.structure = pytree.tree_flatten(
+                function(*pytree.tree_unflatten(tensors, spec))
+            )
+            return results
+
+        self.unflatten = pytree.tree_unflatten
+        self.replay: Function = make_fx(flat)(*leaves)
+
+    def __call__(self, leaves: list[Tensor]) -> Any:
+        """Run the operators on other tensors of the same shapes."""
         with torch.no_grad():
-            return recorded(*args)
-
-
-def record(function: Function, args: Any) -> Function:
-    """The operators of one call, as a function of the same arguments."""
-    # Imported here: it takes a second, and short runs never come here.
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    recorded: Function = make_fx(function)(*args)
-    return recorded
+            return self.unflatten(self.replay(*leaves), self.structure)

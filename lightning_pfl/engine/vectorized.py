@@ -30,7 +30,7 @@ from lightning_pfl.engine.gradient import BatchedGradient, Transform, materializ
 from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
-from lightning_pfl.engine.phase import ActivePhase
+from lightning_pfl.engine.phase import ActivePhase, is_sample_wise
 from lightning_pfl.engine.prefix import PrefixCache
 from lightning_pfl.engine.trace import Traces, fingerprint
 from lightning_pfl.layout import Layout
@@ -289,22 +289,13 @@ class VectorizedLocal:
         if not self._logged:
             values = {**logged, "loss*": loss}
             log = self.chunk.program.log
-            self.chunk.logs.add(values, minibatch.sizes, self._tick.rows, log.reductions)
+            self.chunk.logs.add(
+                values, minibatch.sizes, self._tick.rows, log.reductions, minibatch.size
+            )
         return grads
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
-
-
-def is_sample_wise(module: Any) -> bool:
-    """Whether the module's training step is known to be the mean of ``per_sample(batch)["loss"]``."""
-    from lightning_pfl.module import PersonalizedModule
-
-    return (
-        isinstance(module, PersonalizedModule)
-        and type(module).training_step is PersonalizedModule.training_step
-        and type(module)._step is PersonalizedModule._step
-    )
 
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:
