@@ -312,9 +312,11 @@ class FederatedEvaluationLoop(EvaluationLoop):
         log_values(self._results, hook, values, shown, logged)
         if self._trainer_fn == TrainerFn.FITTING:
             self.strategy.history.update(round, values)
-        if self.table is None and (folder := log_folder(self.trainer)) is not None:
-            self.table = ClientTable(folder / f"clients_{self.prefix}.csv")
-        if self.table is not None:
+        folder = log_folder(self.trainer)
+        if folder is not None:
+            path = folder / f"clients_{self.prefix}.csv"
+            if self.table is None or self.table.path != path:
+                self.table = ClientTable(path)
             columns = {
                 f"{p}{key}": v.tolist() for p, e in results.items() for key, v in e.values.items()
             }

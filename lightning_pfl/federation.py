@@ -157,7 +157,7 @@ class Federation:
         return ClientInfo(clients, samples, steps, weights, round, self.num_clients)
 
     def download(self, info: ClientInfo) -> Tree:
-        """What the server sends to some clients, ``(clients, ...)``; views where all get the same."""
+        """What the server sends to clients, ``(clients, ...)``; views where all get the same."""
         received = expand(self.method.download(self.server, info), len(info))
         return _merge(received, self.method.download_rows(self.server, info))
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     GradientAccumulationScheduler,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -114,20 +115,33 @@ def check_trainer(trainer: Any) -> None:
             "Batch statistics belong to a client; the server averages them after a round.",
         )
     for callback in trainer.callbacks:
-        for kind, remedy in REFUSED_CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise MisconfigurationException(
-                    f"FederatedStrategy does not support the callback {type(callback).__name__}. "
-                    f"{remedy}"
-                )
-        for hook in LOCAL_CALLBACK_HOOKS:
-            if overrides(callback, hook, Callback):
-                raise MisconfigurationException(
-                    f"FederatedStrategy can't call `{hook}` of the callback "
-                    f"{type(callback).__name__}: clients step "
-                    "together, without a backward pass of their own. Use on_train_batch_end (once "
-                    "per client and round)."
-                )
+        check_callback(callback)
+
+
+def check_callback(callback: Callback) -> None:
+    """Refuse a callback that works on one model's training, or that could lose a checkpoint.
+
+    Raises:
+        MisconfigurationException: Names the callback.
+    """
+    name = type(callback).__name__
+    for kind, remedy in REFUSED_CALLBACKS.items():
+        if isinstance(callback, kind):
+            raise MisconfigurationException(
+                f"FederatedStrategy does not support the callback {name}. {remedy}"
+            )
+    for hook in LOCAL_CALLBACK_HOOKS:
+        if overrides(callback, hook, Callback):
+            raise MisconfigurationException(
+                f"FederatedStrategy can't call `{hook}` of the callback {name}: clients step "
+                "together, without a backward pass of their own. Use `on_train_batch_end`, which "
+                "is called once per client and round."
+            )
+    if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+        raise MisconfigurationException(
+            f"FederatedStrategy does not support {name}(save_last='link'): a run that is killed "
+            "between two steps of replacing the link has no last checkpoint. Use save_last=True."
+        )
 
 
 def check_module(module: L.LightningModule) -> None:

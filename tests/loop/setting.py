@@ -1,7 +1,8 @@
 """Small federations for the tests of the loop.
 
-Client k of the quadratic federation has n_k copies of a point c_k and the loss (w - c_k)^2 / 2, so that one step with rate
-lr maps w to c_k + (1 - lr) (w - c_k), and K steps to c_k + (1 - lr)^K (w - c_k).
+Client k of the quadratic federation has n_k copies of a point c_k and the loss (w - c_k)^2 / 2, so
+that one step with rate lr maps w to c_k + (1 - lr) (w - c_k), and K steps to c_k + (1 - lr)^K (w -
+c_k).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Quadratic(L.LightningModule):
         self.lr = lr
 
     def loss(self, batch: Any) -> Tensor:
-        return ((self.w - batch[0]) ** 2).sum(1).mean() / 2
+        x: Tensor = batch[0]
+        return ((self.w - x) ** 2).sum(1).mean() / 2
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -45,14 +47,16 @@ class Quadratic(L.LightningModule):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self.loss(batch))
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.w - batch[0]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def points(sizes: tuple[int, ...] = SIZES, centres: Tensor = CENTRES, **kwargs: Any) -> FederatedTensorDataset:
+def points(
+    sizes: tuple[int, ...] = SIZES, centres: Tensor = CENTRES, **kwargs: Any
+) -> FederatedTensorDataset:
     """n_k copies of c_k for every client."""
     fields = (torch.repeat_interleave(centres, torch.tensor(sizes), dim=0),)
     ends = torch.tensor(sizes).cumsum(0).tolist()
@@ -77,9 +81,15 @@ def mean(rows: list[Tensor], weights: list[float]) -> Tensor:
     return (torch.stack(rows) * (share / share.sum())[:, None]).sum(0)
 
 
-def trainer(method: Method | None = None, strategy: FederatedStrategy | None = None, **kwargs: Any) -> L.Trainer:
-    """A quiet Trainer."""
-    settings = {k: kwargs.pop(k) for k in ("participation", "seed", "engine", "max_update_norm", "chunk_size") if k in kwargs}
+def trainer(
+    method: Method | None = None, strategy: FederatedStrategy | str | None = None, **kwargs: Any
+) -> Any:
+    """A quiet Trainer; Any, because its strategy is the federated one."""
+    settings = {
+        k: kwargs.pop(k)
+        for k in ("participation", "seed", "engine", "max_update_norm", "chunk_size")
+        if k in kwargs
+    }
     defaults: dict[str, Any] = {
         "max_epochs": 2,
         "accelerator": "cpu",
@@ -87,12 +97,15 @@ def trainer(method: Method | None = None, strategy: FederatedStrategy | None = N
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "strategy": strategy or FederatedStrategy(method or FedAvg(), **{"seed": 3, "engine": "sequential", **settings}),
+        "strategy": strategy
+        or FederatedStrategy(method or FedAvg(), **{"seed": 3, "engine": "sequential", **settings}),
     }
     return L.Trainer(**{**defaults, **kwargs})
 
 
-def classes(clients: int = 5, seed: int = 0, **kwargs: Any) -> tuple[FederatedTensorDataset, FederatedTensorDataset]:
+def classes(
+    clients: int = 5, seed: int = 0, **kwargs: Any
+) -> tuple[FederatedTensorDataset, FederatedTensorDataset]:
     """Training and validation data of a three-class problem, of unequal sizes."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(clients * 20, 6, generator=generator)
@@ -105,7 +118,7 @@ def classes(clients: int = 5, seed: int = 0, **kwargs: Any) -> tuple[FederatedTe
     )
 
 
-def network(seed: int = 0, **kwargs: Any) -> PersonalizedModule:
+def network(seed: int = 0, **kwargs: Any) -> Any:
     """A small network in two halves, with BatchNorm and dropout."""
     torch.manual_seed(seed)
     backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))

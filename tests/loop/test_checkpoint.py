@@ -35,7 +35,9 @@ class Scheduled(PersonalizedModule):
 def scheduled() -> Scheduled:
     torch.manual_seed(0)
     backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
-    return Scheduled(backbone, nn.Linear(8, 3), optimizer="adam", lr=0.05, momentum=0.0, num_classes=3)
+    return Scheduled(
+        backbone, nn.Linear(8, 3), optimizer="adam", lr=0.05, momentum=0.0, num_classes=3
+    )
 
 
 def saver(path: Path, **kwargs: Any) -> ModelCheckpoint:
@@ -46,20 +48,21 @@ def server_adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.1)
 
 
-METHODS = {
+METHODS: dict[str, Any] = {
     "fedavg": lambda: FedAvg(server_optimizer=server_adam),
     "fedrep": lambda: FedRep(head_epochs=2),
     "local": LocalOnly,
 }
-# Where a ModelCheckpoint can be told to save: after the round, after validation, after the server's step.
-SAVES = {
+# Where a ModelCheckpoint can be told to save: after the round, after validation, after the server's
+# step.
+SAVES: dict[str, dict[str, Any]] = {
     "epoch_end": {},
     "validation_end": {"save_on_train_epoch_end": False},
     "step": {"every_n_train_steps": 1},
 }
 
 
-def everything(run: L.Trainer) -> dict[str, list[Tensor]]:
+def everything(run: Any) -> dict[str, list[Tensor]]:
     strategy: Any = run.strategy
     return {
         "server": list(leaves(strategy.server)),
@@ -70,7 +73,7 @@ def everything(run: L.Trainer) -> dict[str, list[Tensor]]:
     }
 
 
-def assert_same(a: L.Trainer, b: L.Trainer) -> None:
+def assert_same(a: Any, b: Any) -> None:
     first, second = everything(a), everything(b)
     assert first["server"] or first["bank"]
     for part, tensors in first.items():
@@ -82,12 +85,22 @@ def assert_same(a: L.Trainer, b: L.Trainer) -> None:
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(method: str, save: str, tmp_path: Path) -> None:
-    def run(rounds: int, folder: str, **fit: Any) -> L.Trainer:
-        callbacks = [saver(tmp_path / folder, **SAVES[save]), EarlyStopping("val_loss", patience=50)]
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
+    method: str, save: str, tmp_path: Path
+) -> None:
+    def run(rounds: int, folder: str, **fit: Any) -> Any:
+        callbacks = [
+            saver(tmp_path / folder, **SAVES[save]),
+            EarlyStopping("val_loss", patience=50),
+        ]
         new = trainer(
-            METHODS[method](), participation=3, engine="auto", max_epochs=rounds, enable_checkpointing=True,
-            callbacks=callbacks, check_val_every_n_epoch=1,
+            METHODS[method](),
+            participation=3,
+            engine="auto",
+            max_epochs=rounds,
+            enable_checkpointing=True,
+            callbacks=callbacks,
+            check_val_every_n_epoch=1,
         )
         new.fit(scheduled(), *classes(), **fit)
         return new
@@ -99,7 +112,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(method: str, s
     assert_same(whole, resumed)
 
 
-class StopAt(Exception):  # noqa: N818 - it stands for a kill, not for an error
+class StopAt(Exception):
     pass
 
 
@@ -116,8 +129,13 @@ class Bomb(Callback):
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_validation_start", "on_validation_end", "on_train_epoch_end"])
-def test_a_run_killed_inside_a_round_repeats_or_continues_it(hook: str, save: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "hook",
+    ["on_train_epoch_start", "on_validation_start", "on_validation_end", "on_train_epoch_end"],
+)
+def test_a_run_killed_inside_a_round_repeats_or_continues_it(
+    hook: str, save: str, tmp_path: Path
+) -> None:
     class Count(Callback):
         ends = 0
 
@@ -130,9 +148,13 @@ def test_a_run_killed_inside_a_round_repeats_or_continues_it(hook: str, save: st
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             self.ends = state_dict["ends"]
 
-    def new(*callbacks: Callback) -> L.Trainer:
+    def new(*callbacks: Callback) -> Any:
         return trainer(
-            FedRep(), participation=3, engine="auto", max_epochs=4, enable_checkpointing=True,
+            FedRep(),
+            participation=3,
+            engine="auto",
+            max_epochs=4,
+            enable_checkpointing=True,
             callbacks=[*callbacks, saver(tmp_path, **SAVES[save])],
         )
 
@@ -147,7 +169,12 @@ def test_a_run_killed_inside_a_round_repeats_or_continues_it(hook: str, save: st
     assert count.ends == 4
 
 
-def saved(tmp_path: Path, method: Method | None = None, module: L.LightningModule | None = None, **kwargs: Any) -> str:
+def saved(
+    tmp_path: Path,
+    method: Method | None = None,
+    module: L.LightningModule | None = None,
+    **kwargs: Any,
+) -> str:
     """A checkpoint after one round."""
     run = trainer(method or FedRep(), max_epochs=1, **kwargs)
     run.fit(module or network(), *classes())
@@ -164,12 +191,16 @@ def test_a_checkpoint_holds_tensors_and_plain_values_only(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])
-def test_evaluation_from_a_checkpoint_uses_every_clients_model(function: str, tmp_path: Path) -> None:
+def test_evaluation_from_a_checkpoint_uses_every_clients_model(
+    function: str, tmp_path: Path
+) -> None:
     fitted = trainer(FedRep(), max_epochs=1)
     fitted.fit(network(), *classes())
     fitted.save_checkpoint(tmp_path / "a.ckpt")
     fresh = trainer(FedRep())
-    result = getattr(fresh, function)(network(seed=9), classes()[1], ckpt_path=str(tmp_path / "a.ckpt"))
+    result = getattr(fresh, function)(
+        network(seed=9), classes()[1], ckpt_path=str(tmp_path / "a.ckpt")
+    )
     assert result
     for client in range(5):
         theirs = fresh.strategy.client_state_dict(client)
@@ -182,7 +213,9 @@ def test_evaluation_from_a_checkpoint_uses_every_clients_model(function: str, tm
 def test_a_resumed_run_keeps_its_seed(tmp_path: Path) -> None:
     path = saved(tmp_path)
     resumed = trainer(FedRep(), seed=8, max_epochs=2)
-    with pytest.warns(UserWarning, match="continues with the checkpoint's seed 3; seed=8 is not used"):
+    with pytest.warns(
+        UserWarning, match="continues with the checkpoint's seed 3; seed=8 is not used"
+    ):
         resumed.fit(network(), *classes(), ckpt_path=path)
     whole = trainer(FedRep(), seed=3, max_epochs=2)
     whole.fit(network(), *classes())
@@ -190,15 +223,27 @@ def test_a_resumed_run_keeps_its_seed(tmp_path: Path) -> None:
 
 
 def wider() -> PersonalizedModule:
-    return PersonalizedModule(nn.Sequential(nn.Linear(6, 9), nn.ReLU()), nn.Linear(9, 3), num_classes=3)
+    return PersonalizedModule(
+        nn.Sequential(nn.Linear(6, 9), nn.ReLU()), nn.Linear(9, 3), num_classes=3
+    )
 
 
 @pytest.mark.parametrize(
     ("method", "module", "clients", "match"),
     [
         (FedAvg(), network, 5, "Expected a checkpoint of FedAvg, but got one of FedRep"),
-        (FedRep(), wider, 5, r"backbone.0.weight: shared \(8, 6\) in the checkpoint, shared \(9, 6\) in the module"),
-        (FedRep(personal="head.bias"), network, 5, r"head.weight: personal \(3, 8\) in the checkpoint, shared \(3, 8\)"),
+        (
+            FedRep(),
+            wider,
+            5,
+            r"backbone.0.weight: shared \(8, 6\) in the checkpoint, shared \(9, 6\) in the module",
+        ),
+        (
+            FedRep(personal="head.bias"),
+            network,
+            5,
+            r"head.weight: personal \(3, 8\) in the checkpoint, shared \(3, 8\)",
+        ),
         (FedRep(), network, 4, "Expected a checkpoint of 4 clients, but got one of 5"),
     ],
 )
@@ -213,7 +258,9 @@ def test_a_checkpoint_of_another_run_is_refused(
 def test_other_names_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     train, val = (data.subset([1, 0, 2, 3, 4]) for data in classes())
-    with pytest.raises(CheckpointMismatchError, match="client 0 is '0' in the checkpoint and '1' now"):
+    with pytest.raises(
+        CheckpointMismatchError, match="client 0 is '0' in the checkpoint and '1' now"
+    ):
         trainer(FedRep(), max_epochs=2).fit(network(), train, val, ckpt_path=path)
 
 
@@ -227,20 +274,27 @@ class Remembers(FedPer):
 def test_other_memories_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, FedPer())
     Remembers.__name__ = "FedPer"
-    with pytest.raises(CheckpointMismatchError, match="Expected clients that remember .*'extra'"):
+    with pytest.raises(CheckpointMismatchError, match=r"Expected clients that remember .*'extra'"):
         trainer(Remembers(), max_epochs=2).fit(network(), *classes(), ckpt_path=path)
 
 
 class Plain(Quadratic):
-    validation_step = L.LightningModule.validation_step
+    validation_step: Any = L.LightningModule.validation_step
 
 
 def test_a_checkpoint_without_federation_is_refused(tmp_path: Path) -> None:
     plain = L.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, limit_val_batches=0,
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
     )
-    plain.fit(Plain(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(2, 2))))
+    plain.fit(
+        Plain(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(2, 2)))
+    )
     plain.save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.raises(CheckpointMismatchError, match="written without FederatedStrategy"):
         trainer().fit(Quadratic(), points(), points(), ckpt_path=str(tmp_path / "plain.ckpt"))
@@ -255,7 +309,9 @@ def test_a_broken_file_is_named_and_left_alone(kind: str, tmp_path: Path) -> Non
     elif kind == "code":
         torch.save({"module": nn.Linear(1, 1)}, path)
     else:
-        path.write_bytes({"truncated": whole[: len(whole) // 2], "empty": b"", "text": b"not a checkpoint"}[kind])
+        path.write_bytes(
+            {"truncated": whole[: len(whole) // 2], "empty": b"", "text": b"not a checkpoint"}[kind]
+        )
     before = path.read_bytes()
     error, match = {
         "foreign": (CheckpointMismatchError, "holds a dict saved by something else"),

@@ -1,4 +1,5 @@
-"""What is evaluated, with which model, and where the numbers go; against an evaluation written out in the test."""
+"""What is evaluated, with which model, and where the numbers go; against an evaluation written out
+in the test."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg, FedRep, LGFedAvg, LocalOnly
 from lightning_pfl.methods.base import Phase
-from tests.loop.setting import CENTRES, SIZES, Quadratic, classes, mean, network, points, steps_of, trained, trainer
+from tests.loop.setting import (
+    CENTRES,
+    SIZES,
+    Quadratic,
+    classes,
+    mean,
+    network,
+    points,
+    steps_of,
+    trained,
+    trainer,
+)
 
 ZERO = torch.zeros(2, dtype=torch.float64)
 
@@ -26,7 +38,7 @@ def loss_at(w: Tensor, client: int) -> float:
     return float(((w - CENTRES[client]) ** 2).sum() / 2)
 
 
-def accuracy(module: L.LightningModule, data: FederatedTensorDataset, client: int) -> float:
+def accuracy(module: Any, data: FederatedTensorDataset, client: int) -> float:
     x, y = data.gather(data.indices[client])
     with torch.no_grad():
         return float((module(x).argmax(1) == y).float().mean())
@@ -41,7 +53,9 @@ def test_personal_models_are_evaluated_on_each_clients_own_split() -> None:
     assert float(metrics["val_loss"]) == pytest.approx(float(losses.mean()), rel=1e-6)
     weighted = float((losses * torch.tensor(sizes)).sum() / sum(sizes))
     assert float(metrics["val_loss/weighted"]) == pytest.approx(weighted, rel=1e-6)
-    assert float(metrics["val_loss/std"]) == pytest.approx(float(losses.std(correction=0)), rel=1e-6)
+    assert float(metrics["val_loss/std"]) == pytest.approx(
+        float(losses.std(correction=0)), rel=1e-6
+    )
     # A loss: the worst is the largest. One of four clients is the worst decile.
     assert float(metrics["val_loss/worst"]) == pytest.approx(float(losses.max()), rel=1e-6)
     assert float(metrics["val_loss/worst_decile"]) == pytest.approx(float(losses.max()), rel=1e-6)
@@ -92,7 +106,9 @@ class TunedFedAvg(FedAvg):
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
-def test_evaluation_phases_train_from_the_personal_model_and_leave_no_trace(inference_mode: bool) -> None:
+def test_evaluation_phases_train_from_the_personal_model_and_leave_no_trace(
+    inference_mode: bool,
+) -> None:
     run = trainer(TunedFedAvg(), max_epochs=1, inference_mode=inference_mode)
     module = Quadratic()
     run.fit(module, points(), points())
@@ -103,7 +119,9 @@ def test_evaluation_phases_train_from_the_personal_model_and_leave_no_trace(infe
     assert float(run.callback_metrics["global/val_loss"]) > want
     torch.testing.assert_close(module.w.data, w, rtol=0, atol=1e-12)
     torch.testing.assert_close(run.strategy.client_state_dict(3)["w"], tuned[3], rtol=0, atol=1e-12)
-    assert run.validate(module, datamodule=Splits(), verbose=False)[0]["val_loss"] == pytest.approx(want, rel=1e-6)
+    assert run.validate(module, datamodule=Splits(), verbose=False)[0]["val_loss"] == pytest.approx(
+        want, rel=1e-6
+    )
 
 
 class Splits(L.LightningDataModule):
@@ -121,7 +139,9 @@ class Splits(L.LightningDataModule):
 
 
 def test_evaluation_phases_without_training_data_are_an_error() -> None:
-    with pytest.raises(Exception, match="Expected training data, which the method needs also for evaluation"):
+    with pytest.raises(
+        Exception, match="Expected training data, which the method needs also for evaluation"
+    ):
         trainer(TunedFedAvg()).validate(Quadratic(), points(), verbose=False)
 
 
@@ -130,14 +150,20 @@ def test_validate_test_and_predict_after_a_fit() -> None:
     module = Quadratic()
     run.fit(module, datamodule=Splits())
     want = sum(loss_at(trained(ZERO, k), k) for k in range(4)) / 4
-    assert run.validate(module, datamodule=Splits(), verbose=False)[0]["val_loss"] == pytest.approx(want, rel=1e-6)
-    assert run.test(module, datamodule=Splits(), verbose=False)[0]["test_loss"] == pytest.approx(want, rel=1e-6)
+    assert run.validate(module, datamodule=Splits(), verbose=False)[0]["val_loss"] == pytest.approx(
+        want, rel=1e-6
+    )
+    assert run.test(module, datamodule=Splits(), verbose=False)[0]["test_loss"] == pytest.approx(
+        want, rel=1e-6
+    )
     predictions = run.predict(module, datamodule=Splits())
     assert predictions is not None
     for client, batches in enumerate(predictions):
         rows = torch.cat(list(batches))
         assert rows.shape == (client + 1, 2)
-        torch.testing.assert_close(rows[0], trained(ZERO, client) - CENTRES[client], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            rows[0], trained(ZERO, client) - CENTRES[client], rtol=0, atol=1e-12
+        )
 
 
 class Writer(BasePredictionWriter):
@@ -145,7 +171,9 @@ class Writer(BasePredictionWriter):
         super().__init__("epoch")
         self.written: Any = None
 
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+    def write_on_epoch_end(
+        self, trainer: Any, module: Any, predictions: Any, batch_indices: Any
+    ) -> None:
         self.written = predictions
 
 
@@ -158,11 +186,17 @@ def test_prediction_writers_and_return_predictions() -> None:
 
 def test_clients_are_matched_by_name() -> None:
     run = trainer(LocalOnly(), max_epochs=1)
-    val = {"d": DataLoader(TensorDataset(CENTRES[3:4])), "b": DataLoader(TensorDataset(CENTRES[1:2]))}
+    val = {
+        "d": DataLoader(TensorDataset(CENTRES[3:4])),
+        "b": DataLoader(TensorDataset(CENTRES[1:2])),
+    }
     run.fit(Quadratic(), points(names=list("abcd")), val)
     want = (loss_at(trained(ZERO, 3), 3) + loss_at(trained(ZERO, 1), 1)) / 2
     assert float(run.callback_metrics["val_loss"]) == pytest.approx(want, rel=1e-6)
-    with pytest.raises(ValueError, match=r"Expected `val_dataloaders` to hold clients of the training data, but got \['e'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"Expected `val_dataloaders` to hold clients of the training data, but got \['e'\]",
+    ):
         run.validate(run.lightning_module, {"e": val["d"]}, verbose=False)
     with pytest.raises(ValueError, match="one DataLoader for each of the 4 clients, but got 2"):
         run.validate(run.lightning_module, [val["d"], val["b"]], verbose=False)
@@ -190,7 +224,9 @@ def test_the_table_has_a_row_for_each_round_and_client(tmp_path: Path) -> None:
     run.fit(Quadratic(), points(names=list("abcd")), points((1, 2, 0, 3), names=list("abcd")))
     rows = rows_of(Path(str(run.log_dir)) / "clients_val.csv")
     assert [(row["round"], row["client"], row["num_samples"]) for row in rows] == [
-        (str(round), name, size) for round in range(2) for name, size in (("a", "1"), ("b", "2"), ("d", "3"))
+        (str(round), name, size)
+        for round in range(2)
+        for name, size in (("a", "1"), ("b", "2"), ("d", "3"))
     ]
     for row in rows:
         client, steps = "abcd".index(row["client"]), (int(row["round"]) + 1)
@@ -204,15 +240,19 @@ def test_the_end_of_a_fit_reports_the_last_rounds_and_the_best_one() -> None:
     run = trainer(LocalOnly(), max_epochs=12)
     run.fit(Quadratic(), points(), points())
     per_round = [
-        sum(loss_at(trained(ZERO, k, round * steps_of(SIZES[k])), k) for k in range(4)) / 4 for round in range(1, 13)
+        sum(loss_at(trained(ZERO, k, round * steps_of(SIZES[k])), k) for k in range(4)) / 4
+        for round in range(1, 13)
     ]
-    assert float(run.callback_metrics["last10/val_loss"]) == pytest.approx(sum(per_round[2:]) / 10, rel=1e-5)
+    assert float(run.callback_metrics["last10/val_loss"]) == pytest.approx(
+        sum(per_round[2:]) / 10, rel=1e-5
+    )
     assert float(run.callback_metrics["best/val_loss"]) == pytest.approx(per_round[11], rel=1e-5)
     assert run.callback_metrics["best/round"] == 11
 
 
 class Watcher(Callback):
-    """Notes which rounds are validated, and the module's mode and the global generator around it."""
+    """Notes which rounds are validated, and the module's mode and the global generator around
+    it."""
 
     def __init__(self) -> None:
         self.rounds: list[int] = []
@@ -224,7 +264,13 @@ class Watcher(Callback):
             self.rounds.append(trainer.current_epoch)
 
     def on_validation_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Any,
+        module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self.clients.append(batch)
         assert not module.training
@@ -241,7 +287,9 @@ class NoisyValidation(Quadratic):
 def test_validation_disturbs_neither_mode_nor_generator_and_fires_hooks_per_client() -> None:
     watcher = Watcher()
     module = NoisyValidation()
-    run = trainer(callbacks=[watcher], max_epochs=4, check_val_every_n_epoch=2, num_sanity_val_steps=2)
+    run = trainer(
+        callbacks=[watcher], max_epochs=4, check_val_every_n_epoch=2, num_sanity_val_steps=2
+    )
     run.fit(module, points(), points())
     assert watcher.rounds == [1, 3]
     assert watcher.clients == [0, 1, *range(4), *range(4)]  # the sanity check, then two validations
@@ -249,7 +297,9 @@ def test_validation_disturbs_neither_mode_nor_generator_and_fires_hooks_per_clie
 
 
 def test_early_stopping_and_max_rounds_without_validation() -> None:
-    stopping = EarlyStopping("val_loss", mode="max", patience=1)  # the loss falls, so this stops after two rounds
+    stopping = EarlyStopping(
+        "val_loss", mode="max", patience=1
+    )  # the loss falls, so this stops after two rounds
     run = trainer(LocalOnly(), callbacks=[stopping], max_epochs=10)
     run.fit(Quadratic(), points(), points())
     assert run.current_epoch == 2

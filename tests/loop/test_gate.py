@@ -1,4 +1,5 @@
-"""What isn't finite, or is too large, stays outside the aggregate, and its client keeps what it remembered."""
+"""What isn't finite, or is too large, stays outside the aggregate, and its client keeps what it
+remembered."""
 
 from __future__ import annotations
 
@@ -46,17 +47,24 @@ def test_a_client_without_steps_has_no_loss_and_is_accepted() -> None:
 
 
 def test_the_norm_is_that_of_the_change() -> None:
-    uploads = {"model": {"w": torch.tensor([[3.0, 4.0], [0.0, 1.0]]), "count": torch.tensor([7, 7])}, "extra": torch.tensor([[12.0], [0.0]])}
+    uploads = {
+        "model": {"w": torch.tensor([[3.0, 4.0], [0.0, 1.0]]), "count": torch.tensor([7, 7])},
+        "extra": torch.tensor([[12.0], [0.0]]),
+    }
     received = {"model": {"w": torch.tensor([[0.0, 0.0], [0.0, 1.0]])}}
     # Client 0: (3, 4) changed and 12 new: sqrt(9 + 16 + 144); client 1 changed nothing.
     assert update_norm(uploads, received, torch.ones(2)).tolist() == [13.0, 0.0]
-    accepted, rejected = judge(LocalResult(uploads, {}, loss=torch.zeros(2)), received, info(2), 12.9)
+    accepted, rejected = judge(
+        LocalResult(uploads, {}, loss=torch.zeros(2)), received, info(2), 12.9
+    )
     assert accepted.tolist() == [False, True]
     assert rejected == {10: "update norm above max_update_norm=12.9"}
 
 
 def test_methods_that_send_nothing_pass() -> None:
-    accepted, rejected = judge(LocalResult({"model": {}}, {}, loss=torch.zeros(2)), {}, info(2), 1.0)
+    accepted, rejected = judge(
+        LocalResult({"model": {}}, {}, loss=torch.zeros(2)), {}, info(2), 1.0
+    )
     assert accepted.tolist() == [True, True]
     assert rejected == {}
 
@@ -84,7 +92,9 @@ class Keep(FederatedCallback):
 def test_a_poisoned_client_never_reaches_the_aggregate() -> None:
     module, keep = Quadratic(), Keep()
     run = trainer(max_epochs=1, callbacks=[keep])
-    with pytest.warns(UserWarning, match=r"Round 0 left out 1 of 4 clients \('bob': upload is not finite\)"):
+    with pytest.warns(
+        UserWarning, match=r"Round 0 left out 1 of 4 clients \('bob': upload is not finite\)"
+    ):
         run.fit(module, poisoned(1))
     want = mean([trained(ZERO, k) for k in (0, 2, 3)], [SIZES[k] for k in (0, 2, 3)])
     torch.testing.assert_close(module.w.data, want, rtol=0, atol=1e-12)
@@ -98,7 +108,9 @@ def test_a_poisoned_client_keeps_its_memory() -> None:
     with pytest.warns(UserWarning, match="'cem': memory is not finite"):
         run.fit(Quadratic(), poisoned(2))
     assert torch.equal(run.strategy.client_state_dict("cem")["w"], ZERO)
-    torch.testing.assert_close(run.strategy.client_state_dict("dag")["w"], trained(ZERO, 3), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        run.strategy.client_state_dict("dag")["w"], trained(ZERO, 3), rtol=0, atol=1e-12
+    )
 
 
 def test_if_all_are_rejected_the_server_is_unchanged() -> None:
@@ -115,10 +127,17 @@ def test_updates_beyond_the_bound_are_left_out() -> None:
     moved = torch.stack([trained(ZERO, k) for k in range(4)]).norm(dim=1)
     bound = float(moved.sort().values[2:].mean())  # between the second largest and the largest
     run = trainer(max_epochs=1, max_update_norm=bound)
-    with pytest.warns(UserWarning, match="left out 1 of 4 clients .*'3': update norm above max_update_norm"):
+    with pytest.warns(
+        UserWarning, match="left out 1 of 4 clients .*'3': update norm above max_update_norm"
+    ):
         run.fit(module, points())
     assert int(moved.argmax()) == 3
-    torch.testing.assert_close(module.w.data, mean([trained(ZERO, k) for k in range(3)], list(SIZES[:3])), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        module.w.data,
+        mean([trained(ZERO, k) for k in range(3)], list(SIZES[:3])),
+        rtol=0,
+        atol=1e-12,
+    )
 
 
 def test_a_poisoned_head_is_caught_although_it_is_never_sent() -> None:

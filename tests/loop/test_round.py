@@ -7,12 +7,22 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from lightning_pfl.callback import FederatedCallback, Round
 from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
 from lightning_pfl.sampling import sample_cohort
-from tests.loop.setting import CENTRES, SIZES, Quadratic, classes, mean, network, points, steps_of, trained, trainer
+from tests.loop.setting import (
+    CENTRES,
+    SIZES,
+    Quadratic,
+    classes,
+    mean,
+    network,
+    points,
+    steps_of,
+    trained,
+    trainer,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
 
@@ -30,7 +40,9 @@ def test_uniform_weights_reach_the_server() -> None:
     module = Quadratic()
     trainer(FedAvg(weighting="uniform"), max_epochs=1).fit(module, points())
     w = torch.zeros(2, dtype=torch.float64)
-    torch.testing.assert_close(module.w.data, mean([trained(w, k) for k in range(4)], [1] * 4), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        module.w.data, mean([trained(w, k) for k in range(4)], [1] * 4), rtol=0, atol=1e-12
+    )
 
 
 def test_clients_that_are_not_sampled_keep_their_memory() -> None:
@@ -48,14 +60,18 @@ def test_local_only_trains_everyone_whatever_the_participation() -> None:
     run.fit(Quadratic(), points())
     for client in range(4):
         w = trained(torch.zeros(2, dtype=torch.float64), client, 2 * steps_of(SIZES[client]))
-        torch.testing.assert_close(run.strategy.client_state_dict(client)["w"], w, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            run.strategy.client_state_dict(client)["w"], w, rtol=0, atol=1e-12
+        )
 
 
 def test_a_client_without_samples_is_named_and_never_sampled() -> None:
     run = trainer(max_epochs=1)
     module = Quadratic()
     data = points((4, 0, 3, 5), names=["ann", "bob", "cem", "dag"])
-    with pytest.warns(UserWarning, match=r"1 clients without training samples are never sampled: bob\."):
+    with pytest.warns(
+        UserWarning, match=r"1 clients without training samples are never sampled: bob\."
+    ):
         run.fit(module, data)
     w = torch.zeros(2, dtype=torch.float64)
     want = mean([trained(w, 0, 2), trained(w, 2, 2), trained(w, 3, 3)], [4, 3, 5])
@@ -64,7 +80,9 @@ def test_a_client_without_samples_is_named_and_never_sampled() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*clients without training samples.*")
 def test_no_client_with_samples_is_an_error() -> None:
-    with pytest.raises(ValueError, match="Expected at least one client with training samples, but none of the 4"):
+    with pytest.raises(
+        ValueError, match="Expected at least one client with training samples, but none of the 4"
+    ):
         trainer().fit(Quadratic(), points((0, 0, 0, 0)))
 
 
@@ -76,50 +94,57 @@ class Recorder(FederatedCallback):
         self.rounds: list[Round] = []
         self.steps: list[tuple[str, Any, int, int]] = []
 
-    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+    def on_round_start(self, trainer: L.Trainer, module: Any, round: Round) -> None:
         self.events.append("start")
         assert round.received is None
         assert round.uploads is None
 
-    def on_local_training_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+    def on_local_training_start(self, trainer: L.Trainer, module: Any, round: Round) -> None:
         self.events.append("train")
         assert round.received is not None
 
-    def on_local_training_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+    def on_local_training_end(self, trainer: L.Trainer, module: Any, round: Round) -> None:
         self.events.append("trained")
         assert round.uploads is not None
         assert len(round.uploads["model"]["w"]) == len(round.info)
 
-    def on_aggregation_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+    def on_aggregation_start(self, trainer: L.Trainer, module: Any, round: Round) -> None:
         self.events.append("aggregate")
         self.before = module.w.detach().clone()
 
-    def on_aggregation_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+    def on_aggregation_end(self, trainer: L.Trainer, module: Any, round: Round) -> None:
         self.events.append("aggregated")
         assert not torch.equal(self.before, module.w)
 
-    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+    def on_round_end(self, trainer: L.Trainer, module: Any, round: Round) -> None:
         self.events.append("end")
         self.rounds.append(round)
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.steps.append(("start", batch, batch_idx, trainer.global_step))
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         self.steps.append(("end", batch, batch_idx, trainer.global_step))
 
 
 @pytest.fixture
-def recorded() -> tuple[Recorder, L.Trainer]:
+def recorded() -> tuple[Recorder, Any]:
     recorder = Recorder()
     run = trainer(callbacks=[recorder], participation=0.5)
     run.fit(Quadratic(), points())
     return recorder, run
 
 
-def test_round_hooks_fire_in_order_with_what_is_known(recorded: tuple[Recorder, L.Trainer]) -> None:
+def test_round_hooks_fire_in_order_with_what_is_known(recorded: tuple[Recorder, Any]) -> None:
     recorder, _ = recorded
     assert recorder.events == ["start", "train", "trained", "aggregate", "aggregated", "end"] * 2
     assert [round.number for round in recorder.rounds] == [0, 1]
@@ -131,7 +156,7 @@ def test_round_hooks_fire_in_order_with_what_is_known(recorded: tuple[Recorder, 
 
 
 def test_batch_hooks_fire_once_for_each_client_and_the_last_one_after_the_server(
-    recorded: tuple[Recorder, L.Trainer],
+    recorded: tuple[Recorder, Any],
 ) -> None:
     recorder, _ = recorded
     for number, round in enumerate(recorder.rounds):
@@ -144,12 +169,12 @@ def test_batch_hooks_fire_once_for_each_client_and_the_last_one_after_the_server
         ]
 
 
-def test_a_round_is_an_epoch_and_a_step(recorded: tuple[Recorder, L.Trainer]) -> None:
+def test_a_round_is_an_epoch_and_a_step(recorded: tuple[Recorder, Any]) -> None:
     _, run = recorded
     assert (run.current_epoch, run.global_step, run.num_training_batches) == (2, 2, 2)
 
 
-def test_the_traffic_is_that_of_the_trees(recorded: tuple[Recorder, L.Trainer]) -> None:
+def test_the_traffic_is_that_of_the_trees(recorded: tuple[Recorder, Any]) -> None:
     _, run = recorded
     bytes_of_w = 2 * 8
     assert run.callback_metrics["round/bytes_up"] == 2 * bytes_of_w
@@ -172,15 +197,15 @@ def test_train_values_are_the_mean_over_clients() -> None:
     assert run.progress_bar_metrics["train_loss"] == pytest.approx(sum(losses) / 4, rel=1e-6)
 
 
-
-
 class SkippingModule(Quadratic):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
         return -1
 
 
 def test_skipping_the_rest_of_a_round_is_refused() -> None:
-    with pytest.raises(Exception, match="can't skip the rest of a round, but `on_train_batch_start` returned -1"):
+    with pytest.raises(
+        Exception, match="can't skip the rest of a round, but `on_train_batch_start` returned -1"
+    ):
         trainer().fit(SkippingModule(), points())
 
 
@@ -193,7 +218,9 @@ class NamesData(L.LightningDataModule):
 
 
 def test_reloaded_data_must_hold_the_same_clients() -> None:
-    with pytest.raises(Exception, match="Expected reloaded training data to hold the same 4 clients"):
+    with pytest.raises(
+        Exception, match="Expected reloaded training data to hold the same 4 clients"
+    ):
         trainer(reload_dataloaders_every_n_epochs=1).fit(Quadratic(), NamesData())
 
 

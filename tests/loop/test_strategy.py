@@ -15,16 +15,28 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pfl import FederatedLoop, FederatedStrategy
 from lightning_pfl.federation import bank_device
 from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
-from tests.loop.setting import CENTRES, LR, SIZES, Quadratic, classes, mean, network, points, steps_of, trained, trainer
+from tests.loop.setting import (
+    CENTRES,
+    LR,
+    SIZES,
+    Quadratic,
+    classes,
+    mean,
+    network,
+    points,
+    steps_of,
+    trained,
+    trainer,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
 ZERO = torch.zeros(2, dtype=torch.float64)
 
 
-# --- which method ----------------------------------------------------------------------------------------------------
+# --- which method
 
 
-def quiet(**kwargs: Any) -> L.Trainer:
+def quiet(**kwargs: Any) -> Any:
     return trainer(**{"max_epochs": 1, "strategy": FederatedStrategy(), **kwargs})
 
 
@@ -59,24 +71,47 @@ def test_the_registered_name_means_fedavg_unless_a_callback_says_otherwise() -> 
         (FederatedStrategy(FedAvg()), [FedRep()], "FedRep, FedAvg"),
     ],
 )
-def test_no_method_or_several_are_refused(strategy: FederatedStrategy, callbacks: list[Callback], found: str) -> None:
-    with pytest.raises(MisconfigurationException, match=f"Expected exactly one federated method, but found {found} "):
+def test_no_method_or_several_are_refused(
+    strategy: FederatedStrategy, callbacks: list[Callback], found: str
+) -> None:
+    with pytest.raises(
+        MisconfigurationException,
+        match=f"Expected exactly one federated method, but found {found} ",
+    ):
         quiet(strategy=strategy, callbacks=callbacks).fit(Quadratic(), points())
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "match"),
     [
-        ({"method": "FedAvg"}, TypeError, "Expected `method` to be a federated method, but got method='FedAvg'"),
+        (
+            {"method": "FedAvg"},
+            TypeError,
+            "Expected `method` to be a federated method, but got method='FedAvg'",
+        ),
         ({"engine": "fast"}, ValueError, "Expected `engine` to be one of"),
-        ({"bank": "disk"}, ValueError, "Expected `bank` to be 'auto', 'device' or 'host', but got bank='disk'"),
-        ({"chunk_size": 0}, ValueError, "Expected `chunk_size` to be at least 1, but got chunk_size=0"),
+        (
+            {"bank": "disk"},
+            ValueError,
+            "Expected `bank` to be 'auto', 'device' or 'host', but got bank='disk'",
+        ),
+        (
+            {"chunk_size": 0},
+            ValueError,
+            "Expected `chunk_size` to be at least 1, but got chunk_size=0",
+        ),
         ({"max_update_norm": 0.0}, ValueError, "Expected `max_update_norm` to be positive"),
-        ({"max_update_norm": float("nan")}, ValueError, "Expected `max_update_norm` to be positive"),
+        (
+            {"max_update_norm": float("nan")},
+            ValueError,
+            "Expected `max_update_norm` to be positive",
+        ),
         ({"participation": 0}, ValueError, "Expected `participation`"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_settings_out_of_range_are_refused(
+    settings: dict[str, Any], error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         FederatedStrategy(**settings)
 
@@ -86,7 +121,7 @@ def test_more_clients_a_round_than_there_are_is_refused() -> None:
         trainer(participation=5).fit(Quadratic(), points())
 
 
-# --- the client API --------------------------------------------------------------------------------------------------
+# --- the client API
 
 
 def test_clients_are_found_by_id_and_by_name() -> None:
@@ -97,7 +132,9 @@ def test_clients_are_found_by_id_and_by_name() -> None:
     assert strategy.client_names == ("a", "b", "c", "d")
     assert torch.equal(strategy.client_state_dict("c")["w"], strategy.client_state_dict(2)["w"])
     for wrong in ("e", 4, -1, True):
-        with pytest.raises(KeyError, match=r"Expected `client` to be an id in 0..3 or one of the names"):
+        with pytest.raises(
+            KeyError, match=r"Expected `client` to be an id in 0..3 or one of the names"
+        ):
             strategy.client_state_dict(wrong)
 
 
@@ -139,14 +176,22 @@ def test_the_global_model_is_the_servers() -> None:
 def test_a_method_without_global_model_says_so() -> None:
     run = trainer(FedRep(), max_epochs=1)
     run.fit(network(), classes()[0])
-    with pytest.raises(MisconfigurationException, match="Expected a method with a global model, but got FedRep, which"):
+    with pytest.raises(
+        MisconfigurationException,
+        match="Expected a method with a global model, but got FedRep, which",
+    ):
         run.strategy.global_state_dict()
 
 
 def test_before_a_run_there_is_nothing_to_ask() -> None:
-    for question in (lambda s: s.client_state_dict(0), lambda s: s.global_state_dict(), lambda s: s.client_module(0)):
+    strategy: Any = FederatedStrategy(FedAvg())
+    for question, arguments in (
+        (strategy.client_state_dict, (0,)),
+        (strategy.client_module, (0,)),
+        (strategy.global_state_dict, ()),
+    ):
         with pytest.raises(RuntimeError, match="nothing was trained or loaded yet"):
-            question(FederatedStrategy(FedAvg()))
+            question(*arguments)
 
 
 def test_a_second_fit_continues_and_another_module_starts_anew() -> None:
@@ -162,10 +207,15 @@ def test_a_second_fit_continues_and_another_module_starts_anew() -> None:
 
 
 def test_a_list_of_loaders_trains_an_ordinary_module() -> None:
-    loaders = [DataLoader(TensorDataset(centre.expand(size, 2)), batch_size=2) for centre, size in zip(CENTRES, SIZES, strict=True)]
+    loaders = [
+        DataLoader(TensorDataset(centre.expand(size, 2)), batch_size=2)
+        for centre, size in zip(CENTRES, SIZES, strict=True)
+    ]
     module = Quadratic()
     trainer(max_epochs=1).fit(module, loaders, loaders)
-    torch.testing.assert_close(module.w.data, mean([trained(ZERO, k) for k in range(4)], list(SIZES)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        module.w.data, mean([trained(ZERO, k) for k in range(4)], list(SIZES)), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +231,7 @@ def test_the_place_of_the_bank(place: str, device: str, num_clients: int, want: 
     assert bank_device(place, torch.device(device), {"w": torch.zeros(3)}, num_clients).type == want
 
 
-# --- seeds -----------------------------------------------------------------------------------------------------------
+# --- seeds
 
 
 def seed_of(seed: int | None) -> int:
@@ -190,7 +240,9 @@ def seed_of(seed: int | None) -> int:
     return int(run.strategy.seed)
 
 
-def test_the_seed_is_the_argument_else_that_of_seed_everything_else_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seed_is_the_argument_else_that_of_seed_everything_else_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert seed_of(5) == 5
     assert seed_of(None) == 17
@@ -198,10 +250,10 @@ def test_the_seed_is_the_argument_else_that_of_seed_everything_else_drawn(monkey
     assert seed_of(None) != seed_of(None)
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------
+# --- optimizers
 
 
-def module_with(**members: Any) -> L.LightningModule:
+def module_with(**members: Any) -> Any:
     return type("Special", (Quadratic,), members)()
 
 
@@ -217,7 +269,9 @@ def two(self: Any) -> Any:
 
 def by_step(self: Any) -> Any:
     optimizer = torch.optim.SGD([self.w], lr=0.1)
-    return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+    return [optimizer], [
+        {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
+    ]
 
 
 def hook(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -228,19 +282,29 @@ def hook(self: Any, *args: Any, **kwargs: Any) -> None:
     ("module", "match"),
     [
         (manual(), "needs automatic optimization, but Quadratic sets automatic_optimization=False"),
-        (module_with(configure_optimizers=lambda self: None), "`configure_optimizers` returned None"),
+        (
+            module_with(configure_optimizers=lambda self: None),
+            "`configure_optimizers` returned None",
+        ),
         (module_with(configure_optimizers=two), "`configure_optimizers` returned 2 optimizers"),
-        (module_with(configure_optimizers=by_step), 'StepLR has "interval": \'step\''),
+        (module_with(configure_optimizers=by_step), "StepLR has \"interval\": 'step'"),
         *(
             (module_with(**{name: hook}), f"can't call `{name}`, but Special overrides it")
             for name in (
-                "backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping",
-                "on_before_optimizer_step", "on_after_backward", "on_after_batch_transfer",
+                "backward",
+                "optimizer_step",
+                "optimizer_zero_grad",
+                "configure_gradient_clipping",
+                "on_before_optimizer_step",
+                "on_after_backward",
+                "on_after_batch_transfer",
             )
         ),
     ],
 )
-def test_local_training_that_is_not_one_optimizer_is_refused(module: L.LightningModule, match: str) -> None:
+def test_local_training_that_is_not_one_optimizer_is_refused(
+    module: L.LightningModule, match: str
+) -> None:
     with pytest.raises(MisconfigurationException, match=match):
         trainer().fit(module, points())
 
@@ -252,7 +316,13 @@ class Halving(Quadratic):
 
 
 def test_schedulers_step_once_a_round(tmp_path: Any) -> None:
-    run = trainer(LocalOnly(), max_epochs=3, logger=CSVLogger(tmp_path), callbacks=[LearningRateMonitor()], log_every_n_steps=1)
+    run = trainer(
+        LocalOnly(),
+        max_epochs=3,
+        logger=CSVLogger(tmp_path),
+        callbacks=[LearningRateMonitor()],
+        log_every_n_steps=1,
+    )
     run.fit(Halving(), points())
     w = ZERO
     for round in range(3):
@@ -260,8 +330,13 @@ def test_schedulers_step_once_a_round(tmp_path: Any) -> None:
     torch.testing.assert_close(run.strategy.client_state_dict(1)["w"], w, rtol=0, atol=1e-12)
     assert run.optimizers[0].param_groups[0]["lr"] == LR / 8
     run.logger.save()
-    rows = [line.split(",") for line in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()]
-    rates = [float(row[rows[0].index("lr-SGD")]) for row in rows[1:] if row[rows[0].index("lr-SGD")]]
+    rows = [
+        line.split(",")
+        for line in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
+    ]
+    rates = [
+        float(row[rows[0].index("lr-SGD")]) for row in rows[1:] if row[rows[0].index("lr-SGD")]
+    ]
     assert rates == [LR, LR / 2, LR / 4]
 
 
@@ -270,7 +345,9 @@ def test_plateau_schedulers_look_at_values_of_the_round(monitor: str) -> None:
     class Plateau(Quadratic):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, mode="max", patience=0, factor=0.5
+            )
             return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": monitor}
 
     run = trainer(LocalOnly(), max_epochs=3)
