@@ -1,5 +1,6 @@
 """Callbacks that work with any method: fine-tuning, new clients, monitors and pictures."""
 
 from lightning_pfl.callbacks.head_fine_tuning import HeadFineTuning
+from lightning_pfl.callbacks.new_clients import NewClientAdaptation
 
-__all__ = ["HeadFineTuning"]
+__all__ = ["HeadFineTuning", "NewClientAdaptation"]

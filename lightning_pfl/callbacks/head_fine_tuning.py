@@ -220,8 +220,10 @@ class HeadFineTuning(FederatedCallback):
     ) -> Evaluation:
         """Train and evaluate the clients a group at a time."""
         held = self._keep(federation)
+        size = max(1, TRAINED_TOGETHER // max(held, 1))
         parts = []
-        for group in torch.arange(len(clients)).split(max(1, TRAINED_TOGETHER // max(held, 1))):
+        for begin in range(0, len(clients), size):
+            group = slice(begin, begin + size)
             parts.append(
                 evaluate_clients(
                     federation,

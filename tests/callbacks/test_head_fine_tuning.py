@@ -1,0 +1,322 @@
+"""Fine-tuned models against closed forms and a loop of plain torch."""
+
+from __future__ import annotations
+
+import copy
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+from lightning_pfl.callbacks import HeadFineTuning, head_fine_tuning
+from lightning_pfl.data import FederatedTensorDataset
+from lightning_pfl.metrics import summarize
+from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.testing import assert_trees_equal, descend
+from tests.callbacks.setting import (
+    CENTERS,
+    CURVATURES,
+    LR,
+    SIZES,
+    Data,
+    classes,
+    loss_at,
+    network,
+    quadratics,
+    split,
+    steps_of,
+    trainer,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
+
+ENGINES = ["vectorized", "sequential"]
+
+
+def tuned_head(backbone: Tensor, head: Tensor, client: int, steps: int, lr: float = LR) -> Tensor:
+    """Gradient descent on the head with the backbone frozen: its target is what the backbone leaves."""
+    target = CENTERS[client : client + 1] - backbone
+    return descend(head, CURVATURES[client], target, lr, steps)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("when", ["end", "evaluation"])
+def test_heads_follow_the_closed_form_for_every_client(engine: str, when: Any) -> None:
+    tuning = HeadFineTuning(when=when)
+    run = trainer(FedAvg(), tuning, participation=1, max_epochs=2, engine=engine)
+    run.fit(split(), quadratics(), quadratics((1, 2, 3, 4)))
+    start = run.strategy.global_state_dict()
+    losses = []
+    for client, size in enumerate(SIZES):
+        state = tuning.client_state_dict(client)
+        want = tuned_head(
+            start["backbone.weight"], start["head.weight"], client, 10 * steps_of(size)
+        )
+        torch.testing.assert_close(state["head.weight"], want, rtol=1e-12, atol=1e-12)
+        assert torch.equal(state["backbone.weight"], start["backbone.weight"])
+        losses.append(loss_at(start["backbone.weight"] + want, client))
+    metrics = {name: float(value) for name, value in run.callback_metrics.items()}
+    want_values = summarize(torch.tensor(losses), torch.tensor([1, 2, 3, 4]), False)
+    for name, value in want_values.items():
+        key = f"ft/val_loss/{name}" if name else "ft/val_loss"
+        assert metrics[key] == pytest.approx(value, rel=1e-6)
+    assert metrics["ft/val_loss"] < metrics["global/val_loss"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scope_full_trains_everything(engine: str) -> None:
+    tuning = HeadFineTuning("full", steps=3, lr=0.05)
+    run = trainer(FedAvg(), tuning, engine=engine)
+    run.fit(split(), quadratics())
+    start = run.strategy.global_state_dict()
+    v, h = start["backbone.weight"], start["head.weight"]
+    for client in range(4):
+        center = CENTERS[client : client + 1]
+        total = descend(v + h, CURVATURES[client], center, 2 * 0.05, 3)
+        half = (total - v - h) / 2  # both halves have the same gradient
+        state = tuning.client_state_dict(client)
+        torch.testing.assert_close(state["head.weight"], h + half, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state["backbone.weight"], v + half, rtol=1e-12, atol=1e-12)
+
+
+def test_methods_without_a_global_model_start_from_the_personal_one() -> None:
+    tuning = HeadFineTuning(epochs=2)
+    run = trainer(FedRep(head_steps=1, body_steps=1), tuning, participation=2)
+    run.fit(split(), quadratics())
+    for client, size in enumerate(SIZES):
+        start = run.strategy.client_state_dict(client)
+        want = tuned_head(
+            start["backbone.weight"], start["head.weight"], client, 2 * steps_of(size)
+        )
+        got = tuning.client_state_dict(str(client))["head.weight"]
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def plain_torch(state: dict[str, Tensor], data: FederatedTensorDataset, client: int) -> nn.Module:
+    """Two epochs of SGD on the head, the backbone in eval mode, written out."""
+    module = network()
+    module.load_state_dict(copy.deepcopy(state))
+    module.train()
+    module.backbone.eval()
+    weights, bias = module.head.weight, module.head.bias
+    optimizer = torch.optim.SGD(
+        [{"params": [weights]}, {"params": [bias], "weight_decay": 0.0}],
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=0.01,
+    )
+    for _ in range(2):
+        for positions in data.indices[client].split(data.batch_size):
+            x, y = data.gather(positions)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(module(x), y).backward()
+            optimizer.step()
+    return module
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_backbone_is_frozen_bit_for_bit_with_batchnorm_momentum_and_decay(engine: str) -> None:
+    train, val = classes()
+    tuning = HeadFineTuning(epochs=2)
+    run = trainer(FedAvg(), tuning, engine=engine)
+    run.fit(network(), train, val)
+    start = run.strategy.global_state_dict()
+    for client in range(5):
+        state = tuning.client_state_dict(client)
+        frozen = [name for name in state if name.startswith("backbone.")]
+        assert "backbone.1.running_mean" in frozen
+        assert all(torch.equal(state[name], start[name]) for name in frozen)
+        want = plain_torch(start, train, client).state_dict()
+        for name in ("head.weight", "head.bias"):
+            torch.testing.assert_close(state[name], want[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedRep])
+@pytest.mark.parametrize("scope", ["head", "full"])
+def test_server_and_memories_are_the_same_bits_as_without(method: Any, scope: Any) -> None:
+    runs = []
+    for callbacks in ([], [HeadFineTuning(scope, epochs=1, when="evaluation")]):
+        run = trainer(method(), *callbacks, max_epochs=3, participation=2, engine="vectorized")
+        run.fit(network(), *classes(shuffle=True))
+        runs.append(run.strategy)
+    assert_trees_equal(runs[0].server, runs[1].server)
+    assert_trees_equal(runs[0].bank.tree, runs[1].bank.tree)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_epochs_give_the_global_model_exactly(engine: str) -> None:
+    tuning = HeadFineTuning(epochs=0)
+    run = trainer(FedAvg(), tuning, engine=engine)
+    run.fit(network(), *classes())
+    assert_trees_equal(tuning.client_state_dict(4), run.strategy.global_state_dict())
+    tuned = {k: v for k, v in run.callback_metrics.items() if k.startswith("ft/")}
+    assert len(tuned) == 10  # five statistics of two values
+    for key, value in tuned.items():
+        assert value == run.callback_metrics[key.replace("ft/", "global/")]
+
+
+def rows_of(run: Any, name: str) -> list[dict[str, str]]:
+    with (Path(run.log_dir) / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("when", ["end", "evaluation"])
+def test_the_table_has_a_value_for_each_client(when: Any, tmp_path: Path) -> None:
+    tuning = HeadFineTuning(steps=1, when=when)
+    run = trainer(FedAvg(), tuning, max_epochs=2, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    run.fit(split(), quadratics(), quadratics())
+    rows = rows_of(run, "clients_val.csv")
+    assert [(row["round"], row["client"]) for row in rows] == [
+        (str(round), str(client)) for round in range(2) for client in range(4)
+    ]
+    assert all(row["val_loss"] for row in rows)
+    assert [bool(row["ft/val_loss"]) for row in rows] == [when == "evaluation"] * 4 + [True] * 4
+    for client in range(4):
+        state = tuning.client_state_dict(client)
+        want = loss_at(state["backbone.weight"] + state["head.weight"], client)
+        assert float(rows[4 + client]["ft/val_loss"]) == pytest.approx(want, rel=1e-6)
+    logged = [float(row["ft/val_loss"]) for row in rows_of(run, "metrics.csv") if row["ft/val_loss"]]
+    assert len(logged) == (2 if when == "evaluation" else 1)
+    assert float(run.callback_metrics["last10/ft/val_loss"]) == pytest.approx(
+        sum(logged) / len(logged), rel=1e-5
+    )
+
+
+def test_callbacks_can_monitor_fine_tuned_values(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path, "{epoch}", monitor="ft/val_loss")
+    run = trainer(
+        FedAvg(), HeadFineTuning(steps=1, when="evaluation"), best, max_epochs=2,
+        enable_checkpointing=True,
+    )
+    run.fit(split(), quadratics(), quadratics())
+    assert float(best.best_model_score or 0) == pytest.approx(
+        float(run.callback_metrics["best/ft/val_loss"])
+    )
+
+
+class Decaying(type(split())):  # type: ignore[misc]
+    """A learning rate that halves every round."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=LR)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedRep])
+@pytest.mark.parametrize("when", ["end", "evaluation"])
+def test_a_checkpoint_alone_gives_the_same_bits(method: Any, when: Any, tmp_path: Path) -> None:
+    tuning = HeadFineTuning(epochs=2, when=when)
+    data = Data(*(split for split in classes(shuffle=True)))
+    run = trainer(method(), tuning, max_epochs=2, participation=2)
+    run.fit(network(), datamodule=data)
+    path = tmp_path / "run.ckpt"
+    run.save_checkpoint(path)
+    want = run.test(run.lightning_module, datamodule=data, verbose=False)[0]
+    other = HeadFineTuning(epochs=2, when=when)
+    again = trainer(method(), other)
+    got = again.test(network(1), datamodule=Data(*classes(shuffle=True)), ckpt_path=path, verbose=False)
+    assert "ft/test_acc/worst_decile" in want
+    assert got[0] == want
+    for client in range(5):
+        assert_trees_equal(other.client_state_dict(client), tuning.client_state_dict(client))
+
+
+def test_a_checkpoint_alone_keeps_the_learning_rate_of_its_scheduler(tmp_path: Path) -> None:
+    module = Decaying(lr=LR, backbone=0.5, head=-0.25)
+    tuning = HeadFineTuning(epochs=2)
+    run = trainer(FedAvg(), tuning, max_epochs=2)
+    run.fit(module, quadratics(), quadratics())
+    start = run.strategy.global_state_dict()
+    # Halved after each of the two rounds.
+    want = tuned_head(start["backbone.weight"], start["head.weight"], 3, 6, LR / 4)
+    path = tmp_path / "run.ckpt"
+    run.save_checkpoint(path)
+    other = HeadFineTuning(epochs=2)
+    trainer(FedAvg(), other).test(
+        Decaying(lr=LR), datamodule=Data(quadratics()), ckpt_path=path, verbose=False
+    )
+    for callback in (tuning, other):
+        got = callback.client_state_dict(3)["head.weight"]
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_resumed_run_ends_with_the_same_values(tmp_path: Path) -> None:
+    def run(rounds: int, path: Path | None = None) -> Any:
+        tuning = HeadFineTuning(epochs=1, when="evaluation")
+        trained = trainer(FedAvg(), tuning, max_epochs=rounds, participation=2)
+        trained.fit(network(), *classes(shuffle=True), ckpt_path=path)
+        return trained
+
+    whole, half = run(4), run(2)
+    path = tmp_path / "half.ckpt"
+    half.save_checkpoint(path)
+    resumed = run(4, path)
+    keys = [key for key in whole.callback_metrics if "ft/" in key]
+    assert "last10/ft/val_acc" in keys
+    for key in keys:
+        assert resumed.callback_metrics[key] == whole.callback_metrics[key]
+
+
+class Counting(nn.Sequential):
+    """Counts how often it runs."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        result: Tensor = super().forward(x)
+        return result
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_backbone_runs_once_however_many_epochs_the_head_trains(prefix_cache: bool) -> None:
+    counts = []
+    for epochs in (2, 6):
+        Counting.calls = 0
+        body = Counting(nn.Linear(6, 8), nn.ReLU())
+        run = trainer(
+            FedAvg(), HeadFineTuning(epochs=epochs), engine="vectorized", prefix_cache=prefix_cache
+        )
+        run.fit(network(backbone=body), *classes())
+        counts.append(Counting.calls)
+    assert (counts[0] == counts[1]) == prefix_cache
+
+
+def test_small_groups_and_models_that_are_not_kept_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outcomes = []
+    for bytes in (2**27, 1):
+        monkeypatch.setattr(head_fine_tuning, "TRAINED_TOGETHER", bytes)
+        monkeypatch.setattr(head_fine_tuning, "KEPT", bytes)
+        tuning = HeadFineTuning(epochs=1)
+        run = trainer(FedAvg(), tuning)
+        run.fit(network(), *classes(shuffle=True))
+        outcomes.append((dict(run.callback_metrics), tuning.client_state_dict(2)))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert_trees_equal(outcomes[0][1], outcomes[1][1])
+
+
+def test_the_data_of_the_fit_serve_a_test_that_is_given_test_data_alone() -> None:
+    tuning = HeadFineTuning(steps=2)
+    run = trainer(FedAvg(), tuning)
+    run.fit(split(), quadratics(), quadratics())
+    want = float(run.callback_metrics["ft/val_loss"])
+    got = run.test(run.lightning_module, quadratics(), verbose=False)[0]["ft/test_loss"]
+    assert got == pytest.approx(want, rel=1e-6)
+
+
+def test_without_validation_data_models_are_trained_when_asked_for() -> None:
+    tuning = HeadFineTuning(epochs=1)
+    run = trainer(FedAvg(), tuning)
+    run.fit(split(), quadratics())
+    assert not [key for key in run.callback_metrics if "ft/" in key]
+    start = run.strategy.global_state_dict()
+    want = tuned_head(start["backbone.weight"], start["head.weight"], 0, steps_of(SIZES[0]))
+    got = tuning.client_state_dict(0)["head.weight"]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
