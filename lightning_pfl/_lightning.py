@@ -196,30 +196,33 @@ def log_values(
     shown, logged = set(prog_bar), set(logger)
     for name, value in values.items():
         number = torch.as_tensor(value, dtype=torch.get_default_dtype())
-        results.log(
-            hook,
-            name,
-            number,
-            prog_bar=name in shown,
-            logger=name in logged,
-            on_epoch=True,
-            batch_size=1,
-        )
+        known = results.get(f"{hook}.{name}")
+        if known is None:
+            flags = {"prog_bar": name in shown, "logger": name in logged, "on_epoch": True}
+            results.log(hook, name, number, batch_size=1, **flags)
+        else:  # `results.log` would look through all its values for tensors to move: a millisecond
+            known.forward(number, 1)
+            known.has_reset = False
 
 
-def open_step(trainer: Any, client: int) -> None:
-    """Tell the loggers' connector that a "batch" begins: ``self.log`` works in per-client hooks."""
-    trainer._logger_connector.on_batch_start(client)
-    if (results := trainer._results) is not None:
-        results.batch_size = 1  # the batch is a client id, from which no size can be read
+def open_step(trainer: Any, results: ResultCollection, client: int) -> None:
+    """Begin a "batch", as ``_LoggerConnector.on_batch_start`` does: ``self.log`` works in hooks.
 
-
-def close_step(trainer: Any) -> None:
-    """Tell the loggers' connector that a "batch" has ended."""
+    Its own way to the result collection compares strings; per client, that adds up.
+    """
     connector = trainer._logger_connector
-    connector.on_batch_end()
-    if trainer.training:
-        connector.update_train_step_metrics()
+    connector._first_loop_iter = connector._first_loop_iter is None
+    results.batch, results.dataloader_idx = client, None
+    results.batch_size = 1  # the batch is a client id, from which no size can be read
+
+
+def close_step(trainer: Any, results: ResultCollection) -> None:
+    """End a "batch", and publish what hooks have logged ``on_step``."""
+    if any(metric.meta.on_step and not metric.has_reset for metric in results.values()):
+        trainer._logger_connector.on_batch_end()
+        if trainer.training:
+            trainer._logger_connector.update_train_step_metrics()
+    results.batch = results.batch_size = None
 
 
 def stop_if_terminated(trainer: Any) -> None:

@@ -249,7 +249,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
             return models
 
         stage = "test" if trainer.testing else "validation"
-        progress = ClientProgress(trainer, self.batch_progress, clients, stage)
+        progress = ClientProgress(trainer, self, clients, stage)
         with trainer.profiler.profile("evaluation"):
             results = {
                 "": evaluate_clients(

@@ -243,10 +243,9 @@ class FederatedLoop(FitLoop):
             )
 
     def _progress(self, cohort: Tensor) -> ClientProgress:
-        counters = self.epoch_loop.batch_progress
-        counters.reset_on_run()
+        self.epoch_loop.batch_progress.reset_on_run()
         self.max_batches = len(cohort)
-        return ClientProgress(self.trainer, counters, cohort, "train", hold_last=True)
+        return ClientProgress(self.trainer, self.epoch_loop, cohort, "train", hold_last=True)
 
     def _hook(self, name: str, round: Round) -> None:
         for callback in self.trainer.callbacks:

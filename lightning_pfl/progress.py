@@ -17,16 +17,17 @@ class ClientProgress:
 
     Args:
         trainer: The running Trainer.
-        counters: The loop's batch counters.
+        loop: The loop whose batch counters count the clients, and whose results hooks log to.
         clients: Ids, int64 ``(clients,)``.
         stage: ``"train"``, ``"validation"`` or ``"test"``.
         hold_last: Whether the last client's end waits for :meth:`release`.
     """
 
     def __init__(
-        self, trainer: Any, counters: Any, clients: Tensor, stage: str, hold_last: bool = False
+        self, trainer: Any, loop: Any, clients: Tensor, stage: str, hold_last: bool = False
     ) -> None:
-        self.trainer, self.counters, self.hold_last = trainer, counters, hold_last
+        self.trainer, self.hold_last = trainer, hold_last
+        self.counters, self.results = loop.batch_progress, loop._results
         self.ids = clients.tolist()
         self.waiting = set(range(len(self.ids)))
         self.start = ClientHooks(trainer, f"on_{stage}_batch_start")
@@ -56,7 +57,7 @@ class ClientProgress:
             self.held = None
 
     def _begin(self, client: int) -> None:
-        open_step(self.trainer, client)
+        open_step(self.trainer, self.results, client)
         self.counters.increment_ready()
         self.counters.is_last_batch = not self.waiting
         if self.start(client, self.counters.current.ready - 1) == -1:
@@ -71,4 +72,4 @@ class ClientProgress:
         self.counters.increment_processed()
         self.end(None, client, self.counters.current.ready - 1)
         self.counters.increment_completed()
-        close_step(self.trainer)
+        close_step(self.trainer, self.results)
