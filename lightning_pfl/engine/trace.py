@@ -7,11 +7,13 @@ tensors, so the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_pfl.tree import is_expanded
 
 WARM_UP = 2
 """Calls that run as they are before a gradient of a long phase is recorded."""
@@ -45,6 +47,17 @@ def flatten(tree: Any, leaves: list[Tensor]) -> Any:
         return tuple((key, flatten(value, leaves)) for key, value in tree.items())
     if isinstance(tree, (list, tuple)):
         return tuple(flatten(value, leaves) for value in tree)
+    return tree
+
+
+def rebuild(tree: Any, leaves: Iterator[Tensor]) -> Any:
+    """The tree with its tensors replaced, in the order of :func:`flatten`."""
+    if isinstance(tree, Tensor):
+        return next(leaves)
+    if isinstance(tree, dict):
+        return {key: rebuild(value, leaves) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(rebuild(value, leaves) for value in tree)
     return tree
 
 
@@ -105,20 +118,22 @@ class Recording:
     def __init__(self, function: Function, args: Any, leaves: list[Tensor]) -> None:
         # Imported here: it takes a second, and short runs never come here.
         from torch.fx.experimental.proxy_tensor import make_fx
-        from torch.utils import _pytree as pytree
-
-        spec = pytree.tree_structure(args)
 
         def flat(*tensors: Tensor) -> list[Tensor]:
-            results, self.structure = pytree.tree_flatten(
-                function(*pytree.tree_unflatten(tensors, spec))
-            )
+            self.result = function(*rebuild(args, iter(tensors)))
+            results: list[Tensor] = []
+            flatten(self.result, results)
             return results
 
-        self.unflatten = pytree.tree_unflatten
+        # Recording runs the function once; what it writes, BatchNorm's statistics, is put back.
+        before = [leaf.clone() for leaf in leaves]
         self.replay: Function = make_fx(flat)(*leaves)
+        with torch.no_grad():
+            for leaf, old in zip(leaves, before, strict=True):
+                if not is_expanded(leaf):
+                    leaf.copy_(old)
 
     def __call__(self, leaves: list[Tensor]) -> Any:
         """Run the operators on other tensors of the same shapes."""
         with torch.no_grad():
-            return self.unflatten(self.replay(*leaves), self.structure)
+            return rebuild(self.result, iter(self.replay(*leaves)))
