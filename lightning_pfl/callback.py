@@ -26,7 +26,8 @@ class ClientInfo:
         index: Client ids, int64.
         num_samples: Training samples that the loop counted itself, int64.
         steps: Local optimizer steps of this round, all phases together, int64.
-        weights: Aggregation weights of the method's ``weighting``, float64, summing to 1 over the whole cohort.
+        weights: Aggregation weights of the method's ``weighting``, float64, summing to 1 over the
+            whole cohort.
         round: The communication round, from 0.
         num_clients: Number of clients in the federation, sampled or not.
     """
@@ -50,13 +51,19 @@ class ClientInfo:
         """The accepted clients (bool ``(clients,)``), their weights renormalised to sum to 1."""
         kept = self.rows(accepted.nonzero().flatten())
         total = kept.weights.sum()
-        kept.weights = kept.weights / total if total > 0 else torch.full_like(kept.weights, 1 / max(len(kept), 1))
+        kept.weights = (
+            kept.weights / total
+            if total > 0
+            else torch.full_like(kept.weights, 1 / max(len(kept), 1))
+        )
         return kept
 
 
 @dataclass
 class Round:
-    """One communication round, as the hooks see it. Filled as the round goes on; `None` means not yet.
+    """One communication round, as the hooks see it. Filled as the round goes on.
+
+    `None` means not yet.
 
     Attributes:
         number: The round, from 0; equal to ``trainer.current_epoch``.
@@ -79,21 +86,32 @@ class Round:
 
 
 class FederatedCallback(Callback):
-    """A Lightning callback that also hears the stages of a round. Every Lightning hook fires at its normal place."""
+    """A Lightning callback that also hears the stages of a round.
+
+    Every Lightning hook fires at its normal place.
+    """
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """The cohort is drawn; nothing was sent yet."""
 
-    def on_local_training_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+    def on_local_training_start(
+        self, trainer: L.Trainer, module: L.LightningModule, round: Round
+    ) -> None:
         """The clients received ``round.received`` and begin to train."""
 
-    def on_local_training_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+    def on_local_training_end(
+        self, trainer: L.Trainer, module: L.LightningModule, round: Round
+    ) -> None:
         """The clients are done; ``round.uploads`` holds what they send, before the gate."""
 
-    def on_aggregation_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+    def on_aggregation_start(
+        self, trainer: L.Trainer, module: L.LightningModule, round: Round
+    ) -> None:
         """The gate has removed bad uploads; the server is about to update."""
 
-    def on_aggregation_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+    def on_aggregation_end(
+        self, trainer: L.Trainer, module: L.LightningModule, round: Round
+    ) -> None:
         """The server has updated."""
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
@@ -108,7 +126,9 @@ class FederatedCallback(Callback):
         clients: Tensor,
         step: str,
     ) -> Mapping[str, Evaluation]:
-        """Models to evaluate beside the personal and the global ones; logged and tabulated like them.
+        """Models to evaluate beside the personal and the global ones.
+
+        Logged and tabulated like them.
 
         Called in every evaluation but the sanity check, with the module in eval mode.
 

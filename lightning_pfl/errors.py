@@ -1,4 +1,7 @@
-"""The exceptions of the package. Each carries a complete sentence: what was given, what was expected, what to do."""
+"""The exceptions of the package. Each carries a complete sentence.
+
+What was given, what was expected, what to do.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Keys for every random choice: a function of (seed, purpose, round, client, ...), never of what ran before.
+"""Keys for every random choice.
 
-A result therefore doesn't depend on how a cohort is cut into chunks, on the number of processes or on a resume, and two
-methods with one seed see the same cohorts and the same batches.
+A function of (seed, purpose, round, client, ...), never of what ran before.
+
+A result therefore doesn't depend on how a cohort is cut into chunks, on the number of processes or
+on a resume, and two methods with one seed see the same cohorts and the same batches.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from torch import Tensor
 
 
 def derive(seed: int, *keys: int | str) -> int:
-    """An independent key in [0, 2**63) for a purpose, e.g. ``derive(seed, "order", round, client)``."""
+    """An independent key in [0, 2**63) for a purpose, e.g.
+
+    ``derive(seed, "order", round, client)``.
+    """
     message = "/".join(map(str, (seed, *keys))).encode()
     return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
 
@@ -32,9 +37,10 @@ def permutation(length: int, key: int) -> Tensor:
 
 @contextmanager
 def seeded(key: int) -> Iterator[None]:
-    """Run a block with torch's global generators seeded by ``key`` and put their state back afterwards.
+    """Run a block with torch's global generators seeded by ``key``, and put their state back.
 
-    For code that we don't own and that draws from the global generator: a user's dataset, sampler or transform.
+    For code that we don't own and that draws from the global generator: a user's dataset, sampler
+    or transform.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):

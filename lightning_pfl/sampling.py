@@ -11,7 +11,9 @@ from lightning_pfl.randomness import derive, permutation
 
 
 def cohort_size(participation: float | int, num_clients: int) -> int:
-    """How many clients take part: ``max(1, floor(participation * num_clients))``, or the count itself.
+    """How many clients take part.
+
+    ``max(1, floor(participation * num_clients))``, or the count itself.
 
     Args:
         participation: A fraction in (0, 1] (float) or a number of clients (int).
@@ -23,22 +25,29 @@ def cohort_size(participation: float | int, num_clients: int) -> int:
     if isinstance(participation, int):
         if participation > num_clients:
             raise ValueError(
-                f"Expected `participation` to be at most the {num_clients} clients that have training samples, but "
-                f"got participation={participation!r}. Use a smaller count, or a fraction such as 0.1."
+                f"Expected `participation` to be at most the {num_clients} clients that have "
+                "training samples, but "
+                f"got participation={participation!r}. Use a smaller count, or a fraction such as "
+                "0.1."
             )
         return participation
-    # 0.1 * 30 is 3.0000000000000004 and 0.29 * 100 is 28.999999999999996: the fraction is meant in decimal.
+    # 0.1 * 30 is 3.0000000000000004 and 0.29 * 100 is 28.999999999999996: the fraction is meant in
+    # decimal.
     return max(1, math.floor(round(participation * num_clients, 9)))
 
 
 def check_participation(participation: float | int) -> float | int:
-    """Refuse what is neither a fraction in (0, 1] nor a positive count, before any data is loaded."""
+    """Refuse what is neither a fraction in (0, 1] nor a positive count."""
     number = isinstance(participation, (int, float)) and not isinstance(participation, bool)
-    valid = number and (participation >= 1 if isinstance(participation, int) else 0 < participation <= 1)
+    valid = number and (
+        participation >= 1 if isinstance(participation, int) else 0 < participation <= 1
+    )
     if not valid:
         raise ValueError(
-            "Expected `participation` to be a fraction in (0, 1] (a float) or a number of clients >= 1 (an int), but "
-            f"got participation={participation!r}. Use 0.1 for a tenth of the clients, 10 for ten of them."
+            "Expected `participation` to be a fraction in (0, 1] (a float) or a number of clients "
+            ">= 1 (an int), but "
+            f"got participation={participation!r}. Use 0.1 for a tenth of the clients, 10 for ten "
+            "of them."
         )
     return participation
 

@@ -14,15 +14,20 @@ class Bank:
     Args:
         row: One client's memory at the start; every client starts with a copy.
         num_clients: Number of clients.
-        device: Where the bank lives. A cohort's rows are copied to the training device and back, so a bank on the host
-            costs one transfer of the cohort a round, whatever the number of clients.
+        device: Where the bank lives. A cohort's rows are copied to the training device and back, so
+            a bank on the host costs one transfer of the cohort a round, whatever the number of
+            clients.
     """
 
     def __init__(self, row: Tree, num_clients: int, device: torch.device | str = "cpu") -> None:
         self.num_clients = num_clients
         self.device = torch.device(device)
         self.tree = tmap(
-            lambda leaf: leaf.to(self.device).expand(num_clients, *leaf.shape).clone(memory_format=torch.contiguous_format),
+            lambda leaf: (
+                leaf.to(self.device)
+                .expand(num_clients, *leaf.shape)
+                .clone(memory_format=torch.contiguous_format)
+            ),
             row,
         )
 
@@ -34,7 +39,9 @@ class Bank:
     def scatter(self, clients: Tensor, memories: Tree) -> None:
         """Store some clients' memories; everybody else's stay untouched."""
         index = clients.to(self.device)
-        for stored, new in zip(leaves(self.tree), leaves(tmap(lambda _, new: new, self.tree, memories)), strict=True):
+        for stored, new in zip(
+            leaves(self.tree), leaves(tmap(lambda _, new: new, self.tree, memories)), strict=True
+        ):
             stored[index] = new.to(self.device)
 
     def nbytes(self) -> int:
@@ -47,5 +54,7 @@ class Bank:
 
     def load_state_dict(self, tree: Tree) -> None:
         """Take over a saved tree of the same names and shapes."""
-        for stored, saved in zip(leaves(self.tree), leaves(tmap(lambda _, new: new, self.tree, tree)), strict=True):
+        for stored, saved in zip(
+            leaves(self.tree), leaves(tmap(lambda _, new: new, self.tree, tree)), strict=True
+        ):
             stored.copy_(saved)

@@ -1,7 +1,8 @@
 """Arithmetic on trees: nested dicts of tensors, with or without a leading client axis.
 
-``(clients, ...)`` in a docstring means that every leaf has a leading client axis of that length. A leaf whose client
-axis has stride 0 is *expanded*: one tensor that all clients share, at no cost in memory.
+``(clients, ...)`` in a docstring means that every leaf has a leading client axis of that length. A
+leaf whose client axis has stride 0 is *expanded*: one tensor that all clients share, at no cost in
+memory.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ Model = dict[str, Tensor]
 
 
 def tmap(fn: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
-    """Apply ``fn`` to the leaves of ``tree`` and to the leaves of ``others`` that have the same names.
+    """Apply ``fn`` to the leaves of ``tree`` and to the leaves of ``others`` of the same names.
 
-    ``others`` may have more names than ``tree`` (a model beside its gradients); they must not have fewer.
+    ``others`` may have more names than ``tree`` (a model beside its gradients); they must not have
+    fewer.
     """
     return {
         name: tmap(fn, leaf, *(other[name] for other in others))
@@ -51,14 +53,14 @@ def floats(model: Model) -> Model:
     return {name: leaf for name, leaf in model.items() if leaf.is_floating_point()}
 
 
-# --- the client axis -------------------------------------------------------------------------------------------------
+# --- the client axis ---
 
 
 def expand(tree: Tree, clients: int) -> Tree:
     """Give every leaf a leading client axis of stride 0: the same tensor for all, no copy.
 
-    ``as_strided`` and not ``expand``, so that the stride is 0 for a single client as well: stride 0 is how
-    :func:`is_expanded` knows that the memory belongs to somebody else.
+    ``as_strided`` and not ``expand``, so that the stride is 0 for a single client as well: stride 0
+    is how :func:`is_expanded` knows that the memory belongs to somebody else.
     """
     return tmap(lambda leaf: leaf.as_strided((clients, *leaf.shape), (0, *leaf.stride())), tree)
 
@@ -69,13 +71,18 @@ def is_expanded(leaf: Tensor) -> bool:
 
 
 def rows(tree: Tree, index: slice | Tensor) -> Tree:
-    """The given clients of a ``(clients, ...)`` tree: views for a slice, copies for a tensor of positions."""
+    """The given clients of a ``(clients, ...)`` tree.
+
+    Views for a slice, copies for a tensor of positions.
+    """
 
     def take(leaf: Tensor) -> Tensor:
         if isinstance(index, slice):
             return leaf[index]
         if is_expanded(leaf):
-            return leaf.as_strided((len(index), *leaf.shape[1:]), leaf.stride(), leaf.storage_offset())
+            return leaf.as_strided(
+                (len(index), *leaf.shape[1:]), leaf.stride(), leaf.storage_offset()
+            )
         return leaf.index_select(0, index)
 
     return tmap(take, tree)
@@ -89,7 +96,9 @@ def stack(trees: list[Tree]) -> Tree:
     def join(*parts: Tensor) -> Tensor:
         first = parts[0]
         if all(is_expanded(part) and part.data_ptr() == first.data_ptr() for part in parts):
-            return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
+            return first.as_strided(
+                (sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset()
+            )
         return torch.cat(parts)
 
     return tmap(join, trees[0], *trees[1:])
@@ -124,7 +133,10 @@ def sub(a: Tree, b: Tree) -> Tree:
 
 def dot(a: Tree, b: Tree) -> Tensor:
     """Inner product of each client's two trees, shape ``(clients,)``; on the names of ``a``."""
-    parts = [_flat(x * y).sum(1) for x, y in zip(leaves(a), leaves(tmap(lambda _, y: y, a, b)), strict=True)]
+    parts = [
+        _flat(x * y).sum(1)
+        for x, y in zip(leaves(a), leaves(tmap(lambda _, y: y, a, b)), strict=True)
+    ]
     return torch.stack(parts).sum(0)
 
 
@@ -134,7 +146,10 @@ def sqnorm(tree: Tree) -> Tensor:
 
 
 def finite(tree: Tree) -> Tensor:
-    """Which clients' trees hold neither NaN nor Inf, bool ``(clients,)``. An empty tree is finite for nobody to see."""
+    """Which clients' trees hold neither NaN nor Inf, bool ``(clients,)``.
+
+    An empty tree is finite for nobody to see.
+    """
     checks = [_flat(leaf.isfinite()).all(1) for leaf in leaves(tree) if leaf.is_floating_point()]
     return torch.stack(checks).all(0) if checks else torch.ones((), dtype=torch.bool)
 
@@ -142,8 +157,9 @@ def finite(tree: Tree) -> Tensor:
 def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
     """Average a ``(clients, ...)`` tree over its client axis.
 
-    Float leaves are averaged with ``weights`` (shape ``(clients,)``, summing to 1); integer and bool leaves, such as
-    BatchNorm's batch counters, take the maximum, since an average of counters counts nothing.
+    Float leaves are averaged with ``weights`` (shape ``(clients,)``, summing to 1); integer and
+    bool leaves, such as BatchNorm's batch counters, take the maximum, since an average of counters
+    counts nothing.
     """
 
     def mean(leaf: Tensor) -> Tensor:
@@ -155,5 +171,8 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
 
 
 def nbytes(tree: Tree) -> int:
-    """Bytes of one client's share of a ``(clients, ...)`` tree: what one upload or download puts on the wire."""
+    """Bytes of one client's share of a ``(clients, ...)`` tree.
+
+    What one upload or download puts on the wire.
+    """
     return sum(leaf[0].numel() * leaf.element_size() for leaf in leaves(tree) if len(leaf))

@@ -48,7 +48,10 @@ class EngineSettings:
 
 @dataclass
 class LogOptions:
-    """How the user logged a value: the arguments of ``self.log`` that matter after averaging over clients."""
+    """How the user logged a value.
+
+    The arguments of ``self.log`` that matter after averaging over clients.
+    """
 
     prog_bar: bool = False
     logger: bool = True
@@ -56,15 +59,18 @@ class LogOptions:
 
 @dataclass
 class LocalResult:
-    """What a cohort's local training gave; every tensor has a leading client axis in the order of ``info.index``.
+    """What a cohort's local training gave.
+
+    Every tensor has a leading client axis in the order of ``info.index``.
 
     Attributes:
         uploads: What leaves the clients.
         own: What they remember.
-        logs: Values logged in ``training_step``: mean over each client's minibatches, weighted by batch size, ``(clients,)``;
-            NaN where a client logged nothing.
+        logs: Values logged in ``training_step``: mean over each client's minibatches, weighted by
+            batch size, ``(clients,)``; NaN where a client logged nothing.
         options: How each value was logged.
-        loss: Mean training loss over each client's minibatches, ``(clients,)``; NaN where a client took no step.
+        loss: Mean training loss over each client's minibatches, ``(clients,)``; NaN where a client
+            took no step.
     """
 
     uploads: Tree
@@ -79,9 +85,9 @@ class Evaluation:
     """Per-client results of an evaluation.
 
     Attributes:
-        values: What ``validation_step`` or ``test_step`` logged, by the user's key: mean over each client's batches, weighted by
-            batch size, ``(clients,)``; NaN for a client without samples. A torchmetrics object that was logged is computed
-            per client.
+        values: What ``validation_step`` or ``test_step`` logged, by the user's key: mean over each
+            client's batches, weighted by batch size, ``(clients,)``; NaN for a client without
+            samples. A torchmetrics object that was logged is computed per client.
         counts: Samples evaluated, int64 ``(clients,)``.
         options: How each value was logged.
         predictions: For ``predict_step``: per client, the list of what it returned for each batch.
@@ -94,7 +100,7 @@ class Evaluation:
 
 
 OnClients = Callable[[list[int]], None]
-"""Called with the positions in the cohort of the clients that have just finished (progress bars, hooks)."""
+"""Called with the positions in the cohort of the clients that have just finished."""
 
 
 class Engine(Protocol):
@@ -102,7 +108,9 @@ class Engine(Protocol):
 
     name: str
 
-    def count_steps(self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]) -> Tensor:
+    def count_steps(
+        self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
+    ) -> Tensor:
         """Optimizer steps that each client will take, int64 ``(clients,)``."""
 
     def train(
@@ -115,12 +123,17 @@ class Engine(Protocol):
         phases: tuple[Phase, ...],
         on_clients: OnClients | None = None,
     ) -> LocalResult:
-        """``client_init``, the phases' ``client_step`` s, ``client_final`` for every client of ``info``."""
+        """Run ``client_init``, the phases' steps and ``client_final`` for every client."""
 
     def evaluate(
-        self, models: Model, clients: Tensor, data: FederatedDataset, step: str, on_clients: OnClients | None = None
+        self,
+        models: Model,
+        clients: Tensor,
+        data: FederatedDataset,
+        step: str,
+        on_clients: OnClients | None = None,
     ) -> Evaluation:
-        """Run ``validation_step``, ``test_step`` or ``predict_step`` of the user's module for each client.
+        """Run a validation, test or prediction step of the user's module for each client.
 
         Args:
             models: One model per client, ``(clients, ...)``; expanded leaves are run unbatched.

@@ -1,7 +1,8 @@
 """From ragged clients to ticks: groups of clients whose next batches have the same shape.
 
-A *minibatch* is what the user's step sees. A *step* is one optimizer step: ``accumulate`` minibatches, fewer at the end of
-an epoch. At tick ``s`` every client takes its own step ``s``; clients whose minibatches have equal sizes run together.
+A *minibatch* is what the user's step sees. A *step* is one optimizer step: ``accumulate``
+minibatches, fewer at the end of an epoch. At tick ``s`` every client takes its own step ``s``;
+clients whose minibatches have equal sizes run together.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_pfl.data.clients import FederatedDataset, FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.data.batch import map_batch
+from lightning_pfl.data.clients import FederatedDataset, FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.randomness import derive, permutation, seeded
 
 
@@ -87,7 +88,10 @@ def epoch_minibatches(samples: int, batch_size: int, drop_last: bool) -> int:
 
 
 def count_steps(per_epoch: int, budget: Budget, accumulate: int) -> int:
-    """Optimizer steps of a phase for a client with ``per_epoch`` minibatches; none for a client without any."""
+    """Optimizer steps of a phase for a client with ``per_epoch`` minibatches.
+
+    None for a client without any.
+    """
     if per_epoch == 0:
         return 0
     if budget.steps is not None:
@@ -97,12 +101,17 @@ def count_steps(per_epoch: int, budget: Budget, accumulate: int) -> int:
 
 
 def step_bounds(per_epoch: int, budget: Budget, accumulate: int) -> list[tuple[int, int]]:
-    """First and last-plus-one minibatch number of every step; minibatches are numbered through all epochs."""
+    """First and last-plus-one minibatch number of every step.
+
+    Minibatches are numbered through all epochs.
+    """
     bounds = []
     for step in range(count_steps(per_epoch, budget, accumulate)):
         epoch, within = divmod(step, -(-per_epoch // accumulate))
         start = within * accumulate
-        bounds.append((epoch * per_epoch + start, epoch * per_epoch + min(start + accumulate, per_epoch)))
+        bounds.append(
+            (epoch * per_epoch + start, epoch * per_epoch + min(start + accumulate, per_epoch))
+        )
     return bounds
 
 
@@ -129,7 +138,8 @@ class ResidentBatches:
         budget: How far the phase goes.
         limits: Accumulation and limits.
         key: From (client id, epoch) to the key of its order; None never shuffles (evaluation).
-        pad: Whether minibatches of different sizes may share a padded batch with a mask; else they form groups.
+        pad: Whether minibatches of different sizes may share a padded batch with a mask; else they
+            form groups.
         first_epoch: Number of the phase's first epoch within the round, for ``key``.
         batch_size: Samples per minibatch; None for the dataset's own.
     """
@@ -155,16 +165,24 @@ class ResidentBatches:
         self.bounds = [step_bounds(n, budget, limits.accumulate) for n in per_epoch]
         self.steps = torch.tensor([len(b) for b in self.bounds])
         total = max((b[-1][1] for b in self.bounds if b), default=0)
-        # Position within the client's own samples; -1 pads. Local positions index the feature cache as well.
+        # Position within the client's own samples; -1 pads. Local positions index the feature cache
+        # as well.
         longest = max(samples, default=0)
-        # A batch size beyond every client's data means full batches; it must not cost the memory that it says.
+        # A batch size beyond every client's data means full batches; it must not cost the memory
+        # that it says.
         width = max(min(self.batch_size, longest), 1)
         local = torch.full((len(clients), total, width), -1)
         for row, client in enumerate(clients):
             used = self.bounds[row][-1][1] if self.bounds[row] else 0
             for epoch in range(-(-used // per_epoch[row]) if used else 0):
-                self._fill(local[row], samples[row], per_epoch[row], epoch, used,
-                           key(client, first_epoch + epoch) if key is not None else None)
+                self._fill(
+                    local[row],
+                    samples[row],
+                    per_epoch[row],
+                    epoch,
+                    used,
+                    key(client, first_epoch + epoch) if key is not None else None,
+                )
         sizes = (local >= 0).sum(2)
         self.sizes = sizes
         self._full = bool((sizes == width).all())
@@ -179,9 +197,13 @@ class ResidentBatches:
         self.features: Tensor | None = None
         self._targets: Any = None
         self._aligned = self._full and all(b == self.bounds[0] for b in self.bounds)
-        self.epochs_used = max((-(-b[-1][1] // n) for b, n in zip(self.bounds, per_epoch, strict=True) if b), default=0)
+        self.epochs_used = max(
+            (-(-b[-1][1] // n) for b, n in zip(self.bounds, per_epoch, strict=True) if b), default=0
+        )
 
-    def _fill(self, out: Tensor, samples: int, per_epoch: int, epoch: int, used: int, key: int | None) -> None:
+    def _fill(
+        self, out: Tensor, samples: int, per_epoch: int, epoch: int, used: int, key: int | None
+    ) -> None:
         order = torch.arange(samples) if key is None else permutation(samples, key)
         minibatches = min(per_epoch, used - epoch * per_epoch)
         taken = order[: minibatches * self.batch_size]
@@ -216,10 +238,18 @@ class ResidentBatches:
             groups.setdefault(len(sizes) if self.pad else sizes, []).append(row)
         for signature, members in groups.items():
             count = signature if isinstance(signature, int) else len(signature)
-            yield self._tick(torch.tensor(members), [self.bounds[r][step][0] for r in members], count, padded=self.pad)
+            yield self._tick(
+                torch.tensor(members),
+                [self.bounds[r][step][0] for r in members],
+                count,
+                padded=self.pad,
+            )
 
     def _aligned_tick(self, active: int, numbers: range) -> Tick:
-        """The usual case: full minibatches, with the same number for the first ``active`` clients."""
+        """The usual case.
+
+        Full minibatches, with the same number for the first ``active`` clients.
+        """
         minibatches = []
         width = self.local.shape[2]
         for number in numbers:
@@ -258,7 +288,11 @@ class ResidentBatches:
             ragged = padded and bool((sizes != width).any())
             features, data = self._cached(*at, width)
             data = self.data.gather(positions) if data is None else data
-            mask = self._mask[at][:, :width].to(torch.get_default_dtype()) if ragged and self._mask is not None else None
+            mask = (
+                self._mask[at][:, :width].to(torch.get_default_dtype())
+                if ragged and self._mask is not None
+                else None
+            )
             minibatches.append(Minibatch(data, sizes, mask, features, starts[0] + offset))
         return Tick(_as_rows(rows, len(self.steps)), minibatches)
 
@@ -266,8 +300,9 @@ class ResidentBatches:
 class LoaderBatches:
     """Minibatches of a chunk drawn from one DataLoader per client, as the user made it.
 
-    A loader's shuffling and its dataset's random transforms draw from torch's global generator: it is seeded for each
-    (client, epoch, minibatch), so that the samples don't depend on which clients share a chunk.
+    A loader's shuffling and its dataset's random transforms draw from torch's global generator: it
+    is seeded for each (client, epoch, minibatch), so that the samples don't depend on which clients
+    share a chunk.
     """
 
     def __init__(
@@ -287,12 +322,16 @@ class LoaderBatches:
         self.bounds = [step_bounds(n, budget, limits.accumulate) for n in self.per_epoch]
         self.steps = torch.tensor([len(b) for b in self.bounds])
         self.epochs_used = max(
-            (-(-b[-1][1] // n) for b, n in zip(self.bounds, self.per_epoch, strict=True) if b), default=0
+            (-(-b[-1][1] // n) for b, n in zip(self.bounds, self.per_epoch, strict=True) if b),
+            default=0,
         )
         self._iterators: list[Iterator[Any] | None] = [None] * len(self.loaders)
 
     def at(self, step: int) -> Iterator[Tick]:
-        """The ticks of one step number: clients whose minibatches have the same structure and shapes."""
+        """The ticks of one step number.
+
+        Clients whose minibatches have the same structure and shapes.
+        """
         groups: dict[Any, list[tuple[int, list[Any]]]] = {}
         for row in range(int((self.steps > step).sum())):
             batches = [self._next(row, number) for number in range(*self.bounds[row][step])]
@@ -309,9 +348,15 @@ class LoaderBatches:
 
     def _next(self, row: int, number: int) -> Any:
         epoch, within = divmod(number, self.per_epoch[row])
-        with seeded(derive(self._key(self.clients[row], self.first_epoch + epoch), "fetch", within)):
+        with seeded(
+            derive(self._key(self.clients[row], self.first_epoch + epoch), "fetch", within)
+        ):
             if within == 0:
-                self._iterators[row] = iter(reseed(self.loaders[row], self._key(self.clients[row], self.first_epoch + epoch)))
+                self._iterators[row] = iter(
+                    reseed(
+                        self.loaders[row], self._key(self.clients[row], self.first_epoch + epoch)
+                    )
+                )
             iterator = self._iterators[row]
             assert iterator is not None
             return next(iterator)
@@ -321,7 +366,7 @@ Batches = ResidentBatches | LoaderBatches
 
 
 def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:
-    """Seed the generators that the loader and its sampler own, so that their order is a function of the key."""
+    """Seed the generators that the loader and its sampler own: their order follows from the key."""
     for owner in (loader, loader.sampler):
         own = getattr(owner, "generator", None)
         if isinstance(own, torch.Generator):
@@ -350,10 +395,19 @@ def signature(batch: Any) -> Any:
 
 
 def batch_length(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor; 1 for a scalar or a batch without tensors."""
+    """Samples in a batch: the length of its first tensor.
+
+    1 for a scalar or a batch without tensors.
+    """
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 1
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    parts = (
+        batch.values()
+        if isinstance(batch, dict)
+        else batch
+        if isinstance(batch, (list, tuple))
+        else ()
+    )
     for part in parts:
         if isinstance(part, (Tensor, dict, list, tuple)):
             return batch_length(part)

@@ -36,7 +36,8 @@ def batchable_kernels(transform: str) -> Iterator[None]:
     fused = torch.backends.mha.get_fastpath_enabled()
     onednn = torch.backends.mkldnn.enabled
     torch.backends.mha.set_fastpath_enabled(False)
-    # The attribute and not `mkldnn.flags()`, which also sets, and warns of, a flag for other hardware.
+    # The attribute and not `mkldnn.flags()`, which also sets, and warns of, a flag for other
+    # hardware.
     torch.backends.mkldnn.enabled = onednn and transform == "forward"
     try:
         with sdpa_kernel(SDPBackend.MATH):
@@ -60,14 +61,25 @@ class LogCapture:
         self.options: dict[str, LogOptions] = {}
         self.reductions: dict[str, str] = {}
 
-    def __call__(
-        self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, reduce_fx: Any = "mean", **_: Any
+    def __call__(  # noqa: D102 - stands in for `LightningModule.log`
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        reduce_fx: Any = "mean",
+        **_: Any,
     ) -> None:
-        reduction = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", str(reduce_fx))
+        reduction = (
+            reduce_fx
+            if isinstance(reduce_fx, str)
+            else getattr(reduce_fx, "__name__", str(reduce_fx))
+        )
         reduction = {"amax": "max", "amin": "min"}.get(reduction, reduction)
         if reduction not in REDUCTIONS:
             raise ValueError(
-                f"Expected `reduce_fx` of self.log({name!r}) to be one of {', '.join(REDUCTIONS)}, but got "
+                f"Expected `reduce_fx` of self.log({name!r}) to be one of "
+                f"{', '.join(REDUCTIONS)}, but got "
                 f"reduce_fx={reduce_fx!r}. Log a torchmetrics object for other reductions."
             )
         self.options[name] = LogOptions(prog_bar, logger is not False)
@@ -76,7 +88,11 @@ class LogCapture:
             self.values[name] = value
             return
         value = value if isinstance(value, Tensor) else torch.as_tensor(float(value))
-        self.values[name] = value.detach().float().mean() if not value.is_floating_point() else value.detach().mean()
+        self.values[name] = (
+            value.detach().float().mean()
+            if not value.is_floating_point()
+            else value.detach().mean()
+        )
 
 
 class _StepCaller(nn.Module):
@@ -97,12 +113,15 @@ class ClientProgram:
         module: The user's module, attached to the Trainer.
         autocast: dtype of mixed precision; None for full precision.
         augment: Random function of a batch, run before ``training_step``.
-        fast_kernels: Whether :class:`~lightning_pfl.engine.kernels.FastKernels` may replace operators; only under ``vmap``
-            of the forward pass.
+        fast_kernels: Whether :class:`~lightning_pfl.engine.kernels.FastKernels` may replace
+            operators; only under ``vmap`` of the forward pass.
     """
 
     def __init__(
-        self, module: L.LightningModule, autocast: torch.dtype | None = None, augment: Callable[[Any], Any] | None = None,
+        self,
+        module: L.LightningModule,
+        autocast: torch.dtype | None = None,
+        augment: Callable[[Any], Any] | None = None,
         fast_kernels: bool = False,
     ) -> None:
         self.module = module
@@ -115,7 +134,7 @@ class ClientProgram:
         self.random_calls = 0
         self.prefix_calls = 0
 
-    # --- calling -----------------------------------------------------------------------------------------------------
+    # --- calling ---
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -127,9 +146,11 @@ class ClientProgram:
             del self.module.__dict__["log"]
 
     def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function of the module with the module's parameters and buffers replaced by ``model``."""
+        """Run a function of the module with its parameters and buffers replaced by ``model``."""
         named = {f"module.{name}": leaf for name, leaf in model.items()}
-        precision = torch.autocast(self._device(model), self.autocast) if self.autocast else nullcontext()
+        precision = (
+            torch.autocast(self._device(model), self.autocast) if self.autocast else nullcontext()
+        )
         kernels = FastKernels() if self.fast_kernels else nullcontext()
         with precision, kernels:
             return functional_call(self.caller, named, (function, *args))
@@ -140,10 +161,16 @@ class ClientProgram:
     def _randomness(self, key: Tensor | None) -> Any:
         return nullcontext() if key is None else KeyedRandomness(key)
 
-    # --- the steps ---------------------------------------------------------------------------------------------------
+    # --- the steps ---
 
     def training_loss(
-        self, model: Model, batch: Any, key: Tensor | None, number: int, mask: Tensor | None, features: Tensor | None
+        self,
+        model: Model,
+        batch: Any,
+        key: Tensor | None,
+        number: int,
+        mask: Tensor | None,
+        features: Tensor | None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Loss and logged values of one client's minibatch.
 
@@ -168,10 +195,14 @@ class ClientProgram:
 
     def _masked_loss(self, model: Model, batch: Any, mask: Tensor) -> tuple[Tensor, dict[str, Any]]:
         values = self.call(model, self.module.per_sample, batch)
-        means = {name: (value * mask.to(value)).sum() / mask.sum() for name, value in values.items()}
+        means = {
+            name: (value * mask.to(value)).sum() / mask.sum() for name, value in values.items()
+        }
         return means["loss"], {f"train_{name}": mean.detach() for name, mean in means.items()}
 
-    def evaluation_step(self, model: Model, step: str, batch: Any, number: int) -> tuple[Any, dict[str, Any]]:
+    def evaluation_step(
+        self, model: Model, step: str, batch: Any, number: int
+    ) -> tuple[Any, dict[str, Any]]:
         """What a validation, test or prediction step returns and logs, for one client's batch."""
         self.log.values = {}
         out = self.call(model, call_step(getattr(self.module, step), batch, number))
@@ -182,7 +213,7 @@ class ClientProgram:
         values: dict[str, Tensor] = self.call(model, self.module.per_sample, batch)
         return values
 
-    # --- the frozen prefix -------------------------------------------------------------------------------------------
+    # --- the frozen prefix ---
 
     @contextmanager
     def _prefix(self, features: Tensor | None) -> Iterator[None]:
@@ -204,7 +235,10 @@ class ClientProgram:
             del backbone.__dict__["forward"]
 
     def prefix_features(self, model: Model, batch: Any) -> Tensor:
-        """Output of the backbone in a training step, ``(batch, ...)``; the rest of the step isn't run."""
+        """Output of the backbone in a training step, ``(batch, ...)``.
+
+        The rest of the step isn't run.
+        """
         backbone = self.module.backbone
         original = backbone.forward
 

@@ -1,4 +1,7 @@
-"""Evaluation of many clients as one program: shared layers see all clients' samples as one large batch."""
+"""Evaluation of many clients as one program.
+
+Shared layers see all clients' samples as one large batch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ STAGES = {"validation_step": "val", "test_step": "test"}
 
 
 def evaluates_per_sample(module: Any, step: str) -> bool:
-    """Whether the step is known to log the means of ``per_sample``, so that batches may be cut and padded freely."""
+    """Whether the step is known to log the means of ``per_sample``: any batches will do."""
     from lightning_pfl.module import PersonalizedModule
 
     return (
@@ -68,15 +71,14 @@ class VectorizedEvaluation:
     Args:
         module: The user's module.
         settings: The Trainer's flags.
-        transform: ``"forward"``: plain ``vmap``; ``"grad"``: inside a gradient that nobody asks for, because torch takes
-            some layers (LSTM, GRU) apart into batchable operators only where a gradient is recorded.
+        transform: ``"forward"``: plain ``vmap``; ``"grad"``: inside a gradient that nobody asks
+            for, because torch takes some layers (LSTM, GRU) apart into batchable operators only
+            where a gradient is recorded.
     """
 
     def __init__(self, module: Any, settings: EngineSettings, transform: str = "forward") -> None:
         self.module, self.settings, self.transform = module, settings, transform
-        self.program = ClientProgram(
-            module, settings.autocast, fast_kernels=transform == "forward"
-        )
+        self.program = ClientProgram(module, settings.autocast, fast_kernels=transform == "forward")
 
     def run(
         self,
@@ -165,7 +167,8 @@ class VectorizedEvaluation:
 
     def _vmap(self, models: Model, data: Any, function: Any) -> Any:
         if self.transform == "grad":
-            # Recurrent layers write in place into what their weights give, so the weights must have the client axis.
+            # Recurrent layers write in place into what their weights give, so the weights must have
+            # the client axis.
             return torch.vmap(_inside_gradient(function))(models, data)
         dims = {name: None if is_expanded(leaf) else 0 for name, leaf in models.items()}
         plain = {n: leaf[0] if is_expanded(leaf) else leaf for n, leaf in models.items()}

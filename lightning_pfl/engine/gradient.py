@@ -12,7 +12,10 @@ from lightning_pfl.tree import Model, is_expanded
 
 Transform = Literal["forward", "grad"]
 Inputs = dict[str, Any]
-"""``data``, and where there are any ``key``, ``mask`` and ``features``; leaves ``(clients, ...)``."""
+"""``data``, and where there are any ``key``, ``mask`` and ``features``.
+
+Leaves ``(clients, ...)``.
+"""
 Result = tuple[Model, Tensor, dict[str, Tensor]]
 """Gradients ``(clients, ...)``, losses ``(clients,)``, logged values ``(clients,)``."""
 

@@ -36,7 +36,7 @@ class FastKernels(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# --- convolution -----------------------------------------------------------------------------------
+# --- convolution ---
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
@@ -79,14 +79,21 @@ class _ClientConvolution(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: Any, x: Tensor, w: Tensor, b: Tensor | None, *settings: Any
     ) -> tuple[Tensor, int]:
-        """``x``: ``(clients, batch, in, h, w)``; one grouped convolution with a group per client."""
+        """``x``: ``(clients, batch, in, h, w)``.
+
+        One grouped convolution with a group per client.
+        """
         x_dim, w_dim, b_dim = in_dims[:3]
         if w_dim is None and b_dim is None:  # one model for all: the clients are more batch
             x = x.movedim(x_dim, 0)
             out = F.conv2d(x.flatten(0, 1), w, b, *settings)
             return out.unflatten(0, x.shape[:2]), 0
         clients = info.batch_size
-        x = x.movedim(x_dim, 1) if x_dim is not None else x.unsqueeze(1).expand(-1, clients, *x.shape[1:])
+        x = (
+            x.movedim(x_dim, 1)
+            if x_dim is not None
+            else x.unsqueeze(1).expand(-1, clients, *x.shape[1:])
+        )
         w = w.movedim(w_dim, 0) if w_dim is not None else w.expand(clients, *w.shape)
         if b is not None:
             b = b.movedim(b_dim, 0) if b_dim is not None else b.expand(clients, *b.shape)
@@ -97,7 +104,7 @@ class _ClientConvolution(torch.autograd.Function):
         return out.unflatten(1, (clients, -1)), 1
 
 
-# --- pooling ---------------------------------------------------------------------------------------
+# --- pooling ---
 
 
 def _max_pool2d(
@@ -140,7 +147,10 @@ class _ClientPooling(torch.autograd.Function):
 
 
 def quadrants(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four members of each 2 x 2 window, in row-major order; an odd last row or column is left out."""
+    """The four members of each 2 x 2 window, in row-major order.
+
+    An odd last row or column is left out.
+    """
     height, width = x.shape[-2] // 2 * 2, x.shape[-1] // 2 * 2
     x = x[..., :height, :width]
     return (
@@ -152,7 +162,10 @@ def quadrants(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class MaxPool2x2(torch.autograd.Function):
-    """2 x 2 max pooling over the last two axes; of equal maxima the first gets the gradient, as in torch."""
+    """2 x 2 max pooling over the last two axes.
+
+    Of equal maxima the first gets the gradient, as in torch.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

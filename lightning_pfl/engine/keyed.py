@@ -1,7 +1,10 @@
-"""Random numbers as a function of a client's key: the same with every engine, chunk size and number of processes.
+"""Random numbers as a function of a client's key.
 
-Native dropout draws from one generator for a whole batched program, so its masks depend on which clients share the
-program. Here every random call of a client's forward pass is replaced by a hash of (client key, call number, element).
+The same with every engine, chunk size and number of processes.
+
+Native dropout draws from one generator for a whole batched program, so its masks depend on which
+clients share the program. Here every random call of a client's forward pass is replaced by a hash
+of (client key, call number, element).
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ class KeyedRandomness(TorchFunctionMode):
         key: int64 scalar; under ``vmap`` one per client.
 
     Attributes:
-        calls: How many random calls there were: 0 after a forward pass shows that it is deterministic.
+        calls: How many random calls there were: 0 after a forward pass shows that it is
+            deterministic.
     """
 
     def __init__(self, key: Tensor) -> None:
@@ -84,7 +88,11 @@ class KeyedRandomness(TorchFunctionMode):
         return (radius * torch.cos(2 * math.pi * self.draw(shape, torch.float64))).to(dtype)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         handler = _HANDLERS.get(func)
         if handler is None:
@@ -92,7 +100,7 @@ class KeyedRandomness(TorchFunctionMode):
         return handler(self, *args, **(kwargs or {}))
 
 
-# --- the random functions ----------------------------------------------------------------------------------------
+# --- the random functions ---
 
 
 def _keep(mode: KeyedRandomness, x: Tensor, p: float, mask_shape: Any) -> Tensor:
@@ -101,14 +109,26 @@ def _keep(mode: KeyedRandomness, x: Tensor, p: float, mask_shape: Any) -> Tensor
     return x * (mode.draw(mask_shape, x.dtype) >= p) / (1.0 - p)
 
 
-def _dropout(mode: KeyedRandomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout(
+    mode: KeyedRandomness,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Tensor:
     if not training or p == 0.0:
         return input
     return _keep(mode, input, p, input.shape)
 
 
 def _channel_dropout(spatial: int) -> Callable[..., Tensor]:
-    def drop(mode: KeyedRandomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def drop(
+        mode: KeyedRandomness,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
         if not training or p == 0.0:
             return input
         channels = input.shape[: input.ndim - spatial]
@@ -118,18 +138,33 @@ def _channel_dropout(spatial: int) -> Callable[..., Tensor]:
 
 
 def _attention(
-    mode: KeyedRandomness, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    mode: KeyedRandomness,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     if dropout_p == 0.0:
-        return _NATIVE_ATTENTION(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _NATIVE_ATTENTION(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    scores = query @ key.transpose(-2, -1) * (scale if scale is not None else query.shape[-1] ** -0.5)
+    scores = (
+        query @ key.transpose(-2, -1) * (scale if scale is not None else query.shape[-1] ** -0.5)
+    )
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
     if attn_mask is not None:
-        bias = attn_mask if attn_mask.dtype != torch.bool else torch.zeros_like(scores).masked_fill(~attn_mask, -math.inf)
+        bias = (
+            attn_mask
+            if attn_mask.dtype != torch.bool
+            else torch.zeros_like(scores).masked_fill(~attn_mask, -math.inf)
+        )
         scores = scores + bias
     weights = scores.softmax(-1)
     return _keep(mode, weights, dropout_p, weights.shape) @ value
@@ -140,9 +175,13 @@ _NATIVE_ATTENTION = F.scaled_dot_product_attention
 
 
 def _multi_head(mode: KeyedRandomness, *args: Any, **kwargs: Any) -> Any:
-    # The function looks its helpers up in the module's namespace, where a mode that is already inside a call can't see them.
-    with _replaced(F, dropout=lambda *a, **k: _dropout(mode, *a, **k),
-                   scaled_dot_product_attention=lambda *a, **k: _attention(mode, *a, **k)):
+    # The function looks its helpers up in the module's namespace, where a mode that is already
+    # inside a call can't see them.
+    with _replaced(
+        F,
+        dropout=lambda *a, **k: _dropout(mode, *a, **k),
+        scaled_dot_product_attention=lambda *a, **k: _attention(mode, *a, **k),
+    ):
         return F.multi_head_attention_forward(*args, **kwargs)
 
 
@@ -178,7 +217,9 @@ def _randn_like(mode: KeyedRandomness, input: Tensor, *, dtype: Any = None, **_:
     return mode.normal(input.shape, dtype or input.dtype)
 
 
-def _randint(mode: KeyedRandomness, *args: Any, size: Any = None, dtype: Any = None, **kwargs: Any) -> Tensor:
+def _randint(
+    mode: KeyedRandomness, *args: Any, size: Any = None, dtype: Any = None, **kwargs: Any
+) -> Tensor:
     low, high = kwargs.get("low", 0), kwargs.get("high")
     numbers = [a for a in args if isinstance(a, int)]
     shape = size if size is not None else next(a for a in args if not isinstance(a, int))
@@ -203,20 +244,27 @@ def _in_place(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return fill
 
 
-def _uniform_values(mode: KeyedRandomness, x: Tensor, a: float = 0.0, b: float = 1.0, **kwargs: Any) -> Tensor:
+def _uniform_values(
+    mode: KeyedRandomness, x: Tensor, a: float = 0.0, b: float = 1.0, **kwargs: Any
+) -> Tensor:
     low, high = kwargs.get("from", a), kwargs.get("to", b)
     return low + (high - low) * mode.draw(x.shape, x.dtype)
 
 
-def _normal_values(mode: KeyedRandomness, x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
+def _normal_values(
+    mode: KeyedRandomness, x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any
+) -> Tensor:
     return mean + std * mode.normal(x.shape, x.dtype)
 
 
-def _bernoulli_values(mode: KeyedRandomness, x: Tensor, p: float | Tensor = 0.5, **_: Any) -> Tensor:
+def _bernoulli_values(
+    mode: KeyedRandomness, x: Tensor, p: float | Tensor = 0.5, **_: Any
+) -> Tensor:
     return (mode.draw(x.shape, torch.float64) < p).to(x.dtype)
 
 
-# What is not in this table (multinomial, an LSTM's inner dropout, ...) is an error under `vmap` and so runs sequentially.
+# What is not in this table (multinomial, an LSTM's inner dropout, ...) is an error under `vmap` and
+# so runs sequentially.
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: lambda mode, input, p, train: _dropout(mode, input, p, train),

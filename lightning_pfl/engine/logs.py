@@ -1,4 +1,7 @@
-"""Averages of what clients log, kept on the device: one running sum and weight per name and client."""
+"""Averages of what clients log, kept on the device.
+
+One running sum and weight per name and client.
+"""
 
 from __future__ import annotations
 

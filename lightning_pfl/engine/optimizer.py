@@ -1,7 +1,8 @@
 """The user's torch optimizer, stepping the stacked parameters of many clients at once.
 
-``SGD`` with momentum, ``Adam`` and the like are elementwise: a step on tensors ``(clients, *shape)`` is the step of each
-client. So the user's own optimizer class runs unmodified; only its parameters and its state are swapped underneath it.
+``SGD`` with momentum, ``Adam`` and the like are elementwise: a step on tensors ``(clients,
+*shape)`` is the step of each client. So the user's own optimizer class runs unmodified; only its
+parameters and its state are swapped underneath it.
 """
 
 from __future__ import annotations
@@ -32,15 +33,24 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.Rprop,
     }
 )
-"""Optimizers whose update of an entry depends on that entry's history alone. Exact types: a subclass may do anything."""
+"""Optimizers whose update of an entry depends on that entry's history alone. Exact types.
+
+A subclass may do anything.
+"""
 
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Optimizers with a kernel that reads and writes each parameter once; used unless the user chose otherwise."""
+"""Optimizers with a kernel that reads and writes each parameter once.
+
+Used unless the user chose otherwise.
+"""
 
 
 def clip(grads: Model, value: float, algorithm: str) -> Model:
-    """Clip each client's gradients as ``gradient_clip_val`` says: by the client's total norm, or by value."""
+    """Clip each client's gradients as ``gradient_clip_val`` says.
+
+    By the client's total norm, or by value.
+    """
     if algorithm == "value":
         return tmap(lambda g: g.clamp(-value, value), grads)
     # The same constant as torch.nn.utils.clip_grad_norm_, so that one client gives the same bits.
@@ -52,23 +62,30 @@ class ClientOptimizer:
     """A fresh optimizer for every client of a chunk, for one phase.
 
     Args:
-        template: What ``configure_optimizers`` returned; its parameter groups say the options of each parameter.
+        template: What ``configure_optimizers`` returned; its parameter groups say the options of
+            each parameter.
         layout: Names of the module's parameters.
         clients: Clients in the chunk.
         lr: Learning rate for all groups; None keeps the template's.
-        stacked: Whether the optimizer sees ``(clients, *shape)``; False shows it the one client's ``(*shape)``, which any
-            optimizer can handle.
+        stacked: Whether the optimizer sees ``(clients, *shape)``; False shows it the one client's
+            ``(*shape)``, which any optimizer can handle.
     """
 
     def __init__(
-        self, template: Optimizer, layout: Layout, clients: int, lr: float | None = None, stacked: bool = True
+        self,
+        template: Optimizer,
+        layout: Layout,
+        clients: int,
+        lr: float | None = None,
+        stacked: bool = True,
     ) -> None:
         self.clients = clients
         self.stacked = stacked
         names = {id(p): name for name, p in layout.module.named_parameters()}
         self._groups: list[list[str]] = []
         self._initial: dict[str, dict[str, Any]] = {}
-        # Not the constructor: its arguments are the class's own affair (AdamW's defaults don't fit its signature).
+        # Not the constructor: its arguments are the class's own affair (AdamW's defaults don't fit
+        # its signature).
         self._optimizer: Optimizer = object.__new__(type(template))
         self._optimizer.__dict__.update(template.__dict__)
         # A learning rate scheduler wraps `step` on the instance, bound to the template.
@@ -84,7 +101,9 @@ class ClientOptimizer:
             self._groups.append([names[id(p)] for p in group["params"] if id(p) in names])
             for p in group["params"]:
                 if template.state.get(p):  # Adagrad creates its state at construction
-                    self._initial[names[id(p)]] = {k: self._spread(v, p) for k, v in template.state[p].items()}
+                    self._initial[names[id(p)]] = {
+                        k: self._spread(v, p) for k, v in template.state[p].items()
+                    }
         self._state: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
         self._before: dict[tuple[str, int, str], dict[str, Any] | None] = {}
 
@@ -101,8 +120,10 @@ class ClientOptimizer:
         rates = {float(group["lr"]) for group in self._optimizer.param_groups}
         if len(rates) != 1:
             raise ValueError(
-                f"Expected one learning rate for all parameter groups, but got {sorted(rates)}. This method uses the "
-                "learning rate in its update; give all groups of `configure_optimizers` the same `lr`."
+                f"Expected one learning rate for all parameter groups, but got {sorted(rates)}. "
+                "This method uses the "
+                "learning rate in its update; give all groups of `configure_optimizers` the same "
+                "`lr`."
             )
         return rates.pop()
 
@@ -118,14 +139,18 @@ class ClientOptimizer:
         rows: slice | Tensor | None = None,
         call: int = 0,
     ) -> Model:
-        """One step. Trained leaves are changed in place, or copied first where they are expanded views.
+        """One step.
+
+        Trained leaves are changed in place, or copied first where they are expanded views.
 
         Args:
             model: Models of the chunk, or of the clients ``rows`` of it.
-            grads: Gradients; a name without gradient is left alone, as torch leaves parameters with ``grad=None``.
+            grads: Gradients; a name without gradient is left alone, as torch leaves parameters with
+                ``grad=None``.
             slot: Which of the method's models this is: each has a state of its own.
             rows: Which clients of the chunk these are; None for all.
-            call: How many updates of this slot the tick had before; clients of several groups share step counters.
+            call: How many updates of this slot the tick had before; clients of several groups share
+                step counters.
         """
         new = dict(model)
         state: dict[Tensor, dict[str, Any]] = {}
@@ -140,8 +165,13 @@ class ClientOptimizer:
                     leaf = leaf.clone(memory_format=torch.contiguous_format)
                 new[name] = leaf
                 param = leaf if self.stacked else leaf[0]
-                # torch's fused CPU kernels take the gradient's memory to be laid out as the parameter's.
-                grad = grads[name] if grads[name].stride() == leaf.stride() else grads[name].contiguous()
+                # torch's fused CPU kernels take the gradient's memory to be laid out as the
+                # parameter's.
+                grad = (
+                    grads[name]
+                    if grads[name].stride() == leaf.stride()
+                    else grads[name].contiguous()
+                )
                 param.grad = grad if self.stacked else grad[0]
                 group["params"].append(param)
                 bound[name] = param
@@ -153,11 +183,19 @@ class ClientOptimizer:
             self._scatter(slot, name, param, rows)
         return new
 
-    def _gather(self, slot: str, name: str, leaf: Tensor, rows: slice | Tensor | None, call: int) -> dict[str, Any]:
-        """The state of some clients: views or copies of the stacked tensors, and the shared counters."""
+    def _gather(
+        self, slot: str, name: str, leaf: Tensor, rows: slice | Tensor | None, call: int
+    ) -> dict[str, Any]:
+        """The state of some clients.
+
+        Views or copies of the stacked tensors, and the shared counters.
+        """
         state = self._state[slot]
         if name not in state:
-            state[name] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self._initial.get(name, {}).items()}
+            state[name] = {
+                k: v.clone() if isinstance(v, Tensor) else v
+                for k, v in self._initial.get(name, {}).items()
+            }
         entries = state[name]
         if rows is None:
             return dict(entries)
@@ -187,7 +225,9 @@ class ClientOptimizer:
 
 
 def _is_stacked(value: Any, leaf: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.ndim == leaf.ndim and value.shape[1:] == leaf.shape[1:]
+    return (
+        isinstance(value, Tensor) and value.ndim == leaf.ndim and value.shape[1:] == leaf.shape[1:]
+    )
 
 
 def _copy(value: Any) -> Any:
@@ -198,7 +238,8 @@ def check_optimizer(template: Optimizer) -> None:
     """Refuse optimizers that need to re-evaluate the loss themselves."""
     if isinstance(template, torch.optim.LBFGS):
         raise TypeError(
-            "Expected `configure_optimizers` to return an optimizer that steps on given gradients, but got LBFGS, which "
+            "Expected `configure_optimizers` to return an optimizer that steps on given "
+            "gradients, but got LBFGS, which "
             "re-evaluates the loss inside its step. Use SGD or Adam."
         )
 
@@ -208,4 +249,10 @@ def is_elementwise(template: Optimizer) -> bool:
     return type(template) in ELEMENTWISE
 
 
-__all__: Sequence[str] = ["ELEMENTWISE", "ClientOptimizer", "check_optimizer", "clip", "is_elementwise"]
+__all__: Sequence[str] = [
+    "ELEMENTWISE",
+    "ClientOptimizer",
+    "check_optimizer",
+    "clip",
+    "is_elementwise",
+]

@@ -44,14 +44,19 @@ class ActivePhase:
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """Put normalisation layers that don't train in eval mode; everything else keeps the mode that the user chose.
+        """Put normalisation layers that don't train in eval mode.
 
-        A layer in training mode would update its running statistics, which no optimizer setting can stop.
+        Everything else keeps the mode that the user chose.
+
+        A layer in training mode would update its running statistics, which no optimizer setting can
+        stop.
         """
         changed = [
             module
             for prefix, module in self.layout.module.named_modules()
-            if isinstance(module, RUNNING_STATISTICS) and module.training and not self._trains(prefix, module)
+            if isinstance(module, RUNNING_STATISTICS)
+            and module.training
+            and not self._trains(prefix, module)
         ]
         for module in changed:
             module.eval()
@@ -66,7 +71,7 @@ class ActivePhase:
         return not own or any(name in self.names for name in own)
 
     def couples_samples(self) -> bool:
-        """Whether a BatchNorm layer is in training mode, so that a sample's loss depends on its whole batch."""
+        """Whether BatchNorm is in training mode: a sample's loss depends on its whole batch."""
         return any(isinstance(m, BATCH_NORM) and m.training for m in self.layout.module.modules())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ MAX_BYTES = 2**30
 class PrefixCache:
     """Decides per phase whether the backbone's output can be cached, and caches it.
 
-    It can where the backbone is frozen, the same for all clients and deterministic: the phase trains none of it, its leaves
-    are expanded, the data is resident without augmentation, and the backbone has no active dropout.
+    It can where the backbone is frozen, the same for all clients and deterministic: the phase
+    trains none of it, its leaves are expanded, the data is resident without augmentation, and the
+    backbone has no active dropout.
 
     Args:
         layout: Names of the module.
@@ -44,11 +44,17 @@ class PrefixCache:
         self._names = tuple(name for name in layout.names if name.startswith("backbone."))
         self._source = 0
 
-    def attach(self, batches: Batches, active: ActivePhase, state: Tree, program: ClientProgram) -> None:
+    def attach(
+        self, batches: Batches, active: ActivePhase, state: Tree, program: ClientProgram
+    ) -> None:
         """Compute the features for the chunk of ``batches`` if the phase allows it."""
         self.used = False
         model = state.get("model")
-        if not self.enabled or not isinstance(model, dict) or not self._allows(batches, active, model):
+        if (
+            not self.enabled
+            or not isinstance(model, dict)
+            or not self._allows(batches, active, model)
+        ):
             return
         assert isinstance(batches, ResidentBatches)
         shared = {name: leaf[0] for name, leaf in model.items()}
@@ -64,13 +70,16 @@ class PrefixCache:
             self._source = model[self._names[0]].data_ptr()
 
     def _takes_pairs(self, batches: ResidentBatches) -> bool:
-        """Whether a step is known to give the backbone ``batch[0]``, and to use it for nothing else."""
+        """Whether a step is known to use ``batch[0]`` for the backbone alone."""
         fields = batches.data.fields
         pair = isinstance(fields, (tuple, list)) and len(fields) == 2
         return pair and isinstance(fields[1], Tensor) and is_sample_wise(self.layout.module)
 
     def fits(self, model: Model) -> bool:
-        """Whether a model has the backbone that the features come from: a method may train a second model."""
+        """Whether a model has the backbone that the features come from.
+
+        A method may train a second model.
+        """
         leaf = model[self._names[0]]
         return is_expanded(leaf) and leaf.data_ptr() == self._source
 
@@ -88,7 +97,7 @@ class PrefixCache:
 
 
 def _is_stochastic(module: nn.Module) -> bool:
-    """Dropout-like layers in training mode, and anything that says it has a dropout rate (LSTM, attention)."""
+    """Layers in training mode with a dropout rate: dropout, LSTM, attention."""
     rate = getattr(module, "p", None) or getattr(module, "dropout", None)
     return module.training and isinstance(rate, (int, float)) and rate > 0
 
@@ -96,7 +105,7 @@ def _is_stochastic(module: nn.Module) -> bool:
 def _compute(
     batches: ResidentBatches, model: Model, program: ClientProgram, with_targets: bool
 ) -> tuple[Tensor, Any] | None:
-    """Features of every sample of the chunk, ``(clients, longest, ...)`` in each client's own order.
+    """Features of every sample, ``(clients, longest, ...)`` in each client's own order.
 
     With them, where asked for, what follows the inputs in a batch: leaves ``(samples, ...)``.
     """

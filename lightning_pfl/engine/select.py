@@ -1,4 +1,7 @@
-"""Which engine runs a step of the user's module: what was asked for, if a probe shows that it can."""
+"""Which engine runs a step of the user's module.
+
+What was asked for, if a probe shows that it can.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from torchmetrics import Metric
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings, Evaluation, LocalResult, OnClients
+from lightning_pfl.engine.gradient import Transform
 from lightning_pfl.engine.optimizer import check_optimizer, is_elementwise
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.engine.gradient import Transform
 from lightning_pfl.engine.vectorized import VectorizedEngine
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
@@ -31,7 +34,7 @@ EngineName = Literal["auto", "vectorized", "sequential"]
 PROBED_CLIENTS = 2
 PROBED_SAMPLES = 8
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Largest difference between the engines, relative to the largest entry of a tensor, after one step."""
+"""Largest difference between the engines after one step, relative to a tensor's largest entry."""
 MIXED_TOLERANCE = 0.1
 
 
@@ -47,9 +50,10 @@ def check_engine(engine: str) -> None:
 class SelectedEngine:
     """Runs each step with the engine that fits it, decided once by a probe of a real step.
 
-    The probe runs the sequential engine and the vectorized one (first ``vmap`` of the forward pass, then ``vmap`` of the
-    gradient) on two clients for one step, and takes the first that raises nothing, needs no hidden loop and agrees with
-    the sequential result. The choice depends on the module alone, never on timing, so that a resumed run makes it again.
+    The probe runs the sequential engine and the vectorized one (first ``vmap`` of the forward pass,
+    then ``vmap`` of the gradient) on two clients for one step, and takes the first that raises
+    nothing, needs no hidden loop and agrees with the sequential result. The choice depends on the
+    module alone, never on timing, so that a resumed run makes it again.
 
     Args:
         name: ``"auto"``; ``"vectorized"``: an error if the module can't; ``"sequential"``.
@@ -152,7 +156,7 @@ class SelectedEngine:
             )
         return self._engines[step].evaluate(models, clients, data, step, on_clients)
 
-    # --- the probe ---------------------------------------------------------------------------------------------------
+    # --- the probe ---
 
     def _choose(
         self, step: str, run: Callable[[SequentialEngine | VectorizedEngine], Tree]
@@ -184,13 +188,16 @@ class SelectedEngine:
             )
         self._settle(step, self._sequential, why)
 
-    def _problem(self, engine: VectorizedEngine, run: Callable[..., Tree], expected: Tree) -> str | None:
+    def _problem(
+        self, engine: VectorizedEngine, run: Callable[..., Tree], expected: Tree
+    ) -> str | None:
         """Why the vectorized engine can't be used; None if it can."""
         try:
             with self._undisturbed(), _hidden_loops_are_errors():
                 found = run(engine)
-        # Whatever a user's module does under vmap: the reason is reported, and the sequential engine tells true errors.
-        except Exception as error:  # noqa: BLE001
+        # Whatever a user's module does under vmap: the reason is reported, and the sequential
+        # engine tells true errors.
+        except Exception as error:
             return _summary(error)
         return _difference(expected, found, mixed=self.settings.autocast is not None)
 
@@ -206,7 +213,10 @@ class SelectedEngine:
 
     @contextmanager
     def _plain_sgd(self) -> Iterator[None]:
-        """Step along the bare gradient: Adam's first step is its sign, which magnifies rounding without bound."""
+        """Step along the bare gradient.
+
+        Adam's first step is its sign, which magnifies rounding without bound.
+        """
         probe = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1.0)
         self._sequential.template = probe
         try:
@@ -250,7 +260,9 @@ def _with(
 
 def _summary(error: Exception) -> str:
     """The first sentence of an error; torch's advice to file an issue helps nobody here."""
-    rule = re.search(r"batching rule (?:for|not implemented for) (\S+?)[.;]? ", f"{error} ", re.IGNORECASE)
+    rule = re.search(
+        r"batching rule (?:for|not implemented for) (\S+?)[.;]? ", f"{error} ", re.IGNORECASE
+    )
     if rule:
         return f"{rule.group(1)} has no batching rule"
     lines = str(error).strip().splitlines()
@@ -285,7 +297,9 @@ def _difference(expected: Tree, found: Tree, mixed: bool) -> str | None:
     if len(names) != len(others):
         return "it logs other values than the sequential engine"
     # Logged values are float64 averages of values that are as coarse as the model.
-    coarsest = max((TOLERANCE.get(leaf.dtype, 1e-2) for leaf in names if leaf.is_floating_point()), default=0)
+    coarsest = max(
+        (TOLERANCE.get(leaf.dtype, 1e-2) for leaf in names if leaf.is_floating_point()), default=0
+    )
     tolerance = MIXED_TOLERANCE if mixed else coarsest
     for want, got in zip(names, others, strict=True):
         if want.shape != got.shape:

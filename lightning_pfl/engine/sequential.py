@@ -1,7 +1,7 @@
 """The twin to read: one client after another, one minibatch after another, plain torch.
 
-The same functions of the method run here with one client on the client axis. Nothing is padded, grouped, cached or
-batched over clients; the vectorized engine must give the same numbers.
+The same functions of the method run here with one client on the client axis. Nothing is padded,
+grouped, cached or batched over clients; the vectorized engine must give the same numbers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from lightning_pfl.engine.batching import (
     step_bounds,
 )
 from lightning_pfl.engine.client import ClientProgram
+from lightning_pfl.engine.gradient import materialize
 from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.phase import ActivePhase
-from lightning_pfl.engine.gradient import materialize
 from lightning_pfl.engine.vectorized import phase_steps, random_keys
 from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
@@ -51,7 +51,8 @@ class SequentialEngine:
         settings: The Trainer's flags.
 
     Attributes:
-        random_calls: Random calls in the last training step: 0 shows that the step is deterministic.
+        random_calls: Random calls in the last training step: 0 shows that the step is
+            deterministic.
         reached: Names of parameters that have had a gradient.
     """
 
@@ -90,7 +91,13 @@ class SequentialEngine:
             one = slice(row, row + 1)
             results.append(
                 self._client(
-                    method, rows(received, one), copy(rows(own, one)), info.rows(one), data, phases, stream
+                    method,
+                    rows(received, one),
+                    copy(rows(own, one)),
+                    info.rows(one),
+                    data,
+                    phases,
+                    stream,
                 )
             )
             if on_clients is not None:
@@ -221,7 +228,8 @@ class SequentialLocal:
         accumulate = self.engine.settings.accumulate
         for number, minibatch in batch:
             key = mix(self.key + (self.number << 32) + number)
-            # Random functions that keys don't reach (an LSTM's dropout, multinomial) draw from torch's own generator.
+            # Random functions that keys don't reach (an LSTM's dropout, multinomial) draw from
+            # torch's own generator.
             with seeded(int(key) & (2**63 - 1)):
                 loss, logged = self.program.training_loss(
                     {**fixed, **trained}, minibatch, key, number, None, None
@@ -254,10 +262,10 @@ class SequentialLocal:
         return {**self.logs.compute(), **_computed(self.metrics)}
 
 
-# --- minibatches -----------------------------------------------------------------------------------------------------
+# --- minibatches ---
 
 
-class _minibatches:  # noqa: N801 - reads as a function; a class because the number of epochs is needed afterwards
+class _minibatches:
     """Iterates over the steps of a phase: each a list of (number, minibatch)."""
 
     def __init__(
@@ -285,7 +293,9 @@ class _minibatches:  # noqa: N801 - reads as a function; a class because the num
         self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
 
     def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
-        stream = self._resident() if isinstance(self.data, FederatedTensorDataset) else self._drawn()
+        stream = (
+            self._resident() if isinstance(self.data, FederatedTensorDataset) else self._drawn()
+        )
         for begin, end in self.bounds:
             yield [(number, next(stream)) for number in range(begin, end)]
 
@@ -294,7 +304,9 @@ class _minibatches:  # noqa: N801 - reads as a function; a class because the num
         shuffle = self.data.shuffle and not self.limits.overfit
         for epoch in range(self.epochs_used):
             order = (
-                permutation(self.samples, self.key(epoch)) if shuffle else torch.arange(self.samples)
+                permutation(self.samples, self.key(epoch))
+                if shuffle
+                else torch.arange(self.samples)
             )
             mine = self.data.indices[self.client][order.to(self.data.device)]
             yield from map(self.data.gather, mine.split(self.data.batch_size)[: self.per_epoch])
@@ -340,11 +352,13 @@ def copy(tree: Tree) -> Tree:
     return tmap(torch.clone, tree)
 
 
-# --- logged values ---------------------------------------------------------------------------------------------------
+# --- logged values ---
 
 
 def _values(logged: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value.detach().view(1) for name, value in logged.items() if isinstance(value, Tensor)}
+    return {
+        name: value.detach().view(1) for name, value in logged.items() if isinstance(value, Tensor)
+    }
 
 
 def _computed(metrics: dict[str, Metric]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.base import Evaluation, EngineSettings, LocalResult, OnClients
+from lightning_pfl.engine.base import EngineSettings, Evaluation, LocalResult, OnClients
 from lightning_pfl.engine.batching import (
     Batches,
     Budget,
@@ -38,6 +38,7 @@ from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.randomness import derive
 from lightning_pfl.tree import Model, Tree, is_expanded, leaves, rows, stack, tmap
 
+
 def phase_steps(
     data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...], limits: Limits
 ) -> Tensor:
@@ -58,18 +59,23 @@ def random_keys(seed: int, stream: str, round: int, clients: list[int]) -> Tenso
 
 
 class VectorizedEngine:
-    """Runs a chunk of clients as one program: ``vmap`` over the user's step, one backward pass, one optimizer step.
+    """Runs a chunk of clients as one program.
+
+    ``vmap`` over the user's step, one backward pass, one optimizer step.
 
     Args:
         module: The user's module.
         layout: Its names.
         template: The optimizer that ``configure_optimizers`` returned.
         settings: The Trainer's flags.
-        transform: ``"forward"``: ``vmap`` the forward pass and run one ordinary backward pass; ``"grad"``: ``vmap`` the
-            gradient, which layers without a batching rule for autograd (LSTM, GRU) need.
-        stochastic: Whether the training step makes random calls. False saves the interception of every torch function.
-        reached: Names of parameters that the loss reaches; the transform ``"grad"`` can't tell a parameter without gradient
-            from one with gradient zero, which weight decay moves. None: all.
+        transform: ``"forward"``: ``vmap`` the forward pass and run one ordinary backward pass;
+            ``"grad"``: ``vmap`` the gradient, which layers without a batching rule for autograd
+            (LSTM, GRU) need.
+        stochastic: Whether the training step makes random calls. False saves the interception of
+            every torch function.
+        reached: Names of parameters that the loss reaches; the transform ``"grad"`` can't tell a
+            parameter without gradient from one with gradient zero, which weight decay moves. None:
+            all.
     """
 
     name = "vectorized"
@@ -96,7 +102,10 @@ class VectorizedEngine:
         self._program: ClientProgram | None = None
 
     def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
-        """The user's step; kept, as a replayed step doesn't tell again how its values are logged."""
+        """The user's step.
+
+        Kept, as a replayed step doesn't tell again how its values are logged.
+        """
         if self._program is None or self._program.augment is not augment:
             fast = self.transform == "forward"
             self._program = ClientProgram(self.module, self.settings.autocast, augment, fast)
@@ -120,13 +129,19 @@ class VectorizedEngine:
         stream: str = "local",
     ) -> LocalResult:
         """Local training of a cohort; see :class:`~lightning_pfl.engine.base.Engine`."""
-        # Longest first: the clients that are still active at a step are then the first rows of their chunk.
+        # Longest first: the clients that are still active at a step are then the first rows of
+        # their chunk.
         order = torch.argsort(info.steps, descending=True, stable=True)
         results = []
         for positions in order.split(self.settings.chunk_size or max(len(order), 1)):
             chunk = _Chunk(self, method, data, info.rows(positions), stream)
-            results.append(chunk.run(rows(received, positions.to(self.settings.device)),
-                                     rows(own, positions.to(self.settings.device)), phases))
+            results.append(
+                chunk.run(
+                    rows(received, positions.to(self.settings.device)),
+                    rows(own, positions.to(self.settings.device)),
+                    phases,
+                )
+            )
             if on_clients is not None:
                 on_clients(positions.tolist())
         return _in_order(results, torch.argsort(order).to(self.settings.device))
@@ -179,25 +194,21 @@ class _Chunk:
             first_epoch += batches.epochs_used
         upload, own = self.method.client_final(received, own, state, info)
         logs = self.logs.compute()
-        missing = torch.full((len(self.clients),), torch.nan, dtype=torch.float64, device=self.device)
+        missing = torch.full(
+            (len(self.clients),), torch.nan, dtype=torch.float64, device=self.device
+        )
         loss = logs.pop("loss*", missing)
         return LocalResult(upload, own, logs, dict(self.program.log.options), loss)
 
     def _batches(self, phase: Phase, active: ActivePhase, first_epoch: int) -> Batches:
         def key(client: int, epoch: int) -> int:
-            return order_key(
-                self.engine.settings.seed, self.stream, self.info.round, client, epoch
-            )
+            return order_key(self.engine.settings.seed, self.stream, self.info.round, client, epoch)
 
         budget, limits = Budget(phase.epochs, phase.steps), self.engine.limits
         if isinstance(self.data, FederatedTensorDataset):
             pad = is_sample_wise(self.engine.module) and not active.couples_samples()
-            return ResidentBatches(
-                self.data, self.clients, budget, limits, key, pad, first_epoch
-            )
-        return LoaderBatches(
-            self.data, self.clients, budget, limits, key, self.device, first_epoch
-        )
+            return ResidentBatches(self.data, self.clients, budget, limits, key, pad, first_epoch)
+        return LoaderBatches(self.data, self.clients, budget, limits, key, self.device, first_epoch)
 
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
         if not active.trainable or not len(batches.steps):
@@ -220,7 +231,7 @@ class _Chunk:
 
 
 class VectorizedLocal:
-    """What a client can do with a batch, for all clients of a tick at once (:class:`~.base.Local`)."""
+    """What a client can do with a batch, for all clients of a tick at once."""
 
     def __init__(
         self,
@@ -295,7 +306,7 @@ class VectorizedLocal:
         return grads
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
+# --- pieces ---
 
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:
@@ -332,7 +343,9 @@ def _in_order(results: list[LocalResult], position: Tensor) -> LocalResult:
     names = dict.fromkeys(name for result in results for name in result.logs)
     missing = [torch.full_like(result.loss, torch.nan) for result in results]
     logs = {
-        name: torch.cat([r.logs.get(name, gap) for r, gap in zip(results, missing, strict=True)])[position]
+        name: torch.cat([r.logs.get(name, gap) for r, gap in zip(results, missing, strict=True)])[
+            position
+        ]
         for name in names
     }
     return LocalResult(

@@ -1,4 +1,7 @@
-"""The federated methods. ``__all__`` is the registry: the conformance suite and the docs go by it."""
+"""The federated methods. ``__all__`` is the registry.
+
+The conformance suite and the docs go by it.
+"""
 
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.methods.fedbn import FedBN

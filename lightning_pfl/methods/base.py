@@ -1,7 +1,8 @@
 """The method contract: a federated algorithm as a handful of pure functions.
 
-The base class is federated averaging with a personal part: what a method does not override is FedAvg. Override one level
-only; a method never subclasses another method. Shared mathematics lives in ``tree.py`` and ``solvers/``.
+The base class is federated averaging with a personal part: what a method does not override is
+FedAvg. Override one level only; a method never subclasses another method. Shared mathematics lives
+in ``tree.py`` and ``solvers/``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Phase:
     """A stretch of local training with one set of trainable parameters and a fresh optimizer.
 
     Args:
-        train: What trains (:data:`~lightning_pfl.layout.Spec`); everything else is frozen bit for bit, and normalisation
-            layers that don't train run in eval mode.
+        train: What trains (:data:`~lightning_pfl.layout.Spec`); everything else is frozen bit for
+            bit, and normalisation layers that don't train run in eval mode.
         epochs: Passes over the client's data. Exactly one of ``epochs`` and ``steps``.
         steps: Optimizer steps; the client's data is cycled through.
         lr: Learning rate for all parameter groups; None keeps what ``configure_optimizers`` says.
@@ -47,41 +48,50 @@ class Local(Protocol):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the running phase; an error if the parameter groups have different ones."""
+        """Learning rate of the running phase.
+
+        An error if the parameter groups have different ones.
+        """
 
     def grad(self, model: Model, batch: Any) -> Model:
-        """Gradient of the training loss at ``model``, for the names that train in this phase, ``(clients, ...)``.
+        """Gradient of the training loss at ``model`` for what trains now, ``(clients, ...)``.
 
-        The forward pass updates the buffers of ``model`` (BatchNorm statistics) in place. The first call of a step logs
-        the module's ``self.log`` values; further calls don't.
+        The forward pass updates the buffers of ``model`` (BatchNorm statistics) in place. The first
+        call of a step logs the module's ``self.log`` values; further calls don't.
         """
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
         """One step of the user's optimizer. The result replaces ``model``, whose memory it reuses.
 
-        ``slot`` names the optimizer state (momentum, moments): one slot per model that the method trains.
+        ``slot`` names the optimizer state (momentum, moments): one slot per model that the method
+        trains.
         """
 
 
 def check_budget(epochs: int | None, steps: int | None, what: str = "local") -> None:
-    """Require exactly one of ``<what>_epochs`` and ``<what>_steps``, as a non-negative whole number."""
+    """Require exactly one of ``<what>_epochs`` and ``<what>_steps``, a whole number >= 0."""
     given = {f"{what}_epochs": epochs, f"{what}_steps": steps}
     chosen = {name: value for name, value in given.items() if value is not None}
     text = ", ".join(f"{name}={value!r}" for name, value in given.items())
     if len(chosen) != 1:
         raise ValueError(
-            f"Expected exactly one of `{what}_epochs` and `{what}_steps`, but got {text}. Set the other one to None."
+            f"Expected exactly one of `{what}_epochs` and `{what}_steps`, but got {text}. Set the "
+            "other one to None."
         )
-    (name, value), = chosen.items()
+    ((name, value),) = chosen.items()
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"Expected `{name}` to be a whole number >= 0, but got {name}={value!r}. Use 1, for example.")
+        raise ValueError(
+            f"Expected `{name}` to be a whole number >= 0, but got {name}={value!r}. Use 1, for "
+            "example."
+        )
 
 
 def check_weighting(weighting: str) -> None:
     """Require one of the aggregation weightings."""
     if weighting not in ("samples", "uniform"):
         raise ValueError(
-            f"Expected `weighting` to be 'samples' (proportional to training samples) or 'uniform', but got "
+            "Expected `weighting` to be 'samples' (proportional to training samples) or "
+            "'uniform', but got "
             f"weighting={weighting!r}. Use one of the two."
         )
 
@@ -89,17 +99,20 @@ def check_weighting(weighting: str) -> None:
 class Method(FederatedCallback):
     r"""A federated algorithm; the defaults are federated averaging with a personal part.
 
-    Every function but ``init_server``, ``init_own``, ``server_update`` and ``global_model`` sees trees with a leading
-    client axis and must not mix clients. They are pure: no branch on tensor values, no use of the Trainer.
+    Every function but ``init_server``, ``init_own``, ``server_update`` and ``global_model`` sees
+    trees with a leading client axis and must not mix clients. They are pure: no branch on tensor
+    values, no use of the Trainer.
 
     Args:
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
-        weighting: ``"samples"``: a client's weight is its share of the cohort's training samples; ``"uniform"``.
+        weighting: ``"samples"``: a client's weight is its share of the cohort's training samples;
+            ``"uniform"``.
 
     Attributes:
         personal: What never leaves the client; set by the method.
-        everyone: Whether all clients train in every round, whatever ``participation`` says (methods without a server).
+        everyone: Whether all clients train in every round, whatever ``participation`` says (methods
+            without a server).
         layout, num_clients, seed: Set by :meth:`bind` before the first round.
     """
 
@@ -111,7 +124,10 @@ class Method(FederatedCallback):
     seed: int
 
     def __init__(
-        self, local_epochs: int | None = 1, local_steps: int | None = None, weighting: Weighting = "samples"
+        self,
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+        weighting: Weighting = "samples",
     ) -> None:
         check_budget(local_epochs, local_steps)
         check_weighting(weighting)
@@ -123,20 +139,23 @@ class Method(FederatedCallback):
         self.layout, self.num_clients, self.seed = layout, num_clients, seed
 
     def resolve_personal(self, layout: Layout) -> Spec:
-        """What is personal, given the names of the model; override where it is easier to say what is shared."""
+        """What is personal, given the names of the model.
+
+        Override where it is easier to say what is shared.
+        """
         return self.personal
 
-    # --- the plan ----------------------------------------------------------------------------------------------------
+    # --- the plan ---
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """The stretches of local training of a round; default: everything trains."""
         return (Phase("all", epochs=self.local_epochs, steps=self.local_steps),)
 
     def evaluation_phases(self) -> tuple[Phase, ...]:
-        """Local training, from the personal model and on training data, that defines personalization at test time."""
+        """Local training from the personal model that personalizes it before an evaluation."""
         return ()
 
-    # --- state -------------------------------------------------------------------------------------------------------
+    # --- state ---
 
     def init_server(self, model: Model) -> Tree:
         """The server's tree before round 0; default: the shared part of the module's model."""
@@ -146,7 +165,7 @@ class Method(FederatedCallback):
         """One client's memory before round 0; default: the personal part of the module's model."""
         return {"model": select(model, self.layout.personal)}
 
-    # --- a client's round, in the order of time ----------------------------------------------------------------------
+    # --- a client's round, in the order of time ---
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
         """What the server sends: a server tree (the same for all clients), without the client axis.
@@ -156,44 +175,68 @@ class Method(FederatedCallback):
         return {"model": server["model"]}
 
     def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
-        """What the server sends to each client alone, ``(clients, ...)``; merged over :meth:`download`."""
+        """What the server sends to each client alone, ``(clients, ...)``.
+
+        Merged over :meth:`download`.
+        """
         return {}
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
-        """The state in which local training begins; default: the shared part received, the personal part kept."""
+        """The state in which local training begins; default.
+
+        The shared part received, the personal part kept.
+        """
         return {"model": {**received["model"], **own["model"]}}
 
     def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
         """One local step on one minibatch; default: the user's optimizer on the training loss."""
         return {**state, "model": local.update(state["model"], local.grad(state["model"], batch))}
 
-    def client_final(self, received: Tree, own: Tree, state: Tree, info: ClientInfo) -> tuple[Tree, Tree]:
-        """What leaves the client (the upload) and what it remembers; default: the shared and the personal part."""
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """What leaves the client (the upload) and what it remembers; default.
+
+        The shared and the personal part.
+        """
         upload = {"model": select(state["model"], self.layout.shared)}
         return upload, {"model": select(state["model"], self.layout.personal)}
 
-    # --- the server's round ------------------------------------------------------------------------------------------
+    # --- the server's round ---
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """The server's step on the accepted uploads ``(clients, ...)``; default: the weighted mean."""
+        """The server's step on the accepted uploads ``(clients, ...)``; default.
+
+        The weighted mean.
+        """
         return {**server, "model": weighted_mean(uploads["model"], info.weights)}
 
-    # --- what is evaluated and handed out ----------------------------------------------------------------------------
+    # --- what is evaluated and handed out ---
 
     def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
-        """Each client's model under evaluation; default: the shared part received now, the personal part stored."""
+        """Each client's model under evaluation; default.
+
+        The shared part received now, the personal part stored.
+        """
         model: Model = {**received["model"], **own["model"]}
         return model
 
     def global_model(self, server: Tree) -> Model | None:
-        """The one model for everybody, without client axis; None if some of the model is personal."""
+        """The one model for everybody, without client axis.
+
+        None if some of the model is personal.
+        """
         return dict(server["model"]) if not self.layout.personal else None
 
-    # --- bookkeeping -------------------------------------------------------------------------------------------------
+    # --- bookkeeping ---
 
     def aggregation_weights(self, num_samples: Tensor) -> Tensor:
         """Normalised weights of a cohort by :attr:`weighting`, float64 ``(clients,)``."""
-        raw = num_samples.double() if self.weighting == "samples" else num_samples.double().new_ones(len(num_samples))
+        raw = (
+            num_samples.double()
+            if self.weighting == "samples"
+            else num_samples.double().new_ones(len(num_samples))
+        )
         return raw / raw.sum().clamp_min(1e-300)
 
     @property

@@ -18,34 +18,40 @@ class FedAvg(Method):
     r"""Federated averaging: clients train the global model, the server averages what comes back.
 
     .. math::
-        x^{t+1} = \sum_{k \in S_t} p_k\, y_k, \qquad y_k = \text{local SGD on } F_k \text{ from } x^t
+        x^{t+1} = \sum_{k \in S_t} p_k\, y_k, \qquad y_k = \text{local SGD on } F_k \text{ from }
+        x^t
 
     where :math:`p_k` are the weights of ``weighting``. With a server optimizer, the server treats
-    :math:`\Delta = x^t - \sum_k p_k y_k` as a gradient and takes one step of that optimizer instead; SGD with learning rate 1
-    is plain averaging, SGD with momentum is FedAvgM, Adam is FedAdam. Float buffers (BatchNorm statistics) are always
-    averaged, integer buffers take the maximum.
+    :math:`\Delta = x^t - \sum_k p_k y_k` as a gradient and takes one step of that optimizer
+    instead; SGD with learning rate 1 is plain averaging, SGD with momentum is FedAvgM, Adam is
+    FedAdam. Float buffers (BatchNorm statistics) are always averaged, integer buffers take the
+    maximum.
 
     Args:
         local_epochs: Passes over a client's data per round (:math:`E`).
         local_steps: Optimizer steps per round instead (:math:`K`). Exactly one of the two.
-        weighting: ``"samples"``: :math:`p_k = N_k / \sum_{S_t} N_j`; ``"uniform"``: :math:`p_k = 1/|S_t|`.
+        weighting: ``"samples"``: :math:`p_k = N_k / \sum_{S_t} N_j`; ``"uniform"``: :math:`p_k =
+            1/|S_t|`.
         server_optimizer: Makes a torch optimizer from an iterable of parameters, e.g.
             ``lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9)``; None averages.
 
     State:
-        server: ``model``, and ``optimizer`` (its tensors per parameter) with a server optimizer. Clients keep nothing.
+        server: ``model``, and ``optimizer`` (its tensors per parameter) with a server optimizer.
+            Clients keep nothing.
 
-    Deviation from the paper: clients are weighted within the sampled cohort, as in its released code.
+    Deviation from the paper: clients are weighted within the sampled cohort, as in its released
+    code.
 
     Example:
         >>> import torch
-        >>> FedAvg(local_steps=10, local_epochs=None, server_optimizer=lambda p: torch.optim.Adam(p, lr=1e-2)).weighting
+        >>> FedAvg(server_optimizer=lambda p: torch.optim.Adam(p, lr=1e-2)).weighting
         'samples'
 
     References:
-        McMahan, Moore, Ramage, Hampson, Aguera y Arcas. Communication-efficient learning of deep networks from
-        decentralized data. AISTATS 2017. arXiv:1602.05629, Algorithm 1.
-        Reddi et al. Adaptive federated optimization. ICLR 2021. arXiv:2003.00295, Algorithm 2 (server optimizers).
+        McMahan, Moore, Ramage, Hampson, Aguera y Arcas. Communication-efficient learning of deep
+        networks from decentralized data. AISTATS 2017. arXiv:1602.05629, Algorithm 1. Reddi et al.
+        Adaptive federated optimization. ICLR 2021. arXiv:2003.00295, Algorithm 2 (server
+        optimizers).
     """
 
     def __init__(
@@ -58,19 +64,25 @@ class FedAvg(Method):
         super().__init__(local_epochs, local_steps, weighting)
         if server_optimizer is not None and not callable(server_optimizer):
             raise TypeError(
-                "Expected `server_optimizer` to be a callable that makes a torch optimizer from parameters, but got "
-                f"server_optimizer={server_optimizer!r}. Use `lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9)`."
+                "Expected `server_optimizer` to be a callable that makes a torch optimizer from "
+                "parameters, but got "
+                f"server_optimizer={server_optimizer!r}. Use `lambda p: torch.optim.SGD(p, "
+                "lr=1.0, momentum=0.9)`."
             )
         self.server_optimizer = server_optimizer
 
     def init_server(self, model: Model) -> Tree:
+        """The global model, and the server optimizer's state, which is empty before a step."""
         return {"model": model, "optimizer": {}} if self.server_optimizer else {"model": model}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """Average, or step the server optimizer along old model minus average."""
         mean: dict[str, Any] = weighted_mean(uploads["model"], info.weights)
         if self.server_optimizer is None:
             return {**server, "model": mean}
         old = select(server["model"], self.layout.trainable)
         pseudo_gradient = sub(old, mean)
-        new, state = functional_step(self.server_optimizer, old, pseudo_gradient, server["optimizer"])
+        new, state = functional_step(
+            self.server_optimizer, old, pseudo_gradient, server["optimizer"]
+        )
         return {"model": {**mean, **new}, "optimizer": state}

@@ -9,14 +9,17 @@ from lightning_pfl.methods.base import Method, Weighting
 
 
 class FedBN(Method):
-    r"""Federated averaging with private BatchNorm: affine parameters and running statistics never leave the client.
+    r"""Federated averaging with private BatchNorm.
+
+    Affine parameters and running statistics never leave the client.
 
     .. math::
         x^{t+1}_{\text{rest}} = \frac{1}{|S_t|} \sum_{k \in S_t} y_{k,\text{rest}}, \qquad
         \text{BN}_k \text{ stays with client } k
 
-    BatchNorm is found by module type, so a layer named ``downsample.1`` counts and a layer named ``bnb`` doesn't. A client
-    that was never sampled has the initial BatchNorm. A model without BatchNorm makes this FedAvg, exactly.
+    BatchNorm is found by module type, so a layer named ``downsample.1`` counts and a layer named
+    ``bnb`` doesn't. A client that was never sampled has the initial BatchNorm. A model without
+    BatchNorm makes this FedAvg, exactly.
 
     Args:
         local_epochs: Passes over a client's data per round.
@@ -24,7 +27,8 @@ class FedBN(Method):
         weighting: ``"uniform"`` as in the paper, or ``"samples"``.
 
     State:
-        server: ``model`` without BatchNorm. own: ``model``, the BatchNorm layers; each leaf ``(clients, *shape)``.
+        server: ``model`` without BatchNorm. own: ``model``, the BatchNorm layers; each leaf
+            ``(clients, *shape)``.
 
     Deviation from the paper: none.
 
@@ -33,13 +37,16 @@ class FedBN(Method):
         'uniform'
 
     References:
-        Li, Jiang, Zhang, Kamp, Dou. FedBN: federated learning on non-IID features via local batch normalization. ICLR 2021.
-        arXiv:2102.07623, Algorithm 1.
+        Li, Jiang, Zhang, Kamp, Dou. FedBN: federated learning on non-IID features via local batch
+        normalization. ICLR 2021. arXiv:2102.07623, Algorithm 1.
     """
 
     personal: Spec = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
     def __init__(
-        self, local_epochs: int | None = 1, local_steps: int | None = None, weighting: Weighting = "uniform"
+        self,
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+        weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

@@ -10,7 +10,8 @@ class FedPer(Method):
     r"""Clients train body and head together; only the body is averaged.
 
     .. math::
-        (B_k, h_k) \leftarrow \text{local SGD on } F_k \text{ from } (B^t, h_k), \qquad B^{t+1} = \sum_{k \in S_t} p_k B_k
+        (B_k, h_k) \leftarrow \text{local SGD on } F_k \text{ from } (B^t, h_k), \qquad B^{t+1} =
+        \sum_{k \in S_t} p_k B_k
 
     The head :math:`h_k` never leaves the client and persists while the client is not sampled.
 
@@ -21,7 +22,8 @@ class FedPer(Method):
         weighting: ``"samples"`` (:math:`p_k = N_k / \sum N_j`) or ``"uniform"``.
 
     State:
-        server: ``model``, the shared part. own: ``model``, the personal part; each leaf ``(clients, *shape)``.
+        server: ``model``, the shared part. own: ``model``, the personal part; each leaf ``(clients,
+            *shape)``.
 
     Deviation from the paper: the split is by name, the personal part need not be the last layers.
 
@@ -30,8 +32,8 @@ class FedPer(Method):
         ['head', 'backbone.layer4']
 
     References:
-        Arivazhagan, Aggarwal, Singh, Choudhary. Federated learning with personalization layers. 2019.
-        arXiv:1912.00818, Algorithms 1 and 2.
+        Arivazhagan, Aggarwal, Singh, Choudhary. Federated learning with personalization layers.
+        2019. arXiv:1912.00818, Algorithms 1 and 2.
     """
 
     def __init__(

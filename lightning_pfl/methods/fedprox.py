@@ -15,13 +15,15 @@ def pull(grads: Model, model: Model, anchor: Model, weight: float) -> Model:
 
 
 class FedProx(Method):
-    r"""Federated averaging whose clients minimise :math:`F_k(y) + \frac{\mu}{2}\lVert y - x^t\rVert^2`.
+    r"""Federated averaging whose clients minimise their loss plus a pull to the received model.
+
+    Client :math:`k` minimises :math:`F_k(y) + \frac{\mu}{2}\lVert y - x^t\rVert^2` by
 
     .. math::
         y \leftarrow y - \eta\,(\nabla F_k(y) + \mu\,(y - x^t))
 
-    where :math:`x^t` is the model received this round. The proximal gradient is part of the gradient: it passes through
-    momentum and clipping like the rest.
+    where :math:`x^t` is the model received this round. The proximal gradient is part of the
+    gradient: it passes through momentum and clipping like the rest.
 
     Args:
         prox_weight: :math:`\mu \ge 0`. 0 is FedAvg. Plain SGD needs ``lr * (L + prox_weight) < 2``.
@@ -32,16 +34,17 @@ class FedProx(Method):
     State:
         server: ``model``. Clients keep nothing.
 
-    Deviation from the paper: clients are sampled uniformly and weighted when averaging (as in its released code), not
-    sampled with probability :math:`p_k`; the local problem is solved by the given number of SGD epochs.
+    Deviation from the paper: clients are sampled uniformly and weighted when averaging (as in its
+    released code), not sampled with probability :math:`p_k`; the local problem is solved by the
+    given number of SGD epochs.
 
     Example:
         >>> FedProx(prox_weight=0.01).prox_weight
         0.01
 
     References:
-        Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. Federated optimization in heterogeneous networks. MLSys 2020.
-        arXiv:1812.06127, Algorithm 2.
+        Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. Federated optimization in heterogeneous
+        networks. MLSys 2020. arXiv:1812.06127, Algorithm 2.
     """
 
     def __init__(
@@ -60,9 +63,11 @@ class FedProx(Method):
         self.prox_weight = prox_weight
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """Start at the received model, which stays the anchor."""
         return {"model": dict(received["model"]), "anchor": received["model"]}
 
     def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        """Step on the loss's gradient plus the pull."""
         grads = local.grad(state["model"], batch)
         if self.prox_weight:
             grads = pull(grads, state["model"], state["anchor"], self.prox_weight)

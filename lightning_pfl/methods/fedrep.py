@@ -7,40 +7,46 @@ from lightning_pfl.methods.base import Method, Phase, Weighting, check_budget
 
 
 class FedRep(Method):
-    r"""Clients first fit their head to the received body, then update the body once; only the body is averaged.
+    r"""Clients first fit their head to the received body, then update the body once.
+
+    Only the body is averaged.
 
     .. math::
-        h_k &\leftarrow \tau \text{ updates of the head on } F_k(\cdot, \phi^t), \quad \phi \text{ frozen} \\
-        \phi_k &\leftarrow \text{update of the body on } F_k(h_k, \cdot), \quad h_k \text{ frozen} \\
-        \phi^{t+1} &= \sum_{k \in S_t} p_k\, \phi_k
+        h_k &\leftarrow \tau \text{ updates of the head on } F_k(\cdot, \phi^t), \quad \phi \text{
+        frozen} \\ \phi_k &\leftarrow \text{update of the body on } F_k(h_k, \cdot), \quad h_k
+        \text{ frozen} \\ \phi^{t+1} &= \sum_{k \in S_t} p_k\, \phi_k
 
-    In a phase, what is frozen is unchanged bit for bit: no momentum, no weight decay, and its normalisation layers run in
-    eval mode. Because the body is frozen and shared in the head phase, its features are computed once per round.
+    In a phase, what is frozen is unchanged bit for bit: no momentum, no weight decay, and its
+    normalisation layers run in eval mode. Because the body is frozen and shared in the head phase,
+    its features are computed once per round.
 
     Args:
         personal: The head: what stays on the client (names, globs or module types).
-        head_epochs: :math:`\tau` in passes over the client's data. Exactly one of ``head_epochs`` and ``head_steps``.
+        head_epochs: :math:`\tau` in passes over the client's data. Exactly one of ``head_epochs``
+            and ``head_steps``.
         head_steps: :math:`\tau` in optimizer steps.
         body_epochs: Passes of the body phase. Exactly one of ``body_epochs`` and ``body_steps``.
         body_steps: Optimizer steps of the body phase; 1 is Algorithm 1 to the letter.
-        head_lr: :math:`\alpha` of the head phase; None keeps the learning rates of ``configure_optimizers``.
+        head_lr: :math:`\alpha` of the head phase; None keeps the learning rates of
+            ``configure_optimizers``.
         body_lr: The same for the body phase.
-        weighting: ``"samples"``, as the released code does where sizes differ, or ``"uniform"`` as in Algorithm 1. The two
-            coincide for clients of equal size.
+        weighting: ``"samples"``, as the released code does where sizes differ, or ``"uniform"`` as
+            in Algorithm 1. The two coincide for clients of equal size.
 
     State:
         server: ``model``, the body. own: ``model``, the head; each leaf ``(clients, *shape)``.
 
-    Deviation from the paper: Algorithm 1 updates the body by a single step; the default is one epoch, as in its
-    experiments. Each phase has a fresh optimizer, the released code shares one (with momentum) between the two.
+    Deviation from the paper: Algorithm 1 updates the body by a single step; the default is one
+    epoch, as in its experiments. Each phase has a fresh optimizer, the released code shares one
+    (with momentum) between the two.
 
     Example:
         >>> FedRep(head_epochs=10, body_steps=1).body_steps
         1
 
     References:
-        Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized federated learning.
-        ICML 2021. arXiv:2102.07078, Algorithm 1.
+        Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
+        federated learning. ICML 2021. arXiv:2102.07078, Algorithm 1.
     """
 
     def __init__(
@@ -65,9 +71,14 @@ class FedRep(Method):
         self.body_epochs, self.body_steps, self.body_lr = body_epochs, body_steps, body_lr
 
     def phases(self, round: int) -> tuple[Phase, ...]:
+        """First the head, then the body."""
         head = sorted(self.layout.personal)
         body = sorted(self.layout.shared)
         return (
-            Phase(head, epochs=self.head_epochs, steps=self.head_steps, lr=self.head_lr, name="head"),
-            Phase(body, epochs=self.body_epochs, steps=self.body_steps, lr=self.body_lr, name="body"),
+            Phase(
+                head, epochs=self.head_epochs, steps=self.head_steps, lr=self.head_lr, name="head"
+            ),
+            Phase(
+                body, epochs=self.body_epochs, steps=self.body_steps, lr=self.body_lr, name="body"
+            ),
         )

@@ -7,31 +7,37 @@ from lightning_pfl.methods.base import Method, Weighting
 
 
 class LGFedAvg(Method):
-    r"""The mirror image of FedPer: the lower layers stay on the client, the top layers are averaged.
+    r"""The mirror image of FedPer.
+
+    The lower layers stay on the client, the top layers are averaged.
 
     .. math::
         (L_k, G_k) \leftarrow \text{local SGD on } F_k \text{ from } (L_k, G^t), \qquad
         G^{t+1} = \frac{1}{|S_t|} \sum_{k \in S_t} G_k
 
     Args:
-        shared: What is averaged: submodule names, globs or module types; everything else is personal.
+        shared: What is averaged: submodule names, globs or module types; everything else is
+            personal.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
         weighting: ``"uniform"`` as in the released code, or ``"samples"``.
 
     State:
-        server: ``model``, the shared part. own: ``model``, the personal part; each leaf ``(clients, *shape)``.
+        server: ``model``, the shared part. own: ``model``, the personal part; each leaf ``(clients,
+            *shape)``.
 
-    Deviation from the paper: starts from the module's initial model; the released recipe first trains FedAvg for hundreds
-    of rounds and starts all clients from that checkpoint (load one into the module to do the same).
+    Deviation from the paper: starts from the module's initial model; the released recipe first
+    trains FedAvg for hundreds of rounds and starts all clients from that checkpoint (load one into
+    the module to do the same).
 
     Example:
         >>> LGFedAvg(shared=["head", "backbone.fc2"]).shared
         ['head', 'backbone.fc2']
 
     References:
-        Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency. Think locally, act globally: federated learning
-        with local and global representations. 2020. arXiv:2001.01523, Algorithm 1.
+        Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency. Think locally, act
+        globally: federated learning with local and global representations. 2020. arXiv:2001.01523,
+        Algorithm 1.
     """
 
     def __init__(

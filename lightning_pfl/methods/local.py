@@ -11,8 +11,9 @@ from lightning_pfl.methods.base import Method
 class LocalOnly(Method):
     r"""Every client trains its own model on its own data; nothing is exchanged.
 
-    Solves :math:`\min_{\theta_k} F_k(\theta_k)` for each client :math:`k` alone. All clients train in every round,
-    whatever ``participation`` says: the baseline would otherwise be under-trained by that factor.
+    Solves :math:`\min_{\theta_k} F_k(\theta_k)` for each client :math:`k` alone. All clients train
+    in every round, whatever ``participation`` says: the baseline would otherwise be under-trained
+    by that factor.
 
     Args:
         local_epochs: Passes over a client's data per round.

@@ -1,4 +1,7 @@
-"""torch optimizers as pure functions on trees: the server's step, with its state in a tree that a checkpoint can hold."""
+"""torch optimizers as pure functions on trees.
+
+The server's step, with its state in a tree that a checkpoint can hold.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,21 @@ from lightning_pfl.tree import Model, Tree
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 
 
-def functional_step(make: OptimizerFactory, params: Model, grads: Model, state: Tree) -> tuple[Model, Tree]:
+def functional_step(
+    make: OptimizerFactory, params: Model, grads: Model, state: Tree
+) -> tuple[Model, Tree]:
     """One optimizer step on copies; the arguments stay untouched.
 
     Args:
         make: Makes the optimizer from an iterable of parameters.
         params: Parameters by name.
         grads: Gradients under the same names.
-        state: What the last call returned; ``{}`` before the first step, as torch creates optimizer state lazily.
+        state: What the last call returned; ``{}`` before the first step, as torch creates optimizer
+            state lazily.
 
     Returns:
-        The new parameters, and the optimizer's tensors as ``{parameter name: {state name: tensor}}``.
+        The new parameters, and the optimizer's tensors as ``{parameter name: {state name:
+        tensor}}``.
     """
     copies = {name: leaf.detach().clone().requires_grad_() for name, leaf in params.items()}
     optimizer = make(copies.values())
@@ -32,7 +39,11 @@ def functional_step(make: OptimizerFactory, params: Model, grads: Model, state: 
         leaf.grad = grads[name].clone()
     optimizer.step()
     new_state = {
-        name: {key: value for key, value in optimizer.state[leaf].items() if isinstance(value, Tensor)}
+        name: {
+            key: value for key, value in optimizer.state[leaf].items() if isinstance(value, Tensor)
+        }
         for name, leaf in copies.items()
     }
-    return {name: leaf.detach() for name, leaf in copies.items()}, {k: v for k, v in new_state.items() if v}
+    return {name: leaf.detach() for name, leaf in copies.items()}, {
+        k: v for k, v in new_state.items() if v
+    }
