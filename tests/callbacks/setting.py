@@ -68,7 +68,7 @@ def network(seed: int = 0, backbone: nn.Module | None = None, **kwargs: Any) -> 
         return PersonalizedModule(body, nn.Linear(8, 3), **settings).double()
 
 
-def classes(clients: int = 5, shuffle: bool = False) -> tuple[FederatedTensorDataset, ...]:
+def classes(clients: int = 5, shuffle: bool = False) -> tuple[Any, Any]:
     """Training and held-out data of a three-class problem, of unequal sizes."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(clients * 20, 6, generator=generator, dtype=torch.float64)
@@ -81,8 +81,8 @@ def classes(clients: int = 5, shuffle: bool = False) -> tuple[FederatedTensorDat
     )
 
 
-def trainer(method: Method, *callbacks: Any, **kwargs: Any) -> L.Trainer:
-    """A quiet Trainer; settings of the strategy are told from flags by name."""
+def trainer(method: Method, *callbacks: Any, **kwargs: Any) -> Any:
+    """A quiet Trainer (Any: its strategy is a federated one); settings of the strategy are told from flags by name."""
     names = ("participation", "seed", "engine", "chunk_size", "prefix_cache")
     settings: dict[str, Any] = {"seed": 3, "engine": "sequential"}
     settings |= {name: kwargs.pop(name) for name in names if name in kwargs}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_pfl.callbacks import HeadFineTuning, head_fine_tuning
 from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.metrics import summarize
 from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.metrics import summarize
 from lightning_pfl.testing import assert_trees_equal, descend
 from tests.callbacks.setting import (
     CENTERS,
@@ -39,7 +39,7 @@ ENGINES = ["vectorized", "sequential"]
 
 
 def tuned_head(backbone: Tensor, head: Tensor, client: int, steps: int, lr: float = LR) -> Tensor:
-    """Gradient descent on the head with the backbone frozen: its target is what the backbone leaves."""
+    """Gradient descent on the head alone: its target is what the frozen backbone leaves."""
     target = CENTERS[client : client + 1] - backbone
     return descend(head, CURVATURES[client], target, lr, steps)
 
@@ -104,12 +104,8 @@ def plain_torch(state: dict[str, Tensor], data: FederatedTensorDataset, client: 
     module.train()
     module.backbone.eval()
     weights, bias = module.head.weight, module.head.bias
-    optimizer = torch.optim.SGD(
-        [{"params": [weights]}, {"params": [bias], "weight_decay": 0.0}],
-        lr=0.1,
-        momentum=0.9,
-        weight_decay=0.01,
-    )
+    groups: Any = [{"params": [weights]}, {"params": [bias], "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
     for _ in range(2):
         for positions in data.indices[client].split(data.batch_size):
             x, y = data.gather(positions)
@@ -180,7 +176,9 @@ def test_the_table_has_a_value_for_each_client(when: Any, tmp_path: Path) -> Non
         state = tuning.client_state_dict(client)
         want = loss_at(state["backbone.weight"] + state["head.weight"], client)
         assert float(rows[4 + client]["ft/val_loss"]) == pytest.approx(want, rel=1e-6)
-    logged = [float(row["ft/val_loss"]) for row in rows_of(run, "metrics.csv") if row["ft/val_loss"]]
+    logged = [
+        float(row["ft/val_loss"]) for row in rows_of(run, "metrics.csv") if row["ft/val_loss"]
+    ]
     assert len(logged) == (2 if when == "evaluation" else 1)
     assert float(run.callback_metrics["last10/ft/val_loss"]) == pytest.approx(
         sum(logged) / len(logged), rel=1e-5
@@ -190,7 +188,10 @@ def test_the_table_has_a_value_for_each_client(when: Any, tmp_path: Path) -> Non
 def test_callbacks_can_monitor_fine_tuned_values(tmp_path: Path) -> None:
     best = ModelCheckpoint(tmp_path, "{epoch}", monitor="ft/val_loss")
     run = trainer(
-        FedAvg(), HeadFineTuning(steps=1, when="evaluation"), best, max_epochs=2,
+        FedAvg(),
+        HeadFineTuning(steps=1, when="evaluation"),
+        best,
+        max_epochs=2,
         enable_checkpointing=True,
     )
     run.fit(split(), quadratics(), quadratics())
@@ -219,7 +220,9 @@ def test_a_checkpoint_alone_gives_the_same_bits(method: Any, when: Any, tmp_path
     want = run.test(run.lightning_module, datamodule=data, verbose=False)[0]
     other = HeadFineTuning(epochs=2, when=when)
     again = trainer(method(), other)
-    got = again.test(network(1), datamodule=Data(*classes(shuffle=True)), ckpt_path=path, verbose=False)
+    got = again.test(
+        network(1), datamodule=Data(*classes(shuffle=True)), ckpt_path=path, verbose=False
+    )
     assert "ft/test_acc/worst_decile" in want
     assert got[0] == want
     for client in range(5):
