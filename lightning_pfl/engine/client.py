@@ -34,17 +34,17 @@ def batchable_kernels(transform: str) -> Iterator[None]:
     the transform ``"forward"`` oneDNN stays on: an unbatched convolution needs it.
     """
     fused = torch.backends.mha.get_fastpath_enabled()
-    onednn = torch.backends.mkldnn.enabled
+    # The attribute, and not `mkldnn.flags()`, which also sets and warns of a flag for other hardware.
+    backend: Any = torch.backends.mkldnn
+    onednn = backend.enabled
     torch.backends.mha.set_fastpath_enabled(False)
-    # The attribute and not `mkldnn.flags()`, which also sets, and warns of, a flag for other
-    # hardware.
-    torch.backends.mkldnn.enabled = onednn and transform == "forward"
+    backend.enabled = onednn and transform == "forward"
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-        torch.backends.mkldnn.enabled = onednn
+        backend.enabled = onednn
 
 
 class LogCapture:
@@ -124,7 +124,8 @@ class ClientProgram:
         augment: Callable[[Any], Any] | None = None,
         fast_kernels: bool = False,
     ) -> None:
-        self.module = module
+        # Not every module has `per_sample` or `backbone`; who asks for them has checked.
+        self.module: Any = module
         self.caller = _StepCaller(module)
         self.autocast = autocast
         self.augment = augment
@@ -132,7 +133,6 @@ class ClientProgram:
         self.log = LogCapture()
         self.stochastic = True
         self.random_calls = 0
-        self.prefix_calls = 0
 
     # --- calling ---
 
@@ -221,14 +221,13 @@ class ClientProgram:
         if features is None:
             yield
             return
-        backbone = self.module.backbone
-        self.prefix_calls = 0
+        with self._backbone_forward(lambda *_, **__: features):
+            yield
 
-        def cached(*_: Any, **__: Any) -> Tensor:
-            self.prefix_calls += 1
-            return features
-
-        backbone.__dict__["forward"] = cached
+    @contextmanager
+    def _backbone_forward(self, forward: Callable[..., Any]) -> Iterator[None]:
+        backbone: Any = self.module.backbone
+        backbone.__dict__["forward"] = forward
         try:
             yield
         finally:
@@ -239,21 +238,39 @@ class ClientProgram:
 
         The rest of the step isn't run.
         """
-        backbone = self.module.backbone
+        backbone: Any = self.module.backbone
         original = backbone.forward
 
         def stop(*args: Any, **kwargs: Any) -> Any:
             raise _PrefixReachedError(original(*args, **kwargs))
 
-        backbone.__dict__["forward"] = stop
-        try:
-            self.call(model, call_step(self.module.training_step, batch, 0))
-        except _PrefixReachedError as reached:
-            features: Tensor = reached.features
-            return features
-        finally:
-            del backbone.__dict__["forward"]
+        with self._backbone_forward(stop):
+            try:
+                self.call(model, call_step(self.module.training_step, batch, 0))
+            except _PrefixReachedError as reached:
+                features: Tensor = reached.features
+                return features
         raise NotVectorizableError("`training_step` doesn't call `self.backbone`")
+
+    def survey_prefix(self, model: Model, batch: Any) -> tuple[int, int]:
+        """Run a whole training step and watch the backbone.
+
+        Returns:
+            How often the step calls the backbone, and how many random functions run until the last
+            of these calls returns.
+        """
+        backbone: Any = self.module.backbone
+        original, seen = backbone.forward, [0, 0]
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            features = original(*args, **kwargs)
+            seen[:] = seen[0] + 1, mode.calls
+            return features
+
+        key = torch.zeros((), dtype=torch.int64, device=self._device(model))
+        with KeyedRandomness(key) as mode, self._backbone_forward(count):
+            self.call(model, call_step(self.module.training_step, batch, 0))
+        return seen[0], seen[1]
 
 
 class _PrefixReachedError(Exception):

@@ -100,7 +100,8 @@ class _ClientConvolution(torch.autograd.Function):
             b = b.reshape(-1)
         grouped = x.flatten(1, 2).contiguous(memory_format=torch.channels_last)
         kernel = w.flatten(0, 1).contiguous(memory_format=torch.channels_last)
-        out = F.conv2d(grouped, kernel, b, *settings, groups=clients)
+        stride, padding, dilation = settings
+        out = F.conv2d(grouped, kernel, b, stride, padding, dilation, clients)
         return out.unflatten(1, (clients, -1)), 1
 
 

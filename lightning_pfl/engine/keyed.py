@@ -234,7 +234,8 @@ def _randperm(mode: KeyedRandomness, n: int, **_: Any) -> Tensor:
 
 
 def _bernoulli(mode: KeyedRandomness, input: Tensor, p: float | None = None, **_: Any) -> Tensor:
-    return (mode.draw(input.shape, torch.float64) < (input if p is None else p)).to(input.dtype)
+    below: Tensor = mode.draw(input.shape, torch.float64) < (input if p is None else p)
+    return below.to(input.dtype)
 
 
 def _in_place(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -247,7 +248,7 @@ def _in_place(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _uniform_values(
     mode: KeyedRandomness, x: Tensor, a: float = 0.0, b: float = 1.0, **kwargs: Any
 ) -> Tensor:
-    low, high = kwargs.get("from", a), kwargs.get("to", b)
+    low, high = float(kwargs.get("from", a)), float(kwargs.get("to", b))
     return low + (high - low) * mode.draw(x.shape, x.dtype)
 
 

@@ -78,8 +78,7 @@ class ActivePhase:
 def is_sample_wise(module: Any) -> bool:
     """Whether the training step is known to be the mean of ``per_sample(batch)["loss"]``.
 
-    Then ragged batches may be padded under a mask, the inputs feed the backbone alone, and a step
-    may be recorded and replayed.
+    Then ragged batches may be padded under a mask.
     """
     from lightning_pfl.module import PersonalizedModule
 
@@ -87,4 +86,18 @@ def is_sample_wise(module: Any) -> bool:
         isinstance(module, PersonalizedModule)
         and type(module).training_step is PersonalizedModule.training_step
         and type(module)._step is PersonalizedModule._step
+    )
+
+
+def is_unmodified(module: Any) -> bool:
+    """Whether a training step is known to be the loss of ``head(backbone(batch[0]))``.
+
+    Then the inputs feed the backbone alone, and a step may be recorded and replayed: a method of
+    the user's own may read anything, for instance the number of the round.
+    """
+    from lightning_pfl.module import PersonalizedModule
+
+    own = ("forward", "per_sample", "_check_width")
+    return is_sample_wise(module) and all(
+        getattr(type(module), name) is getattr(PersonalizedModule, name) for name in own
     )

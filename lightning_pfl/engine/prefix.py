@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pfl.data.batch import map_batch
 from lightning_pfl.engine.batching import Batches, ResidentBatches
 from lightning_pfl.engine.client import ClientProgram, NotVectorizableError
-from lightning_pfl.engine.phase import ActivePhase, is_sample_wise
+from lightning_pfl.engine.phase import ActivePhase, is_unmodified
 from lightning_pfl.layout import Layout
 from lightning_pfl.tree import Model, Tree, is_expanded
 
@@ -43,6 +44,7 @@ class PrefixCache:
         self._backbone = backbone if isinstance(backbone, nn.Module) else None
         self._names = tuple(name for name in layout.names if name.startswith("backbone."))
         self._source = 0
+        self._checked = False
 
     def attach(
         self, batches: Batches, active: ActivePhase, state: Tree, program: ClientProgram
@@ -59,6 +61,9 @@ class PrefixCache:
         assert isinstance(batches, ResidentBatches)
         shared = {name: leaf[0] for name, leaf in model.items()}
         try:
+            if not self._checked:
+                _check(batches, shared, program)
+                self._checked = True
             cached = _compute(batches, shared, program, self._takes_pairs(batches))
         except NotVectorizableError as reason:
             self.enabled = False
@@ -73,7 +78,7 @@ class PrefixCache:
         """Whether a step is known to use ``batch[0]`` for the backbone alone."""
         fields = batches.data.fields
         pair = isinstance(fields, (tuple, list)) and len(fields) == 2
-        return pair and isinstance(fields[1], Tensor) and is_sample_wise(self.layout.module)
+        return pair and isinstance(fields[1], Tensor) and is_unmodified(self.layout.module)
 
     def fits(self, model: Model) -> bool:
         """Whether a model has the backbone that the features come from.
@@ -102,6 +107,36 @@ def _is_stochastic(module: nn.Module) -> bool:
     return module.training and isinstance(rate, (int, float)) and rate > 0
 
 
+def _check(batches: ResidentBatches, model: Model, program: ClientProgram) -> None:
+    """Refuse what the layers can't tell, by a step of the client with the most samples."""
+    data = batches.data
+    owned = max((data.indices[client] for client in batches.clients), key=len)
+    positions = owned[: batches.batch_size]
+    if not len(positions):
+        return
+    # A copy, because a step may write to the buffers of the head.
+    copy = {name: leaf.clone() for name, leaf in model.items()}
+    calls, drawn = program.survey_prefix(copy, data.gather(positions))
+    if calls != 1:
+        raise NotVectorizableError(f"`training_step` calls `self.backbone` {calls} times")
+    if drawn:
+        raise NotVectorizableError("random numbers are drawn before or in `self.backbone`")
+    half = positions[: max(1, len(positions) // 2)]
+    with torch.no_grad():
+        alone = program.prefix_features(model, data.gather(half))
+        among = program.prefix_features(model, data.gather(positions))
+    _require_rows(among, len(positions))
+    among = among[: len(half)]
+    # Far above rounding, also that of half precision; far below what a batch statistic does.
+    if not torch.allclose(alone, among, rtol=0.02, atol=0.02 * float(among.abs().max())):
+        raise NotVectorizableError("the features of a sample depend on the rest of its batch")
+
+
+def _require_rows(features: object, samples: int) -> None:
+    if not isinstance(features, Tensor) or features.ndim == 0 or len(features) != samples:
+        raise NotVectorizableError("`self.backbone` doesn't return one row per sample")
+
+
 def _compute(
     batches: ResidentBatches, model: Model, program: ClientProgram, with_targets: bool
 ) -> tuple[Tensor, Any] | None:
@@ -113,16 +148,18 @@ def _compute(
     positions = torch.cat([data.indices[client] for client in clients])
     if not len(positions):
         return None
-    parts, targets = [], []
+    parts: list[Tensor] = []
+    targets: list[Tensor] = []
     with torch.no_grad():
         for some in positions.split(BATCH):
-            # One client under vmap: for the sake of its faster kernels.
             batch = data.gather(some.unsqueeze(0))
-            part = torch.vmap(lambda b: program.prefix_features(model, b))(batch)[0]
-            if not isinstance(part, Tensor) or len(part) != len(some):
-                raise NotVectorizableError("`self.backbone` doesn't return one row per sample")
+            if program.fast_kernels:  # they work under vmap: of one client
+                part = torch.vmap(lambda b: program.prefix_features(model, b))(batch)[0]
+            else:  # recurrent layers have no batching rule
+                part = program.prefix_features(model, map_batch(batch, lambda leaf: leaf[0]))
+            _require_rows(part, len(some))
             parts.append(part)
-            targets.append(batch[1][0] if with_targets else None)
+            targets += [batch[1][0]] if with_targets else []
             if part.numel() * part.element_size() / len(some) * len(positions) > MAX_BYTES:
                 return None
     lengths = [len(data.indices[client]) for client in clients]

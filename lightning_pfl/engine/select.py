@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric

@@ -280,9 +280,8 @@ class _minibatches:
     ) -> None:
         self.data, self.client, self.limits = data, client, engine.limits
         self.device = engine.settings.device
-        self.key = lambda epoch: order_key(
-            engine.settings.seed, stream, round, client, first_epoch + epoch
-        )
+        self.seed, self.stream, self.round = engine.settings.seed, stream, round
+        self.first_epoch = first_epoch
         if isinstance(data, FederatedTensorDataset):
             self.samples = int(data.num_samples[client])
             full = epoch_minibatches(self.samples, data.batch_size, data.drop_last)
@@ -291,6 +290,11 @@ class _minibatches:
         self.per_epoch = self.limits.of_epoch(full)
         self.bounds = step_bounds(self.per_epoch, budget, self.limits.accumulate)
         self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
+
+    def key(self, epoch: int) -> int:
+        """The key of an epoch's order."""
+        epoch += self.first_epoch
+        return order_key(self.seed, self.stream, self.round, self.client, epoch)
 
     def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
         stream = (

@@ -26,11 +26,11 @@ from lightning_pfl.engine.batching import (
 )
 from lightning_pfl.engine.client import ClientProgram, batchable_kernels
 from lightning_pfl.engine.evaluation import VectorizedEvaluation
-from lightning_pfl.engine.gradient import BatchedGradient, Transform, materialize
+from lightning_pfl.engine.gradient import BatchedGradient, Result, Transform, materialize
 from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
-from lightning_pfl.engine.phase import ActivePhase, is_sample_wise
+from lightning_pfl.engine.phase import ActivePhase, is_sample_wise, is_unmodified
 from lightning_pfl.engine.prefix import PrefixCache
 from lightning_pfl.engine.trace import Traces, fingerprint
 from lightning_pfl.layout import Layout
@@ -97,8 +97,7 @@ class VectorizedEngine:
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
         )
         self.prefix = PrefixCache(layout, enabled=settings.prefix_cache)
-        # Only of `per_sample` is it known that it reads nothing but its arguments.
-        self.traces = Traces(enabled=is_sample_wise(module))
+        self.traces = Traces(enabled=is_unmodified(module))
         self._program: ClientProgram | None = None
 
     def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
@@ -296,7 +295,8 @@ class VectorizedLocal:
             inputs["features"] = minibatch.features
         self.gradient.number = minibatch.number
         traces = self.chunk.engine.traces
-        grads, loss, logged = traces.run(self.gradient, self.steps, trained, fixed, inputs)
+        result: Result = traces.run(self.gradient, self.steps, trained, fixed, inputs)
+        grads, loss, logged = result
         if not self._logged:
             values = {**logged, "loss*": loss}
             log = self.chunk.program.log
