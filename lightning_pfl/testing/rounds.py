@@ -15,7 +15,7 @@ from lightning_pfl.engine.base import EngineSettings, LocalResult
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized import VectorizedEngine
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.methods.base import Method
 from lightning_pfl.tree import Model, Tree, expand, rows, tmap
 
 EngineName = Literal["vectorized", "sequential"]
@@ -58,7 +58,7 @@ def local_round(
     settings: EngineSettings | None = None,
     server: Tree | None = None,
     own: Tree | None = None,
-    phases: tuple[Phase, ...] | None = None,
+    only: int | None = None,
     **options: Any,
 ) -> LocalRound:
     """Send, train and aggregate once, with the module's own initial model.
@@ -73,7 +73,7 @@ def local_round(
         settings: The Trainer's flags; None for the defaults.
         server: The server's tree; None for the initial one.
         own: The memories of all clients ``(num_clients, ...)``; None for the initial ones.
-        phases: What trains; None for the method's own phases of the round.
+        only: Number of the one phase to run; None for all phases of the round.
         **options: Passed to the engine (``transform``, ``stochastic``).
     """
     layout = Layout(module, method.resolve_personal(Layout(module)))
@@ -85,7 +85,8 @@ def local_round(
     )
     model = layout.model()
     server = method.init_server(model) if server is None else server
-    phases = method.phases(round) if phases is None else phases
+    phases = method.phases(round)
+    phases = phases if only is None else phases[only : only + 1]
     samples = data.num_samples[index]
     info = ClientInfo(
         index,

@@ -133,9 +133,8 @@ def test_frozen_means_frozen(engine: Any, phase: int, frozen: str, prefix_cache:
     whole = local_round(
         method, everything_that_drifts(), small_clients(), engine, settings=settings
     )
-    only = (method.phases(0)[phase],)
     models = local_round(
-        method, everything_that_drifts(), small_clients(), engine, settings=settings, phases=only
+        method, everything_that_drifts(), small_clients(), engine, settings=settings, only=phase
     ).models
     start = everything_that_drifts().state_dict()
     for name, leaf in models.items():

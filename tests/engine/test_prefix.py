@@ -1,0 +1,262 @@
+"""The cache of a frozen backbone's features: the same numbers, used where it may be, off elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_pfl.engine import prefix
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.vectorized import VectorizedEngine
+from lightning_pfl.methods import FedAvg, FedPer, FedRep
+from lightning_pfl.methods.base import Method
+from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.testing.rounds import LocalRound, assert_trees_close, local_round
+from tests.engine.nets import CLASSES, cnn, compare, image_clients
+
+
+def run(
+    make_module: Callable[[], Any],
+    method: Method | None = None,
+    cache: bool = True,
+    data: Any = None,
+    only: int | None = 0,
+    **options: Any,
+) -> LocalRound:
+    """A round of the vectorized engine: FedRep's head phase, unless the arguments say otherwise."""
+    torch.manual_seed(2)
+    module = make_module()
+    return local_round(
+        FedRep(head_epochs=3) if method is None else method,
+        module,
+        image_clients() if data is None else data,
+        "vectorized",
+        settings=EngineSettings(prefix_cache=cache),
+        only=only,
+        **options,
+    )
+
+
+def used(outcome: LocalRound) -> bool:
+    assert isinstance(outcome.engine, VectorizedEngine)
+    return outcome.engine.prefix.used
+
+
+class Custom(PersonalizedModule):
+    """A module whose training step is its own, with layers of the test's choice before it."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 6), nn.Tanh(), *layers)
+        super().__init__(backbone, nn.Linear(6, CLASSES), lr=0.1, momentum=0.9)
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_on_equals_off(norm: bool) -> None:
+    on, off = (run(lambda: cnn(norm), cache=cache, only=None) for cache in (True, False))
+    assert_trees_close(on.models, off.models)
+    assert_trees_close(on.result.logs, off.result.logs)
+
+
+@pytest.mark.parametrize("make", [cnn, Custom], ids=["per sample", "own step"])
+def test_it_is_used_in_the_head_phase_and_not_in_the_body_phase(make: Callable[[], Any]) -> None:
+    assert used(run(make, only=0))
+    assert not used(run(make, FedRep(body_epochs=3), only=1))
+    assert not used(run(make, cache=False, only=0))
+
+
+def test_the_backbone_runs_once_per_sample() -> None:
+    rows: list[int] = []
+
+    class Counting(nn.Flatten):
+        def forward(self, x: Tensor) -> Tensor:
+            rows.append(x.shape[0] if x.ndim > 4 else len(x))
+            return super().forward(x)
+
+    def make() -> Custom:
+        module = Custom()
+        module.backbone[0] = Counting()  # type: ignore[index]
+        return module
+
+    data = image_clients()
+    run(make, FedRep(head_epochs=5), data=data)
+    cached = len(rows)
+    rows.clear()
+    run(make, FedRep(head_epochs=5), cache=False, data=data)
+    assert cached == 1 + 3  # one pass, and the check before the first use
+    assert len(rows) >= 5 * 4  # five epochs of up to four minibatches
+
+
+def test_chunk_sizes() -> None:
+    compare(cnn, image_clients(), lambda: FedRep(head_epochs=3), range(1, 7))
+
+
+def test_large_data_is_passed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "BATCH", 4)
+    outcome = run(cnn)
+    assert used(outcome)
+    assert_trees_close(outcome.models, run(cnn, cache=False).models)
+
+
+def test_features_that_would_fill_the_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "MAX_BYTES", 100)
+    assert not used(run(cnn))
+
+
+# --- where it must be off ---
+
+
+def is_off_and_right(make: Callable[[], Any], data: Any = None, **options: Any) -> None:
+    """The cache isn't used, and both engines agree."""
+    data = image_clients() if data is None else data
+    assert not used(run(make, data=data, **options))
+    compare(make, data, lambda: FedRep(head_epochs=3), **options)
+
+
+def test_a_trained_backbone() -> None:
+    assert not used(run(cnn, FedAvg(local_epochs=3)))
+    assert not used(run(cnn, FedPer(local_epochs=3)))
+
+
+def test_a_personal_backbone() -> None:
+    """Frozen, but every client's own."""
+
+    def make() -> FedRep:
+        return FedRep(personal="backbone", head_epochs=1, body_epochs=3)
+
+    assert not used(run(cnn, make(), only=1))
+    compare(cnn, image_clients(), make)
+
+
+def test_one_epoch_uses_each_feature_once() -> None:
+    assert not used(run(cnn, FedRep(head_epochs=1)))
+
+
+def test_dropout_in_the_backbone() -> None:
+    is_off_and_right(lambda: cnn(dropout=0.3))
+
+
+def test_dropout_in_eval_mode_is_no_obstacle() -> None:
+    def make() -> Any:
+        module = cnn(dropout=0.3)
+        module.backbone.eval()
+        return module
+
+    assert used(run(make))
+    compare(make, image_clients(), lambda: FedRep(head_epochs=3))
+
+
+def test_dropout_in_the_head_is_no_obstacle() -> None:
+    def make() -> Any:
+        module = cnn()
+        module.head = nn.Sequential(nn.Dropout(0.5), module.head)
+        return module
+
+    assert used(run(make))
+    compare(make, image_clients(), lambda: FedRep(head_epochs=3))
+
+
+def test_augmentation() -> None:
+    data = image_clients(augment=lambda batch: (batch[0] + torch.randn_like(batch[0]), batch[1]))
+    is_off_and_right(cnn, data)
+
+
+class Noise(nn.Module):
+    """Stochastic without a dropout rate to tell by."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x) if self.training else x
+
+
+class Centred(nn.Module):
+    """A sample's features depend on the other samples of its batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_noise_in_the_backbone() -> None:
+    is_off_and_right(lambda: Custom(Noise()))
+
+
+def test_noise_before_the_backbone() -> None:
+    class NoisyInputs(Custom):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+            return super().training_step((batch[0] + torch.randn_like(batch[0]), batch[1]))
+
+    is_off_and_right(NoisyInputs)
+
+
+def test_features_that_depend_on_the_batch() -> None:
+    is_off_and_right(lambda: Custom(Centred()))
+
+
+def test_a_step_that_calls_the_backbone_twice() -> None:
+    class Twice(Custom):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(self(x) + self(-x.flip(-1)), y)
+
+    is_off_and_right(Twice)
+
+
+def test_a_step_that_does_not_call_the_backbone_as_a_module() -> None:
+    class ByHand(Custom):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+            x, y = batch
+            for layer in self.backbone:  # type: ignore[union-attr]
+                x = layer(x)
+            return F.cross_entropy(self.head(x), y)
+
+    is_off_and_right(ByHand)
+
+
+def test_features_that_are_no_tensor_with_a_row_per_sample() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, x
+
+    class OfPair(Custom):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+            return F.cross_entropy(self.head(self.backbone(batch[0])[0]), batch[1])
+
+    is_off_and_right(lambda: OfPair(Pair()))
+
+
+def test_a_recurrent_backbone() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.LSTM(5, 6, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.cells(x.squeeze(-3))[0][..., -1, :]
+            return result
+
+    def make() -> PersonalizedModule:
+        return PersonalizedModule(Last(), nn.Linear(6, CLASSES), lr=0.1).double()
+
+    compare(make, image_clients(), lambda: FedRep(head_epochs=3), transform="grad")
+
+
+def test_a_module_without_backbone() -> None:
+    class Plain(Custom):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.backbone = self.backbone, None  # type: ignore[assignment]
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+            return F.cross_entropy(self.head(self.body(batch[0])), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    is_off_and_right(Plain)

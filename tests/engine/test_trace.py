@@ -1,0 +1,125 @@
+"""Recorded gradients: the same bits as the step itself, and only of steps that read nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pfl.engine import trace
+from lightning_pfl.engine.vectorized import VectorizedEngine
+from lightning_pfl.methods import FedAvg, FedProx, FedRep
+from lightning_pfl.methods.base import Method
+from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.testing.rounds import (
+    LocalRound,
+    assert_trees_close,
+    assert_trees_equal,
+    local_round,
+)
+from tests.engine.nets import CLASSES, cnn, image_clients
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record at the second call, so that short tests replay."""
+    monkeypatch.setattr(trace, "WARM_UP", 1)
+    monkeypatch.setattr(trace, "PATIENCE", 1)
+
+
+def run(
+    module: Any, method: Method, engine: Any = "vectorized", record: bool = True, data: Any = None
+) -> LocalRound:
+    with pytest.MonkeyPatch.context() as patch:
+        if not record:
+            patch.setattr(trace, "LIMIT", 0)
+        return local_round(method, module, image_clients() if data is None else data, engine)
+
+
+def replays(outcome: LocalRound) -> int:
+    assert isinstance(outcome.engine, VectorizedEngine)
+    return outcome.engine.traces.used
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize(
+    "method",
+    [FedAvg(local_epochs=3), FedProx(0.5, local_epochs=3), FedRep(head_epochs=3)],
+    ids=["FedAvg", "FedProx", "FedRep"],
+)
+def test_replayed_steps_are_the_steps(norm: bool, dropout: float, method: Method) -> None:
+    recorded = run(cnn(norm, dropout), method)
+    plain = run(cnn(norm, dropout), method, record=False)
+    assert replays(recorded) > 0
+    assert replays(plain) == 0
+    assert_trees_equal(recorded.models, plain.models)
+    assert_trees_equal(recorded.result.logs, plain.result.logs)
+    assert_trees_close(recorded.models, run(cnn(norm, dropout), method, "sequential").models)
+
+
+def make(kind: type[PersonalizedModule]) -> PersonalizedModule:
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 4), nn.Tanh())
+    return kind(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
+
+
+class OwnSample(PersonalizedModule):
+    """Reads a list that changes from call to call of a round."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.scales = [1.0]
+
+    def per_sample(self, batch: Any) -> dict[str, Tensor]:
+        values = super().per_sample(batch)
+        return {**values, "loss": values["loss"] * self.scales[-1]}
+
+
+class OwnForward(OwnSample):
+    def per_sample(self, batch: Any) -> dict[str, Tensor]:
+        return PersonalizedModule.per_sample(self, batch)
+
+    def forward(self, inputs: Any) -> Tensor:
+        output: Tensor = super().forward(inputs) * self.scales[-1]
+        return output
+
+
+class UsesInputs(PersonalizedModule):
+    """The inputs are used beside the backbone, so cached features don't replace them."""
+
+    def per_sample(self, batch: Any) -> dict[str, Tensor]:
+        values = super().per_sample(batch)
+        return {**values, "loss": values["loss"] * batch[0].flatten(1).square().mean(1)}
+
+
+@pytest.mark.parametrize("kind", [OwnSample, OwnForward])
+def test_what_a_user_overrides_is_not_recorded(kind: type[OwnSample]) -> None:
+    """A scale of zero from the second round on must stop the training, also where round 0 was long."""
+    module = make(kind)
+    first = run(module, FedAvg(local_epochs=3))
+    assert replays(first) == 0
+    module.scales.append(0.0)  # type: ignore[operator, union-attr]
+    engine, method = first.engine, FedAvg()
+    method.bind(engine.layout, 5, 0)
+    again = engine.train(
+        method, first.received, {"model": {}}, first.info, image_clients(), method.phases(1)
+    )
+    # Nothing moves the first layer: no gradient, and biases have no weight decay.
+    assert torch.equal(
+        again.uploads["model"]["backbone.1.bias"], first.received["model"]["backbone.1.bias"]
+    )
+
+
+@pytest.mark.parametrize("kind", [UsesInputs, OwnSample, OwnForward])
+@pytest.mark.parametrize(
+    "method", [FedAvg(local_epochs=3), FedRep(head_epochs=3)], ids=["FedAvg", "FedRep"]
+)
+def test_overridden_steps_agree_with_the_sequential_engine(
+    kind: type[PersonalizedModule], method: Method
+) -> None:
+    a, b = (run(make(kind), method, engine) for engine in ("vectorized", "sequential"))
+    assert_trees_close(a.models, b.models)
+    assert_trees_close(a.result.logs, b.result.logs)
