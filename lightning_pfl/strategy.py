@@ -70,8 +70,10 @@ class FederatedStrategy(Federation, ParallelStrategy):
 
     Example:
         >>> from lightning_pfl.methods import FedRep
-        >>> trainer = L.Trainer(strategy=FederatedStrategy(FedRep(), participation=0.1),
-        accelerator="cpu", logger=False) >>> trainer.strategy.participation 0.1
+        >>> strategy = FederatedStrategy(FedRep(), participation=0.1)
+        >>> trainer = L.Trainer(max_epochs=9, strategy=strategy, accelerator="cpu", logger=False)
+        >>> trainer.strategy.participation
+        0.1
     """
 
     strategy_name = "federated"
@@ -79,7 +81,7 @@ class FederatedStrategy(Federation, ParallelStrategy):
     def __init__(
         self,
         method: Method | None = None,
-        participation: float | int = 1.0,
+        participation: int | float = 1.0,
         engine: EngineName = "auto",
         seed: int | None = None,
         chunk_size: int | None = None,

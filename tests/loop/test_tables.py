@@ -1,0 +1,119 @@
+"""The per-client table, the history of a fit, and where data are placed."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfl.data import FederatedLoaders, FederatedTensorDataset
+from lightning_pfl.history import History
+from lightning_pfl.placement import align, place
+from lightning_pfl.tables import ClientTable
+from tests.loop.setting import points, trainer
+
+
+def rows(path: Path) -> list[tuple[str, ...]]:
+    with path.open(newline="") as file:
+        return [tuple(row.values()) for row in csv.DictReader(file)]
+
+
+def test_rounds_are_appended(tmp_path: Path) -> None:
+    table = ClientTable(tmp_path / "new" / "clients_val.csv")
+    table.append(0, ["a", "b"], [3, 4], {"acc": [0.5, 1.0]})
+    table.append(1, ["a"], [3], {"acc": [0.25]})
+    assert rows(table.path) == [
+        ("0", "a", "3", "0.5"),
+        ("0", "b", "4", "1.0"),
+        ("1", "a", "3", "0.25"),
+    ]
+
+
+def test_a_resumed_run_replaces_the_rounds_that_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "clients_val.csv"
+    first = ClientTable(path)
+    for round in range(4):
+        first.append(round, ["a"], [3], {"acc": [round / 10]})
+    with path.open("a") as file:
+        file.write("4,a")  # torn by a kill
+    resumed = ClientTable(path)
+    resumed.append(2, ["a"], [3], {"acc": [0.9]})
+    assert rows(path) == [("0", "a", "3", "0.0"), ("1", "a", "3", "0.1"), ("2", "a", "3", "0.9")]
+    assert [name.name for name in tmp_path.iterdir()] == ["clients_val.csv"]
+
+
+def test_a_value_that_comes_later_gets_a_column(tmp_path: Path) -> None:
+    table = ClientTable(tmp_path / "clients_val.csv")
+    table.append(0, ["a"], [3], {"acc": [0.5]})
+    table.append(1, ["a"], [3], {"acc": [0.6], "tuned/acc": [0.7]})
+    table.append(2, ["a"], [3], {"acc": [0.8]})
+    assert rows(table.path) == [
+        ("0", "a", "3", "0.5", ""),
+        ("1", "a", "3", "0.6", "0.7"),
+        ("2", "a", "3", "0.8", ""),
+    ]
+
+
+def test_the_best_round_is_chosen_by_the_first_value_that_is_no_loss() -> None:
+    history = History()
+    for round, (loss, acc) in enumerate([(3.0, 0.2), (1.0, 0.6), (2.0, 0.7), (4.0, 0.1)]):
+        history.update(round, {"val_loss": loss, "val_acc": acc})
+    summary = history.summary()
+    assert (summary["best/round"], summary["best/val_acc"], summary["best/val_loss"]) == (
+        2,
+        0.7,
+        2.0,
+    )
+    assert summary["last10/val_loss"] == 2.5
+
+
+def test_with_losses_alone_the_smallest_is_the_best() -> None:
+    history = History()
+    for round, loss in enumerate([3.0, 1.0, 2.0]):
+        history.update(round, {"val_loss": loss})
+    assert history.summary()["best/round"] == 1
+
+
+def test_a_history_survives_a_checkpoint_and_forgets_repeated_rounds() -> None:
+    history = History()
+    for round in range(3):
+        history.update(round, {"val_acc": round / 10})
+    restored = History()
+    restored.load_state_dict(history.state_dict())
+    assert restored.summary() == history.summary()
+    empty = History()
+    restored.load_state_dict(empty.state_dict())
+    assert restored.summary() == {}
+
+
+def test_double_precision_reaches_the_batches_of_both_kinds_of_data() -> None:
+    run = trainer(precision="64-true")
+    x = torch.ones(4, 2)
+    resident = FederatedTensorDataset((x, torch.arange(4)), [[0, 1], [2, 3]], transform=halve)
+    loaders = FederatedLoaders([DataLoader(TensorDataset(x, torch.arange(4)))])
+    in_memory: Any = place(resident, run)
+    loaded: Any = place(loaders, run)
+    for inputs, labels in (in_memory.gather(torch.tensor([0, 1])), next(iter(loaded.loaders[0]))):
+        assert (inputs.dtype, labels.dtype) == (torch.float64, torch.int64)
+    assert float(in_memory.gather(torch.tensor([0]))[0][0, 0]) == 0.5
+    # The user's own objects stay as they are.
+    assert next(iter(loaders.loaders[0]))[0].dtype == torch.float32
+    assert resident.transform is halve
+
+
+def halve(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch[0] / 2, batch[1]
+
+
+def test_clients_are_aligned_by_position_or_by_name() -> None:
+    found, clients = align(points((1, 0, 2, 3)), list("abcd"), "val_dataloaders")
+    assert (found.tolist(), clients.tolist()) == ([0, 2, 3], [0, 2, 3])
+    named = points((1, 0, 2, 3), names=["d", "c", "b", "a"])
+    found, clients = align(named, list("abcd"), "val_dataloaders")
+    assert (found.tolist(), clients.tolist()) == ([0, 2, 3], [3, 1, 0])
+    with pytest.raises(ValueError, match="one DataLoader for each of the 5 clients, but got 4"):
+        align(points(), list("abcde"), "val_dataloaders")
