@@ -28,7 +28,9 @@ class PrefixCache:
 
     It can where the backbone is frozen, the same for all clients and deterministic: the phase
     trains none of it, its leaves are expanded, the data is resident without augmentation, and the
-    backbone has no active dropout.
+    backbone has no active dropout. Before the first use one step is watched: it must call the
+    backbone once, draw no random numbers until then, and get features of a sample that don't
+    depend on the rest of the batch.
 
     Args:
         layout: Names of the module.
