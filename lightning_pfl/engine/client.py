@@ -34,7 +34,7 @@ def batchable_kernels(transform: str) -> Iterator[None]:
     the transform ``"forward"`` oneDNN stays on: an unbatched convolution needs it.
     """
     fused = torch.backends.mha.get_fastpath_enabled()
-    # The attribute, and not `mkldnn.flags()`, which also sets and warns of a flag for other hardware.
+    # The attribute; `mkldnn.flags()` also sets, and warns of, a flag for other hardware.
     backend: Any = torch.backends.mkldnn
     onednn = backend.enabled
     torch.backends.mha.set_fastpath_enabled(False)
@@ -198,7 +198,10 @@ class ClientProgram:
         means = {
             name: (value * mask.to(value)).sum() / mask.sum() for name, value in values.items()
         }
-        return means["loss"], {f"train_{name}": mean.detach() for name, mean in means.items()}
+        logged = {f"train_{name}": mean.detach() for name, mean in means.items()}
+        for name in logged:  # as `training_step` logs them
+            self.log.options.setdefault(name, LogOptions())
+        return means["loss"], logged
 
     def evaluation_step(
         self, model: Model, step: str, batch: Any, number: int

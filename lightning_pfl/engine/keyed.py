@@ -226,7 +226,8 @@ def _randint(
     if high is None:
         low, high = (low, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
     u = mode.draw(tuple(shape), torch.float64)
-    return (low + torch.floor(u * (high - low))).to(dtype or torch.int64)
+    whole: Tensor = low + torch.floor(u * (high - low))
+    return whole.to(dtype or torch.int64)
 
 
 def _randperm(mode: KeyedRandomness, n: int, **_: Any) -> Tensor:

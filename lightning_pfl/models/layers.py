@@ -34,9 +34,9 @@ def dense(sizes: Sequence[int]) -> list[nn.Module]:
 
 
 def convolution_blocks(
-    channels: Sequence[int], kernel_size: int, padding: int = 0
+    channels: Sequence[int], kernel_size: int, padding: int = 0, batch_norm: bool = False
 ) -> list[nn.Module]:
-    """Blocks of convolution, 2 x 2 max pooling and ReLU.
+    """Blocks of convolution, BatchNorm where asked for, 2 x 2 max pooling and ReLU.
 
     The papers write ReLU before the pooling. Both orders give the same values and gradients, since
     ReLU is monotone; this one applies it to a quarter of the values.
@@ -45,9 +45,11 @@ def convolution_blocks(
         channels: Numbers of channels, the image's first; n numbers make n - 1 blocks.
         kernel_size: Side of the square kernels, in pixels.
         padding: Zeros added on each side, in pixels.
+        batch_norm: Whether BatchNorm follows each convolution.
     """
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(channels):
-        convolution = nn.Conv2d(inputs, outputs, kernel_size, padding=padding)
-        layers += [convolution, nn.MaxPool2d(2), nn.ReLU()]
+        layers.append(nn.Conv2d(inputs, outputs, kernel_size, padding=padding))
+        layers += [nn.BatchNorm2d(outputs)] if batch_norm else []
+        layers += [nn.MaxPool2d(2), nn.ReLU()]
     return layers

@@ -16,10 +16,11 @@ class LeNetBackbone(nn.Sequential):
 
     Args:
         in_channels: Channels of the images.
+        batch_norm: Whether BatchNorm follows each convolution.
     """
 
-    def __init__(self, in_channels: int = 1) -> None:
-        blocks = convolution_blocks([in_channels, 6, 16], kernel_size=5)
+    def __init__(self, in_channels: int = 1, batch_norm: bool = False) -> None:
+        blocks = convolution_blocks([in_channels, 6, 16], kernel_size=5, batch_norm=batch_norm)
         super().__init__(*blocks, nn.Flatten(), *dense([256, 120, 100]))
 
 
@@ -29,6 +30,7 @@ class LeNet(PersonalizedModule):
     Args:
         num_classes: Number of classes.
         in_channels: Channels of the 28 x 28 images.
+        batch_norm: Whether BatchNorm follows each convolution.
         settings: Further arguments of PersonalizedModule.
 
     Deviation from the paper: ReLU and max pooling in place of sigmoids and subsampling, and 100
@@ -39,14 +41,20 @@ class LeNet(PersonalizedModule):
         Proceedings of the IEEE 86(11), 1998, figure 2.
     """
 
-    def __init__(self, num_classes: int = 10, in_channels: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_channels: int = 1,
+        batch_norm: bool = False,
+        **settings: Any,
+    ) -> None:
         super().__init__(
-            LeNetBackbone(in_channels),
+            LeNetBackbone(in_channels, batch_norm),
             nn.Linear(100, num_classes),
             num_classes=num_classes,
             **settings,
         )
-        self.save_hyperparameters({"in_channels": in_channels})
+        self.save_hyperparameters({"in_channels": in_channels, "batch_norm": batch_norm})
 
 
 class DigitsBackbone(nn.Sequential):
