@@ -205,7 +205,10 @@ class _Chunk:
 
         budget, limits = Budget(phase.epochs, phase.steps), self.engine.limits
         if isinstance(self.data, FederatedTensorDataset):
-            pad = is_sample_wise(self.engine.module) and not active.couples_samples()
+            # The mask of a dropout is a function of the shape: a padded batch would get another one
+            # than the client alone where samples aren't the first axis.
+            random = self.keys is not None
+            pad = is_sample_wise(self.engine.module) and not random and not active.couples_samples()
             return ResidentBatches(self.data, self.clients, budget, limits, key, pad, first_epoch)
         return LoaderBatches(self.data, self.clients, budget, limits, key, self.device, first_epoch)
 
