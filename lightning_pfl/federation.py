@@ -234,6 +234,20 @@ class Federation:
         self.layout.load(self.shared_model())
 
 
+def require_federation(trainer: Any, callback: object) -> Federation:
+    """The federated strategy of a Trainer.
+
+    Raises:
+        MisconfigurationException: If the Trainer has another strategy.
+    """
+    if isinstance(trainer.strategy, Federation):
+        return trainer.strategy
+    raise MisconfigurationException(
+        f"Expected a federated run, but {type(callback).__name__} is used with "
+        f"{type(trainer.strategy).__name__}. Pass Trainer(strategy=FederatedStrategy(...))."
+    )
+
+
 def bank_device(place: str, device: torch.device, row: Tree, num_clients: int) -> torch.device:
     """Where the memories live: as asked, or on the device if they take at most a quarter of it."""
     if place == "host" or device.type == "cpu":

@@ -2,5 +2,18 @@
 
 from lightning_pfl.callbacks.head_fine_tuning import HeadFineTuning
 from lightning_pfl.callbacks.new_clients import NewClientAdaptation
+from lightning_pfl.inspect import (
+    ClientHistogram,
+    DriftMonitor,
+    PairwiseDistance,
+    PartitionPicture,
+)
 
-__all__ = ["HeadFineTuning", "NewClientAdaptation"]
+__all__ = [
+    "HeadFineTuning",
+    "NewClientAdaptation",
+    "ClientHistogram",
+    "DriftMonitor",
+    "PairwiseDistance",
+    "PartitionPicture",
+]

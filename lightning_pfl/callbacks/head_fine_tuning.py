@@ -16,7 +16,7 @@ from lightning_pfl._lightning import log_at_end, remember_metrics
 from lightning_pfl.adaptation import adapt
 from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.callbacks.modes import evaluating
-from lightning_pfl.callbacks.settings import check_budget, check_lr, require_federation
+from lightning_pfl.callbacks.settings import check_budget, check_lr
 from lightning_pfl.data.clients import FederatedDataset
 from lightning_pfl.engine.base import Evaluation, LogOptions
 from lightning_pfl.evaluation import (
@@ -26,7 +26,7 @@ from lightning_pfl.evaluation import (
     personal_models,
     summaries,
 )
-from lightning_pfl.federation import Federation
+from lightning_pfl.federation import Federation, require_federation
 from lightning_pfl.layout import Spec
 from lightning_pfl.placement import align
 from lightning_pfl.randomness import derive, seeded

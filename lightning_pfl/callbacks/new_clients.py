@@ -19,11 +19,11 @@ from lightning_pfl.adaptation import adapt
 from lightning_pfl.callback import ClientInfo, FederatedCallback
 from lightning_pfl.callbacks.modes import evaluating
 from lightning_pfl.callbacks.samples import take_samples
-from lightning_pfl.callbacks.settings import check_budget, check_lr, require_federation
+from lightning_pfl.callbacks.settings import check_budget, check_lr
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import Evaluation
 from lightning_pfl.evaluation import log_folder, summaries
-from lightning_pfl.federation import Federation
+from lightning_pfl.federation import Federation, require_federation
 from lightning_pfl.layout import Spec
 from lightning_pfl.placement import place
 from lightning_pfl.randomness import derive, seeded
@@ -58,8 +58,8 @@ class NewClientAdaptation(FederatedCallback):
     client had before round 0. For each m in ``samples`` it trains on the first m samples of a
     seeded shuffle of its training data (a larger m adds samples; a client with fewer trains on all
     it has), and is evaluated on its test data. It trains with the optimizer of
-    ``configure_optimizers`` on the loss of ``training_step``; what is not in ``scope`` is unchanged bit for bit, and so are the server and
-    the clients that took part.
+    ``configure_optimizers`` on the loss of ``training_step``; what is not in ``scope`` is unchanged
+    bit for bit, and so are the server and the clients that took part.
 
     A personal part that nobody trained says nothing about a method. So a new client that takes no
     step is left out, with a warning, and m = 0 is only accepted for methods with a global model,

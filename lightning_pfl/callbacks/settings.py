@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-from lightning_pfl.federation import Federation
 from lightning_pfl.methods.base import Phase
 
 
@@ -46,17 +41,3 @@ def check_lr(lr: float | None) -> None:
             f"Expected `lr` to be positive or None, but got lr={lr!r}. "
             "Use None for the learning rates of `configure_optimizers`."
         )
-
-
-def require_federation(trainer: Any, callback: object) -> Federation:
-    """The federated strategy of a Trainer.
-
-    Raises:
-        MisconfigurationException: If the Trainer has another strategy.
-    """
-    if isinstance(trainer.strategy, Federation):
-        return trainer.strategy
-    raise MisconfigurationException(
-        f"Expected a federated run, but {type(callback).__name__} is used with "
-        f"{type(trainer.strategy).__name__}. Pass Trainer(strategy=FederatedStrategy(...))."
-    )

@@ -1,0 +1,8 @@
+"""Pictures and monitors of a federated run, for TensorBoard."""
+
+from lightning_pfl.inspect.client_histogram import ClientHistogram
+from lightning_pfl.inspect.drift import DriftMonitor
+from lightning_pfl.inspect.pairwise_distance import PairwiseDistance
+from lightning_pfl.inspect.partition_picture import PartitionPicture
+
+__all__ = ["ClientHistogram", "DriftMonitor", "PairwiseDistance", "PartitionPicture"]

@@ -1,0 +1,76 @@
+"""Where pictures go: the Trainer's TensorBoard loggers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def boards(trainer: Any) -> list[Any]:
+    """The ``SummaryWriter`` of each TensorBoard logger."""
+    # Not at the top: with it, importing the package would take longer than importing Lightning.
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    return [log.experiment for log in trainer.loggers if isinstance(log, TensorBoardLogger)]
+
+
+def require_board(trainer: Any, callback: object) -> None:
+    """Require a place for pictures before anything is trained.
+
+    With ``fast_dev_run`` and ``barebones``, where Lightning takes the loggers away, nothing is
+    required and nothing is drawn.
+
+    Raises:
+        MisconfigurationException: If there is no TensorBoard logger.
+        ModuleNotFoundError: If matplotlib is not installed.
+    """
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    if trainer.fast_dev_run or trainer.barebones:
+        return
+    name = type(callback).__name__
+    if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+        got = ", ".join(type(logger).__name__ for logger in trainer.loggers) or "no logger"
+        raise MisconfigurationException(
+            f"Expected a TensorBoardLogger for the pictures of {name}, but got {got}. Add "
+            f"Trainer(logger=TensorBoardLogger(...)), or remove {name}."
+        )
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as cause:
+        raise ModuleNotFoundError(
+            f"{name} draws with matplotlib, which is not installed. Install 'lightning-pfl[plots]'."
+        ) from cause
+
+
+def new_figure(width: float = 8.0, height: float = 4.0) -> tuple[Figure, Axes]:
+    """A figure of so many inches with one pair of axes, outside of pyplot's list of open ones."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def show(trainer: Any, name: str, figure: Figure, round: int) -> None:
+    """Send a picture to every TensorBoard logger."""
+    for board in boards(trainer):
+        board.add_figure(name, figure, global_step=round)
+
+
+def check_every(every_n_rounds: int) -> None:
+    """Require a whole number of at least 1.
+
+    Raises:
+        ValueError: If it isn't.
+    """
+    whole = isinstance(every_n_rounds, int) and not isinstance(every_n_rounds, bool)
+    if not whole or every_n_rounds < 1:
+        raise ValueError(
+            "Expected `every_n_rounds` to be a whole number >= 1, but got "
+            f"every_n_rounds={every_n_rounds!r}. Use 1 for a picture in every round."
+        )

@@ -1,0 +1,196 @@
+"""ClientHistogram: how a value is distributed over the clients, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_pfl.callback import FederatedCallback
+from lightning_pfl.federation import require_federation
+from lightning_pfl.history import higher_is_better
+from lightning_pfl.inspect.board import boards, check_every, new_figure, require_board, show
+from lightning_pfl.metrics.summary import summarize
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+
+class ClientHistogram(FederatedCallback):
+    """Shows the clients behind the mean: a histogram, sorted bars, and quantiles over rounds.
+
+    For each name in ``metrics`` that an evaluation gives, under ``clients/<name>`` in TensorBoard:
+    the histogram over clients of every evaluation; in every ``every_n_rounds`` th round and the
+    last one a bar for each client, sorted (``/sorted``); at the end of a fit the quantiles over the
+    rounds (``/rounds``). A mean can rise while the worst clients fall: here one sees it.
+
+    Args:
+        metrics: Evaluated values, such as ``"val_acc"``, ``"global/val_acc"`` or ``"ft/val_acc"``.
+            Names of another split than the evaluated one are ignored.
+        every_n_rounds: Rounds between pictures of sorted bars, at least 1.
+
+    Raises:
+        ValueError: If ``every_n_rounds`` is below 1, ``metrics`` is empty, or an evaluation gives
+            none of them.
+        MisconfigurationException: At the start of a run without TensorBoardLogger.
+
+    Example:
+        >>> ClientHistogram(metrics=["val_acc", "ft/val_acc"]).metrics
+        ('val_acc', 'ft/val_acc')
+    """
+
+    def __init__(
+        self, metrics: Sequence[str] = ("val_acc", "test_acc"), every_n_rounds: int = 10
+    ) -> None:
+        check_every(every_n_rounds)
+        if isinstance(metrics, str) or not metrics:
+            raise ValueError(
+                "Expected `metrics` to be a list of names of evaluated values, but got "
+                f"metrics={metrics!r}. Use ['val_acc'], for example."
+            )
+        self.metrics, self.every_n_rounds = tuple(metrics), every_n_rounds
+        self.rounds: dict[str, dict[int, list[float]]] = {}
+        self._drawn = -1
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Require a board."""
+        require_federation(trainer, self)
+        require_board(trainer, self)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the clients of a validation."""
+        if trainer.sanity_checking or not boards(trainer):
+            return
+        fitting = trainer.state.fn == "fit"
+        loop: Any = trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop
+        self._draw(trainer, loop.results, bars=not fitting or self._is_due(trainer.current_epoch))
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the clients of a test."""
+        if boards(trainer):
+            loop: Any = trainer.test_loop
+            self._draw(trainer, loop.results, bars=True)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the last evaluation, if it wasn't, and the quantiles over the rounds."""
+        loop: Any = trainer.fit_loop.epoch_loop.val_loop
+        if not loop.results or not boards(trainer):
+            return
+        for name in self._evaluated(loop.results):
+            history = self.rounds.get(name, {})
+            last = max(history, default=0)
+            if self._drawn < last:
+                values, counts = _values(loop.results, name)
+                show(
+                    trainer, f"clients/{name}/sorted", draw_sorted(values, counts, name, last), last
+                )
+            if len(history) > 1:
+                show(trainer, f"clients/{name}/rounds", draw_rounds(history, name), last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The quantiles so far, for a run that is resumed."""
+        return {"rounds": {name: dict(history) for name, history in self.rounds.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.rounds = {name: dict(history) for name, history in state_dict["rounds"].items()}
+
+    # --- drawing ----------------------------------------------------------------------------------
+
+    def _is_due(self, round: int) -> bool:
+        return (round + 1) % self.every_n_rounds == 0
+
+    def _draw(self, trainer: Any, results: Mapping[str, Any], bars: bool) -> None:
+        round = max(trainer.strategy.rounds - 1, 0)
+        for name in self._evaluated(results):
+            values, counts = _values(results, name)
+            seen = values[counts > 0]
+            for board in boards(trainer):
+                board.add_histogram(f"clients/{name}", seen, global_step=round)
+            if trainer.state.fn == "fit":
+                quantiles = torch.quantile(seen, torch.tensor(QUANTILES, dtype=seen.dtype))
+                self.rounds.setdefault(name, {})[round] = quantiles.tolist()
+            if bars:
+                self._drawn = round
+                figure = draw_sorted(values, counts, name, round)
+                show(trainer, f"clients/{name}/sorted", figure, round)
+
+    def _evaluated(self, results: Mapping[str, Any]) -> list[str]:
+        known = [f"{prefix}{key}" for prefix, found in results.items() for key in found.values]
+        chosen = [name for name in self.metrics if name in known]
+        if not chosen:
+            raise ValueError(
+                f"Expected `metrics` to name evaluated values, but got metrics={self.metrics!r} "
+                f"and the evaluation gave {known}. Use some of these."
+            )
+        return chosen
+
+
+def _values(results: Mapping[str, Any], name: str) -> tuple[Tensor, Tensor]:
+    """One value and one number of samples per client, float64 and int64 on the CPU."""
+    prefix = next(
+        p for p, found in results.items() if name in {f"{p}{key}" for key in found.values}
+    )
+    found = results[prefix]
+    return found.values[name.removeprefix(prefix)].cpu().double(), found.counts
+
+
+def draw_sorted(values: Tensor, counts: Tensor, name: str, round: int) -> Figure:
+    """Draw one bar per client, best to worst.
+
+    Args:
+        values: ``(clients,)``.
+        counts: Samples of each client, ``(clients,)``; clients without are left out.
+        name: The value's name.
+        round: The round, from 0.
+    """
+    better = higher_is_better(name)
+    summary = summarize(values, counts, better)
+    ordered = values[counts > 0].sort(descending=better).values
+    figure, axes = new_figure()
+    axes.stairs(ordered.numpy(), fill=True, color="#4878a8")
+    for statistic, style, label in (("", "-", "mean"), ("worst_decile", "--", "worst decile")):
+        text = f"{label} {summary[statistic]:.3f}"
+        axes.axhline(
+            summary[statistic], color="#c44e52", linestyle=style, linewidth=1.2, label=text
+        )
+    axes.set_xlim(0, len(ordered))
+    axes.set_ylim(bottom=min(0.0, float(ordered.nan_to_num().min())))
+    axes.set(xlabel="clients, best to worst", ylabel=name, title=f"{name} after round {round}")
+    axes.legend(loc="lower left" if better else "upper left", frameon=True)
+    return figure
+
+
+def draw_rounds(history: Mapping[int, Sequence[float]], name: str) -> Figure:
+    """Draw the quantiles over clients against the rounds.
+
+    Args:
+        history: For each round the :data:`QUANTILES`.
+        name: The value's name.
+    """
+    rounds = sorted(history)
+    curves = list(zip(*(history[round] for round in rounds), strict=True))
+    figure, axes = new_figure()
+    bands = ((0, 6, 0.15, "all clients"), (1, 5, 0.3, "10 to 90 %"), (2, 4, 0.5, "25 to 75 %"))
+    for low, high, alpha, label in bands:
+        axes.fill_between(
+            rounds,
+            curves[low],
+            curves[high],
+            color="#4878a8",
+            alpha=alpha,
+            linewidth=0,
+            label=label,
+        )
+    axes.plot(rounds, curves[3], color="#1f3a5f", label="median")
+    axes.set(xlabel="round", ylabel=name, title=f"{name} over clients")
+    axes.margins(x=0)
+    axes.legend(loc="best")
+    return figure

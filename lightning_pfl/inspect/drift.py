@@ -1,0 +1,146 @@
+"""DriftMonitor: how far the clients go in a round, and whether they go the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.federation import require_federation
+from lightning_pfl.inspect.board import boards
+from lightning_pfl.tree import Tree, rows
+
+
+class DriftMonitor(FederatedCallback):
+    r"""Measures each client's update :math:`\Delta_k = y_k - x^t` and its angle to the mean update.
+
+    .. math::
+        \bar\Delta = \sum_k p_k \Delta_k, \qquad
+        \cos_k = \frac{\langle \Delta_k, \bar\Delta \rangle}
+                      {\lVert \Delta_k \rVert \lVert \bar\Delta \rVert}
+
+    over the trainable parameters that are sent, the clients that the gate accepted, and the
+    aggregation weights :math:`p_k`. With equal data all cosines are near 1; clients that pull apart
+    have small or negative ones, and then the mean update is much shorter than the updates. An entry
+    that is sent but was not received counts as it is.
+
+    Logs, once a round and to every logger: ``drift/norm`` and ``drift/cosine`` (means over the
+    cohort), ``drift/norm/max``, ``drift/cosine/min`` and ``drift/mean_update_norm``. TensorBoard
+    also gets both as histograms over the cohort; other loggers have none. A round without updates
+    logs nothing; for a method that sends nothing there is a warning at the start.
+
+    Example:
+        >>> norm, cosine, mean = drift(
+        ...     {"w": torch.tensor([[3.0, 0.0], [0.0, 4.0]])}, {"w": torch.zeros(2, 2)},
+        ...     torch.tensor([0.5, 0.5]))
+        >>> norm.tolist(), mean
+        ([3.0, 4.0], 2.5)
+
+    References:
+        Karimireddy et al. SCAFFOLD: stochastic controlled averaging for federated learning. ICML
+        2020. arXiv:1910.06378, section 3 (client drift).
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Warn where there is nothing to measure."""
+        federation = require_federation(trainer, self)
+        if not federation.layout.shared:
+            rank_zero_warn(
+                f"DriftMonitor measures what clients send, but {type(federation.method).__name__} "
+                "shares nothing: it logs nothing."
+            )
+
+    def on_aggregation_start(
+        self, trainer: L.Trainer, module: L.LightningModule, round: Round
+    ) -> None:
+        """Measure the accepted updates."""
+        self._values = {}
+        accepted = torch.tensor([int(k) not in round.rejected for k in round.info.index])
+        info = round.info.keep(accepted)
+        buffers = frozenset(require_federation(trainer, self).layout.buffers)
+        uploads = _without(round.uploads or {}, buffers)
+        at = accepted.nonzero().flatten()
+        device = next((leaf.device for _, leaf in _named(uploads, {})), None)
+        if not len(info) or device is None:
+            return
+        received = rows(round.received or {}, at.to(device))
+        norm, cosine, mean = drift(uploads, received, info.weights)
+        self._values = {
+            "drift/norm": float(norm.mean()),
+            "drift/norm/max": float(norm.max()),
+            "drift/mean_update_norm": mean,
+        }
+        # A client that didn't move has no direction.
+        cosine = cosine[cosine.isfinite()]
+        if len(cosine):
+            self._values["drift/cosine"] = float(cosine.mean())
+            self._values["drift/cosine/min"] = float(cosine.min())
+        for board in boards(trainer):
+            board.add_histogram("drift/norm", norm, global_step=round.number)
+            if len(cosine):
+                board.add_histogram("drift/cosine", cosine, global_step=round.number)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the round's values."""
+        pl_module.log_dict(self._values, on_step=False, on_epoch=True, batch_size=1)
+        self._values = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not logged yet, for a run that is resumed inside a round."""
+        return {"values": dict(self._values)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._values = dict(state_dict["values"])
+
+
+def drift(uploads: Tree, received: Tree, weights: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Norms of the clients' updates, cosines to the mean update, and the mean update's norm.
+
+    Args:
+        uploads: What clients send, ``(clients, ...)``.
+        received: What they received, ``(clients, ...)``.
+        weights: Aggregation weights, ``(clients,)``, summing to 1.
+
+    Returns:
+        Two float64 tensors ``(clients,)`` on the CPU, and a number. The cosine is NaN for a client
+        that didn't move, and for all if the mean is zero.
+    """
+    squares = torch.zeros(len(weights), dtype=torch.float64)
+    products, mean_square = torch.zeros_like(squares), 0.0
+    # One leaf after another: all updates in one matrix would double the memory of a round.
+    for _, change in _named(uploads, received):
+        flat = change.reshape(len(weights), -1).double()
+        mean = weights.to(flat) @ flat
+        squares += flat.square().sum(1).cpu()
+        products += (flat @ mean).cpu()
+        mean_square += float(mean.square().sum())
+    norm = squares.sqrt()
+    return norm, products / (norm * mean_square**0.5), mean_square**0.5
+
+
+def _named(uploads: Tree, received: Tree) -> Iterator[tuple[str, Tensor]]:
+    """Changes of the floating-point entries, by name."""
+    for name, leaf in uploads.items():
+        before = received.get(name)
+        if isinstance(leaf, dict):
+            yield from _named(leaf, before if isinstance(before, dict) else {})
+        elif leaf.is_floating_point():
+            known = isinstance(before, Tensor) and before.shape == leaf.shape
+            yield name, leaf - before if known else leaf
+
+
+def _without(tree: Tree, names: frozenset[str]) -> Tree:
+    return {
+        name: _without(leaf, names) if isinstance(leaf, dict) else leaf
+        for name, leaf in tree.items()
+        if name not in names
+    }

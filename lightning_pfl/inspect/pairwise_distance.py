@@ -1,0 +1,120 @@
+"""PairwiseDistance: which clients' models are alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pfl.callback import FederatedCallback
+from lightning_pfl.evaluation import personal_models
+from lightning_pfl.federation import Federation, require_federation
+from lightning_pfl.inspect.board import boards, check_every, new_figure, require_board, show
+from lightning_pfl.layout import Spec
+from lightning_pfl.tree import Model, floats, select
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class PairwiseDistance(FederatedCallback):
+    r"""Draws the distances :math:`\lVert \theta_j - \theta_k \rVert_2` between the clients' models.
+
+    A matrix of clients, under ``distance`` in TensorBoard, in every ``every_n_rounds`` th round and
+    after the last one. Groups of like clients are dark blocks on the diagonal, once they are
+    neighbours in the order of the client ids. Parameters and floating-point buffers count.
+
+    Args:
+        part: What is compared: ``"personal"`` (the method's personal part), ``"all"``, or names,
+            globs and module types.
+        every_n_rounds: Rounds between pictures, at least 1.
+        max_clients: The first so many clients are drawn, at least 2; more can't be told apart.
+
+    Raises:
+        ValueError: If a number is out of its range.
+        MisconfigurationException: At the start of a run without TensorBoardLogger, or if
+            ``part="personal"`` and the method has no personal part.
+
+    Example:
+        >>> PairwiseDistance(part="head", every_n_rounds=5).part
+        'head'
+    """
+
+    def __init__(
+        self, part: Spec = "personal", every_n_rounds: int = 10, max_clients: int = 256
+    ) -> None:
+        check_every(every_n_rounds)
+        if max_clients < 2:
+            raise ValueError(
+                f"Expected `max_clients` to be at least 2, but got max_clients={max_clients!r}. "
+                "Use 256, for example."
+            )
+        self.part, self.every_n_rounds, self.max_clients = part, every_n_rounds, max_clients
+        self._drawn = -1
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Require a board."""
+        require_federation(trainer, self)
+        if stage == "fit":
+            require_board(trainer, self)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Require something to compare."""
+        self._names(require_federation(trainer, self))
+        self._drawn = -1
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw if the round is due."""
+        if (trainer.current_epoch + 1) % self.every_n_rounds == 0:
+            self._draw(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the last round, if it wasn't."""
+        self._draw(trainer)
+
+    def _draw(self, trainer: Any) -> None:
+        federation = require_federation(trainer, self)
+        round = federation.rounds - 1
+        if round == self._drawn or not boards(trainer):
+            return
+        self._drawn = round
+        clients = torch.arange(min(federation.num_clients, self.max_clients))
+        with torch.no_grad():
+            models = personal_models(federation, clients)
+        figure = draw_matrix(distances(select(models, self._names(federation))), round)
+        show(trainer, "distance", figure, round)
+
+    def _names(self, federation: Federation) -> frozenset[str]:
+        if self.part != "personal":
+            return federation.layout.match(self.part, "part")
+        if not federation.layout.personal:
+            raise MisconfigurationException(
+                "Expected a method with a personal part for part='personal', but "
+                f"{type(federation.method).__name__} shares the whole model: all distances are 0. "
+                "Remove PairwiseDistance, or use part='all' for a method whose personal models "
+                "differ."
+            )
+        return federation.layout.personal
+
+
+def distances(models: Model) -> Tensor:
+    """Euclidean distances between clients, float64 ``(clients, clients)`` on the CPU.
+
+    Args:
+        models: What is compared, ``(clients, ...)``; integer entries don't count.
+    """
+    flat = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in floats(models).values()], 1)
+    # The faster formula through inner products loses half of the digits where clients are close.
+    return torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist").cpu()
+
+
+def draw_matrix(matrix: Tensor, round: int) -> Figure:
+    """Draw a matrix of distances ``(clients, clients)``."""
+    figure, axes = new_figure(6.0, 5.0)
+    image = axes.imshow(matrix.numpy(), cmap="viridis", vmin=0)
+    figure.colorbar(image, ax=axes, label="distance")
+    axes.set(xlabel="client", ylabel="client", title=f"distance of models after round {round}")
+    return figure

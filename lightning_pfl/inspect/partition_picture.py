@@ -1,0 +1,106 @@
+"""PartitionPicture: who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+import numpy as np
+from torch import Tensor
+
+from lightning_pfl.callback import FederatedCallback
+from lightning_pfl.data.clients import FederatedDataset, FederatedLoaders
+from lightning_pfl.data.partition.draw import draw
+from lightning_pfl.federation import require_federation
+from lightning_pfl.inspect.board import boards, new_figure, require_board, show
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Split = Literal["train", "val", "test"]
+
+
+class PartitionPicture(FederatedCallback):
+    """Draws, at the start of a fit, how much of what each client holds.
+
+    A map of classes and clients where there are class labels, else the clients' sizes; under
+    ``partition/<split>`` in TensorBoard. A :class:`~lightning_pfl.FederatedDataModule` knows its
+    labels, and its new clients are in the picture, at the right. Of other resident data the second
+    field is taken for the labels. DataLoaders give their sizes.
+
+    Args:
+        split: ``"train"``, ``"val"`` or ``"test"``; the last two need a FederatedDataModule.
+        labels: Takes the fields of a :class:`~lightning_pfl.data.FederatedTensorDataset` and gives
+            the labels, ``(samples,)``; None for the second field.
+
+    Raises:
+        ValueError: If ``split`` is unknown, or not to be had from the run's data.
+        MisconfigurationException: At the start of a run without TensorBoardLogger.
+
+    Example:
+        >>> PartitionPicture("test").split
+        'test'
+    """
+
+    def __init__(
+        self, split: Split = "train", labels: Callable[[Any], Tensor] | None = None
+    ) -> None:
+        if split not in ("train", "val", "test"):
+            raise ValueError(
+                f"Expected `split` to be 'train', 'val' or 'test', but got split={split!r}. "
+                "Choose one of the three."
+            )
+        self.split, self.labels = split, labels
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Require a board."""
+        require_federation(trainer, self)
+        if stage == "fit":
+            require_board(trainer, self)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw."""
+        if not boards(trainer):
+            return
+        figure, axes = new_figure()
+        loop: Any = trainer.fit_loop
+        source: Any = getattr(trainer, "datamodule", None)
+        if self.labels is None and hasattr(source, "draw"):
+            source.draw(self.split, axes)
+        elif self.split == "train":
+            draw_dataset(loop.require_data(), axes, self.labels)
+        else:
+            raise ValueError(
+                f"Expected split='train' without a FederatedDataModule, but got "
+                f"split={self.split!r}. Use 'train', or a FederatedDataModule."
+            )
+        axes.set_title(f"who holds what ({self.split})")
+        show(trainer, f"partition/{self.split}", figure, 0)
+
+
+def draw_dataset(
+    data: FederatedDataset, axes: Axes, labels: Callable[[Any], Tensor] | None = None
+) -> None:
+    """Draw what the clients of a federated dataset hold.
+
+    Args:
+        data: The split.
+        axes: Where to draw.
+        labels: From fields to labels; None for the second field, if there is one per sample.
+    """
+    if isinstance(data, FederatedLoaders):
+        sizes = data.num_samples.tolist()
+        # Without labels the picture shows sizes: one floating-point label stands for all samples.
+        draw([np.zeros(size, dtype=np.int64) for size in sizes], np.zeros(1), axes)
+        return
+    parts = [positions.cpu().numpy() for positions in data.indices]
+    found = labels(data.fields) if labels is not None else _second(data.fields)
+    draw(parts, np.zeros(data.pool_size) if found is None else found.cpu().numpy(), axes)
+
+
+def _second(fields: Any) -> Tensor | None:
+    """The second field, where it can be a label."""
+    if isinstance(fields, (tuple, list)) and len(fields) > 1 and isinstance(fields[1], Tensor):
+        return fields[1] if fields[1].ndim == 1 else None
+    return None
