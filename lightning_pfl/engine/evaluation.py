@@ -14,17 +14,16 @@ from torch import Tensor
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings, Evaluation, OnClients
 from lightning_pfl.engine.batching import (
-    Batches,
     Budget,
     Limits,
-    LoaderBatches,
     Minibatch,
-    ResidentBatches,
     Tick,
     batch_length,
 )
 from lightning_pfl.engine.client import ClientProgram, NotVectorizableError, batchable_kernels
+from lightning_pfl.engine.drawn import Batches, LoaderBatches
 from lightning_pfl.engine.logs import ClientLogs
+from lightning_pfl.engine.resident import ResidentBatches
 from lightning_pfl.randomness import derive
 from lightning_pfl.tree import Model, floats, is_expanded, rows
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pfl.data.batch import map_batch
-from lightning_pfl.engine.batching import Batches, ResidentBatches
 from lightning_pfl.engine.client import ClientProgram, NotVectorizableError
+from lightning_pfl.engine.drawn import Batches
 from lightning_pfl.engine.phase import ActivePhase, is_unmodified
+from lightning_pfl.engine.resident import ResidentBatches
 from lightning_pfl.layout import Layout
 from lightning_pfl.tree import Model, Tree, is_expanded
 

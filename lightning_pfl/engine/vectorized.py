@@ -13,18 +13,16 @@ from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings, Evaluation, LocalResult, OnClients
 from lightning_pfl.engine.batching import (
-    Batches,
     Budget,
     Limits,
-    LoaderBatches,
     Minibatch,
-    ResidentBatches,
     Tick,
     count_steps,
     minibatches_per_epoch,
     order_key,
 )
 from lightning_pfl.engine.client import ClientProgram, batchable_kernels
+from lightning_pfl.engine.drawn import Batches, LoaderBatches
 from lightning_pfl.engine.evaluation import VectorizedEvaluation
 from lightning_pfl.engine.gradient import BatchedGradient, Result, Transform, materialize
 from lightning_pfl.engine.keyed import mix
@@ -32,6 +30,7 @@ from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.phase import ActivePhase, is_sample_wise, is_unmodified
 from lightning_pfl.engine.prefix import PrefixCache
+from lightning_pfl.engine.resident import ResidentBatches
 from lightning_pfl.engine.trace import Traces, fingerprint
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase

@@ -1,0 +1,116 @@
+"""Minibatches drawn from users' DataLoaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.data.clients import FederatedLoaders
+from lightning_pfl.engine.batching import (
+    Budget,
+    Limits,
+    Minibatch,
+    Tick,
+    as_rows,
+    batch_length,
+    reseed,
+    step_bounds,
+)
+from lightning_pfl.engine.resident import ResidentBatches
+from lightning_pfl.randomness import derive, seeded
+
+
+class LoaderBatches:
+    """Minibatches of a chunk drawn from one DataLoader per client, as the user made it.
+
+    A loader's shuffling and its dataset's random transforms draw from torch's global generator: it
+    is seeded for each (client, epoch, minibatch), so that the samples don't depend on which clients
+    share a chunk.
+    """
+
+    def __init__(
+        self,
+        data: FederatedLoaders,
+        clients: Sequence[int],
+        budget: Budget,
+        limits: Limits,
+        key: Callable[[int, int], int],
+        device: torch.device,
+        first_epoch: int = 0,
+    ) -> None:
+        self.clients, self.device, self._key = list(clients), device, key
+        self.first_epoch = first_epoch
+        self.loaders = [data.loaders[client] for client in clients]
+        self.per_epoch = [limits.of_epoch(len(loader)) for loader in self.loaders]
+        self.bounds = [step_bounds(n, budget, limits.accumulate) for n in self.per_epoch]
+        self.steps = torch.tensor([len(b) for b in self.bounds])
+        self.epochs_used = max(
+            (-(-b[-1][1] // n) for b, n in zip(self.bounds, self.per_epoch, strict=True) if b),
+            default=0,
+        )
+        self._iterators: list[Iterator[Any] | None] = [None] * len(self.loaders)
+
+    def at(self, step: int) -> Iterator[Tick]:
+        """The ticks of one step number.
+
+        Clients whose minibatches have the same structure and shapes.
+        """
+        groups: dict[Any, list[tuple[int, list[Any]]]] = {}
+        for row in range(int((self.steps > step).sum())):
+            batches = [self._next(row, number) for number in range(*self.bounds[row][step])]
+            groups.setdefault(tuple(map(signature, batches)), []).append((row, batches))
+        for members in groups.values():
+            rows = torch.tensor([row for row, _ in members])
+            number = self.bounds[members[0][0]][step][0]
+            minibatches = []
+            for offset, parts in enumerate(zip(*(batches for _, batches in members), strict=True)):
+                data = stack_batches(parts, self.device)
+                sizes = torch.full((len(rows),), batch_length(parts[0]))
+                minibatches.append(Minibatch(data, sizes, number=number + offset))
+            yield Tick(as_rows(rows, len(self.steps)), minibatches)
+
+    def _next(self, row: int, number: int) -> Any:
+        epoch, within = divmod(number, self.per_epoch[row])
+        with seeded(
+            derive(self._key(self.clients[row], self.first_epoch + epoch), "fetch", within)
+        ):
+            if within == 0:
+                self._iterators[row] = iter(
+                    reseed(
+                        self.loaders[row], self._key(self.clients[row], self.first_epoch + epoch)
+                    )
+                )
+            iterator = self._iterators[row]
+            assert iterator is not None
+            return next(iterator)
+
+
+Batches = ResidentBatches | LoaderBatches
+
+
+def signature(batch: Any) -> Any:
+    """Structure, shapes and dtypes of a batch: batches with equal signatures can be stacked."""
+    if isinstance(batch, Tensor):
+        return ("tensor", tuple(batch.shape), batch.dtype)
+    if isinstance(batch, dict):
+        return ("dict", *((key, signature(value)) for key, value in batch.items()))
+    if isinstance(batch, (list, tuple)):
+        return (type(batch).__name__, *map(signature, batch))
+    return ("object", id(batch))
+
+
+def stack_batches(batches: Sequence[Any], device: torch.device) -> Any:
+    """Stack batches of equal signature along a new client axis, on the device."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(batches)).to(device, non_blocking=True)
+    if isinstance(first, dict):
+        return {key: stack_batches([batch[key] for batch in batches], device) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(stack_batches(parts, device) for parts in zip(*batches, strict=True)))
+    if isinstance(first, (list, tuple)):
+        return type(first)(stack_batches(parts, device) for parts in zip(*batches, strict=True))
+    return first
