@@ -1,4 +1,5 @@
-"""Users' DataLoaders: the same numbers as resident tensors, and randomness that belongs to the client."""
+"""Users' DataLoaders: the same numbers as resident tensors, and randomness that belongs to the
+client."""
 
 from __future__ import annotations
 

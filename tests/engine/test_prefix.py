@@ -1,4 +1,5 @@
-"""The cache of a frozen backbone's features: the same numbers, used where it may be, off elsewhere."""
+"""The cache of a frozen backbone's features: the same numbers, used where it may be, off
+elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Recorded gradients: the same bits as the step itself, and only of steps that read nothing else."""
+"""Recorded gradients: the same bits as the step itself, and only of steps that read nothing
+else."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ class UsesInputs(PersonalizedModule):
 
 @pytest.mark.parametrize("kind", [OwnSample, OwnForward])
 def test_what_a_user_overrides_is_not_recorded(kind: type[OwnSample]) -> None:
-    """A scale of zero from the second round on must stop the training, also where round 0 was long."""
+    """A scale of zero from the second round on must stop the training, also where round 0 was
+    long."""
     module = make(kind)
     first = run(module, FedAvg(local_epochs=3))
     assert replays(first) == 0

@@ -1,0 +1,154 @@
+"""Counting and cutting: minibatches, steps, and the documented order of samples."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.engine.batching import (
+    Budget,
+    Limits,
+    count_steps,
+    epoch_minibatches,
+    order_key,
+    step_bounds,
+)
+from lightning_pfl.engine.resident import ResidentBatches
+
+SIZES = (9, 4, 1, 0)
+
+
+@pytest.mark.parametrize(("samples", "size"), list(product(range(7), (1, 2, 3, 10))))
+def test_minibatches_of_an_epoch(samples: int, size: int) -> None:
+    cut = [list(range(samples))[at : at + size] for at in range(0, samples, size)]
+    assert epoch_minibatches(samples, size, drop_last=False) == len(cut)
+    assert epoch_minibatches(samples, size, drop_last=True) == sum(len(b) == size for b in cut)
+
+
+@pytest.mark.parametrize(
+    ("minibatches", "accumulate", "epochs"), list(product(range(6), (1, 2, 3), (0, 1, 2)))
+)
+def test_steps_of_epochs(minibatches: int, accumulate: int, epochs: int) -> None:
+    """As Lightning does: groups of minibatches, of which an epoch's last may be incomplete."""
+    expected = []
+    for epoch in range(epochs):
+        numbers = list(range(epoch * minibatches, (epoch + 1) * minibatches))
+        groups = [numbers[at : at + accumulate] for at in range(0, minibatches, accumulate)]
+        expected += [(group[0], group[-1] + 1) for group in groups]
+    budget = Budget(epochs, None)
+    assert step_bounds(minibatches, budget, accumulate) == expected
+    assert count_steps(minibatches, budget, accumulate) == len(expected)
+
+
+def test_steps_cycle_through_the_epochs() -> None:
+    assert step_bounds(3, Budget(None, 4), 2) == [(0, 2), (2, 3), (3, 5), (5, 6)]
+    assert step_bounds(0, Budget(None, 4), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (Limits(), 10),
+        (Limits(batches=3), 3),
+        (Limits(batches=30), 10),
+        (Limits(batches=0.25), 2),
+        (Limits(batches=1), 1),
+        (Limits(batches=0), 0),
+        (Limits(overfit=2), 2),
+        (Limits(overfit=0.5, batches=3), 5),
+    ],
+)
+def test_limits(limits: Limits, expected: int) -> None:
+    assert limits.of_epoch(10) == expected
+
+
+def test_the_key_of_an_order_is_documented() -> None:
+    digest = hashlib.blake2b(b"5/order/local/2/7/1", digest_size=8).digest()
+    assert order_key(5, "local", 2, 7, 1) == int.from_bytes(digest, "little") >> 1
+
+
+def make(
+    pad: bool,
+    budget: Budget,
+    limits: Limits,
+    drop_last: bool,
+    shuffle: bool = True,
+    batch_size: int = 4,
+) -> ResidentBatches:
+    total = sum(SIZES)
+    positions = torch.arange(total).split(SIZES)  # type: ignore[no-untyped-call]
+    data = FederatedTensorDataset(
+        torch.arange(total), positions, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
+    )
+    return ResidentBatches(data, range(4), budget, limits, key_of, pad)
+
+
+def key_of(client: int, epoch: int) -> int:
+    return order_key(0, "local", 3, client, epoch)
+
+
+def by_hand(client: int, minibatches: int, drop_last: bool) -> list[list[int]]:
+    """The documented order: epoch by epoch a permutation of the client's samples, cut in fours."""
+    first, size, found, epoch = sum(SIZES[:client]), SIZES[client], [], 0
+    while len(found) < minibatches:
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(key_of(client, epoch)))
+        cut = [(first + some).tolist() for some in order.split(4)]  # type: ignore[no-untyped-call]
+        found += [some for some in cut if len(some) == 4 or not drop_last]
+        epoch += 1
+    return found[:minibatches]
+
+
+def collect(batches: ResidentBatches) -> list[list[list[int]]]:
+    """Every client's minibatches in the order in which its steps see them."""
+    seen: list[list[list[int]]] = [[] for _ in SIZES]
+    for step in range(int(batches.steps.max())):
+        clients: list[int] = []
+        for tick in batches.at(step):
+            everyone = torch.arange(len(SIZES))
+            rows = everyone if tick.rows is None else everyone[tick.rows]
+            clients += rows.tolist()
+            for minibatch in tick.minibatches:
+                for row, client in enumerate(rows.tolist()):
+                    real: Tensor = minibatch.data[row]
+                    if minibatch.mask is not None:
+                        real = real[minibatch.mask[row] > 0]
+                    assert len(real) == minibatch.sizes[row]
+                    seen[client].append(real.tolist())
+        assert len(clients) == len(set(clients))
+        assert set(clients) == {c for c in range(4) if batches.steps[c] > step}
+    return seen
+
+
+@pytest.mark.parametrize("pad", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("budget", [Budget(1, None), Budget(3, None), Budget(None, 5)])
+def test_clients_see_their_samples_in_the_documented_order(
+    pad: bool, drop_last: bool, accumulate: int, budget: Budget
+) -> None:
+    batches = make(pad, budget, Limits(accumulate), drop_last)
+    for client, seen in enumerate(collect(batches)):
+        per_epoch = epoch_minibatches(SIZES[client], 4, drop_last)
+        bounds = step_bounds(per_epoch, budget, accumulate)
+        assert int(batches.steps[client]) == len(bounds)
+        assert seen == by_hand(client, bounds[-1][1] if bounds else 0, drop_last)
+
+
+def test_without_shuffling_and_when_overfitting_samples_come_in_order() -> None:
+    for batches in (
+        make(False, Budget(1, None), Limits(), False, shuffle=False),
+        make(False, Budget(1, None), Limits(overfit=1.0), False),
+    ):
+        flat = [[s for some in seen for s in some] for seen in collect(batches)]
+        assert sum(flat, []) == list(range(sum(SIZES)))  # noqa: RUF017
+
+
+def test_full_batches_cost_the_memory_of_the_data() -> None:
+    batches = make(False, Budget(1, None), Limits(), False, batch_size=10**9)
+    assert batches.local.numel() <= 4 * max(SIZES)
+    assert [sorted(sum(seen, [])) for seen in collect(batches)][0] == list(range(9))  # noqa: RUF015, RUF017

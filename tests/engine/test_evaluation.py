@@ -1,0 +1,235 @@
+"""Evaluation: both engines report each client's own mean over its samples, with its own model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_pfl.data.clients import FederatedLoaders
+from lightning_pfl.engine import evaluation
+from lightning_pfl.engine.base import EngineSettings, Evaluation
+from lightning_pfl.engine.client import NotVectorizableError
+from lightning_pfl.engine.sequential import SequentialEngine
+from lightning_pfl.engine.vectorized import VectorizedEngine
+from lightning_pfl.layout import Layout
+from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.testing.rounds import assert_trees_close
+from lightning_pfl.tree import Model, expand
+from tests.engine.nets import CLASSES, SIZES, cnn, image_clients
+
+ENGINES = {"vectorized": VectorizedEngine, "sequential": SequentialEngine}
+
+
+def personal_models(module: Any, head_only: bool = True) -> Model:
+    """A shared backbone (expanded) and a head for each client, or everything for each client."""
+    model = Layout(module).model()
+    generator = torch.Generator().manual_seed(7)
+    shared = expand(model, len(SIZES))
+    for name, leaf in model.items():
+        if leaf.is_floating_point() and (not head_only or name.startswith("head")):
+            noise = torch.rand(len(SIZES), *leaf.shape, generator=generator, dtype=leaf.dtype)
+            shared[name] = leaf + 0.5 * noise
+    return shared
+
+
+def evaluate(
+    engine: str,
+    module: Any,
+    models: Model,
+    data: Any = None,
+    step: str = "validation_step",
+    clients: Any = None,
+    **settings: Any,
+) -> Evaluation:
+    module.eval()
+    kind = ENGINES[engine]
+    runner = kind(module, Layout(module), module.configure_optimizers(), EngineSettings(**settings))
+    index = torch.arange(len(SIZES)) if clients is None else torch.tensor(clients)
+    found: Evaluation = runner.evaluate(
+        models, index, image_clients() if data is None else data, step
+    )
+    return found
+
+
+def by_hand(module: Any, models: Model, batches: int | None = None) -> Tensor:
+    """Each client's mean loss over its first minibatches of four, NaN for the empty client."""
+    data, losses = image_clients(), []
+    for client in range(len(SIZES)):
+        module.load_state_dict({name: leaf[client] for name, leaf in models.items()})
+        own = data.indices[client]
+        x, y = data.gather(own if batches is None else own[: 4 * batches])
+        losses.append(F.cross_entropy(module(x), y) if len(y) else torch.tensor(torch.nan))
+    return torch.stack(losses).detach().double()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+class TestEvaluation:
+    @pytest.mark.parametrize("head_only", [True, False])
+    def test_each_client_with_its_own_model_on_its_own_data(
+        self, engine: str, head_only: bool
+    ) -> None:
+        module = cnn().eval()
+        models = personal_models(module, head_only)
+        found = evaluate(engine, cnn(), models)
+        torch.testing.assert_close(
+            found.values["val_loss"], by_hand(module, models), equal_nan=True
+        )
+        assert found.counts.tolist() == list(SIZES)
+
+    @pytest.mark.parametrize("limit", [1, 2, 0.5])
+    def test_limits_count_the_users_batches(self, engine: str, limit: float) -> None:
+        module = cnn().eval()
+        models = personal_models(module)
+        found = evaluate(engine, cnn(), models, limit_eval_batches=limit)
+        full = [-(-size // 4) for size in SIZES]
+        used = [min(limit, n) if isinstance(limit, int) else int(limit * n) for n in full]
+        assert found.counts.tolist() == [
+            min(size, 4 * n) for size, n in zip(SIZES, used, strict=True)
+        ]
+        if isinstance(limit, int):
+            expected = by_hand(module, models, limit)
+            torch.testing.assert_close(found.values["val_loss"], expected, equal_nan=True)
+
+    def test_some_clients_in_another_order(self, engine: str) -> None:
+        models = personal_models(cnn())
+        index = torch.tensor([3, 0])
+        part = {name: leaf[index] for name, leaf in models.items()}
+        everyone = evaluate(engine, cnn(), models).values["val_loss"]
+        some = evaluate(engine, cnn(), part, clients=[3, 0]).values["val_loss"]
+        torch.testing.assert_close(some, everyone[index], rtol=1e-12, atol=0)
+
+    def test_progress_names_every_client_once(self, engine: str) -> None:
+        module = cnn().eval()
+        runner = ENGINES[engine](
+            module, Layout(module), module.configure_optimizers(), EngineSettings()
+        )
+        done: list[int] = []
+        index = torch.arange(len(SIZES))
+        runner.evaluate(personal_models(module), index, image_clients(), "test_step", done.extend)
+        assert sorted(done) == list(range(len(SIZES)))
+
+
+class Own(PersonalizedModule):
+    """A step of the user's own: mean, sum, minimum and maximum of the batches' losses."""
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("mean", loss, prog_bar=True)
+        for reduction in ("sum", "min", "max"):
+            self.log(reduction, loss, reduce_fx=reduction, logger=False)
+
+    def predict_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        return {"classes": self(batch[0]).argmax(-1), "number": batch[1].new_tensor(batch_idx)}
+
+
+def own() -> Own:
+    plain = cnn()
+    return Own(plain.backbone, plain.head).double()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_reductions_of_logged_values(engine: str) -> None:
+    module = own().eval()
+    models = personal_models(module)
+    found = evaluate(engine, own(), models)
+    module.load_state_dict({name: leaf[3] for name, leaf in models.items()})
+    data = image_clients()
+    parts = [data.gather(some) for some in data.indices[3].split(4)]  # type: ignore[no-untyped-call]
+    losses = torch.stack([F.cross_entropy(module(x), y) for x, y in parts]).detach()
+    sizes = torch.tensor([len(y) for _, y in parts]).double()
+    expected = {
+        "mean": losses @ sizes / sizes.sum(),
+        "sum": losses.sum(),
+        "min": losses.min(),
+        "max": losses.max(),
+    }
+    assert_trees_close({name: value[3] for name, value in found.values.items()}, expected)
+    assert found.values["sum"][1].isnan()
+    assert (found.options["mean"].prog_bar, found.options["sum"].logger) == (True, False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("loaders", [True, False])
+def test_predictions_come_by_client_and_batch(engine: str, loaders: bool) -> None:
+    data: Any = image_clients()
+    expected = [-(-size // 4) for size in SIZES]
+    if loaders:
+        parts = [TensorDataset(*image_clients().gather(own)) for own in data.indices]
+        data = FederatedLoaders([DataLoader(part, batch_size=4) for part in parts])
+    models = personal_models(own())
+    found = evaluate(engine, own(), models, data, "predict_step").predictions
+    assert [len(batches) for batches in found] == expected
+    assert [[len(b["classes"]) for b in batches] for batches in found] == [
+        [min(4, size - at) for at in range(0, size, 4)] for size in SIZES
+    ]
+    module = own().eval()
+    module.load_state_dict({name: leaf[3] for name, leaf in models.items()})
+    x, _ = image_clients().gather(image_clients().indices[3])
+    assert torch.equal(torch.cat([b["classes"] for b in found[3]]), module(x).argmax(-1))
+    assert [int(b["number"]) for b in found[3]] == [0, 1, 2, 3]
+
+
+class WithMetric(PersonalizedModule):
+    """Accuracy by torchmetrics, which is not a mean over batches' means."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.accuracy = MulticlassAccuracy(CLASSES, average="macro")
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        self.accuracy(self(batch[0]), batch[1])
+        self.log("acc", self.accuracy)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_torchmetrics_object_is_computed_for_each_client() -> None:
+    plain = cnn()
+    module = WithMetric(plain.backbone, plain.head).double()
+    models = personal_models(module)
+    found = evaluate("sequential", module, models)
+    data = image_clients()
+    for client, size in enumerate(SIZES):
+        module.load_state_dict({name: leaf[client] for name, leaf in models.items()})
+        if size:
+            x, y = data.gather(data.indices[client])
+            expected = MulticlassAccuracy(CLASSES, average="macro")(module(x), y)
+            torch.testing.assert_close(found.values["acc"][client], expected.double())
+    with pytest.raises(
+        NotVectorizableError, match=r"self.log\('acc', ...\) in validation_step logs a torchmetrics"
+    ):
+        evaluate("vectorized", module, models)
+
+
+def test_a_large_split_is_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = evaluate("vectorized", cnn(), personal_models(cnn())).values
+    monkeypatch.setattr(evaluation, "SAMPLES", 6)
+    parts = evaluate("vectorized", cnn(), personal_models(cnn())).values
+    assert_trees_close(parts, whole)
+
+
+def test_a_padded_sample_may_be_anything() -> None:
+    """Padding repeats a sample, which may be one without a finite loss."""
+    data = image_clients()
+    data.fields[0][data.indices[3][0]] = torch.inf  # type: ignore[index]
+    found = evaluate("vectorized", cnn(), personal_models(cnn()), data).values["val_loss"]
+    assert found.isfinite().tolist() == [True, False, True, False, True]
+
+
+def test_other_reductions_are_refused() -> None:
+    class Median(PersonalizedModule):
+        def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+            self.log("x", self(batch[0]).mean(), reduce_fx=torch.median)
+
+    plain = cnn()
+    module = Median(plain.backbone, plain.head).double()
+    with pytest.raises(
+        ValueError,
+        match=r"Expected `reduce_fx` of self.log\('x'\) to be one of mean, sum, min, max",
+    ):
+        evaluate("sequential", module, personal_models(module))

@@ -1,0 +1,73 @@
+"""Logged values: each client's reduction over its minibatches, weighted by samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_pfl.engine.logs import DEFERRED, ClientLogs
+
+CLIENTS, BATCHES = 3, DEFERRED + 50
+VALUES = torch.rand(BATCHES, CLIENTS, generator=torch.Generator().manual_seed(0))
+SIZES = torch.randint(1, 9, (BATCHES, CLIENTS), generator=torch.Generator().manual_seed(1))
+REDUCTIONS = {"mean": "mean", "sum": "sum", "min": "min", "max": "max"}
+
+
+def logs() -> ClientLogs:
+    return ClientLogs(CLIENTS, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("equal_sizes", [True, False])
+@pytest.mark.parametrize("names", [["mean"], ["mean", "sum", "min", "max"]])
+def test_reductions(equal_sizes: bool, names: list[str]) -> None:
+    taken = logs()
+    sizes = torch.full_like(SIZES, 4) if equal_sizes else SIZES
+    for values, size in zip(VALUES, sizes, strict=True):
+        reductions = {name: name for name in names}
+        one = 4 if equal_sizes else None
+        taken.add(dict.fromkeys(names, values), size, None, reductions, one)
+    values, weights = VALUES.double().numpy(), sizes.numpy()
+    expected = {
+        "mean": np.average(values, axis=0, weights=weights),
+        "sum": values.sum(0),
+        "min": values.min(0),
+        "max": values.max(0),
+    }
+    found = taken.compute()
+    assert list(found) == names
+    for name in names:
+        assert found[name].dtype == torch.float64
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 2), torch.tensor([0, 2])])
+def test_rows_without_a_value_are_nan(rows: slice | torch.Tensor) -> None:
+    taken = logs()
+    for values in ([1.0, 3.0], [3.0, 5.0]):
+        taken.add({"x": torch.tensor(values)}, torch.tensor([2, 2]), rows)
+    expected = torch.full((CLIENTS,), torch.nan, dtype=torch.float64)
+    expected[rows] = torch.tensor([2.0, 4.0], dtype=torch.float64)
+    torch.testing.assert_close(taken.compute()["x"], expected, equal_nan=True)
+
+
+def test_values_of_all_and_of_some_clients_are_put_together() -> None:
+    taken = logs()
+    taken.add({"x": torch.tensor([1.0, 1.0, 1.0])}, torch.tensor([2, 2, 2]), None)
+    taken.add({"x": torch.tensor([4.0])}, torch.tensor([1]), torch.tensor([1]))
+    taken.add({"x": torch.tensor([1.0, 1.0, 4.0])}, torch.tensor([2, 2, 2]), None)
+    assert taken.compute()["x"].tolist() == [1.0, (2 + 4 + 2) / 5, 2.5]
+
+
+def test_names_may_come_and_go() -> None:
+    taken = logs()
+    one = torch.ones(CLIENTS)
+    for names in (["a"], ["a", "b"], ["b"]):
+        taken.add({name: one * len(names) for name in names}, torch.full((CLIENTS,), 2), None)
+    found = taken.compute()
+    assert found["a"].tolist() == [1.5] * CLIENTS
+    assert found["b"].tolist() == [1.5] * CLIENTS
+
+
+def test_nothing_logged() -> None:
+    assert logs().compute() == {}

@@ -1,0 +1,131 @@
+"""The user's optimizer on stacked parameters: each row steps as it would alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pfl.engine.optimizer import ClientOptimizer, check_optimizer, clip, is_elementwise
+from lightning_pfl.layout import Layout
+from lightning_pfl.tree import expand, is_expanded
+
+CLIENTS = 3
+
+
+def gradients() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    draw: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
+    return {
+        "w": torch.randn(CLIENTS, 2, 3, **draw),
+        "b": torch.randn(CLIENTS, 3, **draw),
+        "s": torch.randn(CLIENTS, **draw),
+    }
+
+
+@pytest.mark.parametrize("value", [0.1, 2.0, 100.0])
+def test_norm_clipping_is_torchs_for_each_client(value: float) -> None:
+    clipped = clip(gradients(), value, "norm")
+    for client in range(CLIENTS):
+        alone = [nn.Parameter(torch.zeros_like(g[client])) for g in gradients().values()]
+        for parameter, grad in zip(alone, gradients().values(), strict=True):
+            parameter.grad = grad[client].clone()
+        nn.utils.clip_grad_norm_(alone, value)
+        for parameter, name in zip(alone, clipped, strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(clipped[name][client], parameter.grad, rtol=1e-14, atol=0)
+
+
+def test_value_clipping_is_elementwise() -> None:
+    clipped = clip(gradients(), 0.5, "value")
+    assert all(torch.equal(clipped[n], g.clamp(-0.5, 0.5)) for n, g in gradients().items())
+
+
+def make(**settings: Any) -> tuple[Layout, torch.optim.Optimizer]:
+    module = nn.Linear(3, 2).double()
+    return Layout(module), torch.optim.SGD(
+        module.parameters(), **{"lr": 0.1, "momentum": 0.9, **settings}
+    )
+
+
+def test_shared_leaves_are_copied_before_they_train() -> None:
+    layout, template = make()
+    start = layout.model()
+    model = expand(start, CLIENTS)
+    grads = {n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in start.items()}
+    new = ClientOptimizer(template, layout, CLIENTS).update(model, grads)
+    assert not any(is_expanded(leaf) for leaf in new.values())
+    for name, leaf in layout.model().items():
+        assert torch.equal(start[name], leaf)
+        torch.testing.assert_close(new[name], (start[name] - 0.1).expand_as(new[name]))
+
+
+def test_slots_have_states_of_their_own() -> None:
+    layout, template = make()
+    grads = {n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in layout.model().items()}
+
+    def fresh() -> dict[str, Tensor]:
+        return {n: torch.zeros_like(g) for n, g in grads.items()}
+
+    optimizer = ClientOptimizer(template, layout, CLIENTS)
+    first, second = fresh(), fresh()
+    for _ in range(2):
+        first = optimizer.update(first, grads, "first")
+    second = optimizer.update(second, grads, "second")
+    # Momentum: the second step is 1 + 0.9 times the gradient.
+    torch.testing.assert_close(first["bias"], torch.full_like(first["bias"], -0.1 * (1 + 1.9)))
+    torch.testing.assert_close(second["bias"], torch.full_like(second["bias"], -0.1))
+
+
+def test_the_template_is_left_alone() -> None:
+    layout, template = make()
+    before = {k: v for k, v in template.param_groups[0].items() if k != "params"}
+    optimizer = ClientOptimizer(template, layout, CLIENTS, lr=5.0)
+    grads = {n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in layout.model().items()}
+    optimizer.update(expand(layout.model(), CLIENTS), grads)
+    assert optimizer.lr == 5.0
+    assert {k: v for k, v in template.param_groups[0].items() if k != "params"} == before
+    assert not template.state
+    assert all(p.grad is None for p in layout.module.parameters())
+
+
+def test_a_scheduler_changes_the_rate_of_later_rounds() -> None:
+    layout, template = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(template, 1, gamma=0.5)
+    assert ClientOptimizer(template, layout, CLIENTS).lr == 0.1
+    grads = {n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in layout.model().items()}
+    template.step()
+    scheduler.step()
+    halved = ClientOptimizer(template, layout, CLIENTS)
+    assert halved.lr == 0.05
+    new = halved.update(expand(layout.model(), CLIENTS), grads)
+    torch.testing.assert_close(new["bias"][0], layout.model()["bias"] - 0.05)
+
+
+def test_one_rate_is_required_where_a_method_uses_it() -> None:
+    module = nn.Linear(3, 2)
+    groups = [{"params": [module.weight], "lr": 0.1}, {"params": [module.bias], "lr": 0.2}]
+    optimizer = ClientOptimizer(torch.optim.SGD(groups), Layout(module), CLIENTS)
+    with pytest.raises(
+        ValueError,
+        match=r"Expected one learning rate for all parameter groups, but got \[0.1, 0.2\]",
+    ):
+        _ = optimizer.lr
+
+
+def test_lbfgs_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"Expected `configure_optimizers` to return an optimizer that .* got LBFGS"
+    ):
+        check_optimizer(torch.optim.LBFGS(nn.Linear(1, 1).parameters()))
+
+
+def test_a_subclass_may_do_anything() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    parameters = list(nn.Linear(1, 1).parameters())
+    assert is_elementwise(torch.optim.SGD(parameters, lr=0.1))
+    assert not is_elementwise(Mine(parameters, lr=0.1))
