@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,12 @@ from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.randomness import derive
 from lightning_pfl.tree import Model, Tree, is_expanded, leaves, rows, stack, tmap
+
+COPIES = 5
+"""Of a client's model during training: parameters, gradients, two moments, and what is received."""
+MOST_ON_CPU = 32
+"""Clients per chunk beyond which nothing is won: their activations leave the caches."""
+MOST_ON_GPU = 512
 
 
 def phase_steps(
@@ -109,6 +116,20 @@ class VectorizedEngine:
             self._program = ClientProgram(self.module, self.settings.autocast, augment, fast)
         return self._program
 
+    def _fitting(self) -> int:
+        """Clients per chunk whose models, gradients and moments take a quarter of the memory.
+
+        Of the memory that the machine has, not of what is free: a run and its resumption must cut
+        alike, since a batched product may round differently for another number of clients.
+        """
+        device = self.settings.device
+        if device.type == "cuda":
+            total, most = torch.cuda.get_device_properties(device).total_memory, MOST_ON_GPU
+        else:
+            total, most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), MOST_ON_CPU
+        model = sum(leaf.numel() * leaf.element_size() for leaf in self.layout.model().values())
+        return max(1, min(most, total // 4 // (COPIES * max(model, 1))))
+
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
     ) -> Tensor:
@@ -131,7 +152,7 @@ class VectorizedEngine:
         # their chunk.
         order = torch.argsort(info.steps, descending=True, stable=True)
         results = []
-        for positions in order.split(self.settings.chunk_size or max(len(order), 1)):
+        for positions in order.split(self.settings.chunk_size or self._fitting()):
             chunk = _Chunk(self, method, data, info.rows(positions), stream)
             results.append(
                 chunk.run(
