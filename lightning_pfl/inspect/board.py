@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 
@@ -54,6 +55,13 @@ def new_figure(width: float = 8.0, height: float = 4.0) -> tuple[Figure, Axes]:
 
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
     return figure, figure.add_subplot()
+
+
+def whole_numbers(axis: Axis) -> None:
+    """Put the ticks of a numbered axis at whole numbers: there is no client 2.5."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
 
 
 def show(trainer: Any, name: str, figure: Figure, round: int) -> None:

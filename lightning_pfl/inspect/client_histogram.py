@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.federation import require_federation
 from lightning_pfl.history import higher_is_better
-from lightning_pfl.inspect.board import boards, check_every, new_figure, require_board, show
+from lightning_pfl.inspect.board import (
+    boards,
+    check_every,
+    new_figure,
+    require_board,
+    show,
+    whole_numbers,
+)
 from lightning_pfl.metrics.summary import summarize
 
 if TYPE_CHECKING:
@@ -30,13 +39,14 @@ class ClientHistogram(FederatedCallback):
     rounds (``/rounds``). A mean can rise while the worst clients fall: here one sees it.
 
     Args:
-        metrics: Evaluated values, such as ``"val_acc"``, ``"global/val_acc"`` or ``"ft/val_acc"``.
-            Names of another split than the evaluated one are ignored.
+        metrics: Validated values, such as ``"val_acc"``, ``"global/val_acc"`` or ``"ft/val_acc"``.
+            In a test, ``test`` stands in the place of ``val``, and names without a value are left
+            out.
         every_n_rounds: Rounds between pictures of sorted bars, at least 1.
 
     Raises:
-        ValueError: If ``every_n_rounds`` is below 1, ``metrics`` is empty, or an evaluation gives
-            none of them.
+        ValueError: If ``every_n_rounds`` is below 1, ``metrics`` is empty, or a validation
+            doesn't give one of them.
         MisconfigurationException: At the start of a run without TensorBoardLogger.
 
     Example:
@@ -44,9 +54,7 @@ class ClientHistogram(FederatedCallback):
         ('val_acc', 'ft/val_acc')
     """
 
-    def __init__(
-        self, metrics: Sequence[str] = ("val_acc", "test_acc"), every_n_rounds: int = 10
-    ) -> None:
+    def __init__(self, metrics: Sequence[str] = ("val_acc",), every_n_rounds: int = 10) -> None:
         check_every(every_n_rounds)
         if isinstance(metrics, str) or not metrics:
             raise ValueError(
@@ -60,9 +68,11 @@ class ClientHistogram(FederatedCallback):
     # --- hooks ------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Require a board."""
+        """Require a board; forget the rounds of another fit."""
         require_federation(trainer, self)
         require_board(trainer, self)
+        if stage == "fit":
+            self.rounds, self._drawn = {}, -1
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the clients of a validation."""
@@ -109,11 +119,12 @@ class ClientHistogram(FederatedCallback):
 
     def _draw(self, trainer: Any, results: Mapping[str, Any], bars: bool) -> None:
         round = max(trainer.strategy.rounds - 1, 0)
-        for name in self._evaluated(results):
+        for name in self._evaluated(results, trainer.testing):
             values, counts = _values(results, name)
             seen = values[counts > 0]
-            for board in boards(trainer):
-                board.add_histogram(f"clients/{name}", seen, global_step=round)
+            finite = seen[seen.isfinite()]
+            for board in boards(trainer) if len(finite) else ():
+                board.add_histogram(f"clients/{name}", finite, global_step=round)
             if trainer.state.fn == "fit":
                 quantiles = torch.quantile(seen, torch.tensor(QUANTILES, dtype=seen.dtype))
                 self.rounds.setdefault(name, {})[round] = quantiles.tolist()
@@ -122,15 +133,17 @@ class ClientHistogram(FederatedCallback):
                 figure = draw_sorted(values, counts, name, round)
                 show(trainer, f"clients/{name}/sorted", figure, round)
 
-    def _evaluated(self, results: Mapping[str, Any]) -> list[str]:
+    def _evaluated(self, results: Mapping[str, Any], testing: bool = False) -> list[str]:
         known = [f"{prefix}{key}" for prefix, found in results.items() for key in found.values]
-        chosen = [name for name in self.metrics if name in known]
-        if not chosen:
+        if testing:
+            names = [re.sub(r"(^|/)val(?=[_/])", r"\1test", name) for name in self.metrics]
+            return [name for name in names if name in known]
+        if missing := [name for name in self.metrics if name not in known]:
             raise ValueError(
-                f"Expected `metrics` to name evaluated values, but got metrics={self.metrics!r} "
-                f"and the evaluation gave {known}. Use some of these."
+                f"Expected `metrics` to name validated values, but got {missing[0]!r} and the "
+                f"validation gave {known}. Use some of these."
             )
-        return chosen
+        return list(self.metrics)
 
 
 def _values(results: Mapping[str, Any], name: str) -> tuple[Tensor, Tensor]:
@@ -153,16 +166,18 @@ def draw_sorted(values: Tensor, counts: Tensor, name: str, round: int) -> Figure
     """
     better = higher_is_better(name)
     summary = summarize(values, counts, better)
-    ordered = values[counts > 0].sort(descending=better).values
+    ordered = values[counts > 0].sort(descending=better).values.numpy()
     figure, axes = new_figure()
-    axes.stairs(ordered.numpy(), fill=True, color="#4878a8")
+    # Lines between bars where there is room for them.
+    edge = 0.5 if len(ordered) <= 100 else 0.0
+    middles = np.arange(len(ordered)) + 0.5
+    axes.bar(middles, ordered, width=1.0, color="#9bb8d3", edgecolor="white", linewidth=edge)
     for statistic, style, label in (("", "-", "mean"), ("worst_decile", "--", "worst decile")):
-        text = f"{label} {summary[statistic]:.3f}"
-        axes.axhline(
-            summary[statistic], color="#c44e52", linestyle=style, linewidth=1.2, label=text
-        )
+        level = summary[statistic]
+        axes.axhline(level, color="#a01c1c", linestyle=style, label=f"{label} {level:.3f}")
     axes.set_xlim(0, len(ordered))
-    axes.set_ylim(bottom=min(0.0, float(ordered.nan_to_num().min())))
+    whole_numbers(axes.xaxis)
+    axes.set_ylim(bottom=min(0.0, float(np.nan_to_num(ordered).min())))
     axes.set(xlabel="clients, best to worst", ylabel=name, title=f"{name} after round {round}")
     axes.legend(loc="lower left" if better else "upper left", frameon=True)
     return figure
@@ -192,5 +207,6 @@ def draw_rounds(history: Mapping[int, Sequence[float]], name: str) -> Figure:
     axes.plot(rounds, curves[3], color="#1f3a5f", label="median")
     axes.set(xlabel="round", ylabel=name, title=f"{name} over clients")
     axes.margins(x=0)
+    whole_numbers(axes.xaxis)
     axes.legend(loc="best")
     return figure

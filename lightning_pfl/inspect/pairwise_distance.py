@@ -12,7 +12,14 @@ from torch import Tensor
 from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.evaluation import personal_models
 from lightning_pfl.federation import Federation, require_federation
-from lightning_pfl.inspect.board import boards, check_every, new_figure, require_board, show
+from lightning_pfl.inspect.board import (
+    boards,
+    check_every,
+    new_figure,
+    require_board,
+    show,
+    whole_numbers,
+)
 from lightning_pfl.layout import Spec
 from lightning_pfl.tree import Model, floats, select
 
@@ -116,5 +123,7 @@ def draw_matrix(matrix: Tensor, round: int) -> Figure:
     figure, axes = new_figure(6.0, 5.0)
     image = axes.imshow(matrix.numpy(), cmap="viridis", vmin=0)
     figure.colorbar(image, ax=axes, label="distance")
+    whole_numbers(axes.xaxis)
+    whole_numbers(axes.yaxis)
     axes.set(xlabel="client", ylabel="client", title=f"distance of models after round {round}")
     return figure

@@ -13,7 +13,7 @@ from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.data.clients import FederatedDataset, FederatedLoaders
 from lightning_pfl.data.partition.draw import draw
 from lightning_pfl.federation import require_federation
-from lightning_pfl.inspect.board import boards, new_figure, require_board, show
+from lightning_pfl.inspect.board import boards, new_figure, require_board, show, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,6 +75,7 @@ class PartitionPicture(FederatedCallback):
                 f"Expected split='train' without a FederatedDataModule, but got "
                 f"split={self.split!r}. Use 'train', or a FederatedDataModule."
             )
+        whole_numbers(axes.xaxis)
         axes.set_title(f"who holds what ({self.split})")
         show(trainer, f"partition/{self.split}", figure, 0)
 

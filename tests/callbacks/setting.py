@@ -82,7 +82,7 @@ def classes(clients: int = 5, shuffle: bool = False) -> tuple[Any, Any]:
 
 
 def trainer(method: Method, *callbacks: Any, **kwargs: Any) -> Any:
-    """A quiet Trainer (Any: its strategy is a federated one); settings of the strategy are told from flags by name."""
+    """A quiet Trainer; settings of the strategy are told from flags by name."""
     names = ("participation", "seed", "engine", "chunk_size", "prefix_cache")
     settings: dict[str, Any] = {"seed": 3, "engine": "sequential"}
     settings |= {name: kwargs.pop(name) for name in names if name in kwargs}

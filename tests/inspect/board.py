@@ -1,0 +1,38 @@
+"""What a run has written to TensorBoard."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+
+
+class Board:
+    """Reads an event file back.
+
+    Args:
+        run: A Trainer with a TensorBoardLogger.
+    """
+
+    def __init__(self, run: Any) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        run.logger.finalize("success")
+        everything = {"images": 0, "histograms": 0, "scalars": 0}
+        self.events: Any = EventAccumulator(str(Path(run.log_dir)), everything).Reload()
+
+    def steps(self, name: str) -> list[int]:
+        """Steps of the pictures."""
+        return [event.step for event in self.events.Images(name)]
+
+    def picture(self, name: str) -> np.ndarray:
+        """The last picture, ``(height, width, channels)``."""
+        encoded = self.events.Images(name)[-1].encoded_image_string
+        return np.asarray(matplotlib.image.imread(io.BytesIO(encoded), format="png"))
+
+    def histograms(self, name: str) -> dict[int, Any]:
+        """Step to what TensorBoard knows of the values: their number, minimum, maximum and sum."""
+        return {event.step: event.histogram_value for event in self.events.Histograms(name)}
