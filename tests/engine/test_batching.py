@@ -81,7 +81,7 @@ def make(
     batch_size: int = 4,
 ) -> ResidentBatches:
     total = sum(SIZES)
-    positions = torch.arange(total).split(SIZES)  # type: ignore[no-untyped-call]
+    positions = torch.arange(total).split(SIZES)
     data = FederatedTensorDataset(
         torch.arange(total), positions, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last
     )
@@ -94,10 +94,11 @@ def key_of(client: int, epoch: int) -> int:
 
 def by_hand(client: int, minibatches: int, drop_last: bool) -> list[list[int]]:
     """The documented order: epoch by epoch a permutation of the client's samples, cut in fours."""
-    first, size, found, epoch = sum(SIZES[:client]), SIZES[client], [], 0
+    first, size, epoch = sum(SIZES[:client]), SIZES[client], 0
+    found: list[list[int]] = []
     while len(found) < minibatches:
         order = torch.randperm(size, generator=torch.Generator().manual_seed(key_of(client, epoch)))
-        cut = [(first + some).tolist() for some in order.split(4)]  # type: ignore[no-untyped-call]
+        cut = [(first + some).tolist() for some in order.split(4)]
         found += [some for some in cut if len(some) == 4 or not drop_last]
         epoch += 1
     return found[:minibatches]

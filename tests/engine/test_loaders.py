@@ -145,7 +145,7 @@ def test_the_global_generator_is_left_alone() -> None:
     module, data = from_dict(), jittered_loaders()
     before = torch.get_rng_state()
     for engine in ("vectorized", "sequential"):
-        local_round(FedAvg(), module, data, engine)  # type: ignore[arg-type]
+        local_round(FedAvg(), module, data, engine)
         assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -84,7 +84,7 @@ def test_the_backbone_runs_once_per_sample() -> None:
 
     def make() -> Custom:
         module = Custom()
-        module.backbone[0] = Counting()  # type: ignore[index]
+        module.backbone.register_module("0", Counting())
         return module
 
     data = image_clients()
@@ -213,7 +213,7 @@ def test_a_step_that_does_not_call_the_backbone_as_a_module() -> None:
     class ByHand(Custom):
         def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
             x, y = batch
-            for layer in self.backbone:  # type: ignore[union-attr]
+            for layer in self.backbone.children():
                 x = layer(x)
             return F.cross_entropy(self.head(x), y)
 

@@ -37,10 +37,11 @@ class Heads(nn.Module):
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(1, 2)
+        rows: Tensor = x.flatten(1, 2)
         rows = rows if self.batch_first else rows.transpose(0, 1)
         rows = self.dropout(self.attention(rows, rows, rows, need_weights=False)[0])
-        return (rows if self.batch_first else rows.transpose(0, 1)).flatten(1)
+        rows = rows if self.batch_first else rows.transpose(0, 1)
+        return rows.flatten(1)
 
 
 class Scaled(nn.Module):
@@ -79,7 +80,7 @@ def test_every_epoch_and_phase_draws_anew() -> None:
 
 def twins(count: int = 3) -> FederatedTensorDataset:
     """Clients with the very same samples in the same order."""
-    x, y = image_clients().fields  # type: ignore[misc]
+    x, y = image_clients().fields
     return FederatedTensorDataset((x, y), [list(range(8))] * count, batch_size=8, augment=None)
 
 
