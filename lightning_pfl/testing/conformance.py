@@ -205,7 +205,8 @@ def check_seed_decides(make_method: MakeMethod, problem: Problem) -> None:
     other = problem.fit(make_method(), participation=2, seed=6)
     assert_trees_equal(again.server, first.server)
     assert_trees_equal(again.own, first.own)
-    assert any(not torch.equal(leaf, other.models[name]) for name, leaf in first.models.items())
+    # By more than rounding, which another cohort's weights give for equal uploads.
+    assert any(not torch.allclose(leaf, other.models[n]) for n, leaf in first.models.items())
 
 
 def check_trains_through_the_trainer(make_method: MakeMethod, problem: Problem) -> None:

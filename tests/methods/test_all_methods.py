@@ -8,16 +8,24 @@ from pathlib import Path
 import pytest
 
 from lightning_pfl import methods
-from lightning_pfl.testing.conformance import CHECKS, MakeMethod, Problem
+from lightning_pfl.testing.conformance import CHECKS, MakeMethod, Problem, check_engines_agree
 from tests.methods.cases import CASES
+
+# Runs both engines by itself.
+OTHERS = [check for check in CHECKS if check is not check_engines_agree]
 
 
 def test_every_method_has_a_case() -> None:
     assert set(CASES) == set(methods.__all__)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_engines_agree(name: str) -> None:
+    check_engines_agree(CASES[name], Problem())
+
+
 @pytest.mark.parametrize("engine", ["vectorized", "sequential"])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("check", OTHERS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("name", CASES)
 def test_conformance(
     name: str, check: Callable[[MakeMethod, Problem], None], engine: str, tmp_path: Path
