@@ -71,8 +71,8 @@ class HeadFineTuning(FederatedCallback):
 
     Raises:
         ValueError: If an argument is out of its range.
-        MisconfigurationException: At the start of a run without FederatedStrategy, or without
-            training data.
+        MisconfigurationException: At the start of a run without FederatedStrategy, without
+            training data, or with two of these callbacks.
 
     Deviation from the paper: none. Each client's optimizer starts afresh.
 
@@ -141,6 +141,11 @@ class HeadFineTuning(FederatedCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Begin a run; models of an earlier one are forgotten where they may differ."""
         self._federation = require_federation(trainer, self)
+        if sum(isinstance(c, HeadFineTuning) for c in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                "Expected one HeadFineTuning, but got several, which would log under the same "
+                "names. Run them one after another: trainer.test with a checkpoint is enough."
+            )
         if stage == "fit" or trainer.ckpt_path is not None:
             self._forget()
 

@@ -323,3 +323,30 @@ def test_without_validation_data_models_are_trained_when_asked_for() -> None:
     want = tuned_head(start["backbone.weight"], start["head.weight"], 0, steps_of(SIZES[0]))
     got = tuning.client_state_dict(0)["head.weight"]
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_last_round_without_validation_gets_rows_of_its_own(tmp_path: Path) -> None:
+    run = trainer(
+        FedAvg(),
+        HeadFineTuning(steps=1),
+        max_epochs=3,
+        check_val_every_n_epoch=2,
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=1,
+    )
+    run.fit(split(), quadratics(), quadratics())
+    rows = rows_of(run, "clients_val.csv")
+    assert [(row["round"], bool(row["val_loss"]), bool(row["ft/val_loss"])) for row in rows] == [
+        *[("1", True, False)] * 4,
+        *[("2", False, True)] * 4,
+    ]
+
+
+@pytest.mark.parametrize("when", ["end", "evaluation"])
+def test_validate_alone_fine_tunes(when: Any) -> None:
+    run = trainer(FedAvg(), HeadFineTuning(steps=2, when=when))
+    data = Data(quadratics())
+    run.fit(split(), datamodule=data)
+    want = float(run.callback_metrics["ft/val_loss"])
+    got = run.validate(run.lightning_module, datamodule=data, verbose=False)[0]["ft/val_loss"]
+    assert got == pytest.approx(want, rel=1e-6)

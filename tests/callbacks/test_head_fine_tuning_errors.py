@@ -81,3 +81,9 @@ def test_training_data_are_needed_and_must_be_those_of_the_run(tmp_path: Path) -
         Exception, match=r"training data of the 4 clients .* but got 2 clients or other"
     ):
         trainer(FedAvg(), HeadFineTuning()).test(split(), datamodule=other, ckpt_path=path)
+
+
+def test_two_of_them_would_share_their_names() -> None:
+    run = trainer(FedAvg(), HeadFineTuning(), HeadFineTuning("full"))
+    with pytest.raises(Exception, match="Expected one HeadFineTuning, but got several"):
+        run.fit(split(), quadratics())
