@@ -59,6 +59,8 @@ class PersonalizedModule(L.LightningModule):
         samples of the batch, except through BatchNorm in training mode. ``training_step`` is the
         mean of ``per_sample(batch)["loss"]``. So a short batch can be padded: the mean over its
         real samples, a masked mean, has the gradient of the short batch.
+        It must read nothing that changes but the batch, the parameters and torch's random
+        functions: the engines may record its operators and replay them.
 
     To train on batches of another structure, override ``per_sample`` alone: the steps follow.
     Logged, as means over the epoch's samples: ``train_loss``, ``val_loss``, ``test_loss`` and, for
