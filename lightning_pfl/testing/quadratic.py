@@ -31,9 +31,8 @@ class QuadraticModule(L.LightningModule):
         dtype: Type of ``w``.
 
     Example:
-        >>> module = QuadraticModule(start=3.0)
-        >>> float(module.training_step((torch.tensor([2.0]), torch.tensor([[1.0]]))))
-        4.0
+        >>> QuadraticModule(dim=2, start=3.0).w.tolist()
+        [3.0, 3.0]
     """
 
     def __init__(
