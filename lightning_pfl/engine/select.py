@@ -227,6 +227,8 @@ class SelectedEngine:
                 engine.template = self._template()
 
     def _vectorized(self, transform: Transform, stochastic: bool) -> VectorizedEngine:
+        # What the probe didn't train, as in a head phase, a later phase may reach.
+        unreached = self._sequential.asked - self._sequential.reached
         return VectorizedEngine(
             self.module,
             self.layout,
@@ -234,7 +236,7 @@ class SelectedEngine:
             self.settings,
             transform,
             stochastic,
-            frozenset(self._sequential.reached) or None,
+            frozenset(self.layout.trainable) - unreached,
         )
 
     def _template(self) -> Optimizer:

@@ -54,6 +54,7 @@ class SequentialEngine:
         random_calls: Random calls in the last training step: 0 shows that the step is
             deterministic.
         reached: Names of parameters that have had a gradient.
+        asked: Names of parameters that a gradient was asked for.
     """
 
     name = "sequential"
@@ -64,6 +65,7 @@ class SequentialEngine:
         self.module, self.layout, self.template, self.settings = module, layout, template, settings
         self.random_calls = 0
         self.reached: set[str] = set()
+        self.asked: set[str] = set()
         self.limits = Limits(
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
         )
@@ -246,6 +248,7 @@ class SequentialLocal:
         self._logged = True
         grads = {n: leaf.grad[None] for n, leaf in trained.items() if leaf.grad is not None}
         self.engine.reached.update(grads)
+        self.engine.asked.update(trained)
         return grads
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
@@ -321,7 +324,7 @@ class _minibatches:
         for epoch in range(self.epochs_used):
             iterator = None
             for within in range(self.per_epoch):
-                with seeded(derive(self.key(epoch), "fetch", within)):
+                with seeded(derive(self.key(epoch), "fetch", within), everything=True):
                     iterator = iterator or iter(reseed(loader, self.key(epoch)))
                     batch = next(iterator)
                 yield _move(batch, self.device)
@@ -345,7 +348,7 @@ def _evaluation_minibatches(
     key = derive(settings.seed, "evaluation order", client, 0)
     iterator = None
     for within in range(limits.of_epoch(len(loader))):
-        with seeded(derive(key, "fetch", within)):
+        with seeded(derive(key, "fetch", within), everything=True):
             iterator = iterator or iter(reseed(loader, key))
             batch = next(iterator)
         yield within, _move(batch, settings.device)
