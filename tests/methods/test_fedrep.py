@@ -63,7 +63,7 @@ class TestFedRep:
         close(run.own["model"]["head.weight"], head)
 
     def test_a_solved_head_leaves_the_body_nothing_to_do(self, engine: str) -> None:
-        method = FedRep(head_steps=80, body_epochs=1, head_lr=0.6)
+        method = FedRep(head_steps=100, body_epochs=1, head_lr=2 / 3.5)
         run = fit(method, ragged(), split_quadratic(), 1, engine)
         close(run.models["head.weight"][:3], C[:3] - 0.5)
         close(run.server["model"]["backbone.weight"], torch.full((2,), 0.5, dtype=torch.float64))
