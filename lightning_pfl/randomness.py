@@ -9,9 +9,11 @@ on a resume, and two methods with one seed see the same cohorts and the same bat
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,13 +38,33 @@ def permutation(length: int, key: int) -> Tensor:
 
 
 @contextmanager
-def seeded(key: int) -> Iterator[None]:
+def seeded(key: int, everything: bool = False) -> Iterator[None]:
     """Run a block with torch's global generators seeded by ``key``, and put their state back.
 
-    For code that we don't own and that draws from the global generator: a user's dataset, sampler
+    For code that we don't own and that draws from the global generators: a user's dataset, sampler
     or transform.
+
+    Args:
+        key: A key of :func:`derive`.
+        everything: Whether Python's and NumPy's global generators are seeded as well, as the
+            transforms of datasets often draw from them.
     """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(key)
+    # Not `torch.manual_seed`: while CUDA isn't in use, that notes down a stack trace each time.
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+    others = (random.getstate(), np.random.get_state()) if everything else None
+    torch.default_generator.manual_seed(key)
+    for device in devices:
+        torch.cuda.default_generators[device].manual_seed(key)
+    if everything:
+        random.seed(key)
+        np.random.seed(key % 2**32)
+    try:
         yield
+    finally:
+        torch.set_rng_state(states[0])
+        for device, state in zip(devices, states[1], strict=True):
+            torch.cuda.set_rng_state(state, device)
+        if others is not None:
+            random.setstate(others[0])
+            np.random.set_state(others[1])

@@ -41,7 +41,7 @@ def _shorten(loader: DataLoader[Any], name: str, samples: int, key: int) -> Data
             "`batch_sampler`."
         )
     # The sampler knows the client's samples: clients often share one dataset.
-    with seeded(key):
+    with seeded(key, everything=True):
         mine = sorted(reseed(loader, key).sampler)
     chosen = [mine[position] for position in permutation(len(mine), key)[:samples].tolist()]
     # A loader refuses to shuffle a dataset without samples.

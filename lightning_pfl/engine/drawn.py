@@ -74,9 +74,8 @@ class LoaderBatches:
 
     def _next(self, row: int, number: int) -> Any:
         epoch, within = divmod(number, self.per_epoch[row])
-        with seeded(
-            derive(self._key(self.clients[row], self.first_epoch + epoch), "fetch", within)
-        ):
+        key = derive(self._key(self.clients[row], self.first_epoch + epoch), "fetch", within)
+        with seeded(key, everything=True):
             if within == 0:
                 self._iterators[row] = iter(
                     reseed(

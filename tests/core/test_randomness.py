@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from itertools import product
 
+import numpy as np
 import torch
 
 from lightning_pfl.randomness import derive, generator, permutation, seeded
@@ -59,3 +61,33 @@ def test_seeded_puts_the_global_state_back() -> None:
     assert torch.equal(torch.rand(2), expected)
     with seeded(123):
         assert torch.equal(torch.rand(2), inside)
+
+
+def test_seeded_draws_from_the_key_alone_and_leaves_no_trace() -> None:
+    def draws() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), float(np.random.rand())
+
+    def seed_all() -> None:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+
+    seed_all()
+    undisturbed = draws()
+    seed_all()
+    with seeded(7, everything=True):
+        inside = draws()
+    assert draws() == undisturbed
+    with seeded(7, everything=True):
+        assert draws() == inside
+    with seeded(8, everything=True):
+        assert all(a != b for a, b in zip(draws(), inside, strict=True))
+
+
+def test_seeded_leaves_other_generators_alone_unless_asked() -> None:
+    random.seed(1)
+    expected = [random.random(), random.random()]
+    random.seed(1)
+    with seeded(7):
+        first = random.random()
+    assert [first, random.random()] == expected
