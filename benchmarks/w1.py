@@ -9,6 +9,7 @@ with R0 at its better setting.
 """
 
 import argparse
+import logging
 import time
 from collections.abc import Iterable
 from statistics import median
@@ -102,6 +103,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     options = parser.parse_args(None if arguments is None else list(arguments))
     data = load_clients()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     print(f"torch {torch.__version__}, {options.rounds} rounds after {WARM_UP}, medians in seconds")
     print(f"{'':10}{'threads':>8}{'train':>8}{'round':>8}{'accuracy':>10}")
     for name in options.methods:
