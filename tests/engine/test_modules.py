@@ -103,21 +103,23 @@ def transformer() -> nn.Module:
     )
 
 
+def grouped() -> nn.Module:
+    layers = nn.Linear(8, 6), nn.GroupNorm(2, 6), nn.Unflatten(1, (2, 3))
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
 NETWORKS: dict[str, tuple[Callable[[], Sequence], str]] = {
     "linear": (lambda: Sequence(nn.Linear(2, 3)), "forward"),
     "linear, grad": (lambda: Sequence(nn.Linear(2, 3)), "grad"),
     "LSTM": (lambda: Recurrent(nn.LSTM(2, 3, batch_first=True)), "grad"),
     "two-layer bidirectional LSTM": (Bidirectional, "grad"),
     "GRU": (lambda: Recurrent(nn.GRU(2, 3, batch_first=True)), "grad"),
-    "RNN": (lambda: Recurrent(nn.RNN(2, 3, batch_first=True)), "grad"),
     "attention": (Attention, "forward"),
     "scaled dot product": (ScaledDotProduct, "forward"),
     "transformer layer": (lambda: Sequence(transformer()), "forward"),
-    "layer norm": (lambda: Sequence(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))), "forward"),
-    "group norm": (lambda: Sequence(nn.Sequential(nn.Flatten(), nn.Linear(8, 6), nn.GroupNorm(2, 6),
-    nn.Unflatten(1, (2, 3)))), "forward"), "convolution": (lambda: Sequence(nn.Conv1d(4, 4, 2,
-    padding=1)), "forward"),
-}  # fmt: skip
+    "group norm": (lambda: Sequence(grouped()), "forward"),
+    "convolution": (lambda: Sequence(nn.Conv1d(4, 4, 2, padding=1)), "forward"),
+}
 
 
 @pytest.mark.parametrize(("make", "transform"), NETWORKS.values(), ids=NETWORKS)
@@ -152,6 +154,11 @@ class Scalar(Sequence):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = super().forward(x) * self.temperature
         return result
+
+
+class ScalarWithAdam(Scalar):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
 class Unreached(Sequence):
@@ -197,22 +204,14 @@ def test_tied_weights_stay_one_parameter() -> None:
     assert moved(outcome, "layer.weight") == [size > 0 for size in SIZES]
 
 
+@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
 @pytest.mark.parametrize("settings", [{}, {"clip_value": 0.05}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("batch_size", [3, 100])
-def test_scalar_parameters(batch_size: int, settings: dict[str, Any]) -> None:
-    outcome = compare(
-        Scalar, sequence_clients(batch_size), chunk_sizes=(None, 1, 2), settings=settings
-    )
+def test_scalar_parameters(batch_size: int, settings: dict[str, Any], adam: bool) -> None:
+    data, make = sequence_clients(batch_size), ScalarWithAdam if adam else Scalar
+    outcome = compare(make, data, chunk_sizes=(None, 1, 2), settings=settings)
     assert moved(outcome, "temperature") == [size > 0 for size in SIZES]
     assert outcome.server["model"]["temperature"].shape == ()
-
-
-def test_scalar_parameters_with_adam() -> None:
-    class WithAdam(Scalar):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=0.1)
-
-    compare(WithAdam, sequence_clients(), chunk_sizes=(None, 1, 2))
 
 
 @pytest.mark.parametrize("engine", ["vectorized", "sequential"])
