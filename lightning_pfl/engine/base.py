@@ -69,8 +69,8 @@ class LocalResult:
         logs: Values logged in ``training_step``: mean over each client's minibatches, weighted by
             batch size, ``(clients,)``; NaN where a client logged nothing.
         options: How each value was logged.
-        loss: Mean training loss over each client's minibatches, ``(clients,)``; NaN where a client
-            took no step.
+        loss: Mean training loss over each client's minibatches, ``(clients,)``; Inf where it
+            wasn't finite, NaN where none was computed.
     """
 
     uploads: Tree

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LOSS = "loss*"
+"""Name under which the engines keep the training loss, beside what the user logs."""
 DEFERRED = 256
 """Minibatches whose values are kept before they are summed up."""
 _START = {"mean": 0.0, "sum": 0.0, "min": torch.inf, "max": -torch.inf}
@@ -53,8 +55,11 @@ class ClientLogs:
 
     def _defer(self, values: dict[str, Tensor], size: int) -> None:
         """The usual case, minibatches of one size for all clients, is summed up many at a time."""
-        same = size == self._pending_size and values.keys() == self._pending[0].keys()
-        if self._pending and (not same or len(self._pending) == DEFERRED):
+        if self._pending and (
+            size != self._pending_size
+            or values.keys() != self._pending[0].keys()
+            or len(self._pending) == DEFERRED
+        ):
             self._flush()
         self._pending.append(values)
         self._pending_size = size
@@ -92,12 +97,17 @@ class ClientLogs:
             self._weights[name][index] += weights
 
     def compute(self) -> dict[str, Tensor]:
-        """The reduced values, float64 ``(clients,)``; NaN for clients that logged nothing."""
+        """The reduced values, float64 ``(clients,)``; NaN for clients that logged nothing.
+
+        A loss that wasn't finite is Inf, so that it differs from no loss at all.
+        """
         self._flush()
         results = {}
         for name, total in self._sums.items():
             weight = self._weights[name]
             value = total / weight if self._reductions[name] == "mean" else total
+            if name == LOSS:
+                value = torch.where(value.isfinite(), value, torch.inf)
             results[name] = torch.where(weight > 0, value, torch.nan)
         return results
 

@@ -71,3 +71,20 @@ def test_names_may_come_and_go() -> None:
 
 def test_nothing_logged() -> None:
     assert logs().compute() == {}
+
+
+def test_a_loss_that_is_not_finite_differs_from_no_loss() -> None:
+    logs = ClientLogs(3, torch.device("cpu"))
+    logs.add({"loss*": torch.tensor([1.0, torch.nan])}, torch.tensor([2, 2]), torch.tensor([0, 1]))
+    loss = logs.compute()["loss*"]
+    assert loss[0] == 1.0
+    assert loss[1].isinf()
+    assert loss[2].isnan()
+
+
+def test_values_can_follow_a_reading() -> None:
+    logs = ClientLogs(1, torch.device("cpu"))
+    for value in (1.0, 4.0):
+        logs.add({"x": torch.tensor([value])}, torch.tensor([5]), None, size=5)
+        read = float(logs.compute()["x"])
+    assert read == (1.0 + 4.0) / 2
