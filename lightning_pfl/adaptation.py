@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,20 +10,34 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset
-from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.methods.base import Local, Method, Phase
 from lightning_pfl.tree import Model, Tree, is_expanded, tmap
 
 if TYPE_CHECKING:
     from lightning_pfl.federation import Federation
 
+Step = Callable[[Model, Any, Local], Model]
+
 
 class Adaptation(Method):
-    """Clients train what they are given with the user's optimizer, and hand it back."""
+    """Clients train what they are given, and hand it back.
+
+    Args:
+        step: One step of a model on a batch; None for the user's optimizer.
+    """
+
+    def __init__(self, step: Step | None = None) -> None:
+        super().__init__(weighting="uniform")
+        self.step = step or self.evaluation_step
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
         """Begin with a copy of the given model; what all clients share isn't trained in place."""
         own = tmap(lambda leaf: leaf if is_expanded(leaf) else leaf.clone(), received["model"])
         return {"model": own}
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        """One step."""
+        return {"model": self.step(state["model"], batch, local)}
 
     def client_final(
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo
@@ -38,6 +53,7 @@ def adapt(
     phases: tuple[Phase, ...],
     data: FederatedDataset | None = None,
     stream: str = "adaptation",
+    step: Step | None = None,
 ) -> Model:
     """Train copies of models on the clients' training data; the federation's state stays untouched.
 
@@ -49,6 +65,7 @@ def adapt(
         data: What they train on, with ``clients`` as rows; None for the training data.
         stream: Name of the random stream, so that several adaptations in a round draw different
             numbers.
+        step: One step of a model on a batch; None for the user's optimizer.
 
     Returns:
         The trained models, ``(clients, ...)``. A client without samples keeps what it was given.
@@ -60,7 +77,7 @@ def adapt(
     trainer: Any = module.trainer
     data = trainer.fit_loop.require_data() if data is None else data
     home = next(module.parameters()).device
-    method = Adaptation(weighting="uniform")
+    method = Adaptation(step)
     method.bind(federation.layout, federation.num_clients, federation.seed)
     if federation.engine.template is None:
         federation.engine.template = federation.client_optimizer()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from lightning_pfl.engine.base import Evaluation
 
 
+def one_rate(rates: Collection[float]) -> float:
+    """The one learning rate of an optimizer's parameter groups.
+
+    Raises:
+        ValueError: If there are several.
+    """
+    if len(rates) != 1:
+        raise ValueError(
+            f"Expected one learning rate for all parameter groups, but got {sorted(rates)}. "
+            "This method uses the learning rate in its update; give all groups of "
+            "`configure_optimizers` the same `lr`."
+        )
+    return next(iter(rates))
+
+
 @dataclass
 class ClientInfo:
     """What is known of the clients that a function works on; every tensor has shape ``(clients,)``.
@@ -30,6 +45,8 @@ class ClientInfo:
             whole cohort.
         round: The communication round, from 0.
         num_clients: Number of clients in the federation, sampled or not.
+        rates: The different learning rates of the clients' optimizer now; empty where nobody
+            trains.
     """
 
     index: Tensor
@@ -38,14 +55,24 @@ class ClientInfo:
     weights: Tensor
     round: int
     num_clients: int
+    rates: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.index)
 
+    @property
+    def lr(self) -> float:
+        """The learning rate, for updates outside of ``client_step``.
+
+        An error if the parameter groups have different ones.
+        """
+        return one_rate(self.rates)
+
     def rows(self, index: slice | Tensor) -> ClientInfo:
         """The same for some of the clients; the weights are not renormalised."""
         tensors = {k: getattr(self, k) for k in ("index", "num_samples", "steps", "weights")}
-        return ClientInfo(**rows(tensors, index), round=self.round, num_clients=self.num_clients)
+        same = {k: getattr(self, k) for k in ("round", "num_clients", "rates")}
+        return ClientInfo(**rows(tensors, index), **same)
 
     def keep(self, accepted: Tensor) -> ClientInfo:
         """The accepted clients (bool ``(clients,)``), their weights renormalised to sum to 1."""

@@ -58,7 +58,9 @@ def personal_models(federation: Federation, clients: Tensor) -> Model:
         federation.download(info), federation.bank.gather(clients, device), info
     )
     phases = method.evaluation_phases()
-    return adapt(federation, models, clients, phases) if phases else models
+    if not phases:
+        return models
+    return adapt(federation, models, clients, phases, step=method.evaluation_step)
 
 
 def evaluate_clients(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.checkpoint import check_clients
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.optimizer import learning_rates
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.evaluation import personal_models
 from lightning_pfl.history import History
@@ -154,7 +155,8 @@ class Federation:
         samples = self.num_samples[clients]
         steps = torch.zeros_like(samples) if steps is None else steps
         weights = self.method.aggregation_weights(samples)
-        return ClientInfo(clients, samples, steps, weights, round, self.num_clients)
+        rates = learning_rates(self.engine.template)
+        return ClientInfo(clients, samples, steps, weights, round, self.num_clients, rates)
 
     def download(self, info: ClientInfo) -> Tree:
         """What the server sends to clients, ``(clients, ...)``; views where all get the same."""
@@ -192,7 +194,7 @@ class Federation:
             num_samples,
         )
         self.rounds, self.history = 0, History()
-        self.method.bind(layout, len(names), self.seed)
+        self.method.bind(layout, len(names), self.seed, num_samples)
         self.server = self.method.init_server(layout.model())
         self.bank = Bank(self.method.init_own(layout.model()), len(names), bank)
 
@@ -227,7 +229,7 @@ class Federation:
         self.server = tmap(lambda leaf: leaf.to(device), saved["server"])
         self.bank.load_state_dict(saved["bank"])
         self.rounds = saved["rounds"]
-        self.method.bind(self.layout, self.num_clients, self.seed)
+        self.method.bind(self.layout, self.num_clients, self.seed, saved["num_samples"])
         self.history.load_state_dict(saved["history"])
         if not self.num_samples.any():
             self.num_samples = saved["num_samples"].clone()

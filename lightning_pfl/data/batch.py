@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -34,3 +35,15 @@ def batch_leaves(batch: Any) -> Iterator[Tensor]:
             "Expected `fields` to be a tensor or a tuple, list or dict of tensors, but got a "
             f"{type(batch).__name__} inside. Convert it to a tensor first."
         )
+
+
+def join_batches(batches: Sequence[Any]) -> Any:
+    """Join batches of equal structure, leaves ``(clients, samples, ...)``, along their samples."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(batches), 1)
+    if isinstance(first, Mapping):
+        return {key: join_batches([batch[key] for batch in batches]) for key in first}
+    return tuple(join_batches(parts) for parts in zip(*batches, strict=True))

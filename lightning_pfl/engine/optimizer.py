@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pfl.callback import one_rate
 from lightning_pfl.layout import Layout
 from lightning_pfl.tree import Model, is_expanded, per_client, sqnorm, tmap
 
@@ -56,6 +57,12 @@ def clip(grads: Model, value: float, algorithm: str) -> Model:
     # The same constant as torch.nn.utils.clip_grad_norm_, so that one client gives the same bits.
     factor = (value / (sqnorm(grads).sqrt() + 1e-6)).clamp(max=1.0)
     return tmap(lambda g: g * per_client(factor, g), grads)
+
+
+def learning_rates(optimizer: Optimizer | None) -> tuple[float, ...]:
+    """The different learning rates of an optimizer's parameter groups, ascending."""
+    groups = optimizer.param_groups if optimizer is not None else ()
+    return tuple(sorted({float(group["lr"]) for group in groups}))
 
 
 class ClientOptimizer:
@@ -117,15 +124,7 @@ class ClientOptimizer:
     @property
     def lr(self) -> float:
         """The one learning rate of all groups."""
-        rates = {float(group["lr"]) for group in self._optimizer.param_groups}
-        if len(rates) != 1:
-            raise ValueError(
-                f"Expected one learning rate for all parameter groups, but got {sorted(rates)}. "
-                "This method uses the "
-                "learning rate in its update; give all groups of `configure_optimizers` the same "
-                "`lr`."
-            )
-        return rates.pop()
+        return one_rate(learning_rates(self._optimizer))
 
     def new_tick(self) -> None:
         """Forget the step counters that the groups of the last tick started from."""

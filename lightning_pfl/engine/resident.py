@@ -49,11 +49,12 @@ class ResidentBatches:
         batch_size: int | None = None,
     ) -> None:
         self.data, self.pad, self.clients = data, pad, list(clients)
-        self.batch_size = batch_size or data.batch_size
-        key = key if data.shuffle and not limits.overfit else None
+        key = key if data.shuffle and not limits.overfit and not budget.whole else None
         samples = [int(data.num_samples[client]) for client in clients]
+        self.batch_size = max(1, *samples) if budget.whole else batch_size or data.batch_size
+        drop_last = data.drop_last and not budget.whole
         per_epoch = [
-            limits.of_epoch(epoch_minibatches(n, self.batch_size, data.drop_last)) for n in samples
+            limits.of_epoch(epoch_minibatches(n, self.batch_size, drop_last)) for n in samples
         ]
         self.bounds = [step_bounds(n, budget, limits.accumulate) for n in per_epoch]
         self.steps = torch.tensor([len(b) for b in self.bounds])

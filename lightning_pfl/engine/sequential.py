@@ -16,15 +16,26 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.data.batch import batch_leaves, join_batches, map_batch
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.base import EngineSettings, Evaluation, LocalResult, OnClients
+from lightning_pfl.engine.base import (
+    EngineSettings,
+    Evaluation,
+    LocalResult,
+    LogOptions,
+    OnClients,
+)
 from lightning_pfl.engine.batching import (
     Budget,
     Limits,
     batch_length,
     epoch_minibatches,
+    minibatches_per_epoch,
     order_key,
+    phase_budget,
+    phase_steps,
     reseed,
+    split_draws,
     step_bounds,
 )
 from lightning_pfl.engine.client import ClientProgram
@@ -33,7 +44,7 @@ from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.phase import ActivePhase
-from lightning_pfl.engine.vectorized import phase_steps, random_keys
+from lightning_pfl.engine.vectorized import random_keys
 from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
@@ -130,12 +141,13 @@ class SequentialEngine:
         first_epoch = 0
         for number, phase in enumerate(phases):
             active = ActivePhase(phase, self.layout)
-            budget = Budget(phase.epochs, phase.steps)
+            budget = phase_budget(phase)
             minibatches = _minibatches(data, client, budget, self, info.round, stream, first_epoch)
             with active.modes(), local.program.capturing():
                 local.begin(active, number)
                 for step in minibatches if active.trainable else ():
-                    state = self._step(method, state, step, local, data.names[client], info.round)
+                    batch = split_draws(step, phase.draws)
+                    state = self._step(method, state, batch, local, data.names[client], info.round)
             first_epoch += minibatches.epochs_used
         upload, own = method.client_final(received, own, state, info)
         logs = local.finish()
@@ -147,14 +159,14 @@ class SequentialEngine:
         self,
         method: Method,
         state: Tree,
-        step: list[tuple[int, Any]],
+        batch: Any,
         local: SequentialLocal,
         client: str,
         round: int,
     ) -> Tree:
         local.new_step()
         try:
-            return method.client_step(state, step, local)
+            return method.client_step(state, batch, local)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as cause:
             raise ClientError("client_step", client, round, str(cause)) from cause
 
@@ -260,6 +272,18 @@ class SequentialLocal:
             grads = clip(grads, settings.clip_value, settings.clip_algorithm)
         return self.optimizer.update(model, grads, slot)
 
+    def samples(self, batch: list[tuple[int, Any]]) -> tuple[Any, Tensor]:
+        """The samples of a step's minibatches; all are real."""
+        data = join_batches([map_batch(one, lambda leaf: leaf[None]) for _, one in batch])
+        first = next(batch_leaves(data))
+        return data, first.new_ones(first.shape[:2], dtype=torch.bool)
+
+    def report(self, loss: Tensor, batch: list[tuple[int, Any]]) -> None:
+        """Log a loss ``(1,)``, weighted by samples."""
+        self.program.log.options.setdefault("train_loss", LogOptions())
+        size = torch.tensor([sum(batch_length(minibatch) for _, minibatch in batch)])
+        self.logs.add({"train_loss": loss, "loss*": loss}, size, None)
+
     def finish(self) -> dict[str, Tensor]:
         """The client's logged values, ``(1,)`` each."""
         return {**self.logs.compute(), **_computed(self.metrics)}
@@ -287,10 +311,8 @@ class _minibatches:
         self.first_epoch = first_epoch
         if isinstance(data, FederatedTensorDataset):
             self.samples = int(data.num_samples[client])
-            full = epoch_minibatches(self.samples, data.batch_size, data.drop_last)
-        else:
-            full = len(data.loaders[client])
-        self.per_epoch = self.limits.of_epoch(full)
+        self.whole = budget.whole
+        self.per_epoch = minibatches_per_epoch(data, client, self.limits, budget.whole)
         self.bounds = step_bounds(self.per_epoch, budget, self.limits.accumulate)
         self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
 
@@ -308,7 +330,8 @@ class _minibatches:
 
     def _resident(self) -> Iterator[Any]:
         assert isinstance(self.data, FederatedTensorDataset)
-        shuffle = self.data.shuffle and not self.limits.overfit
+        shuffle = self.data.shuffle and not self.limits.overfit and not self.whole
+        size = max(1, self.samples) if self.whole else self.data.batch_size
         for epoch in range(self.epochs_used):
             order = (
                 permutation(self.samples, self.key(epoch))
@@ -316,7 +339,7 @@ class _minibatches:
                 else torch.arange(self.samples)
             )
             mine = self.data.indices[self.client][order.to(self.data.device)]
-            yield from map(self.data.gather, mine.split(self.data.batch_size)[: self.per_epoch])
+            yield from map(self.data.gather, mine.split(size)[: self.per_epoch])
 
     def _drawn(self) -> Iterator[Any]:
         assert not isinstance(self.data, FederatedTensorDataset)

@@ -11,16 +11,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.data.batch import batch_leaves, join_batches
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.base import EngineSettings, Evaluation, LocalResult, OnClients
+from lightning_pfl.engine.base import (
+    EngineSettings,
+    Evaluation,
+    LocalResult,
+    LogOptions,
+    OnClients,
+)
 from lightning_pfl.engine.batching import (
-    Budget,
     Limits,
     Minibatch,
     Tick,
-    count_steps,
-    minibatches_per_epoch,
     order_key,
+    phase_budget,
+    phase_steps,
+    split_draws,
 )
 from lightning_pfl.engine.client import ClientProgram, batchable_kernels
 from lightning_pfl.engine.drawn import Batches, LoaderBatches
@@ -43,20 +50,6 @@ COPIES = 5
 MOST_ON_CPU = 32
 """Clients per chunk beyond which nothing is won: their activations leave the caches."""
 MOST_ON_GPU = 512
-
-
-def phase_steps(
-    data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...], limits: Limits
-) -> Tensor:
-    """Optimizer steps of each client over all phases, int64 ``(clients,)``."""
-    per_epoch = [minibatches_per_epoch(data, int(client), limits) for client in clients]
-    return torch.tensor(
-        [
-            sum(count_steps(n, Budget(p.epochs, p.steps), limits.accumulate) for p in phases)
-            for n in per_epoch
-        ],
-        dtype=torch.int64,
-    )
 
 
 def random_keys(seed: int, stream: str, round: int, clients: list[int]) -> Tensor:
@@ -223,7 +216,7 @@ class _Chunk:
         def key(client: int, epoch: int) -> int:
             return order_key(self.engine.settings.seed, self.stream, self.info.round, client, epoch)
 
-        budget, limits = Budget(phase.epochs, phase.steps), self.engine.limits
+        budget, limits = phase_budget(phase), self.engine.limits
         if isinstance(self.data, FederatedTensorDataset):
             # The mask of a dropout is a function of the shape: a padded batch would get another one
             # than the client alone where samples aren't the first axis.
@@ -235,6 +228,7 @@ class _Chunk:
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
         if not active.trainable or not len(batches.steps):
             return state
+        draws = active.phase.draws
         optimizer = ClientOptimizer(
             self.engine.template, self.engine.layout, len(self.clients), active.phase.lr
         )
@@ -243,11 +237,12 @@ class _Chunk:
             optimizer.new_tick()
             for tick in batches.at(step):
                 local.begin(tick)
+                batch = split_draws(tick.minibatches, draws)
                 if tick.rows is None:
-                    state = self.method.client_step(state, tick.minibatches, local)
+                    state = self.method.client_step(state, batch, local)
                     continue
                 part = rows(state, tick.rows)
-                new = self.method.client_step(part, tick.minibatches, local)
+                new = self.method.client_step(part, batch, local)
                 state = _write(state, part, new, tick.rows)
         return state
 
@@ -303,6 +298,21 @@ class VectorizedLocal:
         call = self._calls.get(slot, 0)
         self._calls[slot] = call + 1
         return self.optimizer.update(model, grads, slot, self._tick.rows, call)
+
+    def samples(self, batch: list[Minibatch]) -> tuple[Any, Tensor]:
+        """The samples of a step's minibatches, and which of them are real."""
+        masks = []
+        for minibatch in batch:
+            width = next(batch_leaves(minibatch.data)).shape[1]
+            real = torch.arange(width) < minibatch.sizes.unsqueeze(1)
+            masks.append(real.to(self.chunk.device))
+        return join_batches([m.data for m in batch]), torch.cat(masks, 1)
+
+    def report(self, loss: Tensor, batch: list[Minibatch]) -> None:
+        """Log a loss ``(clients,)``, weighted by samples."""
+        self.chunk.program.log.options.setdefault("train_loss", LogOptions())
+        sizes = torch.stack([minibatch.sizes for minibatch in batch]).sum(0)
+        self.chunk.logs.add({"train_loss": loss, "loss*": loss}, sizes, self._tick.rows)
 
     def _minibatch_grad(self, model: Model, minibatch: Minibatch) -> Model:
         trained = {name: model[name].detach() for name in self.active.trainable}

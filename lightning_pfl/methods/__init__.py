@@ -10,5 +10,15 @@ from lightning_pfl.methods.fedprox import FedProx
 from lightning_pfl.methods.fedrep import FedRep
 from lightning_pfl.methods.lg_fedavg import LGFedAvg
 from lightning_pfl.methods.local import LocalOnly
+from lightning_pfl.methods.scaffold import SCAFFOLD
 
-__all__ = ["FedAvg", "FedBN", "FedPer", "FedProx", "FedRep", "LGFedAvg", "LocalOnly"]
+__all__ = [
+    "SCAFFOLD",
+    "FedAvg",
+    "FedBN",
+    "FedPer",
+    "FedProx",
+    "FedRep",
+    "LGFedAvg",
+    "LocalOnly",
+]

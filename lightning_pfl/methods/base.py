@@ -7,9 +7,12 @@ in ``tree.py`` and ``solvers/``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, FederatedCallback
@@ -30,6 +33,11 @@ class Phase:
         steps: Optimizer steps; the client's data is cycled through.
         lr: Learning rate for all parameter groups; None keeps what ``configure_optimizers`` says.
         name: What ``local.phase`` says inside ``client_step``.
+        draws: Independent minibatches per step. From 2 on, ``client_step`` receives a tuple of that
+            many batches, consecutive ones of the client's order, which runs on into the next epoch;
+            ``epochs`` then says how much data the steps see together.
+        whole: Whether the client's samples are one minibatch, in their stored order. Not for
+            DataLoaders that users bring, whose order is their own.
     """
 
     train: Spec = "all"
@@ -37,6 +45,8 @@ class Phase:
     steps: int | None = None
     lr: float | None = None
     name: str = "local"
+    draws: int = 1
+    whole: bool = False
 
 
 class Local(Protocol):
@@ -65,6 +75,20 @@ class Local(Protocol):
 
         ``slot`` names the optimizer state (momentum, moments): one slot per model that the method
         trains.
+        """
+
+    def samples(self, batch: Any) -> tuple[Any, Tensor]:
+        """The step's samples themselves, for a method that computes on them without the module.
+
+        Returns:
+            The batch before any augmentation, leaves ``(clients, samples, ...)``, and which samples
+            are real, bool ``(clients, samples)``: the others only fill up the shorter clients.
+        """
+
+    def report(self, loss: Tensor, batch: Any) -> None:
+        """Log as ``train_loss`` what a method has computed itself, ``(clients,)``.
+
+        For a step without :meth:`grad`.
         """
 
 
@@ -113,14 +137,18 @@ class Method(FederatedCallback):
         personal: What never leaves the client; set by the method.
         everyone: Whether all clients train in every round, whatever ``participation`` says (methods
             without a server).
-        layout, num_clients, seed: Set by :meth:`bind` before the first round.
+        client_axes: Top-level entries of the server's tree with leading axes of all clients, in the
+            order of their ids, and how many such axes: ``{"models": 1, "relationship": 2}``.
+        layout, num_clients, num_samples, seed: Set by :meth:`bind` before the first round.
     """
 
     personal: Spec = None
     everyone: ClassVar[bool] = False
+    client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
 
     layout: Layout
     num_clients: int
+    num_samples: Tensor
     seed: int
 
     def __init__(
@@ -134,9 +162,17 @@ class Method(FederatedCallback):
         self.local_epochs, self.local_steps = local_epochs, local_steps
         self.weighting = weighting
 
-    def bind(self, layout: Layout, num_clients: int, seed: int) -> None:
-        """Called once, before the first round: what the method may know of the federation."""
+    def bind(
+        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+    ) -> None:
+        """Called once, before the first round: what the method may know of the federation.
+
+        ``num_samples`` are the clients' training samples, int64 ``(num_clients,)``; None where
+        nobody trains.
+        """
         self.layout, self.num_clients, self.seed = layout, num_clients, seed
+        none = torch.zeros(num_clients, dtype=torch.int64)
+        self.num_samples = none if num_samples is None else num_samples
 
     def resolve_personal(self, layout: Layout) -> Spec:
         """What is personal, given the names of the model.
@@ -154,6 +190,13 @@ class Method(FederatedCallback):
     def evaluation_phases(self) -> tuple[Phase, ...]:
         """Local training from the personal model that personalizes it before an evaluation."""
         return ()
+
+    def evaluation_step(self, model: Model, batch: Any, local: Local) -> Model:
+        """One step of :meth:`evaluation_phases`, on training data.
+
+        Default: the user's optimizer.
+        """
+        return local.update(model, local.grad(model, batch))
 
     # --- state ---
 
@@ -186,7 +229,7 @@ class Method(FederatedCallback):
 
         The shared part received, the personal part kept.
         """
-        return {"model": {**received["model"], **own["model"]}}
+        return {"model": {**received["model"], **own.get("model", {})}}
 
     def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
         """One local step on one minibatch; default: the user's optimizer on the training loss."""
@@ -218,7 +261,7 @@ class Method(FederatedCallback):
 
         The shared part received now, the personal part stored.
         """
-        model: Model = {**received["model"], **own["model"]}
+        model: Model = {**received["model"], **own.get("model", {})}
         return model
 
     def global_model(self, server: Tree) -> Model | None:

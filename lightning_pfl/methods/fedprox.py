@@ -6,12 +6,8 @@ from typing import Any
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.methods.base import Local, Method, Weighting
-from lightning_pfl.tree import Model, Tree, tmap
-
-
-def pull(grads: Model, model: Model, anchor: Model, weight: float) -> Model:
-    r"""Add the gradient of :math:`\frac{\mu}{2}\lVert y - x\rVert^2` to ``grads``."""
-    return tmap(lambda g, y, x: g.add(y - x, alpha=weight), grads, model, anchor)
+from lightning_pfl.solvers.proximal import pull
+from lightning_pfl.tree import Tree
 
 
 class FedProx(Method):

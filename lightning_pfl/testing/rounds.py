@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset
 from lightning_pfl.engine.base import EngineSettings, LocalResult
+from lightning_pfl.engine.optimizer import learning_rates
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized import VectorizedEngine
 from lightning_pfl.layout import Layout
@@ -77,7 +78,7 @@ def local_round(
         **options: Passed to the engine (``transform``, ``stochastic``).
     """
     layout = Layout(module, method.resolve_personal(Layout(module)))
-    method.bind(layout, data.num_clients, seed=0)
+    method.bind(layout, data.num_clients, 0, data.num_samples)
     index = torch.arange(data.num_clients) if clients is None else torch.tensor(list(clients))
     kind = VectorizedEngine if engine == "vectorized" else SequentialEngine
     runner = kind(
@@ -95,6 +96,7 @@ def local_round(
         method.aggregation_weights(samples),
         round,
         data.num_clients,
+        learning_rates(runner.template),
     )
     received = expand(method.download(server, info), len(index))
     received = {**received, **method.download_rows(server, info)}

@@ -17,4 +17,5 @@ CASES: dict[str, Callable[[], Method]] = {
     "FedRep": lambda: methods.FedRep(head_epochs=2, body_epochs=1, head_lr=0.1),
     "LGFedAvg": lambda: methods.LGFedAvg(local_epochs=None, local_steps=3),
     "LocalOnly": lambda: methods.LocalOnly(),
+    "SCAFFOLD": lambda: methods.SCAFFOLD(option="I", server_lr=0.7),
 }

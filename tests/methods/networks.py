@@ -1,0 +1,39 @@
+"""What the tests of several methods need beside the small network: it without what hides an update,
+and the cohorts of a run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.sampling import sample_cohort
+from lightning_pfl.testing.conformance import SIZES
+from lightning_pfl.tree import Tree, leaves
+
+
+def plain_module(lr: float = 0.05) -> PersonalizedModule:
+    """The small network without BatchNorm, trained by plain SGD: an update is nothing but a
+    gradient."""
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten())
+    settings = {"lr": lr, "momentum": 0.0, "weight_decay": 0.0}
+    return PersonalizedModule(backbone, nn.Linear(18, 3), **settings).double()  # type: ignore[arg-type]
+
+
+SCALARS = 2 * 9 + 2 + 18 * 3 + 3
+"""Trainable scalars of the network above, and all of its state."""
+
+
+def cohorts(
+    rounds: int, participation: int, seed: int = 0, eligible: Tensor | None = None
+) -> list[Tensor]:
+    """Who takes part in each round of a run on the small clients."""
+    some = torch.tensor([k for k, size in enumerate(SIZES) if size])
+    some = some if eligible is None else eligible
+    return [sample_cohort(seed, number, some, participation) for number in range(rounds)]
+
+
+def scalars(tree: Tree) -> int:
+    """Numbers in a tree."""
+    return sum(leaf.numel() for leaf in leaves(tree))

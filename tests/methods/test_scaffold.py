@@ -1,0 +1,184 @@
+r"""SCAFFOLD on quadratics: the corrected gradient a (y - c_k) - u_k + u is that of a quadratic with
+the centre c_k + (u_k - u) / a, so a round is ``descend`` to that centre."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from lightning_pfl.methods import SCAFFOLD, FedAvg
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_close,
+    descend,
+    fit,
+    q2,
+)
+from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
+from tests.references.scaffold import scaffold
+
+OPTIONS: tuple[Any, ...] = ("I", "II")
+N = len(A)
+
+
+def rounds_by_formula(
+    option: str, in_rounds: list[Tensor], epochs: int = 1, server_lr: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The model, c and all c_k; the formulas as printed, for the given cohorts."""
+    x, u = torch.full((2,), 0.5, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    own = torch.zeros(N, 2, dtype=torch.float64)
+    for cohort in in_rounds:
+        a, steps = A[cohort], (epochs * STEPS[cohort]).double()
+        center = C[cohort] + (own[cohort] - u) / a[:, None]
+        y = descend(x, a, center, LR, steps)
+        new = a[:, None] * (x - C[cohort])
+        if option == "II":
+            new = own[cohort] - u + (x - y) / (steps * LR)[:, None]
+        u_next = u + (new - own[cohort]).sum(0) / N
+        x, u = x + server_lr * (y - x).mean(0), u_next
+        own[cohort] = new
+    return x, u, own
+
+
+class HeavyBall(QuadraticModule):
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.parameters(), lr=self.lr, momentum=0.8)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("engine", ENGINES)
+class TestSCAFFOLD:
+    @pytest.mark.parametrize("server_lr", [1.0, 0.6])
+    def test_rounds_match_the_closed_form(self, engine: str, option: Any, server_lr: float) -> None:
+        method = SCAFFOLD(option, server_lr, local_epochs=2)
+        run = fit(method, ragged(), QuadraticModule(2, LR, 0.5), 3, engine)
+        everybody = [torch.tensor([0, 1, 2])] * 3
+        x, u, own = rounds_by_formula(option, everybody, 2, server_lr)
+        close(run.server["model"]["w"], x)
+        close(run.server["control"]["w"], u)
+        close(run.own["control"]["w"], own)
+
+    def test_partial_participation_keeps_the_controls_of_the_others(
+        self, engine: str, option: Any
+    ) -> None:
+        run = fit(
+            SCAFFOLD(option), ragged(), QuadraticModule(2, LR, 0.5), 5, engine, participation=2
+        )
+        in_rounds = cohorts(5, 2, eligible=SAMPLES.nonzero().flatten())
+        assert len({tuple(cohort.tolist()) for cohort in in_rounds}) > 1
+        x, u, own = rounds_by_formula(option, in_rounds)
+        close(run.server["model"]["w"], x)
+        close(run.server["control"]["w"], u)
+        close(run.own["control"]["w"], own)
+
+    def test_c_is_the_mean_of_all_clients_controls_after_every_round(
+        self, engine: str, option: Any
+    ) -> None:
+        recorder = fit(
+            SCAFFOLD(option), small_clients(), small_module(), 4, engine, participation=2
+        ).recorder
+        for server, bank in zip(recorder.servers, recorder.banks, strict=True):
+            for name, leaf in server["control"].items():
+                close(leaf, bank["control"][name].mean(0))
+        assert float(recorder.servers[-1]["control"]["head.weight"].abs().max()) > 1e-3
+
+    def test_converges_to_the_optimum_where_fedavg_drifts(self, engine: str, option: Any) -> None:
+        ten: Any = {"local_epochs": None, "local_steps": 10}
+        run = fit(SCAFFOLD(option, **ten), q2(), QuadraticModule(), 60, engine)
+        assert float(run.server["model"]["w"]) == pytest.approx(0.75, abs=1e-9)
+        drifted = fit(FedAvg(**ten), q2(), QuadraticModule(), 60, engine)
+        assert float(drifted.server["model"]["w"]) == pytest.approx(0.598711, abs=5e-7)
+
+    def test_converges_with_one_of_two_clients_a_round(self, engine: str, option: Any) -> None:
+        method = SCAFFOLD(option, local_epochs=None, local_steps=5)
+        run = fit(method, q2(), QuadraticModule(lr=0.05), 150, engine, participation=1)
+        assert float(run.server["model"]["w"]) == pytest.approx(0.75, abs=1e-4)
+
+    def test_momentum_does_not_bias_the_controls(self, engine: str, option: Any) -> None:
+        """The printed option II divides a displacement that momentum makes longer by K lr."""
+        method = SCAFFOLD(option, local_epochs=None, local_steps=4)
+        recorder = fit(method, q2(), HeavyBall(lr=0.02), 1, engine).recorder
+        control = recorder.banks[1]["control"]["w"][1]
+        if option == "I":
+            close(control, torch.tensor([3.0 * (0.0 - 1.0)], dtype=torch.float64))
+        else:
+            w, v, grads = 0.0, 0.0, []
+            for _ in range(4):
+                grads.append(3.0 * (w - 1.0))
+                v = 0.8 * v + grads[-1]
+                w -= 0.02 * v
+            close(control, torch.tensor([sum(grads) / 4], dtype=torch.float64))
+            assert abs(-w / (4 * 0.02) - sum(grads) / 4) > 0.5
+
+    def test_one_client_is_plain_sgd(self, engine: str, option: Any) -> None:
+        data = small_clients().subset([3])
+        a = fit(SCAFFOLD(option), data, small_module(), 3, engine)
+        b = fit(FedAvg(), data, small_module(), 3, engine)
+        assert_trees_close(a.server["model"], b.server["model"])
+
+    def test_one_step_of_everybody_is_that_of_fedavg(self, engine: str, option: Any) -> None:
+        """The corrections of all clients cancel: with one step each, the mean doesn't see them."""
+        one: Any = {"local_epochs": None, "local_steps": 1}
+        data = small_clients().subset([0, 2, 3, 4])
+        a = fit(SCAFFOLD(option, **one), data, plain_module(), 3, engine)
+        b = fit(FedAvg(weighting="uniform", **one), data, plain_module(), 3, engine)
+        assert_trees_close(a.server["model"], b.server["model"])
+
+    @pytest.mark.parametrize("participation", [4, 2])
+    def test_matches_the_reference(self, engine: str, option: Any, participation: int) -> None:
+        method, data = SCAFFOLD(option, local_epochs=2), small_clients()
+        run = fit(method, data, plain_module(), 3, engine, participation=participation)
+        in_rounds = cohorts(3, participation)
+        x, c, own = scaffold(plain_module(), data, in_rounds, option, lr=0.05, epochs=2)
+        assert_trees_close(run.server["model"], x)
+        assert_trees_close(run.server["control"], c)
+        assert_trees_close(run.own["control"], {n: torch.stack([o[n] for o in own]) for n in c})
+
+    def test_twice_the_model_travels_each_way(self, engine: str, option: Any) -> None:
+        round = fit(SCAFFOLD(option), small_clients(), plain_module(), 1, engine).recorder.rounds[0]
+        assert round.bytes_down == round.bytes_up == 2 * 8 * SCALARS
+
+    def test_buffers_are_averaged_without_control(self, engine: str, option: Any) -> None:
+        run = fit(SCAFFOLD(option), small_clients(), small_module(), 1, engine)
+        uploads = run.recorder.rounds[0].uploads
+        assert uploads is not None
+        name = "backbone.1.running_mean"
+        assert name not in run.server["control"]
+        close(run.server["model"][name], uploads["model"][name].mean(0))
+
+
+def test_options_agree_on_one_step_of_a_full_batch() -> None:
+    one: Any = {"local_epochs": None, "local_steps": 1}
+    a, b = (
+        fit(SCAFFOLD(option, **one), q2(), QuadraticModule(), 3, participation=1)
+        for option in OPTIONS
+    )
+    assert_trees_close(a.server, b.server)
+    assert_trees_close(a.own, b.own)
+
+
+def test_the_further_pass_of_option_one_leaves_model_and_statistics_alone() -> None:
+    none: Any = {"local_epochs": 0}
+    server = fit(SCAFFOLD("I", **none), small_clients(), small_module()).server
+    start = small_module().state_dict()
+    assert_trees_close(server["model"], start, rtol=1e-14, atol=0)
+    assert float(server["control"]["head.weight"].abs().max()) > 0
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(ValueError, match="Expected `option` to be 'I' or 'II', but got option=2"):
+        SCAFFOLD(option=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
+def test_the_server_has_to_move(bad: float) -> None:
+    with pytest.raises(
+        ValueError, match=f"Expected `server_lr` to be positive, but got server_lr={bad}"
+    ):
+        SCAFFOLD(server_lr=bad)
