@@ -3,6 +3,7 @@ remembered."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,8 +29,12 @@ def result(upload: Tensor, own: Tensor, loss: Tensor) -> LocalResult:
     return LocalResult({"model": {"w": upload}}, {"memory": own}, {}, {}, loss)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("where", ["upload", "memory", "loss"])
+BAD = (torch.nan, torch.inf, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("where", "bad"), [*product(("upload", "memory"), BAD), ("loss", torch.inf)]
+)
 def test_what_is_not_finite_is_rejected_with_its_reason(where: str, bad: float) -> None:
     parts = {"upload": torch.zeros(3, 2), "memory": torch.zeros(3, 4), "loss": torch.zeros(3)}
     parts[where].view(3, -1)[1, 0] = bad
@@ -38,12 +43,14 @@ def test_what_is_not_finite_is_rejected_with_its_reason(where: str, bad: float) 
     assert rejected == {11: f"{where} is not finite"}
 
 
-def test_a_client_without_steps_has_no_loss_and_is_accepted() -> None:
-    idle = info(2)
-    idle.steps = torch.tensor([0, 1])
-    loss = torch.tensor([torch.nan, torch.nan])
-    accepted, _ = judge(result(torch.zeros(2, 1), torch.zeros(2, 1), loss), {}, idle, None)
+def test_a_client_without_a_loss_is_accepted() -> None:
+    # NaN: no step taken, or a step that solves without a loss. Inf: a loss that wasn't finite.
+    loss = torch.tensor([torch.nan, torch.inf])
+    accepted, rejected = judge(
+        result(torch.zeros(2, 1), torch.zeros(2, 1), loss), {}, info(2), None
+    )
     assert accepted.tolist() == [True, False]
+    assert list(rejected.values()) == ["loss is not finite"]
 
 
 def test_the_norm_is_that_of_the_change() -> None:
