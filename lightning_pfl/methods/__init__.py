@@ -3,6 +3,8 @@
 The conformance suite and the docs go by it.
 """
 
+from lightning_pfl.methods.apfl import APFL
+from lightning_pfl.methods.ditto import Ditto
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.methods.fedbn import FedBN
 from lightning_pfl.methods.fedper import FedPer
@@ -10,10 +12,13 @@ from lightning_pfl.methods.fedprox import FedProx
 from lightning_pfl.methods.fedrep import FedRep
 from lightning_pfl.methods.lg_fedavg import LGFedAvg
 from lightning_pfl.methods.local import LocalOnly
+from lightning_pfl.methods.per_fedavg import PerFedAvg
+from lightning_pfl.methods.pfedme import PFedMe
 from lightning_pfl.methods.scaffold import SCAFFOLD
 
 __all__ = [
-    "SCAFFOLD",
+    "APFL",
+    "Ditto",
     "FedAvg",
     "FedBN",
     "FedPer",
@@ -21,4 +26,7 @@ __all__ = [
     "FedRep",
     "LGFedAvg",
     "LocalOnly",
+    "PFedMe",
+    "PerFedAvg",
+    "SCAFFOLD",
 ]

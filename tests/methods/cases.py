@@ -10,6 +10,8 @@ from lightning_pfl import methods
 from lightning_pfl.methods.base import Method
 
 CASES: dict[str, Callable[[], Method]] = {
+    "APFL": lambda: methods.APFL(mixing=0.3, adaptive=True),
+    "Ditto": lambda: methods.Ditto(prox_weight=0.5),
     "FedAvg": lambda: methods.FedAvg(server_optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
     "FedBN": lambda: methods.FedBN(),
     "FedPer": lambda: methods.FedPer(),
@@ -17,5 +19,7 @@ CASES: dict[str, Callable[[], Method]] = {
     "FedRep": lambda: methods.FedRep(head_epochs=2, body_epochs=1, head_lr=0.1),
     "LGFedAvg": lambda: methods.LGFedAvg(local_epochs=None, local_steps=3),
     "LocalOnly": lambda: methods.LocalOnly(),
+    "PFedMe": lambda: methods.PFedMe(3.0, inner_steps=2, inner_lr=0.05, server_mixing=0.8),
+    "PerFedAvg": lambda: methods.PerFedAvg(0.1, order="hessian-free"),
     "SCAFFOLD": lambda: methods.SCAFFOLD(option="I", server_lr=0.7),
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_pfl.methods import FedAvg, FedProx
-from lightning_pfl.methods.fedprox import pull
+from lightning_pfl.solvers.proximal import pull
 from lightning_pfl.testing import (
     QuadraticModule,
     assert_trees_close,

@@ -1,0 +1,115 @@
+r"""APFL: each client mixes a model of its own with the global one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.methods.base import Local, Method, Weighting
+from lightning_pfl.solvers.proximal import towards
+from lightning_pfl.tree import Model, Tree, dot, scale, select, sub
+
+
+class APFL(Method):
+    r"""Clients train the global model and, through the mixture of the two, one of their own.
+
+    .. math::
+        w &\leftarrow w - \eta\, \nabla F_k(w), \qquad
+        \bar v = \alpha_k v_k + (1 - \alpha_k)\, w, \qquad
+        v_k \leftarrow v_k - \eta\, \alpha_k \nabla F_k(\bar v) \\
+        \alpha_k &\leftarrow \operatorname{clip}_{[0, 1]}
+        \bigl(\alpha_k - \eta\, \langle \nabla F_k(\bar v), v_k - w \rangle\bigr)
+        \quad \text{(adaptive: in the first step of a round)}
+
+    :math:`w` begins at the received model and is averaged; :math:`v_k` and :math:`\alpha_k` never
+    leave the client and persist. A client is evaluated with :math:`\alpha_k v_k + (1 - \alpha_k)
+    x`, where :math:`x` is the current global model. The global model doesn't depend on
+    :math:`\alpha`.
+
+    Args:
+        mixing: :math:`\alpha` in [0, 1], of all clients or, if adaptive, to begin with. 0 is
+            FedAvg, 1 trains the own models alone.
+        adaptive: Whether each client learns its :math:`\alpha_k`.
+        local_epochs: Passes over a client's data per round.
+        local_steps: Optimizer steps per round instead. Exactly one of the two.
+        weighting: ``"uniform"`` as in the paper, or ``"samples"``.
+
+    State:
+        server: ``model``. own: ``personal``, the model :math:`v_k` with the buffers of the mixture,
+        each leaf ``(clients, *shape)``; if adaptive ``mixing``, ``(clients,)``.
+
+    Deviation from the paper: the own model steps with the user's optimizer on the gradient
+    :math:`\alpha_k \nabla F_k(\bar v)`; the released code also regularises :math:`\alpha_k`.
+
+    Example:
+        >>> APFL(mixing=0.25, adaptive=True).mixing
+        0.25
+
+    References:
+        Deng, Kamani, Mahdavi. Adaptive personalized federated learning. 2020. arXiv:2003.13461,
+        Algorithm 1 and equation 10.
+    """
+
+    def __init__(
+        self,
+        mixing: float = 0.5,
+        adaptive: bool = False,
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+        weighting: Weighting = "uniform",
+    ) -> None:
+        super().__init__(local_epochs, local_steps, weighting)
+        if not 0 <= mixing <= 1:
+            raise ValueError(
+                f"Expected `mixing` to be in [0, 1], but got mixing={mixing!r}. Use 0.25, 0.5 or "
+                "0.75 as in the paper."
+            )
+        self.mixing, self.adaptive = mixing, adaptive
+
+    def init_own(self, model: Model) -> Tree:
+        """A model that begins as the global one, and the mixing weight if it is learned."""
+        if not self.adaptive:
+            return {"personal": model}
+        first = model[self.layout.trainable[0]]
+        return {"personal": model, "mixing": torch.full_like(first.flatten()[0], self.mixing)}
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """Start both models."""
+        state = {"model": dict(received["model"]), **own}
+        if self.adaptive:
+            state["steps"] = torch.zeros_like(own["mixing"])
+        return state
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        """A step of the global model, then one of the own model through the mixture."""
+        model = local.update(state["model"], local.grad(state["model"], batch))
+        personal, mixing = state["personal"], state.get("mixing", self.mixing)
+        grads = local.grad(self._mixture(personal, model, mixing), batch)
+        state = {**state, "model": model}
+        if self.adaptive:
+            # Before the step, which writes to the memory of the own model.
+            slope = dot(grads, sub(select(personal, grads), model))
+            learned = (mixing - local.lr * slope).clamp(0, 1)
+            state["mixing"] = learned.where(state["steps"] == 0, mixing)
+            state["steps"] = state["steps"] + 1
+        state["personal"] = local.update(personal, scale(grads, mixing), slot="personal")
+        return state
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Send the global model, keep the own one and its weight."""
+        return {"model": state["model"]}, {name: state[name] for name in own}
+
+    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+        """The mixture with the global model of now."""
+        mixing = own.get("mixing", self.mixing)
+        return self._mixture(own["personal"], received["model"], mixing)
+
+    def _mixture(self, personal: Model, model: Model, mixing: float | Tensor) -> Model:
+        """The mixed parameters, with the buffers of the own model."""
+        trainable = self.layout.trainable
+        return {**personal, **towards(select(model, trainable), personal, mixing)}

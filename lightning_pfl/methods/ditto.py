@@ -1,0 +1,117 @@
+r"""Ditto: personal models pulled towards the global model of federated averaging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.methods.base import Local, Method, Phase, Weighting, check_budget
+from lightning_pfl.solvers.proximal import pull
+from lightning_pfl.tree import Model, Tree
+
+
+class Ditto(Method):
+    r"""Clients train the global model as in FedAvg and, beside it, a personal model near it.
+
+    .. math::
+        y_k \leftarrow \text{local SGD on } F_k \text{ from } x^t, \qquad
+        v_k \leftarrow v_k - \eta\,(\nabla F_k(v_k) + \lambda\,(v_k - x^t)), \qquad
+        x^{t+1} = \sum_{k \in S_t} p_k\, y_k
+
+    The anchor :math:`x^t` is the model received this round. :math:`v_k` begins as the initial
+    global model, never leaves the client, and persists while the client is not sampled. The global
+    model doesn't depend on :math:`\lambda`. The proximal gradient passes through momentum and
+    clipping like the rest; each model has its own optimizer state.
+
+    Args:
+        prox_weight: :math:`\lambda \ge 0`. 0 trains the personal models alone. Plain SGD needs ``lr
+            * (L + prox_weight) < 2``.
+        personal_epochs: Passes over the data for :math:`v_k`, after those for :math:`y_k`. With
+            neither this nor ``personal_steps``, each step of :math:`y_k` is followed by one of
+            :math:`v_k` on the same minibatch, as in the released code.
+        personal_steps: Optimizer steps for :math:`v_k` instead. At most one of the two.
+        local_epochs: Passes over the data for :math:`y_k` per round.
+        local_steps: Optimizer steps instead. Exactly one of the two.
+        weighting: ``"uniform"`` as in the released code, or ``"samples"``.
+
+    State:
+        server: ``model``. own: ``personal``, the whole model :math:`v_k` with its own buffers; each
+        leaf ``(clients, *shape)``.
+
+    Deviation from the paper: both models use the learning rate of ``configure_optimizers``.
+
+    Example:
+        >>> Ditto(prox_weight=0.1, personal_epochs=2).personal_epochs
+        2
+
+    References:
+        Li, Hu, Beirami, Smith. Ditto: fair and robust federated learning through personalization.
+        ICML 2021. arXiv:2012.04221, Algorithms 1 and 2.
+    """
+
+    def __init__(
+        self,
+        prox_weight: float = 1.0,
+        personal_epochs: int | None = None,
+        personal_steps: int | None = None,
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+        weighting: Weighting = "uniform",
+    ) -> None:
+        super().__init__(local_epochs, local_steps, weighting)
+        if not prox_weight >= 0:
+            raise ValueError(
+                f"Expected `prox_weight` to be non-negative, but got prox_weight={prox_weight!r}. "
+                "Use 0 to train the personal models alone, or 0.1 to 2 as in the paper."
+            )
+        self.interleaved = personal_epochs is None and personal_steps is None
+        if not self.interleaved:
+            check_budget(personal_epochs, personal_steps, "personal")
+        self.prox_weight = prox_weight
+        self.personal_epochs, self.personal_steps = personal_epochs, personal_steps
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        """One phase for both models, or one for each."""
+        both = Phase("all", epochs=self.local_epochs, steps=self.local_steps)
+        if self.interleaved:
+            return (both,)
+        personal = Phase(
+            "all", epochs=self.personal_epochs, steps=self.personal_steps, name="personal"
+        )
+        return both, personal
+
+    def init_own(self, model: Model) -> Tree:
+        """A personal model that begins as the global one."""
+        return {"personal": model}
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """Start both models; what was received stays the anchor."""
+        return {
+            "model": dict(received["model"]),
+            "personal": own["personal"],
+            "anchor": received["model"],
+        }
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        """A step of the global model, of the personal model, or of both."""
+        if local.phase != "personal":
+            model = local.update(state["model"], local.grad(state["model"], batch))
+            state = {**state, "model": model}
+        if self.interleaved or local.phase == "personal":
+            personal = state["personal"]
+            grads = local.grad(personal, batch)
+            if self.prox_weight:
+                grads = pull(grads, personal, state["anchor"], self.prox_weight)
+            state = {**state, "personal": local.update(personal, grads, slot="personal")}
+        return state
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Send the global model, keep the personal one."""
+        return {"model": state["model"]}, {"personal": state["personal"]}
+
+    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+        """The stored personal model."""
+        personal: Model = own["personal"]
+        return personal
