@@ -10,6 +10,7 @@ from lightning_pfl.methods.fedbn import FedBN
 from lightning_pfl.methods.fedper import FedPer
 from lightning_pfl.methods.fedprox import FedProx
 from lightning_pfl.methods.fedrep import FedRep
+from lightning_pfl.methods.l2gd import L2GD
 from lightning_pfl.methods.lg_fedavg import LGFedAvg
 from lightning_pfl.methods.local import LocalOnly
 from lightning_pfl.methods.per_fedavg import PerFedAvg
@@ -18,6 +19,7 @@ from lightning_pfl.methods.scaffold import SCAFFOLD
 
 __all__ = [
     "APFL",
+    "L2GD",
     "Ditto",
     "FedAvg",
     "FedBN",

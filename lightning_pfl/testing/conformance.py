@@ -35,7 +35,7 @@ from lightning_pfl.testing.rounds import (
     assert_trees_equal,
     local_round,
 )
-from lightning_pfl.tree import Tree, leaves, nbytes, rows, tmap
+from lightning_pfl.tree import Tree, expand, leaves, nbytes, rows, tmap
 
 MakeMethod = Callable[[], Method]
 
@@ -116,9 +116,11 @@ def check_received_is_not_changed(make_method: MakeMethod, problem: Problem) -> 
     method, data = make_method(), problem.make_data(torch.float64, True)
     outcome = _round(method, problem, data, problem.engine)
     fresh = _round(make_method(), problem, data, problem.engine)
-    start = method.download(method.init_server(method.layout.model()), outcome.info)
+    server = method.init_server(method.layout.model())
+    start = expand(method.download(server, outcome.info), len(outcome.info))
+    start |= method.download_rows(server, outcome.info)
     for received in (outcome.received, fresh.received):
-        assert_trees_equal(tmap(lambda leaf, _: leaf[0], received, start), start)
+        assert_trees_equal(received, start)
 
 
 def check_relabelling_permutes_the_result(make_method: MakeMethod, problem: Problem) -> None:

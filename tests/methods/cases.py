@@ -17,6 +17,7 @@ CASES: dict[str, Callable[[], Method]] = {
     "FedPer": lambda: methods.FedPer(),
     "FedProx": lambda: methods.FedProx(prox_weight=0.5),
     "FedRep": lambda: methods.FedRep(head_epochs=2, body_epochs=1, head_lr=0.1),
+    "L2GD": lambda: methods.L2GD(2.0, 0.5, local_epochs=2),
     "LGFedAvg": lambda: methods.LGFedAvg(local_epochs=None, local_steps=3),
     "LocalOnly": lambda: methods.LocalOnly(),
     "PFedMe": lambda: methods.PFedMe(3.0, inner_steps=2, inner_lr=0.05, server_mixing=0.8),

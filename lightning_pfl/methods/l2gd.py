@@ -1,0 +1,151 @@
+r"""L2GD: a coin decides between a step on the local losses and a step towards their mean model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.randomness import derive
+from lightning_pfl.solvers.proximal import towards
+from lightning_pfl.tree import Model, Tree, floats, weighted_mean
+
+
+class L2GD(Method):
+    r"""Every client has a model; a penalty holds them near their mean.
+
+    Minimises :math:`\frac1n \sum_i F_i(x_i) + \frac{\lambda}{2n} \sum_i \lVert x_i - \bar x
+    \rVert^2`. In each round a coin :math:`\xi`, the same for all clients, is 1 with probability
+    :math:`p`:
+
+    .. math::
+        \xi = 0: &\quad x_i \leftarrow x_i - \eta\, \nabla F_i(x_i) \\
+        \xi = 1: &\quad x_i \leftarrow x_i - \theta\,(x_i - \bar x), \qquad
+        \theta = \frac{\eta \lambda (1 - p)}{p}
+
+    With the paper's step size :math:`\alpha` this is :math:`\eta = \alpha / (n (1 - p))` and
+    :math:`\theta = \alpha \lambda / (n p)`; :math:`\eta` is the learning rate of the user's
+    optimizer. Clients communicate only where the coin turns from 0 to 1: they send :math:`x_i` at
+    the end of the last local round and receive :math:`\bar x` at the beginning of the next. The
+    steps towards the mean don't change it, so that further ones need no message. The coin follows
+    from the seed and the round alone.
+
+    Args:
+        mixing_weight: :math:`\lambda \ge 0`. 0 trains every client alone.
+        aggregation_probability: :math:`p` in (0, 1). The best is :math:`\lambda / (L + \lambda)`.
+        local_epochs: Passes over a client's data in a round with :math:`\xi = 0`.
+        local_steps: Optimizer steps instead. Exactly one of the two; 1 is the paper's. :math:`K`
+            steps in the place of one act like a mixing weight :math:`K` times smaller.
+
+    State:
+        server: ``model``, the mean of the last upload, and which clients are ``informed`` of it,
+        bool ``(num_clients,)``. own: ``model``, the :math:`x_i`, and ``mean``, the :math:`\bar x`
+        last received; each leaf ``(clients, *shape)``.
+
+    Deviation from the paper: where only some clients take part in a round, the mean is that of
+    those who did in the round before, and is sent again to clients that don't know it.
+
+    Example:
+        >>> L2GD(mixing_weight=1.0, aggregation_probability=0.3).local_steps
+        1
+
+    References:
+        Hanzely, Richtárik. Federated learning of a mixture of global and local models. 2020.
+        arXiv:2002.05516, Algorithm 1 and equation 2.
+    """
+
+    client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"informed": 1})
+
+    def __init__(
+        self,
+        mixing_weight: float = 0.5,
+        aggregation_probability: float = 0.5,
+        local_epochs: int | None = None,
+        local_steps: int | None = 1,
+    ) -> None:
+        # `local_epochs=1` alone means epochs instead of the default step, not both.
+        local_steps = None if local_epochs is not None and local_steps == 1 else local_steps
+        super().__init__(local_epochs, local_steps, weighting="uniform")
+        if not mixing_weight >= 0:
+            raise ValueError(
+                "Expected `mixing_weight` to be non-negative, but got "
+                f"mixing_weight={mixing_weight!r}. Use 0 to train every client alone."
+            )
+        if not 0 < aggregation_probability < 1:
+            raise ValueError(
+                "Expected `aggregation_probability` to be between 0 and 1, but got "
+                f"aggregation_probability={aggregation_probability!r}. Use 0.5."
+            )
+        self.mixing_weight = mixing_weight
+        self.aggregation_probability = aggregation_probability
+
+    def aggregates(self, round: int) -> bool:
+        r"""Whether :math:`\xi = 1` in a round."""
+        uniform = derive(self.seed, "coin", round) / 2**63
+        return uniform >= 1 - self.aggregation_probability
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        r"""Local training where :math:`\xi = 0`."""
+        return () if self.aggregates(round) else super().phases(round)
+
+    def init_server(self, model: Model) -> Tree:
+        """The mean of models that are all alike, which everybody knows."""
+        return {"model": model, "informed": torch.ones(self.num_clients, dtype=torch.bool)}
+
+    def init_own(self, model: Model) -> Tree:
+        """A model, and the mean."""
+        return {"model": model, "mean": model}
+
+    def download(self, server: Tree, info: ClientInfo) -> Tree:
+        """The mean, in the first round that needs it."""
+        known = server["informed"][info.index.clamp_max(self.num_clients - 1)]
+        silent = not self.aggregates(info.round) or bool(known.all())
+        return {} if silent else {"mean": server["model"]}
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """Go on with the own model."""
+        return {"model": own["model"]}
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Move towards the mean, or send the model if that is what comes next."""
+        model: Model = state["model"]
+        mean: Model = received["mean"] if "mean" in received else own["mean"]
+        if self.aggregates(info.round):
+            # Counters of batches stay.
+            model = {**model, **towards(floats(model), mean, self._share(info.lr))}
+            return {}, {"model": model, "mean": mean}
+        upload = {"model": model} if self.aggregates(info.round + 1) else {}
+        return upload, {"model": model, "mean": mean}
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """A new mean, which nobody knows yet; or note who knows it now."""
+        if uploads:
+            mean = weighted_mean(uploads["model"], info.weights)
+            return {"model": mean, "informed": torch.zeros_like(server["informed"])}
+        informed = server["informed"].clone()
+        if self.aggregates(info.round):
+            informed[info.index] = True
+        return {**server, "informed": informed}
+
+    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+        """The client's own model."""
+        model: Model = own["model"]
+        return model
+
+    def _share(self, lr: float) -> float:
+        p = self.aggregation_probability
+        share = lr * self.mixing_weight * (1 - p) / p
+        if share > 1:
+            raise ValueError(
+                "Expected lr * mixing_weight * (1 - p) / p to be at most 1, so that clients don't "
+                f"move beyond the mean, but got {share:.4g} with lr={lr!r}, "
+                f"mixing_weight={self.mixing_weight!r} and aggregation_probability={p!r}. Make one "
+                "of the first two smaller, or the probability larger; 1/2 is safe."
+            )
+        return share
