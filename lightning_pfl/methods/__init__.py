@@ -7,6 +7,7 @@ from lightning_pfl.methods.apfl import APFL
 from lightning_pfl.methods.ditto import Ditto
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.methods.fedbn import FedBN
+from lightning_pfl.methods.fedmtl import FedMTL
 from lightning_pfl.methods.fedper import FedPer
 from lightning_pfl.methods.fedprox import FedProx
 from lightning_pfl.methods.fedrep import FedRep
@@ -23,6 +24,7 @@ __all__ = [
     "Ditto",
     "FedAvg",
     "FedBN",
+    "FedMTL",
     "FedPer",
     "FedProx",
     "FedRep",

@@ -14,6 +14,7 @@ CASES: dict[str, Callable[[], Method]] = {
     "Ditto": lambda: methods.Ditto(prox_weight=0.5),
     "FedAvg": lambda: methods.FedAvg(server_optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
     "FedBN": lambda: methods.FedBN(),
+    "FedMTL": lambda: methods.FedMTL(0.05),
     "FedPer": lambda: methods.FedPer(),
     "FedProx": lambda: methods.FedProx(prox_weight=0.5),
     "FedRep": lambda: methods.FedRep(head_epochs=2, body_epochs=1, head_lr=0.1),
