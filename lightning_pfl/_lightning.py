@@ -12,6 +12,18 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
+
+# The public `DDPStrategy` starts and connects processes by these; it also wraps the module, which a
+# federated run has no use for.
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device as default_backend,
+)
+from lightning.fabric.utilities.distributed import (
+    _init_dist_connection as connect_processes,
+)
+from lightning.fabric.utilities.distributed import (
+    _sync_ddp_if_available as reduce_tensor,
+)
 from lightning.pytorch.callbacks import Callback
 
 # `configure_optimizers` has eight forms. These read them; the public `Strategy.setup_optimizers`
@@ -34,6 +46,9 @@ from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_contex
 
 # A user's plugin that wraps another one, such as asynchronous saving, gets the atomic one to wrap.
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.strategies.launchers import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
 
 # Fire hooks as the Trainer does: with the profiler's records and the name that `self.log` looks up.
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
@@ -46,6 +61,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -57,18 +73,24 @@ __all__ = [
     "Loop",
     "PredictionLoop",
     "ResultCollection",
+    "SubprocessScriptLauncher",
     "WrappingCheckpointIO",
     "call_hooks",
     "call_module_hook",
     "close_step",
+    "connect_processes",
     "count_server_update",
+    "default_backend",
     "is_overridden",
     "log_at_end",
     "log_values",
     "no_grad_context",
+    "notice_termination",
     "open_step",
     "read_optimizers",
+    "reduce_tensor",
     "remember_metrics",
+    "set_rank_for_messages",
     "set_rounds",
     "step_schedulers",
     "stop_if_terminated",
@@ -158,6 +180,30 @@ def overrides(instance: object, name: str, parent: type) -> bool:
     )
 
 
+# --- processes ------------------------------------------------------------------------------------
+
+
+def set_rank_for_messages(rank: int) -> None:
+    """Let ``rank_zero_info`` and the like be silent in all processes but one."""
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def notice_termination(trainer: Any) -> None:
+    """Remember a SIGTERM until the end of the round, and pass it on to the processes started here.
+
+    Lightning's handler also broadcasts, in the middle of whatever the processes are exchanging,
+    and then all may wait for ever.
+    """
+    connector = trainer._signal_connector
+
+    def notice(signum: Any, _: Any) -> None:
+        if not connector.received_sigterm and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = notice
+
+
 # --- counters -------------------------------------------------------------------------------------
 
 
@@ -199,6 +245,9 @@ def log_values(
         known = results.get(f"{hook}.{name}")
         if known is None:
             flags = {"prog_bar": name in shown, "logger": name in logged, "on_epoch": True}
+            # All processes have the same value: with `sync_dist` and no function that does it,
+            # Lightning neither reduces the value nor advises to.
+            flags["sync_dist"] = True
             results.log(hook, name, number, batch_size=1, **flags)
         else:  # `results.log` would look through all its values for tensors to move: a millisecond
             known.forward(number, 1)
@@ -225,9 +274,9 @@ def close_step(trainer: Any, results: ResultCollection) -> None:
     results.batch = results.batch_size = None
 
 
-def stop_if_terminated(trainer: Any) -> None:
-    """End the run, as Lightning does between epochs, if the process was told to terminate."""
-    if trainer.received_sigterm:
+def stop_if_terminated(terminated: bool) -> None:
+    """End the run, as Lightning does between epochs, if a process was told to terminate."""
+    if terminated:
         raise SIGTERMException
 
 

@@ -164,7 +164,7 @@ def check_clients(saved: Mapping[str, Any], names: Sequence[str], memory: Tree) 
     Args:
         saved: The federation's part of the checkpoint.
         names: The clients' names now.
-        memory: The bank's tree now.
+        memory: The bank's tree now; in this process it may hold some of the clients only.
 
     Raises:
         CheckpointMismatchError: Names both sides.
@@ -194,8 +194,10 @@ def check_clients(saved: Mapping[str, Any], names: Sequence[str], memory: Tree) 
 
 
 def _shapes(tree: Tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    """What one client remembers: shapes without the client axis."""
     found: dict[str, tuple[int, ...]] = {}
     for name, leaf in tree.items():
         key = f"{prefix}{name}"
-        found |= {key: tuple(leaf.shape)} if isinstance(leaf, Tensor) else _shapes(leaf, f"{key}/")
+        one = {key: tuple(leaf.shape[1:])} if isinstance(leaf, Tensor) else _shapes(leaf, f"{key}/")
+        found |= one
     return found

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -28,6 +29,7 @@ from lightning_pfl.metrics.summary import summarize
 from lightning_pfl.placement import align, place
 from lightning_pfl.progress import ClientProgress
 from lightning_pfl.randomness import derive, seeded
+from lightning_pfl.ranks import whole_evaluation
 from lightning_pfl.tables import ClientTable
 from lightning_pfl.tree import Model, expand, is_expanded
 
@@ -47,10 +49,19 @@ def personal_models(federation: Federation, clients: Tensor) -> Model:
     The method's ``personal_model`` of what the server sends now and what the client remembers, then
     the local training of ``evaluation_phases`` where the method has any.
 
+    Several processes call it together, with the same clients; each builds the models of its own.
+
     Args:
         federation: The strategy.
         clients: Ids, int64 ``(clients,)``.
     """
+    part = federation.part(clients)
+    mine = clients[part.index]
+    models: Model = part.whole(_own_models(federation, mine) if len(mine) else {})
+    return models
+
+
+def _own_models(federation: Federation, clients: Tensor) -> Model:
     method = federation.method
     device = next(federation.require_module().parameters()).device
     info = federation.info(clients, max(federation.rounds - 1, 0))
@@ -74,33 +85,39 @@ def evaluate_clients(
 ) -> Evaluation:
     """Run a step of the module for clients, building their models a chunk at a time.
 
+    Several processes call it together, with the same clients; each evaluates its own, and has the
+    results of all.
+
     Args:
         federation: The strategy.
-        models_of: Gives the models of some ids.
+        models_of: Gives the models of some ids; with several processes, of its own clients.
         clients: Ids, int64 ``(clients,)``.
         rows: Their rows in ``data``.
         data: The split.
         step: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
         on_clients: Told the positions in ``clients`` that are done.
     """
+    part = federation.part(clients)
+    clients, rows = clients[part.index], rows[part.index]
     size = models_at_a_time(federation)
-    parts = []
-    for start in range(0, len(clients), size):
-        part = slice(start, start + size)
-        done = (
-            None
-            if on_clients is None
-            else (lambda at, start=start: on_clients([start + p for p in at]))
-        )
-        parts.append(
-            federation.engine.evaluate(models_of(clients[part]), rows[part], data, step, done)
-        )
-    return join(parts)
+    found = []
+    with federation.ranks.apart():
+        for start in range(0, len(clients), size):
+            some = slice(start, start + size)
+            done = (
+                None
+                if on_clients is None
+                else (lambda at, start=start: on_clients([start + p for p in at]))
+            )
+            found.append(
+                federation.engine.evaluate(models_of(clients[some]), rows[some], data, step, done)
+            )
+    return whole_evaluation(part, join(found))
 
 
 def models_at_a_time(federation: Federation) -> int:
     """How many personal models fit into :data:`MEMORY`."""
-    held = federation.bank.nbytes() // max(federation.num_clients, 1)
+    held = federation.bank.row_nbytes()
     if federation.method.evaluation_phases():
         held = sum(
             leaf.numel() * leaf.element_size() for leaf in federation.layout.module.parameters()
@@ -110,8 +127,8 @@ def models_at_a_time(federation: Federation) -> int:
 
 def join(parts: list[Evaluation]) -> Evaluation:
     """One evaluation of the clients of all parts, in their order."""
-    if len(parts) == 1:
-        return parts[0]
+    if len(parts) <= 1:
+        return parts[0] if parts else Evaluation()
     names = dict.fromkeys(name for part in parts for name in part.values)
     return Evaluation(
         {
@@ -259,7 +276,8 @@ class FederatedEvaluationLoop(EvaluationLoop):
                 )
             }
             progress.finish()
-            if same:
+            # All processes must agree, also one that has no clients to look at.
+            if all(strategy.ranks.objects(same)):
                 results["global/"] = results[""]
             elif shared is not None:
                 everybody = shared  # a name that mypy knows to be a model
@@ -331,12 +349,13 @@ class FederatedEvaluationLoop(EvaluationLoop):
 
 
 def log_folder(trainer: Any) -> Path | None:
-    """Where the loggers write, None without a logger."""
-    if (
-        not trainer.loggers
-        or trainer.fast_dev_run
-        or not trainer.is_global_zero
-        or trainer.log_dir is None
-    ):
+    """Where the loggers write; None without a logger, and in all processes but one.
+
+    ``trainer.log_dir`` is the same, but waits for the other processes.
+    """
+    if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
         return None
-    return Path(trainer.log_dir)
+    logger = trainer.loggers[0]
+    by_run = isinstance(logger, (TensorBoardLogger, CSVLogger))
+    folder = logger.log_dir if by_run else logger.save_dir
+    return None if folder is None else Path(folder)

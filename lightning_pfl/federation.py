@@ -21,6 +21,7 @@ from lightning_pfl.evaluation import personal_models
 from lightning_pfl.history import History
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method
+from lightning_pfl.ranks import Part, Ranks
 from lightning_pfl.state import Bank
 from lightning_pfl.tree import Model, Tree, expand, leaves, select, tmap
 
@@ -38,6 +39,7 @@ class Federation:
         rounds: Finished communication rounds.
         history: Evaluations so far, for the summary at the end.
         engine, settings: The engine in use, and what it was told.
+        ranks: The processes that share the clients.
         seed: Seed of every random choice of the run.
     """
 
@@ -48,6 +50,7 @@ class Federation:
     engine: SelectedEngine
     settings: EngineSettings
     seed: int
+    ranks: Ranks
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -70,10 +73,13 @@ class Federation:
             client: Its id or its name.
 
         Raises:
-            RuntimeError: If nothing was trained or loaded yet.
+            RuntimeError: If nothing was trained or loaded yet, or if another process holds what
+                the client remembers.
             KeyError: If there is no such client.
         """
-        model = personal_models(self, torch.tensor([self.client_id(client)]))
+        # A user may ask in one process alone.
+        with self.ranks.apart():
+            model = personal_models(self, torch.tensor([self.client_id(client)]))
         return self._state_dict({name: leaf[0] for name, leaf in model.items()})
 
     def client_module(self, client: int | str) -> L.LightningModule:
@@ -150,6 +156,14 @@ class Federation:
 
     # --- a round ----------------------------------------------------------------------------------
 
+    def part(self, clients: Tensor) -> Part:
+        """This process's share of some clients: those whose memories it holds.
+
+        An equal share, where clients remember nothing.
+        """
+        keys = clients if self.bank.remembers() else torch.arange(len(clients))
+        return (Ranks() if self.bank.whole else self.ranks).part(keys)
+
     def info(self, clients: Tensor, round: int, steps: Tensor | None = None) -> ClientInfo:
         """What is known of some clients; the weights sum to 1 over them."""
         samples = self.num_samples[clients]
@@ -169,7 +183,7 @@ class Federation:
         return select(self.server.get("model", {}) if model is None else model, self.layout.names)
 
     def commit(self, server: Tree, accepted: Tensor, memories: Tree) -> None:
-        """End a round: the new server, and the memories of the accepted clients."""
+        """End a round: the new server, and the memories of the accepted clients of this process."""
         self.server = server
         if len(accepted):
             self.bank.scatter(accepted, memories)
@@ -196,7 +210,7 @@ class Federation:
         self.rounds, self.history = 0, History()
         self.method.bind(layout, len(names), self.seed, num_samples)
         self.server = self.method.init_server(layout.model())
-        self.bank = Bank(self.method.init_own(layout.model()), len(names), bank)
+        self.bank = Bank(self.method.init_own(layout.model()), len(names), bank, self.ranks)
 
     def move(self, server: torch.device | str, bank: torch.device | str) -> None:
         """Move the server's tree and the clients' memories."""
@@ -205,7 +219,10 @@ class Federation:
         self.bank.device = torch.device(bank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only, so that it loads with ``weights_only=True``."""
+        """Tensors and plain values only, so that it loads with ``weights_only=True``.
+
+        Several processes call it together; process 0 has all clients' memories.
+        """
         return {
             "method": type(self.method).__name__,
             "layout": self.layout.describe(),

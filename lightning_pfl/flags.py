@@ -6,10 +6,13 @@ and says what to do.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -17,10 +20,12 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
     ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl._lightning import is_overridden, overrides
@@ -65,23 +70,73 @@ def refuse(flag: str, got: object, remedy: str) -> MisconfigurationException:
     )
 
 
-def check_processes(devices: int, num_nodes: int, world_size: int) -> None:
-    """Refuse more than one process.
+def check_processes(asked: int, present: int) -> None:
+    """Require as many processes as the Trainer was asked for.
+
+    Args:
+        asked: ``devices`` times ``num_nodes``.
+        present: Processes that the environment (torchrun, srun, mpirun) says there are.
 
     Raises:
-        MisconfigurationException: If there is more than one device, node or process.
+        MisconfigurationException: If the numbers differ.
     """
-    if devices > 1:
-        raise refuse(
-            "devices", devices, "All clients train in one process on one device; set devices=1."
-        )
-    if num_nodes > 1:
-        raise refuse("num_nodes", num_nodes, "All clients train in one process; set num_nodes=1.")
-    if world_size > 1:
+    if asked != present:
         raise MisconfigurationException(
-            "FederatedStrategy runs in one process, but the environment says that there are "
-            f"{world_size}. "
-            "Start the script without torchrun, srun or mpirun, or with one task."
+            f"Expected `devices` times `num_nodes` to be the number of processes, but got {asked} "
+            f"and the environment says that there are {present} processes. Set `trainer.devices` "
+            "and `trainer.num_nodes` to what torchrun, srun or mpirun starts, or start the script "
+            "without it."
+        )
+
+
+def digest(names: Sequence[str], num_samples: Tensor) -> str:
+    """A short string that differs for other clients."""
+    return hashlib.sha256(repr((list(names), num_samples.tolist())).encode()).hexdigest()
+
+
+def check_same_clients(digests: Sequence[str]) -> None:
+    """Require that all processes have loaded the same clients.
+
+    Args:
+        digests: What :func:`digest` says in each process.
+
+    Raises:
+        MisconfigurationException: Names the first process that differs.
+    """
+    if other := [rank for rank, found in enumerate(digests) if found != digests[0]]:
+        raise MisconfigurationException(
+            "Expected all processes to load the same clients, but those of process "
+            f"{other[0]} have other names or numbers of samples than those of process 0. Seed "
+            "what draws them, for example with seed_everything(0) at the top of the script."
+        )
+
+
+def check_shared_run(trainer: Any) -> None:
+    """Refuse what saves a checkpoint in one process while others may be elsewhere.
+
+    The memories of all clients are in a checkpoint, so all processes write it together; a process
+    that tried alone would wait for the others.
+
+    Raises:
+        MisconfigurationException: Names the callback or plugin.
+    """
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        on_exception = getattr(callback, "save_on_exception", False)
+        if isinstance(callback, OnExceptionCheckpoint) or on_exception:
+            raise MisconfigurationException(
+                f"FederatedStrategy can't save when {name} asks on an exception in one of "
+                f"{trainer.world_size} processes: the clients' memories are in all of them. Remove "
+                f"{name} or its `save_on_exception=True`, and resume with ckpt_path='last' from "
+                "ModelCheckpoint(save_last=True)."
+            )
+    environment = trainer.strategy.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        raise MisconfigurationException(
+            "FederatedStrategy can't save in the middle of a round of "
+            f"{trainer.world_size} processes, as SLURMEnvironment(auto_requeue=True) asks. Pass "
+            "Trainer(plugins=[SLURMEnvironment(auto_requeue=False)]), and resume with "
+            "ckpt_path='last' from ModelCheckpoint(save_last=True)."
         )
 
 
@@ -116,6 +171,8 @@ def check_trainer(trainer: Any) -> None:
         )
     for callback in trainer.callbacks:
         check_callback(callback)
+    if trainer.world_size > 1:
+        check_shared_run(trainer)
 
 
 def check_callback(callback: Callback) -> None:

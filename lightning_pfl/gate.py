@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.engine.base import LocalResult
+from lightning_pfl.ranks import Part
 from lightning_pfl.tree import Tree, finite
 
 
@@ -31,13 +34,13 @@ def judge(
     """
     loss = result.loss
     everyone = torch.ones(len(info), dtype=torch.bool, device=loss.device)
-    # A client that took no step has no loss.
-    idle = (info.steps == 0).to(loss.device)
     norm = update_norm(result.uploads, received, everyone)
     checks = {
         "upload is not finite": everyone & finite(result.uploads),
         "memory is not finite": everyone & finite(result.own),
-        "loss is not finite": loss.isfinite() | idle,
+        # NaN says that no loss was computed: by a client that took no step, or by a method that
+        # solves in closed form.
+        "loss is not finite": ~loss.isinf(),
     }
     if max_norm is not None:
         checks[f"update norm above max_update_norm={max_norm}"] = norm <= max_norm
@@ -52,6 +55,28 @@ def judge(
         ]
         rejected[int(info.index[position])] = failed[0]
     return accepted, rejected
+
+
+def judge_cohort(
+    part: Part, work: LocalResult, received: Tree, info: ClientInfo, max_norm: float | None
+) -> tuple[Tensor, dict[int, str]]:
+    """Decide about a whole cohort: every process judges its own clients, and hears of all.
+
+    Args:
+        part: This process's share of the cohort.
+        work: All clients' uploads, and what this process's clients remember and lost.
+        received: What the cohort started from, ``(clients, ...)``.
+        info: The cohort.
+        max_norm: As in :func:`judge`.
+
+    Returns:
+        As :func:`judge`, for the cohort.
+    """
+    own = replace(work, uploads=part.rows(work.uploads), loss=part.rows({"": work.loss})[""])
+    accepted, rejected = judge(own, part.rows(received), info.rows(part.index), max_norm)
+    reasons = {k: reason for found in part.ranks.objects(rejected) for k, reason in found.items()}
+    accepted = part.whole({"": accepted})[""].cpu()
+    return accepted, {k: reasons[k] for k in info.index.tolist() if k in reasons}
 
 
 def update_norm(uploads: Tree, received: Tree, like: Tensor) -> Tensor:
@@ -75,5 +100,6 @@ def _squares(uploads: Tree, received: Tree, total: Tensor) -> Tensor:
         elif leaf.is_floating_point():
             known = isinstance(before, Tensor) and before.shape == leaf.shape
             change = leaf - before if known else leaf
-            total = total + change.flatten(1).double().square().sum(1)
+            # One more axis: a number per client has none to flatten.
+            total = total + change.unsqueeze(-1).flatten(1).double().square().sum(1)
     return total

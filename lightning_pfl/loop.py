@@ -24,14 +24,16 @@ from lightning_pfl._lightning import (
     step_schedulers,
     stop_if_terminated,
 )
-from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import LocalResult
-from lightning_pfl.gate import judge
+from lightning_pfl.gate import judge_cohort
+from lightning_pfl.methods.base import Phase
 from lightning_pfl.placement import place
 from lightning_pfl.progress import ClientProgress
+from lightning_pfl.ranks import whole_work
 from lightning_pfl.sampling import sample_cohort
-from lightning_pfl.tree import nbytes, rows
+from lightning_pfl.tree import Tree, nbytes, rows
 
 # How far the current round is, for a checkpoint that is written inside it. Before OPEN's end
 # nothing of it counts.
@@ -173,38 +175,59 @@ class FederatedLoop(FitLoop):
         self._hook("on_round_start", round)
 
         round.received = strategy.download(info)
-        own = strategy.bank.gather(cohort, strategy.root_device)
+        part = strategy.part(cohort)
+        mine = info.rows(part.index)
+        own = strategy.bank.gather(mine.index, strategy.root_device)
         self._hook("on_local_training_start", round)
         clients = self._progress(cohort)
         with self.trainer.profiler.profile("local_training"):
-            result = strategy.engine.train(
-                method, round.received, own, info, data, phases, clients.finished
-            )
+            work = self._train(part.rows(round.received), own, mine, phases, clients)
+            work = whole_work(part, work)
         clients.finish()
-        round.uploads = result.uploads
+        round.uploads = work.uploads
         self._hook("on_local_training_end", round)
 
-        accepted, round.rejected = judge(result, round.received, info, strategy.max_update_norm)
-        self._report(round, result, accepted)
+        accepted, round.rejected = judge_cohort(
+            part, work, round.received, info, strategy.max_update_norm
+        )
+        self._report(round, work, accepted)
+        learners, memories = mine.index, work.own
         if round.rejected:
-            kept = accepted.nonzero().flatten()
-            on_device = kept.to(strategy.root_device)
-            round.uploads, memories = rows(result.uploads, on_device), rows(result.own, on_device)
+            kept = accepted.nonzero().flatten().to(strategy.root_device)
+            round.uploads = rows(work.uploads, kept)
+            kept = accepted[part.index].nonzero().flatten()
+            learners, memories = learners[kept], rows(memories, kept.to(strategy.root_device))
             info = info.keep(accepted)
-        else:
-            memories = result.own
         self._hook("on_aggregation_start", round)
         server = strategy.server
         if len(info):
             with self.trainer.profiler.profile("aggregation"):
                 server = method.server_update(server, round.uploads, info)
-        strategy.commit(server, info.index, memories)
+        strategy.commit(server, learners, memories)
         count_server_update(self)
         step_schedulers(self, plateau=False)
         self.stage = TRAINED
         self._hook("on_aggregation_end", round)
         self._hook("on_round_end", round)
         clients.release()
+
+    def _train(
+        self,
+        received: Tree,
+        own: Tree,
+        info: ClientInfo,
+        phases: tuple[Phase, ...],
+        clients: ClientProgress,
+    ) -> LocalResult:
+        """Local training of this process's clients, of which there may be none."""
+        strategy = self.strategy
+        if not len(info):
+            nothing = torch.empty(0, dtype=torch.float64, device=strategy.root_device)
+            return LocalResult({}, own, loss=nothing)
+        work: LocalResult = strategy.engine.train(
+            strategy.method, received, own, info, self.require_data(), phases, clients.finished
+        )
+        return work
 
     def _report(self, round: Round, result: LocalResult, accepted: Tensor) -> None:
         """What the round logs: means of the user's values over accepted clients, and traffic."""
@@ -299,7 +322,7 @@ class FederatedLoop(FitLoop):
         trainer._logger_connector.update_train_epoch_metrics()
         self.epoch_loop._batches_that_stepped += 1
         self.epoch_progress.increment_completed()
-        stop_if_terminated(trainer)
+        stop_if_terminated(any(self.strategy.ranks.objects(trainer.received_sigterm)))
 
     def on_run_end(self) -> None:
         """Report the last ten rounds and the best one, and end the training."""

@@ -21,12 +21,17 @@ class ClientProgress:
         clients: Ids, int64 ``(clients,)``.
         stage: ``"train"``, ``"validation"`` or ``"test"``.
         hold_last: Whether the last client's end waits for :meth:`release`.
+
+    With several processes the hooks fire for all clients in every process, and only in
+    :meth:`finish`: a hook may wait for the other processes (to stop after ``max_time``, say), so
+    all must fire it equally often, at the same place.
     """
 
     def __init__(
         self, trainer: Any, loop: Any, clients: Tensor, stage: str, hold_last: bool = False
     ) -> None:
         self.trainer, self.hold_last = trainer, hold_last
+        self.live = trainer.strategy.ranks.alone
         self.counters, self.results = loop.batch_progress, loop._results
         self.ids = clients.tolist()
         self.waiting = set(range(len(self.ids)))
@@ -36,6 +41,14 @@ class ClientProgress:
 
     def finished(self, positions: list[int]) -> None:
         """Take the positions of clients that an engine says are done."""
+        if self.live:
+            self._take(positions)
+
+    def finish(self) -> None:
+        """Take those that the engine didn't report as done."""
+        self._take(sorted(self.waiting))
+
+    def _take(self, positions: list[int]) -> None:
         for position in positions:
             if position not in self.waiting:
                 continue
@@ -45,10 +58,6 @@ class ClientProgress:
                 self.held = self.ids[position]
             else:
                 self._end(self.ids[position])
-
-    def finish(self) -> None:
-        """Take those that the engine didn't report as done."""
-        self.finished(sorted(self.waiting))
 
     def release(self) -> None:
         """End the client that was held back."""

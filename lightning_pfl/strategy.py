@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, Literal
 
 import lightning as L
@@ -13,8 +14,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -37,12 +37,16 @@ from lightning_pfl.loop import FederatedLoop
 from lightning_pfl.methods.base import Method
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.prediction import FederatedPredictionLoop
+from lightning_pfl.processes import TIMEOUT, ProcessesStrategy
+from lightning_pfl.ranks import keep_metrics_apart
 from lightning_pfl.sampling import check_participation
 
+SPREAD = 2**30
+"""Bytes of clients' memories that every process has after a run, to answer users' questions."""
 BankPlace = Literal["auto", "device", "host"]
 
 
-class FederatedStrategy(Federation, ParallelStrategy):
+class FederatedStrategy(Federation, ProcessesStrategy):
     """Trains one personalized model per client; a communication round is a Trainer epoch.
 
     Args:
@@ -60,6 +64,7 @@ class FederatedStrategy(Federation, ParallelStrategy):
             ``"auto"``: on the device if they take at most a quarter of it.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
             every Lightning strategy; usually set by the Trainer's flags.
+        process_group_backend, timeout: See :class:`~lightning_pfl.processes.ProcessesStrategy`.
 
     Attributes:
         engine: The engine in use. :class:`~lightning_pfl.federation.Federation` describes the
@@ -93,15 +98,19 @@ class FederatedStrategy(Federation, ParallelStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = TIMEOUT,
     ) -> None:
         Federation.__init__(self)
-        ParallelStrategy.__init__(
+        ProcessesStrategy.__init__(
             self,
             accelerator,
             parallel_devices,
             cluster_environment,
             checkpoint_io,
             precision_plugin,
+            process_group_backend,
+            timeout,
         )
         _check_settings(method, engine, chunk_size, max_update_norm, bank)
         self.participation = check_participation(participation)
@@ -110,20 +119,14 @@ class FederatedStrategy(Federation, ParallelStrategy):
             max_update_norm,
             prefix_cache,
         )
-        self.num_nodes = 1
         self._given, self._engine_name, self._seed, self._bank_place = method, engine, seed, bank
         self._default_method: type[Method] | None = None
-        self._owner: tuple[object, ...] = ()
+        self._owner: tuple[Any, ...] = ()
         self._saved: Mapping[str, Any] | None = None
         self._saved_optimizers: list[dict[str, Any]] = []
+        self._undo: Callable[[], None] | None = None
 
     # --- Lightning's side -------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device that all clients train on."""
-        assert self.parallel_devices
-        return self.parallel_devices[0]
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -146,19 +149,12 @@ class FederatedStrategy(Federation, ParallelStrategy):
         super().connect(model)
         self.method = self._find_method(model.trainer)
 
-    def setup_environment(self) -> None:
-        """Refuse more than one process, and set up the device."""
-        assert self.cluster_environment is not None
-        flags.check_processes(
-            len(self.parallel_devices or ()), self.num_nodes, self.cluster_environment.world_size()
-        )
-        super().setup_environment()
-
     def setup(self, trainer: Any) -> None:
         """Install the federated loops; make or restore server, bank and engine."""
         flags.check_trainer(trainer)
         _install_loops(trainer)
         super().setup(trainer)
+        self._undo = keep_metrics_apart(trainer.lightning_module)
         self._setup_federation(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -195,25 +191,15 @@ class FederatedStrategy(Federation, ParallelStrategy):
 
     def teardown(self) -> None:
         """Leave the device; server and bank move to the host, where users can ask for models."""
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
         if self._owner:
+            # Who was interrupted can't count on the others.
+            if self._owner[0].state.status != TrainerStatus.INTERRUPTED:
+                self.bank.spread(SPREAD)
             self.move("cpu", "cpu")
         super().teardown()
-
-    def model_to_device(self) -> None:
-        """Move the module to the device."""
-        assert self.model is not None
-        self.model.to(self.root_device)
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """One process: nothing to reduce."""
-        return tensor
-
-    def barrier(self, name: str | None = None) -> None:
-        """One process: nobody to wait for."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One process: nobody to send to."""
-        return obj
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -272,15 +258,18 @@ class FederatedStrategy(Federation, ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         names, num_samples = self._clients(trainer)
+        flags.check_same_clients(self.ranks.objects(flags.digest(names, num_samples)))
         owner = (trainer, module, self.method, names)
         fresh = owner != self._owner
         if fresh or self._saved is not None:
             self.seed = self._choose_seed()
         layout = self._new_layout()
-        memories = bank_device(self._bank_place, self.root_device, layout.model(), len(names))
+        held = -(-len(names) // self.ranks.size)
+        memories = bank_device(self._bank_place, self.root_device, layout.model(), held)
         if fresh:
             self.begin(module, layout, names, num_samples, memories)
             self._owner = owner
+        self.bank.keep_own()
         self.move(self.root_device, memories)
         if num_samples.any():
             self.num_samples = num_samples
@@ -324,7 +313,8 @@ class FederatedStrategy(Federation, ParallelStrategy):
             return self._seed
         # What `seed_everything` leaves behind, as its documentation says.
         from_environment = os.environ.get("PL_GLOBAL_SEED")
-        return int(from_environment) if from_environment else secrets.randbits(31)
+        drawn = int(from_environment) if from_environment else secrets.randbits(31)
+        return int(self.broadcast(drawn))
 
     def _setup_engine(self, trainer: Any, fresh: bool, restored: bool) -> None:
         settings = flags.engine_settings(trainer, self.seed, self.chunk_size, self.prefix_cache)

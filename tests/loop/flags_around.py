@@ -46,13 +46,14 @@ def strategy(tmp_path: Path) -> None:
 
 def devices(tmp_path: Path) -> None:
     fit(devices=1)
-    refused(
-        r"Trainer\(devices=2\)` \(`trainer.devices` in a recipe\)\. .* set devices=1", devices=2
-    )
+    # What two processes do is tested in test_processes.py.
+    run = trainer(devices=2)
+    assert (run.world_size, run.num_devices, run.strategy.is_distributed) == (2, 2, True)
 
 
 def num_nodes(tmp_path: Path) -> None:
-    refused(r"Trainer\(num_nodes=2\)` .* set num_nodes=1", num_nodes=2)
+    run = trainer(devices=3, num_nodes=2)
+    assert (run.world_size, run.num_nodes) == (6, 2)
 
 
 def precision(tmp_path: Path) -> None:
@@ -202,7 +203,10 @@ def plugins(tmp_path: Path) -> None:
         def world_size(self) -> int:
             return 2
 
-    refused("runs in one process, but the environment says that there are 2", plugins=[TwoTasks()])
+    refused(
+        r"Expected `devices` times .* but got 1 and the environment says that there are 2",
+        plugins=[TwoTasks()],
+    )
 
 
 def sync_batchnorm(tmp_path: Path) -> None:
