@@ -94,6 +94,11 @@ class LogCapture:
             else value.detach().mean()
         )
 
+    def take(self) -> dict[str, Tensor | Metric]:
+        """What the step logged; nothing is kept, as a value may be dead outside its ``vmap``."""
+        values, self.values = self.values, {}
+        return values
+
 
 class _StepCaller(nn.Module):
     """``functional_call`` reaches ``forward`` only; this forwards to the module's step."""
@@ -131,7 +136,7 @@ class ClientProgram:
         self.augment = augment
         self.fast_kernels = fast_kernels
         self.log = LogCapture()
-        self.stochastic = True
+        self.throwaway: tuple[str, ...] = ()
         self.random_calls = 0
 
     # --- calling ---
@@ -148,6 +153,10 @@ class ClientProgram:
     def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of the module with its parameters and buffers replaced by ``model``."""
         named = {f"module.{name}": leaf for name, leaf in model.items()}
+        if self.throwaway:
+            kept: dict[str, Tensor] = dict(self.module.named_buffers())
+            for name in self.throwaway:
+                named[f"module.{name}"] = model.get(name, kept[name]).clone()
         precision = (
             torch.autocast(self._device(model), self.autocast) if self.autocast else nullcontext()
         )
@@ -191,7 +200,7 @@ class ClientProgram:
             out = self.call(model, call_step(self.module.training_step, batch, number))
         self.random_calls = mode.calls if mode is not None else 0
         loss = out["loss"] if isinstance(out, dict) else out
-        return loss, dict(self.log.values)
+        return loss, self.log.take()
 
     def _masked_loss(self, model: Model, batch: Any, mask: Tensor) -> tuple[Tensor, dict[str, Any]]:
         values = self.call(model, self.module.per_sample, batch)
@@ -209,7 +218,7 @@ class ClientProgram:
         """What a validation, test or prediction step returns and logs, for one client's batch."""
         self.log.values = {}
         out = self.call(model, call_step(getattr(self.module, step), batch, number))
-        return out, dict(self.log.values)
+        return out, self.log.take()
 
     def per_sample(self, model: Model, batch: Any) -> dict[str, Tensor]:
         """The per-sample values of one client's batch, each ``(batch,)``."""

@@ -23,6 +23,7 @@ from lightning_pfl.engine.batching import (
 from lightning_pfl.engine.client import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.drawn import Batches, LoaderBatches
 from lightning_pfl.engine.logs import ClientLogs
+from lightning_pfl.engine.phase import couples_samples, writable
 from lightning_pfl.engine.resident import ResidentBatches
 from lightning_pfl.randomness import derive
 from lightning_pfl.tree import Model, floats, is_expanded, rows
@@ -78,6 +79,7 @@ class VectorizedEvaluation:
     def __init__(self, module: Any, settings: EngineSettings, transform: str = "forward") -> None:
         self.module, self.settings, self.transform = module, settings, transform
         self.program = ClientProgram(module, settings.autocast, fast_kernels=transform == "forward")
+        self.program.throwaway = writable(module)
 
     def run(
         self,
@@ -89,7 +91,9 @@ class VectorizedEvaluation:
     ) -> Evaluation:
         """Evaluate ``clients``; see :class:`~lightning_pfl.engine.base.Engine`."""
         samples = data.num_samples[clients]
-        per_sample = evaluates_per_sample(self.module, step)
+        per_sample = evaluates_per_sample(self.module, step) and not couples_samples(
+            self.module, training=False
+        )
         width = self._width(data, samples, per_sample)
         order = torch.argsort(samples, descending=True, stable=True)
         logs = ClientLogs(len(clients), self.settings.device)

@@ -70,9 +70,47 @@ class ActivePhase:
         own = [f"{prefix}.{name}" if prefix else name for name in module.state_dict()]
         return not own or any(name in self.names for name in own)
 
-    def couples_samples(self) -> bool:
-        """Whether BatchNorm is in training mode: a sample's loss depends on its whole batch."""
-        return any(isinstance(m, BATCH_NORM) and m.training for m in self.layout.module.modules())
+    def throwaway(self) -> tuple[str, ...]:
+        """Buffers that a step may write to although the phase freezes them."""
+        return writable(self.layout.module, self.names)
+
+
+def writable(module: nn.Module, changing: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """Buffers outside ``changing`` that a forward pass may write to: it gets copies of them.
+
+    What is frozen then stays as it is, whatever the user's layers do, and so does what a module
+    keeps beside its model, its non-persistent buffers. Normalisation layers in eval mode don't
+    write.
+    """
+    return tuple(
+        name
+        for name, _ in module.named_buffers()
+        if name not in changing and not _is_quiet(module, name)
+    )
+
+
+def _is_quiet(module: nn.Module, buffer: str) -> bool:
+    owner = module.get_submodule(buffer.rpartition(".")[0])
+    return isinstance(owner, RUNNING_STATISTICS) and not owner.training
+
+
+def couples_samples(module: nn.Module, training: bool) -> bool:
+    """Whether a sample's loss, or what a step writes, depends on the rest of its batch.
+
+    That of BatchNorm does with batch statistics, InstanceNorm's running statistics do, and the
+    buffers of a user's own layers may. Such a batch can't be padded, nor cut differently.
+    """
+    for part in module.modules():
+        if isinstance(part, BATCH_NORM) and (part.training or part.running_mean is None):
+            return True
+        if not training:
+            continue
+        if isinstance(part, RUNNING_STATISTICS):
+            if part.training and part.running_mean is not None:
+                return True
+        elif any(b.is_floating_point() for b in part.buffers(recurse=False)):
+            return True
+    return False
 
 
 def is_sample_wise(module: Any) -> bool:

@@ -100,6 +100,7 @@ class PrefixCache:
             and not any(name in active.names for name in self._names)
             and all(is_expanded(model[name]) for name in self._names if name in model)
             and not any(_is_stochastic(module) for module in self._backbone.modules())
+            and not any(name.startswith("backbone.") for name in active.throwaway())
             and batches.epochs_used > 1
         )
 
@@ -133,6 +134,27 @@ def _check(batches: ResidentBatches, model: Model, program: ClientProgram) -> No
     # Far above rounding, also that of half precision; far below what a batch statistic does.
     if not torch.allclose(alone, among, rtol=0.02, atol=0.02 * float(among.abs().max())):
         raise NotVectorizableError("the features of a sample depend on the rest of its batch")
+    _check_loss(model, data.gather(half), alone, program)
+
+
+def _check_loss(model: Model, batch: Any, features: Tensor, program: ClientProgram) -> None:
+    """The second minibatch of a phase must have the same loss with cached features."""
+    key = torch.zeros((), dtype=torch.int64, device=features.device)
+    with torch.no_grad():
+        try:
+            real, cached = (
+                program.training_loss(_cloned(model), batch, key, 1, None, given)[0]
+                for given in (None, features)
+            )
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+            raise NotVectorizableError(f"a step with cached features fails: {error}") from error
+    # NaN agrees with NaN: broken data is not the cache's business.
+    if real is None or not torch.allclose(real, cached, rtol=0.02, atol=1e-5, equal_nan=True):
+        raise NotVectorizableError("a step uses the backbone for more than its features")
+
+
+def _cloned(model: Model) -> Model:
+    return {name: leaf.clone() for name, leaf in model.items()}
 
 
 def _require_rows(features: object, samples: int) -> None:

@@ -17,7 +17,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
@@ -25,7 +24,9 @@ from lightning_pfl.engine.base import EngineSettings, Evaluation, LocalResult, O
 from lightning_pfl.engine.gradient import Transform
 from lightning_pfl.engine.optimizer import check_optimizer, is_elementwise
 from lightning_pfl.engine.sequential import SequentialEngine
+from lightning_pfl.engine.snapshot import changed, restore, snapshot
 from lightning_pfl.engine.vectorized import VectorizedEngine
+from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.tree import Model, Tree, leaves, rows
@@ -170,9 +171,11 @@ class SelectedEngine:
         else:
             with self._undisturbed():
                 expected = run(self._sequential)
+            if getattr(self._sequential, "draws_elsewhere", False):
+                reasons.append("the step draws from Python's or NumPy's random generator")
             stochastic = self._sequential.random_calls > 0
             transforms: tuple[Transform, ...] = ("forward", "grad")
-            for transform in transforms:
+            for transform in transforms if not reasons else ():
                 engine = self._vectorized(transform, stochastic)
                 reason = self._problem(engine, run, expected)
                 if reason is None:
@@ -194,22 +197,26 @@ class SelectedEngine:
         """Why the vectorized engine can't be used; None if it can."""
         try:
             with self._undisturbed(), _hidden_loops_are_errors():
+                before = snapshot(self.module)
                 found = run(engine)
+                if (stored := changed(self.module, before)) is not None:
+                    # It would keep dead tensors, or one value where each client has one.
+                    return f"the step changes `{stored}`, which all clients share"
         # Whatever a user's module does under vmap: the reason is reported, and the sequential
         # engine tells true errors.
         except Exception as error:
-            return _summary(error)
+            cause = error.__cause__ if isinstance(error, ClientError) else error
+            return _summary(cause if isinstance(cause, Exception) else error)
         return _difference(expected, found, mixed=self.settings.autocast is not None)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """A probe must leave no trace in the user's torchmetrics objects."""
+        """A probe must leave no trace in the user's modules and torchmetrics objects."""
+        before = snapshot(self.module)
         try:
             yield
         finally:
-            for module in self.module.modules():
-                if isinstance(module, Metric):
-                    module.reset()
+            restore(self.module, before)
 
     @contextmanager
     def _plain_sgd(self) -> Iterator[None]:

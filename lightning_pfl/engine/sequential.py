@@ -43,7 +43,7 @@ from lightning_pfl.engine.gradient import materialize
 from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
-from lightning_pfl.engine.phase import ActivePhase
+from lightning_pfl.engine.phase import ActivePhase, writable
 from lightning_pfl.engine.vectorized import random_keys
 from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
@@ -144,6 +144,7 @@ class SequentialEngine:
             budget = phase_budget(phase)
             minibatches = _minibatches(data, client, budget, self, info.round, stream, first_epoch)
             with active.modes(), local.program.capturing():
+                local.program.throwaway = active.throwaway()
                 local.begin(active, number)
                 for step in minibatches if active.trainable else ():
                     batch = split_draws(step, phase.draws)
@@ -180,6 +181,7 @@ class SequentialEngine:
     ) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
         program = ClientProgram(self.module, self.settings.autocast)
+        program.throwaway = writable(self.module)
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64)
         predictions: list[list[Any]] = [[] for _ in clients]

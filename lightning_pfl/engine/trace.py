@@ -7,12 +7,14 @@ tensors, so the same bits.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pfl.engine.snapshot import attributes
 from lightning_pfl.tree import is_expanded
 
 WARM_UP = 2
@@ -25,17 +27,45 @@ LIMIT = 64
 """Recordings kept; clients with many different batch sizes would fill the memory."""
 
 Function = Callable[..., Any]
+log = logging.getLogger(__name__)
+
+
+class Same:
+    """Compares by identity, and keeps its object alive so that the identity stays its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def fingerprint(module: nn.Module) -> tuple[Any, ...]:
-    """Every plain setting of a module and what is below it: a recording holds them as constants."""
-    plain = (bool, int, float, str, tuple)
-    return tuple(
-        (name, key, value)
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-        if isinstance(value, plain)
-    )
+    """Every setting of a module and of what is below it: a recording holds them as constants.
+
+    Plain values count by value, collections by what they print, everything else, such as a loss
+    function or a tensor that is no parameter, by identity.
+    """
+    found: list[Any] = [(name, type(part)) for name, part in module.named_modules()]
+    found += [(name, key, _setting(value)) for name, key, value in attributes(module)]
+    found += [(name, part.training) for name, part in module.named_modules()]
+    persistent = set(module.state_dict())
+    for name, buffer in module.named_buffers():
+        if name not in persistent:
+            found.append((name, Same(buffer)))
+    found += [(name, Same(p)) for name, p in module.named_parameters() if not p.requires_grad]
+    return tuple(found)
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return repr(value)
+    return Same(value)
 
 
 def flatten(tree: Any, leaves: list[Tensor]) -> Any:
@@ -73,12 +103,18 @@ class Traces:
     def __init__(self, enabled: bool) -> None:
         self.enabled, self.used = enabled, 0
         self._calls: dict[Any, int] = {}
-        self._recorded: dict[Any, Function] = {}
+        self._recorded: dict[Any, Recording] = {}
         self._context: Any = None
+        self._unverified: set[Any] = set()
 
     def enter(self, context: Any) -> None:
-        """Begin a phase; ``context`` is what its steps depend on besides their arguments."""
+        """Begin a phase.
+
+        Args:
+            context: What its steps depend on besides their arguments; None to record nothing.
+        """
         self._context = context
+        self._unverified = set(self._recorded)
 
     def run(self, function: Function, steps: int, *args: Any) -> Any:
         """``function(*args)``, replayed if it was recorded before.
@@ -88,7 +124,7 @@ class Traces:
             steps: How many steps the phase has.
             args: Trees of tensors.
         """
-        if not self.enabled:
+        if not self.enabled or self._context is None:
             return function(*args)
         leaves: list[Tensor] = []
         structure = flatten(args, leaves)
@@ -102,8 +138,42 @@ class Traces:
             if calls <= patience or len(self._recorded) >= LIMIT:
                 return function(*args)
             recorded = self._recorded[key] = Recording(function, args, leaves)
+            self._unverified.add(key)
         self.used += 1
+        if key in self._unverified:
+            return self._verify(key, recorded, function, args, leaves)
         return recorded(leaves)
+
+    def _verify(
+        self, key: Any, recorded: Recording, function: Function, args: Any, leaves: list[Tensor]
+    ) -> Any:
+        """Once a phase, run the step itself beside its recording, and believe the step."""
+        replayed: list[Tensor] = []
+        real: list[Tensor] = []
+        flatten(recorded([_copy(leaf) for leaf in leaves]), replayed)
+        result = function(*args)
+        flatten(result, real)
+        self._unverified.discard(key)
+        if not _agree(replayed, real):
+            self.enabled = False
+            log.info(
+                "Steps are no longer recorded: a step gave another result than its recording, so "
+                "it reads something besides its batch, its parameters and its settings."
+            )
+        return result
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    # What is expanded is shared by all clients, and no step writes to it.
+    return leaf if is_expanded(leaf) else leaf.clone(memory_format=torch.preserve_format)
+
+
+def _agree(replayed: list[Tensor], real: list[Tensor]) -> bool:
+    """Whether two results are the same but for rounding."""
+    return len(replayed) == len(real) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
+        for a, b in zip(replayed, real, strict=True)
+    )
 
 
 class Recording:

@@ -36,10 +36,16 @@ from lightning_pfl.engine.gradient import BatchedGradient, Result, Transform, ma
 from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
-from lightning_pfl.engine.phase import ActivePhase, is_sample_wise, is_unmodified
+from lightning_pfl.engine.phase import (
+    ActivePhase,
+    couples_samples,
+    is_sample_wise,
+    is_unmodified,
+)
 from lightning_pfl.engine.prefix import PrefixCache
 from lightning_pfl.engine.resident import ResidentBatches
 from lightning_pfl.engine.trace import Traces, fingerprint
+from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.randomness import derive
@@ -91,13 +97,23 @@ class VectorizedEngine:
     ) -> None:
         self.module, self.layout, self.template = module, layout, template
         self.reached = reached
-        self.settings, self.transform, self.stochastic = settings, transform, stochastic
+        self.settings, self.transform = settings, transform
         self.limits = Limits(
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
         )
         self.prefix = PrefixCache(layout, enabled=settings.prefix_cache)
         self.traces = Traces(enabled=is_unmodified(module))
         self._program: ClientProgram | None = None
+        self.stochastic = stochastic or not is_unmodified(module)
+        self._settled = fingerprint(module)
+
+    def needs_keys(self) -> bool:
+        """Whether steps may draw random numbers.
+
+        One step that drew none settles it only for a module that is known to do the same in every
+        step, and only as long as its settings, such as a dropout rate, stay what they were.
+        """
+        return self.stochastic or fingerprint(self.module) != self._settled
 
     def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
         """The user's step.
@@ -189,7 +205,7 @@ class _Chunk:
         self.program = engine.program(getattr(data, "augment", None))
         self.logs = ClientLogs(len(self.clients), self.device)
         self.keys: Tensor | None = None
-        if engine.stochastic:
+        if engine.needs_keys():
             keys = random_keys(engine.settings.seed, stream, info.round, self.clients)
             self.keys = keys.to(self.device)
 
@@ -200,6 +216,7 @@ class _Chunk:
         for number, phase in enumerate(phases):
             active = ActivePhase(phase, self.engine.layout)
             with active.modes(), batchable_kernels(self.engine.transform), self.program.capturing():
+                self.program.throwaway = active.throwaway()
                 batches = self._batches(phase, active, first_epoch)
                 self.engine.prefix.attach(batches, active, state, self.program)
                 state = self._phase(state, active, batches, number)
@@ -221,7 +238,8 @@ class _Chunk:
             # The mask of a dropout is a function of the shape: a padded batch would get another one
             # than the client alone where samples aren't the first axis.
             random = self.keys is not None
-            pad = is_sample_wise(self.engine.module) and not random and not active.couples_samples()
+            module = self.engine.module
+            pad = is_sample_wise(module) and not random and not couples_samples(module, True)
             return ResidentBatches(self.data, self.clients, budget, limits, key, pad, first_epoch)
         return LoaderBatches(self.data, self.clients, budget, limits, key, self.device, first_epoch)
 
@@ -239,12 +257,25 @@ class _Chunk:
                 local.begin(tick)
                 batch = split_draws(tick.minibatches, draws)
                 if tick.rows is None:
-                    state = self.method.client_step(state, batch, local)
+                    state = self._step(state, batch, local)
                     continue
                 part = rows(state, tick.rows)
-                new = self.method.client_step(part, batch, local)
+                new = self._step(part, batch, local)
                 state = _write(state, part, new, tick.rows)
         return state
+
+    def _step(self, state: Tree, batch: Any, local: VectorizedLocal) -> Tree:
+        try:
+            return self.method.client_step(state, batch, local)
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as cause:
+            names = [self.data.names[client] for client in self.clients]
+            raise ClientError(
+                "client_step",
+                ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
+                self.info.round,
+                f"{cause}. Run with FederatedStrategy(engine='sequential') to stop at the first "
+                "client, or if the step can't run for many clients at once.",
+            ) from cause
 
 
 class VectorizedLocal:
@@ -262,8 +293,10 @@ class VectorizedLocal:
         self.steps = steps
         engine = chunk.engine
         self.gradient = BatchedGradient(chunk.program, engine.transform, engine.reached)
-        if engine.traces.enabled:
-            engine.traces.enter((active.trainable, fingerprint(engine.module)))
+        augmented = chunk.program.augment is not None
+        engine.traces.enter(
+            None if augmented else (active.trainable, chunk.program, fingerprint(engine.module))
+        )
         self.phase = active.phase.name
         self._tick = Tick(None, [])
         self._logged = False
@@ -317,6 +350,8 @@ class VectorizedLocal:
     def _minibatch_grad(self, model: Model, minibatch: Minibatch) -> Model:
         trained = {name: model[name].detach() for name in self.active.trainable}
         fixed = {name: leaf for name, leaf in model.items() if name not in trained}
+        # What a step may write to needs a row per client, also where it is thrown away.
+        materialize(fixed, self.chunk.program.throwaway)
         inputs: dict[str, Any] = {"data": minibatch.data}
         keys = self.chunk.keys
         if keys is not None:
