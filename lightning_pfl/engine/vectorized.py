@@ -11,19 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.data.batch import batch_leaves, join_batches
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.base import (
     EngineSettings,
     Evaluation,
     LocalResult,
-    LogOptions,
     OnClients,
 )
 from lightning_pfl.engine.batching import (
     Limits,
-    Minibatch,
-    Tick,
     order_key,
     phase_budget,
     phase_steps,
@@ -32,10 +28,9 @@ from lightning_pfl.engine.batching import (
 from lightning_pfl.engine.client import ClientProgram, batchable_kernels
 from lightning_pfl.engine.drawn import Batches, LoaderBatches
 from lightning_pfl.engine.evaluation import VectorizedEvaluation
-from lightning_pfl.engine.gradient import BatchedGradient, Result, Transform, materialize
-from lightning_pfl.engine.keyed import mix
+from lightning_pfl.engine.gradient import Transform
 from lightning_pfl.engine.logs import ClientLogs
-from lightning_pfl.engine.optimizer import ClientOptimizer, clip
+from lightning_pfl.engine.optimizer import ClientOptimizer
 from lightning_pfl.engine.phase import (
     ActivePhase,
     couples_samples,
@@ -45,6 +40,7 @@ from lightning_pfl.engine.phase import (
 from lightning_pfl.engine.prefix import PrefixCache
 from lightning_pfl.engine.resident import ResidentBatches
 from lightning_pfl.engine.trace import Traces, fingerprint
+from lightning_pfl.engine.vectorized_local import VectorizedLocal
 from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
@@ -162,7 +158,7 @@ class VectorizedEngine:
         order = torch.argsort(info.steps, descending=True, stable=True)
         results = []
         for positions in order.split(self.settings.chunk_size or self._fitting()):
-            chunk = _Chunk(self, method, data, info.rows(positions), stream)
+            chunk = Chunk(self, method, data, info.rows(positions), stream)
             results.append(
                 chunk.run(
                     rows(received, positions.to(self.settings.device)),
@@ -187,7 +183,7 @@ class VectorizedEngine:
         return evaluation.run(models, clients, data, step, on_clients)
 
 
-class _Chunk:
+class Chunk:
     """One chunk of a cohort through all phases of a round."""
 
     def __init__(
@@ -276,105 +272,6 @@ class _Chunk:
                 f"{cause}. Run with FederatedStrategy(engine='sequential') to stop at the first "
                 "client, or if the step can't run for many clients at once.",
             ) from cause
-
-
-class VectorizedLocal:
-    """What a client can do with a batch, for all clients of a tick at once."""
-
-    def __init__(
-        self,
-        chunk: _Chunk,
-        active: ActivePhase,
-        optimizer: ClientOptimizer,
-        number: int,
-        steps: int,
-    ) -> None:
-        self.chunk, self.active, self.optimizer, self.number = chunk, active, optimizer, number
-        self.steps = steps
-        engine = chunk.engine
-        self.gradient = BatchedGradient(chunk.program, engine.transform, engine.reached)
-        augmented = chunk.program.augment is not None
-        engine.traces.enter(
-            None if augmented else (active.trainable, chunk.program, fingerprint(engine.module))
-        )
-        self.phase = active.phase.name
-        self._tick = Tick(None, [])
-        self._logged = False
-        self._calls: dict[str, int] = {}
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the phase."""
-        return self.optimizer.lr
-
-    def begin(self, tick: Tick) -> None:
-        """Start a tick."""
-        self._tick, self._logged = tick, False
-        self._calls.clear()
-
-    def grad(self, model: Model, batch: list[Minibatch]) -> Model:
-        """Gradients ``(clients, ...)`` of the mean loss over the step's minibatches."""
-        materialize(model, self.active.buffers)
-        total: Model = {}
-        for minibatch in batch:
-            grads = self._minibatch_grad(model, minibatch)
-            total = {k: total[k] + g for k, g in grads.items()} if total else grads
-        self._logged = True
-        accumulate = self.chunk.engine.settings.accumulate
-        return tmap(lambda g: g / accumulate, total) if accumulate > 1 else total
-
-    def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
-        """Clip each client's gradients and step the optimizer."""
-        settings = self.chunk.engine.settings
-        if settings.clip_value:
-            grads = clip(grads, settings.clip_value, settings.clip_algorithm)
-        call = self._calls.get(slot, 0)
-        self._calls[slot] = call + 1
-        return self.optimizer.update(model, grads, slot, self._tick.rows, call)
-
-    def samples(self, batch: list[Minibatch]) -> tuple[Any, Tensor]:
-        """The samples of a step's minibatches, and which of them are real."""
-        masks = []
-        for minibatch in batch:
-            width = next(batch_leaves(minibatch.data)).shape[1]
-            real = torch.arange(width) < minibatch.sizes.unsqueeze(1)
-            masks.append(real.to(self.chunk.device))
-        return join_batches([m.data for m in batch]), torch.cat(masks, 1)
-
-    def report(self, loss: Tensor, batch: list[Minibatch]) -> None:
-        """Log a loss ``(clients,)``, weighted by samples."""
-        self.chunk.program.log.options.setdefault("train_loss", LogOptions())
-        sizes = torch.stack([minibatch.sizes for minibatch in batch]).sum(0)
-        self.chunk.logs.add({"train_loss": loss, "loss*": loss}, sizes, self._tick.rows)
-
-    def _minibatch_grad(self, model: Model, minibatch: Minibatch) -> Model:
-        trained = {name: model[name].detach() for name in self.active.trainable}
-        fixed = {name: leaf for name, leaf in model.items() if name not in trained}
-        # What a step may write to needs a row per client, also where it is thrown away.
-        materialize(fixed, self.chunk.program.throwaway)
-        inputs: dict[str, Any] = {"data": minibatch.data}
-        keys = self.chunk.keys
-        if keys is not None:
-            keys = keys if self._tick.rows is None else keys[self._tick.rows]
-            inputs["key"] = mix(keys + (self.number << 32) + minibatch.number)
-        if minibatch.mask is not None:
-            inputs["mask"] = minibatch.mask
-        if minibatch.features is not None and self.chunk.engine.prefix.fits(model):
-            inputs["features"] = minibatch.features
-        self.gradient.number = minibatch.number
-        traces = self.chunk.engine.traces
-        result: Result = traces.run(self.gradient, self.steps, trained, fixed, inputs)
-        grads, loss, logged = result
-        if not self._logged:
-            values = {**logged, "loss*": loss}
-            log = self.chunk.program.log
-            self.chunk.logs.add(
-                values, minibatch.sizes, self._tick.rows, log.reductions, minibatch.size
-            )
-        return grads
-
-
-# --- pieces ---
 
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:

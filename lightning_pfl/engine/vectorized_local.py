@@ -1,0 +1,117 @@
+"""What a client can do with a batch, for all clients of a tick at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.data.batch import batch_leaves, join_batches
+from lightning_pfl.engine.base import LogOptions
+from lightning_pfl.engine.batching import Minibatch, Tick
+from lightning_pfl.engine.gradient import BatchedGradient, Result, materialize
+from lightning_pfl.engine.keyed import mix
+from lightning_pfl.engine.optimizer import ClientOptimizer, clip
+from lightning_pfl.engine.phase import ActivePhase
+from lightning_pfl.engine.trace import fingerprint
+from lightning_pfl.tree import Model, tmap
+
+if TYPE_CHECKING:
+    from lightning_pfl.engine.vectorized import Chunk
+
+
+class VectorizedLocal:
+    """What a client can do with a batch, for all clients of a tick at once."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        active: ActivePhase,
+        optimizer: ClientOptimizer,
+        number: int,
+        steps: int,
+    ) -> None:
+        self.chunk, self.active, self.optimizer, self.number = chunk, active, optimizer, number
+        self.steps = steps
+        engine = chunk.engine
+        self.gradient = BatchedGradient(chunk.program, engine.transform, engine.reached)
+        augmented = chunk.program.augment is not None
+        engine.traces.enter(
+            None if augmented else (active.trainable, chunk.program, fingerprint(engine.module))
+        )
+        self.phase = active.phase.name
+        self._tick = Tick(None, [])
+        self._logged = False
+        self._calls: dict[str, int] = {}
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the phase."""
+        return self.optimizer.lr
+
+    def begin(self, tick: Tick) -> None:
+        """Start a tick."""
+        self._tick, self._logged = tick, False
+        self._calls.clear()
+
+    def grad(self, model: Model, batch: list[Minibatch]) -> Model:
+        """Gradients ``(clients, ...)`` of the mean loss over the step's minibatches."""
+        materialize(model, self.active.buffers)
+        total: Model = {}
+        for minibatch in batch:
+            grads = self._minibatch_grad(model, minibatch)
+            total = {k: total[k] + g for k, g in grads.items()} if total else grads
+        self._logged = True
+        accumulate = self.chunk.engine.settings.accumulate
+        return tmap(lambda g: g / accumulate, total) if accumulate > 1 else total
+
+    def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
+        """Clip each client's gradients and step the optimizer."""
+        settings = self.chunk.engine.settings
+        if settings.clip_value:
+            grads = clip(grads, settings.clip_value, settings.clip_algorithm)
+        call = self._calls.get(slot, 0)
+        self._calls[slot] = call + 1
+        return self.optimizer.update(model, grads, slot, self._tick.rows, call)
+
+    def samples(self, batch: list[Minibatch]) -> tuple[Any, Tensor]:
+        """The samples of a step's minibatches, and which of them are real."""
+        masks = []
+        for minibatch in batch:
+            width = next(batch_leaves(minibatch.data)).shape[1]
+            real = torch.arange(width) < minibatch.sizes.unsqueeze(1)
+            masks.append(real.to(self.chunk.device))
+        return join_batches([m.data for m in batch]), torch.cat(masks, 1)
+
+    def report(self, loss: Tensor, batch: list[Minibatch]) -> None:
+        """Log a loss ``(clients,)``, weighted by samples."""
+        self.chunk.program.log.options.setdefault("train_loss", LogOptions())
+        sizes = torch.stack([minibatch.sizes for minibatch in batch]).sum(0)
+        self.chunk.logs.add({"train_loss": loss, "loss*": loss}, sizes, self._tick.rows)
+
+    def _minibatch_grad(self, model: Model, minibatch: Minibatch) -> Model:
+        trained = {name: model[name].detach() for name in self.active.trainable}
+        fixed = {name: leaf for name, leaf in model.items() if name not in trained}
+        # What a step may write to needs a row per client, also where it is thrown away.
+        materialize(fixed, self.chunk.program.throwaway)
+        inputs: dict[str, Any] = {"data": minibatch.data}
+        keys = self.chunk.keys
+        if keys is not None:
+            keys = keys if self._tick.rows is None else keys[self._tick.rows]
+            inputs["key"] = mix(keys + (self.number << 32) + minibatch.number)
+        if minibatch.mask is not None:
+            inputs["mask"] = minibatch.mask
+        if minibatch.features is not None and self.chunk.engine.prefix.fits(model):
+            inputs["features"] = minibatch.features
+        self.gradient.number = minibatch.number
+        traces = self.chunk.engine.traces
+        result: Result = traces.run(self.gradient, self.steps, trained, fixed, inputs)
+        grads, loss, logged = result
+        if not self._logged:
+            values = {**logged, "loss*": loss}
+            log = self.chunk.program.log
+            self.chunk.logs.add(
+                values, minibatch.sizes, self._tick.rows, log.reductions, minibatch.size
+            )
+        return grads
