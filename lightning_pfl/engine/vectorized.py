@@ -206,6 +206,7 @@ class Chunk:
             self.keys = keys.to(self.device)
 
     def run(self, received: Tree, own: Tree, phases: tuple[Phase, ...]) -> LocalResult:
+        """``client_init``, every phase, ``client_final``."""
         info = self.info
         state = self.method.client_init(tmap(lambda leaf: leaf, received), own, info)
         first_epoch = 0
