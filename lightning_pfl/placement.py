@@ -53,7 +53,7 @@ def place(data: FederatedDataset, trainer: L.Trainer) -> FederatedDataset:
     loaders = [copy.copy(loader) for loader in data.loaders]
     for loader in loaders:
         loader.collate_fn = Then(loader.collate_fn, to_double)
-    return FederatedLoaders(loaders, data.names)
+    return FederatedLoaders(loaders, data.names if data.named else None)
 
 
 def align(data: FederatedDataset, names: Sequence[str], what: str) -> tuple[Tensor, Tensor]:
@@ -68,10 +68,10 @@ def align(data: FederatedDataset, names: Sequence[str], what: str) -> tuple[Tens
         Rows of ``data`` with samples, and the ids of these clients, each int64 ``(clients,)``.
 
     Raises:
-        ValueError: If the split has other clients. A list of loaders must have one for each client,
-            a dict by name may leave clients out.
+        ValueError: If the split has other clients. What has names (a dict of loaders) goes by them,
+            whatever its order, and may leave clients out; a list must have one for each client.
     """
-    unnamed = tuple(data.names) == tuple(map(str, range(data.num_clients)))
+    unnamed = not data.named
     if unnamed and data.num_clients != len(names):
         raise ValueError(
             f"Expected `{what}` to hold one DataLoader for each of the {len(names)} clients, but "

@@ -52,6 +52,7 @@ class FederatedTensorDataset:
         indices: Positions of each client in the pool, one ``(num_samples[k],)`` long tensor each.
         num_samples: Samples per client, ``(num_clients,)`` long, always on the CPU.
         pool_size: Number of samples in the pool.
+        named: Whether the names say who the clients are; without any they are found by position.
 
     Raises:
         ValueError: A field has another number of samples, a position is outside the pool, the
@@ -91,7 +92,7 @@ class FederatedTensorDataset:
         self.augment = augment
         self.pool_size = _pool_size(fields)
         rows = [_as_positions(row, client) for client, row in enumerate(indices)]
-        self.names = _as_names(names, len(rows))
+        self.names, self.named = _as_names(names, len(rows)), names is not None
         self.num_samples = torch.tensor([len(row) for row in rows], dtype=torch.long)
         device = next(batch_leaves(fields)).device
         # One flat tensor, and views into it: moving 100,000 clients to a device is one copy.
@@ -156,9 +157,11 @@ class FederatedTensorDataset:
                     f"but got {client}. Choose among the dataset's {self.num_clients} clients."
                 )
         rows = self.indices
-        return self._replace(
+        new = self._replace(
             self.fields, [rows[client] for client in chosen], [self.names[c] for c in chosen]
         )
+        new.named = True  # their positions here say no more who they are
+        return new
 
     def take(self, samples_per_client: int, seed: int) -> Self:
         """Keep the first samples of a seeded shuffle of each client's samples.
@@ -220,13 +223,14 @@ class FederatedLoaders:
     Attributes:
         num_samples: Samples that a client's loader draws per epoch, ``(num_clients,)``, on the CPU.
             A loader with ``batch_size=None`` counts its items.
+        named: Whether the names say who the clients are; without any they are found by position.
     """
 
     def __init__(
         self, loaders: Sequence[DataLoader[Any]], names: Sequence[str] | None = None
     ) -> None:
         self.loaders = tuple(loaders)
-        self.names = _as_names(names, len(self.loaders))
+        self.names, self.named = _as_names(names, len(self.loaders)), names is not None
         self.num_samples = torch.tensor([count_samples(loader) for loader in self.loaders]).long()
 
     @classmethod
@@ -321,7 +325,7 @@ def as_federated(source: Any, *, what: str) -> FederatedDataset:
     return FederatedTensorDataset(
         parts.fields,
         parts.indices,
-        names=wrapped.names,
+        names=wrapped.names if wrapped.named else None,
         batch_size=first.batch_size,
         shuffle=parts.shuffle,
         drop_last=first.drop_last,
