@@ -14,6 +14,7 @@ from lightning_pfl.methods.fedrep import FedRep
 from lightning_pfl.methods.l2gd import L2GD
 from lightning_pfl.methods.lg_fedavg import LGFedAvg
 from lightning_pfl.methods.local import LocalOnly
+from lightning_pfl.methods.mocha import MOCHA
 from lightning_pfl.methods.per_fedavg import PerFedAvg
 from lightning_pfl.methods.pfedme import PFedMe
 from lightning_pfl.methods.scaffold import SCAFFOLD
@@ -21,6 +22,7 @@ from lightning_pfl.methods.scaffold import SCAFFOLD
 __all__ = [
     "APFL",
     "L2GD",
+    "MOCHA",
     "Ditto",
     "FedAvg",
     "FedBN",

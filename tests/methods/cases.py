@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_pfl import methods
 from lightning_pfl.methods.base import Method
+from lightning_pfl.module import PersonalizedModule
+
+
+def linear_module(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
+    """A linear classifier of the conformance suite's pictures."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return PersonalizedModule(nn.Flatten(), nn.Linear(25, 3), lr=0.05).to(dtype)
+
 
 CASES: dict[str, Callable[[], Method]] = {
     "APFL": lambda: methods.APFL(mixing=0.3, adaptive=True),
@@ -21,7 +32,11 @@ CASES: dict[str, Callable[[], Method]] = {
     "L2GD": lambda: methods.L2GD(2.0, 0.5, local_epochs=2),
     "LGFedAvg": lambda: methods.LGFedAvg(local_epochs=None, local_steps=3),
     "LocalOnly": lambda: methods.LocalOnly(),
+    "MOCHA": lambda: methods.MOCHA(0.05, inner_iterations=1),
     "PFedMe": lambda: methods.PFedMe(3.0, inner_steps=2, inner_lr=0.05, server_mixing=0.8),
     "PerFedAvg": lambda: methods.PerFedAvg(0.1, order="hessian-free"),
     "SCAFFOLD": lambda: methods.SCAFFOLD(option="I", server_lr=0.7),
 }
+
+PROBLEMS: dict[str, dict[str, Any]] = {"MOCHA": {"make_module": linear_module}}
+"""Where the conformance suite's own network is not for a method."""

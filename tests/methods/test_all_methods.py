@@ -9,7 +9,7 @@ import pytest
 
 from lightning_pfl import methods
 from lightning_pfl.testing.conformance import CHECKS, MakeMethod, Problem, check_engines_agree
-from tests.methods.cases import CASES
+from tests.methods.cases import CASES, PROBLEMS
 
 # Runs both engines by itself.
 OTHERS = [check for check in CHECKS if check is not check_engines_agree]
@@ -21,7 +21,7 @@ def test_every_method_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_engines_agree(name: str) -> None:
-    check_engines_agree(CASES[name], Problem())
+    check_engines_agree(CASES[name], Problem(**PROBLEMS.get(name, {})))
 
 
 @pytest.mark.parametrize("engine", ["vectorized", "sequential"])
@@ -30,4 +30,5 @@ def test_engines_agree(name: str) -> None:
 def test_conformance(
     name: str, check: Callable[[MakeMethod, Problem], None], engine: str, tmp_path: Path
 ) -> None:
-    check(CASES[name], Problem(engine=engine, folder=tmp_path))
+    problem = Problem(engine=engine, folder=tmp_path, **PROBLEMS.get(name, {}))
+    check(CASES[name], problem)

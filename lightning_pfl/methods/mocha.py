@@ -1,0 +1,265 @@
+r"""MOCHA: federated multi-task learning of linear classifiers, with a learned relationship."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
+from lightning_pfl.tree import Model, Tree
+
+FLOOR = 1e-7
+"""Smallest eigenvalue of the weights' Gram matrix, as in the released code."""
+
+
+def learned_relationship(weights: Tensor) -> Tensor:
+    r""":math:`\Sigma = (W W^\top)^{1/2} / \operatorname{tr}(W W^\top)^{1/2}`, ``(n, n)``.
+
+    Symmetric, positive definite, of trace 1. The clients' weights are the rows of ``weights``.
+    """
+    flat = weights.flatten(1).double()
+    values, vectors = torch.linalg.eigh(flat @ flat.T)
+    roots = values.clamp_min(FLOOR).sqrt()
+    root = vectors * (roots / roots.sum()) @ vectors.T
+    symmetric: Tensor = (root + root.T) / 2
+    return symmetric.to(weights)
+
+
+def aggregation_bound(relationship: Tensor) -> Tensor:
+    r""":math:`\max_t \sum_s |\Sigma_{ts}| / \Sigma_{tt}`.
+
+    With this factor on the diagonal the local problems bound the joint one, so that their solutions
+    may be added.
+    """
+    return (relationship.abs().sum(1) / relationship.diagonal()).amax()
+
+
+class MOCHA(Method):
+    r"""Clients solve their part of the dual; the server couples them and learns how.
+
+    Minimises, over the clients' weights :math:`W = (w_1, \dots, w_n)` and :math:`\Sigma =
+    \Omega^{-1}` of trace 1, with the hinge loss,
+
+    .. math::
+        \sum_t \frac{1}{N_t} \sum_i \max(0, 1 - y_{ti}\, w_t^\top x_{ti})
+        + \frac{\lambda}{2} \operatorname{tr}(W \Omega W^\top)
+
+    In each round the clients make :math:`H` steps of dual coordinate ascent with the curvature
+    :math:`\rho \Sigma_{tt} / \lambda`, :math:`\rho = \max_t \sum_s |\Sigma_{ts}| / \Sigma_{tt}`,
+    and send the change of :math:`b_t = \frac{1}{N_t} \sum_i \alpha_{ti} x_{ti}`; then
+
+    .. math::
+        w_t = \frac1\lambda \sum_s \Sigma_{ts}\, b_s, \qquad \text{every so often} \quad \Sigma
+        \leftarrow \frac{(W^\top W)^{1/2}}{\operatorname{tr} (W^\top W)^{1/2}}
+
+    Any part of the local work may be left undone: clients that aren't sampled, or make few steps,
+    only slow it down. All begin at :math:`\alpha = 0`, so :math:`W = 0`, and :math:`\Sigma = I /
+    n`; the module's own initial weights and its optimizer are not used. A model with several
+    outputs is that many one-versus-rest classifiers, which share :math:`\Sigma`.
+
+    The module must be linear in its flattened inputs: one weight matrix, perhaps with a bias, which
+    is regularised like the weights. Batches are pairs (inputs, targets): class numbers for several
+    outputs; for one output targets above 0 are one class, all others the other.
+
+    Args:
+        regularization: :math:`\lambda > 0`.
+        outer_iterations: How often :math:`\Sigma` is learned; 0 keeps the clients apart.
+        inner_iterations: Rounds before each time.
+        local_fraction: :math:`H / N_t > 0`: the samples that a client visits in a round.
+
+    State:
+        server: ``dual_vectors``, the :math:`b_t`, ``(num_clients, outputs, features)``, and
+        ``relationship``, :math:`\Sigma`, ``(num_clients, num_clients)``. own: ``dual``, the
+        :math:`\alpha`, ``(clients, most samples of any client, outputs)``.
+
+    Deviation from the paper: the number of local steps is the same share for all clients, not drawn
+    at random. A new client gets the mean of all weights.
+
+    Example:
+        >>> MOCHA(regularization=0.01, inner_iterations=10).local_fraction
+        0.5
+
+    References:
+        Smith, Chiang, Sanjabi, Talwalkar. Federated multi-task learning. NeurIPS 2017.
+        arXiv:1705.10467, Algorithm 1, equations 3 and 5, and its released code.
+    """
+
+    client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
+        {"dual_vectors": 1, "relationship": 2}
+    )
+
+    def __init__(
+        self,
+        regularization: float = 0.01,
+        outer_iterations: int = 10,
+        inner_iterations: int = 100,
+        local_fraction: float = 0.5,
+    ) -> None:
+        super().__init__(weighting="uniform")
+        for name, value in (
+            ("regularization", regularization),
+            ("local_fraction", local_fraction),
+        ):
+            if not 0 < value < math.inf:
+                raise ValueError(
+                    f"Expected `{name}` to be positive, but got {name}={value!r}. Use a finite "
+                    "number above 0, such as 0.01 and 0.5."
+                )
+        for name, count, least in (
+            ("outer_iterations", outer_iterations, 0),
+            ("inner_iterations", inner_iterations, 1),
+        ):
+            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+                raise ValueError(
+                    f"Expected `{name}` to be a whole number of at least {least}, but got "
+                    f"{name}={count!r}. Use 10 rounds between updates, for example."
+                )
+        self.regularization, self.local_fraction = regularization, local_fraction
+        self.outer_iterations, self.inner_iterations = outer_iterations, inner_iterations
+
+    def bind(
+        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+    ) -> None:
+        """Require a linear model."""
+        super().bind(layout, num_clients, seed, num_samples)
+        shapes = {name: leaf.shape for name, leaf in layout.model().items()}
+        weights = [name for name, shape in shapes.items() if len(shape) == 2]
+        biases = [name for name, shape in shapes.items() if len(shape) == 1]
+        linear = len(weights) == 1 and len(biases) <= 1 and len(shapes) == len(weights + biases)
+        if not linear or layout.static or any(shapes[b] != shapes[weights[0]][:1] for b in biases):
+            raise MisconfigurationException(
+                "Expected a linear model, one weight matrix and at most one bias, as MOCHA solves "
+                f"a convex problem, but got {', '.join(shapes)} in "
+                f"{type(layout.module).__name__}. Use MLP([inputs, outputs]), or FedMTL for "
+                "networks."
+            )
+        self._weight, self._bias = weights[0], biases[0] if biases else None
+        self._outputs, self._inputs = shapes[self._weight]
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        """One step on all samples."""
+        return (Phase("all", steps=1, whole=True),)
+
+    def init_server(self, model: Model) -> Tree:
+        """No weights yet, and no relationship."""
+        weight = model[self._weight]
+        features = self._inputs + (self._bias is not None)
+        identity = torch.eye(self.num_clients, dtype=weight.dtype, device=weight.device)
+        return {
+            "dual_vectors": weight.new_zeros(self.num_clients, self._outputs, features),
+            "relationship": identity / self.num_clients,
+        }
+
+    def init_own(self, model: Model) -> Tree:
+        """A dual variable for each sample and output."""
+        return {"dual": model[self._weight].new_zeros(self._longest, self._outputs)}
+
+    def download(self, server: Tree, info: ClientInfo) -> Tree:
+        """Nothing is the same for all."""
+        return {}
+
+    def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
+        r"""To each client its weights, and :math:`\rho \Sigma_{tt}`."""
+        relationship = server["relationship"]
+        at = info.index.to(relationship.device).clamp_max(self.num_clients)
+        weights, diagonal = self._all_weights(server), relationship.diagonal()
+        # The row behind the last is for clients that are new.
+        weights = torch.cat([weights, weights.mean(0, keepdim=True)])
+        diagonal = torch.cat([diagonal, diagonal.mean(0, keepdim=True)])
+        return {"weights": weights[at], "scale": aggregation_bound(relationship) * diagonal[at]}
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """The dual problem at the received weights."""
+        weights = received["weights"]
+        passes = math.ceil(self.local_fraction)
+        order = visiting_order(info.num_samples, self._longest, passes, self.seed, info.round)
+        return {
+            "weights": weights,
+            "curvature": received["scale"] / self.regularization,
+            "order": order.to(weights.device),
+            "dual": own["dual"],
+            "change": torch.zeros_like(weights),
+        }
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        """Dual coordinate ascent; reports the hinge loss at the received weights."""
+        data, real = local.samples(batch)
+        x, y = self._problem(data[0], data[1], state["weights"])
+        count = real.sum(1)
+        losses = hinge(state["weights"], x, y).sum(2)
+        local.report(losses.where(real, 0).sum(1) / count, batch)
+        steps = (self.local_fraction * count.double()).ceil().long()
+        dual, change = coordinate_ascent(
+            state["dual"],
+            state["weights"],
+            x,
+            y,
+            count,
+            state["order"],
+            steps,
+            state["curvature"],
+        )
+        return {**state, "dual": dual, "change": change}
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Send the change of the dual vector, keep the dual variables."""
+        return {"change": state["change"]}, {"dual": state["dual"]}
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """Add the changes; at the end of the inner rounds learn the relationship."""
+        vectors = server["dual_vectors"]
+        vectors = vectors.index_add(0, info.index.to(vectors.device), uploads["change"])
+        server = {**server, "dual_vectors": vectors}
+        outer, within = divmod(info.round + 1, self.inner_iterations)
+        if within or outer > self.outer_iterations:
+            return server
+        return {**server, "relationship": learned_relationship(self._all_weights(server))}
+
+    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+        """The client's weights, and its bias where the module has one."""
+        weights = received["weights"]
+        model = {self._weight: weights[..., : self._inputs]}
+        if self._bias is not None:
+            model[self._bias] = weights[..., self._inputs]
+        return model
+
+    def global_model(self, server: Tree) -> Model | None:
+        """There is none."""
+        return None
+
+    @property
+    def _longest(self) -> int:
+        return max(1, int(self.num_samples.max()))
+
+    def _all_weights(self, server: Tree) -> Tensor:
+        """The primal weights of all clients, ``(num_clients, outputs, features)``."""
+        vectors: Tensor = server["dual_vectors"]
+        mixed: Tensor = server["relationship"] @ vectors.flatten(1)
+        return mixed.view_as(vectors) / self.regularization
+
+    def _problem(self, inputs: Tensor, targets: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Features, with a constant for the bias, and the sign of each class."""
+        x = inputs.flatten(2).to(like)
+        if x.shape[2] != self._inputs:
+            raise ValueError(
+                f"Expected inputs of {self._inputs} numbers, as many as the linear layer takes, "
+                f"but got {x.shape[2]}. MOCHA's model is linear in its flattened inputs."
+            )
+        if self._bias is not None:
+            x = torch.cat([x, torch.ones_like(x[..., :1])], 2)
+        if self._outputs == 1:
+            positive = targets.reshape(*targets.shape[:2], 1) > 0
+        else:
+            positive = torch.nn.functional.one_hot(targets.long(), self._outputs).bool()
+        return x, torch.where(positive, 1.0, -1.0).to(like)

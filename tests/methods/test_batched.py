@@ -1,0 +1,62 @@
+"""A cohort's steps are one call of ``client_step`` each, whatever a method does in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.engine.select import PROBED_CLIENTS
+from lightning_pfl.methods.base import Method
+from lightning_pfl.testing import fit
+from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.cases import CASES, PROBLEMS
+
+CLIENTS = 4
+
+
+def equal_clients() -> FederatedTensorDataset:
+    positions = torch.arange(4 * CLIENTS).split([4] * CLIENTS)
+    return FederatedTensorDataset(small_clients().fields, positions, batch_size=2, shuffle=True)
+
+
+def ragged_clients() -> FederatedTensorDataset:
+    return small_clients().subset([0, 2, 3, 4])
+
+
+def cohort_sizes(method: Method, data: FederatedTensorDataset, module: Any) -> list[int]:
+    """Clients in each call of ``client_step`` in round 0, without those of the engine's probe."""
+    sizes: list[int] = []
+    step = method.client_step
+
+    def counted(state: Any, batch: Any, local: Any) -> Any:
+        if type(local).__name__ == "VectorizedLocal":
+            _, real = local.samples(batch[0] if isinstance(batch, tuple) else batch)
+            sizes.append(len(real))
+        return step(state, batch, local)
+
+    method.client_step = counted  # type: ignore[method-assign]
+    fit(method, data, module)
+    return [size for size in sizes if size != PROBED_CLIENTS]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_clients_step_together(name: str) -> None:
+    make: Callable[[], Any] = PROBLEMS.get(name, {}).get("make_module", small_module)
+    method = CASES[name]()
+    sizes = cohort_sizes(method, equal_clients(), make())
+    assert sizes
+    assert set(sizes) == {CLIENTS}
+    phases = method.phases(0)
+    # Two minibatches an epoch.
+    steps = sum(p.steps or -(-(p.epochs or 0) * (1 if p.whole else 2) // p.draws) for p in phases)
+    assert len(sizes) == steps
+
+
+def test_ragged_clients_solve_their_duals_together() -> None:
+    """Filled up with samples that don't count."""
+    make = PROBLEMS["MOCHA"]["make_module"]
+    assert cohort_sizes(CASES["MOCHA"](), ragged_clients(), make()) == [CLIENTS]
