@@ -16,8 +16,10 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     Callback,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -59,6 +61,8 @@ REFUSED_CALLBACKS: dict[type[Callback], str] = {
     BaseFinetuning: "It freezes layers of one model; use a method's phases, or HeadFineTuning.",
     ModelPruning: "It prunes one model in place; prune what `client_module` returns.",
     GradientAccumulationScheduler: "Set `trainer.accumulate_grad_batches` to one number.",
+    LearningRateFinder: "It trains one model; compare a few learning rates on validation data.",
+    BatchSizeFinder: "It trains one model; set `batch_size` of the data, and `chunk_size`.",
 }
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -105,6 +105,9 @@ class PersonalizedModule(L.LightningModule):
         Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
         federated learning. ICML 2021. arXiv:2102.07078, section 5.
     """
+
+    shown: ClassVar[frozenset[str]] = frozenset({"train_loss", "val_acc"})
+    """What the progress bar shows."""
 
     def __init__(
         self,
@@ -216,9 +219,11 @@ class PersonalizedModule(L.LightningModule):
         values = self.per_sample(batch)
         means = {name: value.mean() for name, value in values.items()}
         for name, mean in means.items():
+            key = f"{stage}_{name}"
             self.log(
-                f"{stage}_{name}",
+                key,
                 mean.detach(),
+                prog_bar=key in self.shown,
                 on_step=False,
                 on_epoch=True,
                 batch_size=len(values["loss"]),

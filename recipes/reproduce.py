@@ -57,6 +57,11 @@ class Run:
         self.outcome.unlink(missing_ok=True)
         shutil.rmtree(self.options.logs / self.recipe.stem / self.version, ignore_errors=True)
 
+    def was_begun(self) -> bool:
+        """Whether an interrupted run has left a checkpoint to go on from."""
+        folder = self.options.logs / self.recipe.stem / self.version / "checkpoints"
+        return any(folder.glob("last*.ckpt"))
+
     def start(self) -> None:
         """Run in a process of its own, so that its memory is measured, and freed after it."""
         options = self.options
@@ -104,7 +109,7 @@ class Run:
             *("--trainer.logger.name", self.recipe.stem),
             *("--trainer.logger.version", self.version),
             *self.options.extra,
-            *("--ckpt_path", "last"),
+            *(("--ckpt_path", "last") if self.was_begun() else ()),
         ]
 
 

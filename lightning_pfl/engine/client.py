@@ -209,7 +209,7 @@ class ClientProgram:
         }
         logged = {f"train_{name}": mean.detach() for name, mean in means.items()}
         for name in logged:  # as `training_step` logs them
-            self.log.options.setdefault(name, LogOptions())
+            self.log.options.setdefault(name, LogOptions(name in self.module.shown))
         return means["loss"], logged
 
     def evaluation_step(

@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.base import EngineSettings, Evaluation, OnClients
+from lightning_pfl.engine.base import EngineSettings, Evaluation, LogOptions, OnClients
 from lightning_pfl.engine.batching import (
     Budget,
     Limits,
@@ -140,6 +140,9 @@ class VectorizedEvaluation:
 
     def _per_sample(self, models: Model, minibatch: Minibatch, stage: str) -> dict[str, Tensor]:
         values = self._vmap(models, minibatch.data, self.program.per_sample)
+        for name in values:  # as the step logs them
+            key = f"{stage}_{name}"
+            self.program.log.options.setdefault(key, LogOptions(key in self.module.shown))
         if minibatch.mask is None:
             return {f"{stage}_{name}": value.mean(1) for name, value in values.items()}
         mask = minibatch.mask

@@ -1,4 +1,4 @@
-r"""FedAvg: federated averaging, with an optional server optimizer (FedAvgM, FedAdam, FedYogi)."""
+r"""FedAvg: federated averaging, with an optional server optimizer (FedAvgM, FedAdam)."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import (
     Callback,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
     RichProgressBar,
     StochasticWeightAveraging,
@@ -91,6 +92,8 @@ def callbacks(tmp_path: Path) -> None:
     refused(
         "callback GradientAccumulationScheduler", callbacks=[GradientAccumulationScheduler({0: 2})]
     )
+
+    refused("callback LearningRateFinder. It trains one model", callbacks=[LearningRateFinder()])
 
     class Inside(Callback):
         def on_before_optimizer_step(self, *args: Any) -> None:
