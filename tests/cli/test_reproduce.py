@@ -120,8 +120,13 @@ def test_what_is_done_is_not_run_again(recipe: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_run_resumes_from_the_last_checkpoint_of_the_same_settings(recipe: Path) -> None:
-    arguments = make_run(recipe, "--trainer.max_epochs=3").arguments()
-    assert arguments[-2:] == ["--ckpt_path", "last"]
-    assert "--trainer.max_epochs=3" in arguments
-    other = make_run(recipe, "--trainer.max_epochs=4").arguments()
-    assert other[other.index("--trainer.logger.version") + 1] not in arguments
+    run = make_run(recipe, "--trainer.max_epochs=3")
+    assert "--ckpt_path" not in run.arguments()
+    checkpoints = recipe.parent / recipe.stem / run.version / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "last.ckpt").touch()
+    assert run.arguments()[-2:] == ["--ckpt_path", "last"]
+    assert "--trainer.max_epochs=3" in run.arguments()
+    other = make_run(recipe, "--trainer.max_epochs=4")
+    assert other.version != run.version
+    assert "--ckpt_path" not in other.arguments()
