@@ -21,6 +21,7 @@ from lightning_pfl.evaluation import personal_models
 from lightning_pfl.history import History
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method
+from lightning_pfl.mixture import MixedForward, parts
 from lightning_pfl.ranks import Part, Ranks
 from lightning_pfl.state import Bank
 from lightning_pfl.tree import Model, Tree, expand, leaves, select, tmap
@@ -76,22 +77,36 @@ class Federation:
             RuntimeError: If nothing was trained or loaded yet, or if another process holds what
                 the client remembers.
             KeyError: If there is no such client.
+            MisconfigurationException: If the method mixes the outputs of two models.
         """
+        model, _, share = parts(self._personal_model(client))
+        if share is not None:
+            raise MisconfigurationException(
+                "Expected a personal model that is one state_dict, but "
+                f"{type(self.method).__name__} mixes the outputs of two. Use "
+                "`client_module(client)`, or let it mix parameters."
+            )
+        return self._state_dict(model)
+
+    def _personal_model(self, client: int | str) -> Model:
         # A user may ask in one process alone.
         with self.ranks.apart():
-            model = personal_models(self, torch.tensor([self.client_id(client)]))
-        return self._state_dict({name: leaf[0] for name, leaf in model.items()})
+            models = personal_models(self, torch.tensor([self.client_id(client)]))
+        return {name: leaf[0] for name, leaf in models.items()}
 
     def client_module(self, client: int | str) -> L.LightningModule:
         """A client's personal model as a copy of the module: in eval mode, without Trainer."""
-        state = self.client_state_dict(client)
+        model, other, share = parts(self._personal_model(client))
         module = self.require_module()
         trainer, module._trainer = module._trainer, None
         try:
             copy = deepcopy(module)
         finally:
             module._trainer = trainer
-        copy.load_state_dict(state)
+        copy.load_state_dict(self._state_dict(model))
+        if share is not None:
+            held = {name: leaf.detach().clone() for name, leaf in other.items()}
+            copy.__dict__["forward"] = MixedForward(copy, held, share.detach().clone())
         return copy.eval()
 
     def global_state_dict(self) -> dict[str, Any]:

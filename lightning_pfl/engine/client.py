@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from lightning_pfl.engine.base import LogOptions
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.keyed import KeyedRandomness
+from lightning_pfl.mixture import mixed_outputs, parts
 from lightning_pfl.tree import Model
 
 REDUCTIONS = ("mean", "sum", "min", "max")
@@ -152,6 +153,7 @@ class ClientProgram:
 
     def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of the module with its parameters and buffers replaced by ``model``."""
+        model, other, share = parts(model)
         named = {f"module.{name}": leaf for name, leaf in model.items()}
         if self.throwaway:
             kept: dict[str, Tensor] = dict(self.module.named_buffers())
@@ -161,7 +163,7 @@ class ClientProgram:
             torch.autocast(self._device(model), self.autocast) if self.autocast else nullcontext()
         )
         kernels = FastKernels() if self.fast_kernels else nullcontext()
-        with precision, kernels:
+        with precision, kernels, mixed_outputs(self.module, other, share):
             return functional_call(self.caller, named, (function, *args))
 
     def _device(self, model: Model) -> str:

@@ -6,7 +6,6 @@ grouped, cached or batched over clients; the vectorized engine must give the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torchmetrics import Metric
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.batch import batch_leaves, join_batches, map_batch
-from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.data.clients import FederatedDataset
 from lightning_pfl.engine.base import (
     EngineSettings,
     Evaluation,
@@ -26,17 +25,11 @@ from lightning_pfl.engine.base import (
     OnClients,
 )
 from lightning_pfl.engine.batching import (
-    Budget,
     Limits,
     batch_length,
-    epoch_minibatches,
-    minibatches_per_epoch,
-    order_key,
     phase_budget,
     phase_steps,
-    reseed,
     split_draws,
-    step_bounds,
 )
 from lightning_pfl.engine.client import ClientProgram
 from lightning_pfl.engine.gradient import materialize
@@ -44,11 +37,12 @@ from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.phase import ActivePhase, writable
+from lightning_pfl.engine.stream import ClientMinibatches, evaluation_minibatches
 from lightning_pfl.engine.vectorized import random_keys
 from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
-from lightning_pfl.randomness import derive, permutation, seeded
+from lightning_pfl.randomness import seeded
 from lightning_pfl.tree import Model, Tree, rows, stack, tmap
 
 
@@ -142,7 +136,10 @@ class SequentialEngine:
         for number, phase in enumerate(phases):
             active = ActivePhase(phase, self.layout)
             budget = phase_budget(phase)
-            minibatches = _minibatches(data, client, budget, self, info.round, stream, first_epoch)
+            order = (info.round, stream, first_epoch)
+            minibatches = ClientMinibatches(
+                data, client, budget, self.limits, self.settings, *order
+            )
             with active.modes(), local.program.capturing():
                 local.program.throwaway = active.throwaway()
                 local.begin(active, number)
@@ -191,7 +188,7 @@ class SequentialEngine:
                 model = {name: leaf[row] for name, leaf in models.items()}
                 metrics: dict[str, Metric] = {}
                 at = torch.tensor([row])
-                for number, batch in _evaluation_minibatches(data, client, limits, self.settings):
+                for number, batch in evaluation_minibatches(data, client, limits, self.settings):
                     size = torch.tensor([batch_length(batch)])
                     out, logged = program.evaluation_step(model, step, batch, number)
                     counts[row] += size[0]
@@ -236,10 +233,11 @@ class SequentialLocal:
         """Learning rate of the phase."""
         return self.optimizer.lr
 
-    def grad(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
+    def grad(self, model: Model, batch: list[tuple[int, Any]], also: tuple[str, ...] = ()) -> Model:
         """Gradient ``(1, ...)`` of the mean loss over the step's minibatches."""
         materialize(model, self.active.buffers)
-        trained = {name: model[name][0].detach().requires_grad_() for name in self.active.trainable}
+        names = self.active.trainable + also
+        trained = {name: model[name][0].detach().requires_grad_() for name in names}
         fixed = {name: leaf[0] for name, leaf in model.items() if name not in trained}
         accumulate = self.engine.settings.accumulate
         for number, minibatch in batch:
@@ -289,94 +287,6 @@ class SequentialLocal:
     def finish(self) -> dict[str, Tensor]:
         """The client's logged values, ``(1,)`` each."""
         return {**self.logs.compute(), **_computed(self.metrics)}
-
-
-# --- minibatches ---
-
-
-class _minibatches:
-    """Iterates over the steps of a phase: each a list of (number, minibatch)."""
-
-    def __init__(
-        self,
-        data: FederatedDataset,
-        client: int,
-        budget: Budget,
-        engine: SequentialEngine,
-        round: int,
-        stream: str,
-        first_epoch: int,
-    ) -> None:
-        self.data, self.client, self.limits = data, client, engine.limits
-        self.device = engine.settings.device
-        self.seed, self.stream, self.round = engine.settings.seed, stream, round
-        self.first_epoch = first_epoch
-        if isinstance(data, FederatedTensorDataset):
-            self.samples = int(data.num_samples[client])
-        self.whole = budget.whole
-        self.per_epoch = minibatches_per_epoch(data, client, self.limits, budget.whole)
-        self.bounds = step_bounds(self.per_epoch, budget, self.limits.accumulate)
-        self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
-
-    def key(self, epoch: int) -> int:
-        """The key of an epoch's order."""
-        epoch += self.first_epoch
-        return order_key(self.seed, self.stream, self.round, self.client, epoch)
-
-    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
-        stream = (
-            self._resident() if isinstance(self.data, FederatedTensorDataset) else self._drawn()
-        )
-        for begin, end in self.bounds:
-            yield [(number, next(stream)) for number in range(begin, end)]
-
-    def _resident(self) -> Iterator[Any]:
-        assert isinstance(self.data, FederatedTensorDataset)
-        shuffle = self.data.shuffle and not self.limits.overfit and not self.whole
-        size = max(1, self.samples) if self.whole else self.data.batch_size
-        for epoch in range(self.epochs_used):
-            order = (
-                permutation(self.samples, self.key(epoch))
-                if shuffle
-                else torch.arange(self.samples)
-            )
-            mine = self.data.indices[self.client][order.to(self.data.device)]
-            yield from map(self.data.gather, mine.split(size)[: self.per_epoch])
-
-    def _drawn(self) -> Iterator[Any]:
-        assert not isinstance(self.data, FederatedTensorDataset)
-        loader = self.data.loaders[self.client]
-        for epoch in range(self.epochs_used):
-            iterator = None
-            for within in range(self.per_epoch):
-                with seeded(derive(self.key(epoch), "fetch", within), everything=True):
-                    iterator = iterator or iter(reseed(loader, self.key(epoch)))
-                    batch = next(iterator)
-                yield _move(batch, self.device)
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    return apply_to_collection(batch, Tensor, lambda leaf: leaf.to(device))
-
-
-def _evaluation_minibatches(
-    data: FederatedDataset, client: int, limits: Limits, settings: EngineSettings
-) -> Iterator[tuple[int, Any]]:
-    if isinstance(data, FederatedTensorDataset):
-        batches = data.indices[client].split(data.batch_size)
-        number = limits.of_epoch(
-            epoch_minibatches(int(data.num_samples[client]), data.batch_size, data.drop_last)
-        )
-        yield from enumerate(map(data.gather, batches[:number]))
-        return
-    loader = data.loaders[client]
-    key = derive(settings.seed, "evaluation order", client, 0)
-    iterator = None
-    for within in range(limits.of_epoch(len(loader))):
-        with seeded(derive(key, "fetch", within), everything=True):
-            iterator = iterator or iter(reseed(loader, key))
-            batch = next(iterator)
-        yield within, _move(batch, settings.device)
 
 
 def copy(tree: Tree) -> Tree:

@@ -55,12 +55,15 @@ class VectorizedLocal:
         self._tick, self._logged = tick, False
         self._calls.clear()
 
-    def grad(self, model: Model, batch: list[Minibatch]) -> Model:
+    def grad(self, model: Model, batch: list[Minibatch], also: tuple[str, ...] = ()) -> Model:
         """Gradients ``(clients, ...)`` of the mean loss over the step's minibatches."""
         materialize(model, self.active.buffers)
+        names = self.active.trainable + also
+        reached = self.chunk.engine.reached
+        self.gradient.reached = None if reached is None else reached.union(also)
         total: Model = {}
         for minibatch in batch:
-            grads = self._minibatch_grad(model, minibatch)
+            grads = self._minibatch_grad(model, minibatch, names)
             total = {k: total[k] + g for k, g in grads.items()} if total else grads
         self._logged = True
         accumulate = self.chunk.engine.settings.accumulate
@@ -90,8 +93,8 @@ class VectorizedLocal:
         sizes = torch.stack([minibatch.sizes for minibatch in batch]).sum(0)
         self.chunk.logs.add({"train_loss": loss, "loss*": loss}, sizes, self._tick.rows)
 
-    def _minibatch_grad(self, model: Model, minibatch: Minibatch) -> Model:
-        trained = {name: model[name].detach() for name in self.active.trainable}
+    def _minibatch_grad(self, model: Model, minibatch: Minibatch, names: tuple[str, ...]) -> Model:
+        trained = {name: model[name].detach() for name in names}
         fixed = {name: leaf for name, leaf in model.items() if name not in trained}
         # What a step may write to needs a row per client, also where it is thrown away.
         materialize(fixed, self.chunk.program.throwaway)

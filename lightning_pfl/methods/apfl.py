@@ -2,15 +2,18 @@ r"""APFL: each client mixes a model of its own with the global one."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.methods.base import Local, Method, Weighting
+from lightning_pfl.mixture import SHARE, mixture
 from lightning_pfl.solvers.proximal import towards
-from lightning_pfl.tree import Model, Tree, dot, scale, select, sub
+from lightning_pfl.tree import Model, Tree, dot, scale, select, sub, tmap
+
+Mix = Literal["parameters", "outputs"]
 
 
 class APFL(Method):
@@ -29,10 +32,15 @@ class APFL(Method):
     x`, where :math:`x` is the current global model. The global model doesn't depend on
     :math:`\alpha`.
 
+    With ``mix="outputs"`` the mixture is of what the models say, :math:`\alpha_k f_{v_k} + (1 -
+    \alpha_k) f_w`, as in the released code; for linear models that is the same.
+
     Args:
         mixing: :math:`\alpha` in [0, 1], of all clients or, if adaptive, to begin with. 0 is
             FedAvg, 1 trains the own models alone.
         adaptive: Whether each client learns its :math:`\alpha_k`.
+        mix: ``"parameters"`` as in the paper, or ``"outputs"`` of the module, which its steps must
+            then call as ``self(inputs)``.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
         weighting: ``"uniform"`` as in the paper, or ``"samples"``.
@@ -57,6 +65,7 @@ class APFL(Method):
         self,
         mixing: float = 0.5,
         adaptive: bool = False,
+        mix: Mix = "parameters",
         local_epochs: int | None = 1,
         local_steps: int | None = None,
         weighting: Weighting = "uniform",
@@ -67,7 +76,12 @@ class APFL(Method):
                 f"Expected `mixing` to be in [0, 1], but got mixing={mixing!r}. Use 0.25, 0.5 or "
                 "0.75 as in the paper."
             )
-        self.mixing, self.adaptive = mixing, adaptive
+        if mix not in get_args(Mix):
+            raise ValueError(
+                f"Expected `mix` to be 'parameters' or 'outputs', but got mix={mix!r}. Use "
+                "'parameters' as in the paper."
+            )
+        self.mixing, self.adaptive, self.mix = mixing, adaptive, mix
 
     def init_own(self, model: Model) -> Tree:
         """A model that begins as the global one, and the mixing weight if it is learned."""
@@ -87,16 +101,28 @@ class APFL(Method):
         """A step of the global model, then one of the own model through the mixture."""
         model = local.update(state["model"], local.grad(state["model"], batch))
         personal, mixing = state["personal"], state.get("mixing", self.mixing)
-        grads = local.grad(self._mixture(personal, model, mixing), batch)
+        grads, slope = self._gradients(personal, model, mixing, batch, local)
         state = {**state, "model": model}
         if self.adaptive:
-            # Before the step, which writes to the memory of the own model.
-            slope = dot(grads, sub(select(personal, grads), model))
             learned = (mixing - local.lr * slope).clamp(0, 1)
             state["mixing"] = learned.where(state["steps"] == 0, mixing)
             state["steps"] = state["steps"] + 1
-        state["personal"] = local.update(personal, scale(grads, mixing), slot="personal")
+        state["personal"] = local.update(personal, grads, slot="personal")
         return state
+
+    def _gradients(
+        self, personal: Model, model: Model, mixing: float | Tensor, batch: Any, local: Local
+    ) -> tuple[Model, Tensor]:
+        """Gradients of the mixture's loss by the own model and by the mixing weight."""
+        if self.mix == "parameters":
+            grads = local.grad(self._mixture(personal, model, mixing), batch)
+            slope = dot(grads, sub(select(personal, grads), model))
+            return scale(grads, mixing), slope
+        # The pass with the global model may write to its statistics: to copies of them.
+        buffers = tmap(torch.clone, select(model, self.layout.buffers))
+        mixed = self._mixture(personal, {**model, **buffers}, mixing)
+        grads = local.grad(mixed, batch, also=(SHARE,))
+        return grads, grads.pop(SHARE)
 
     def client_final(
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo
@@ -110,6 +136,15 @@ class APFL(Method):
         return self._mixture(own["personal"], received["model"], mixing)
 
     def _mixture(self, personal: Model, model: Model, mixing: float | Tensor) -> Model:
-        """The mixed parameters, with the buffers of the own model."""
+        """The mixture; mixed parameters have the buffers of the own model."""
+        if self.mix == "outputs":
+            first = next(iter(personal.values()))
+            share = mixing if isinstance(mixing, Tensor) else _shares(mixing, first)
+            return mixture(personal, model, share)
         trainable = self.layout.trainable
         return {**personal, **towards(select(model, trainable), personal, mixing)}
+
+
+def _shares(mixing: float, like: Tensor) -> Tensor:
+    """The same weight for every client of a ``(clients, ...)`` leaf."""
+    return torch.full((len(like),), mixing, dtype=like.dtype, device=like.device)

@@ -63,11 +63,12 @@ class Local(Protocol):
         An error if the parameter groups have different ones.
         """
 
-    def grad(self, model: Model, batch: Any) -> Model:
+    def grad(self, model: Model, batch: Any, also: tuple[str, ...] = ()) -> Model:
         """Gradient of the training loss at ``model`` for what trains now, ``(clients, ...)``.
 
         The forward pass updates the buffers of ``model`` (BatchNorm statistics) in place. The first
-        call of a step logs the module's ``self.log`` values; further calls don't.
+        call of a step logs the module's ``self.log`` values; further calls don't. ``also`` names
+        further entries of ``model`` to differentiate by, such as the share of a mixture.
         """
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:

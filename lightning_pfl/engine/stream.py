@@ -1,0 +1,121 @@
+"""The minibatches of one client, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.batching import (
+    Budget,
+    Limits,
+    epoch_minibatches,
+    minibatches_per_epoch,
+    order_key,
+    reseed,
+    step_bounds,
+)
+from lightning_pfl.randomness import derive, permutation, seeded
+
+
+class ClientMinibatches:
+    """Iterates over the steps of a phase: each a list of (number, minibatch).
+
+    Args:
+        data: The federated dataset.
+        client: The client's id.
+        budget: How far the phase goes.
+        limits: Accumulation and limits.
+        settings: Device and seed.
+        round: The communication round.
+        stream: Name of the random stream.
+        first_epoch: Number of the phase's first epoch within the round.
+    """
+
+    def __init__(
+        self,
+        data: FederatedDataset,
+        client: int,
+        budget: Budget,
+        limits: Limits,
+        settings: EngineSettings,
+        round: int,
+        stream: str,
+        first_epoch: int,
+    ) -> None:
+        self.data, self.client, self.limits = data, client, limits
+        self.device, self.seed = settings.device, settings.seed
+        self.stream, self.round = stream, round
+        self.first_epoch = first_epoch
+        if isinstance(data, FederatedTensorDataset):
+            self.samples = int(data.num_samples[client])
+        self.whole = budget.whole
+        self.per_epoch = minibatches_per_epoch(data, client, self.limits, budget.whole)
+        self.bounds = step_bounds(self.per_epoch, budget, self.limits.accumulate)
+        self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
+
+    def key(self, epoch: int) -> int:
+        """The key of an epoch's order."""
+        epoch += self.first_epoch
+        return order_key(self.seed, self.stream, self.round, self.client, epoch)
+
+    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
+        stream = (
+            self._resident() if isinstance(self.data, FederatedTensorDataset) else self._drawn()
+        )
+        for begin, end in self.bounds:
+            yield [(number, next(stream)) for number in range(begin, end)]
+
+    def _resident(self) -> Iterator[Any]:
+        assert isinstance(self.data, FederatedTensorDataset)
+        shuffle = self.data.shuffle and not self.limits.overfit and not self.whole
+        size = max(1, self.samples) if self.whole else self.data.batch_size
+        for epoch in range(self.epochs_used):
+            order = (
+                permutation(self.samples, self.key(epoch))
+                if shuffle
+                else torch.arange(self.samples)
+            )
+            mine = self.data.indices[self.client][order.to(self.data.device)]
+            yield from map(self.data.gather, mine.split(size)[: self.per_epoch])
+
+    def _drawn(self) -> Iterator[Any]:
+        assert not isinstance(self.data, FederatedTensorDataset)
+        loader = self.data.loaders[self.client]
+        for epoch in range(self.epochs_used):
+            iterator = None
+            for within in range(self.per_epoch):
+                with seeded(derive(self.key(epoch), "fetch", within), everything=True):
+                    iterator = iterator or iter(reseed(loader, self.key(epoch)))
+                    batch = next(iterator)
+                yield _move(batch, self.device)
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    return apply_to_collection(batch, Tensor, lambda leaf: leaf.to(device))
+
+
+def evaluation_minibatches(
+    data: FederatedDataset, client: int, limits: Limits, settings: EngineSettings
+) -> Iterator[tuple[int, Any]]:
+    """One unshuffled pass over a client's samples: (number, minibatch)."""
+    if isinstance(data, FederatedTensorDataset):
+        batches = data.indices[client].split(data.batch_size)
+        number = limits.of_epoch(
+            epoch_minibatches(int(data.num_samples[client]), data.batch_size, data.drop_last)
+        )
+        yield from enumerate(map(data.gather, batches[:number]))
+        return
+    loader = data.loaders[client]
+    key = derive(settings.seed, "evaluation order", client, 0)
+    iterator = None
+    for within in range(limits.of_epoch(len(loader))):
+        with seeded(derive(key, "fetch", within), everything=True):
+            iterator = iterator or iter(reseed(loader, key))
+            batch = next(iterator)
+        yield within, _move(batch, settings.device)
