@@ -127,8 +127,8 @@ class ProcessesStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Wait for the other processes."""
         if self.is_distributed and distributed.is_initialized():
-            on_gpu = self.root_device.type == "cuda"
-            distributed.barrier(device_ids=[self.root_device.index] if on_gpu else None)
+            by_gpu = distributed.get_backend() == "nccl"
+            distributed.barrier(device_ids=[self.root_device.index] if by_gpu else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """An object of one process, on all."""

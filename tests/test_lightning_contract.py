@@ -65,6 +65,23 @@ def parameters(function: Any) -> list[str]:
             ["self", "interval", "update_plateau_schedulers"],
         ),
         (_TrainingEpochLoop._should_check_val_epoch, ["self"]),
+        (
+            _lightning.SubprocessScriptLauncher.__init__,
+            ["self", "cluster_environment", "num_processes", "num_nodes"],
+        ),
+        (_lightning.SubprocessScriptLauncher.kill, ["self", "signum"]),
+        (
+            _lightning.connect_processes,
+            [
+                "cluster_environment",
+                "torch_distributed_backend",
+                "global_rank",
+                "world_size",
+                "kwargs",
+            ],
+        ),
+        (_lightning.default_backend, ["device"]),
+        (_lightning.reduce_tensor, ["result", "group", "reduce_op"]),
         (_EvaluationLoop._store_dataloader_outputs, ["self"]),
         (_EvaluationLoop._on_evaluation_end, ["self", "args", "kwargs"]),
         (_FitLoop.run, ["self"]),
@@ -83,7 +100,7 @@ def test_signature(function: Any, expected: list[str]) -> None:
 
 
 def test_the_result_collection_takes_what_self_log_gives_it() -> None:
-    used = {"fx", "name", "value", "prog_bar", "logger", "on_epoch", "batch_size"}
+    used = {"fx", "name", "value", "prog_bar", "logger", "on_epoch", "batch_size", "sync_dist"}
     assert used <= set(parameters(_ResultCollection.log))
 
 
@@ -102,7 +119,8 @@ def test_the_loops_have_the_attributes_that_the_federated_loops_use() -> None:
         (prediction, "_combined_loader inference_mode"),
         (L.Trainer, "_evaluation_loop"),
         (run, "_logger_connector _val_check_time_interval _accelerator_connector"),
-        (run, "received_sigterm"),
+        (run, "received_sigterm _signal_connector"),
+        (run._signal_connector, "received_sigterm _sigterm_notifier_fn"),
         (run._accelerator_connector, "_layer_sync"),
     ):
         assert [name for name in names.split() if not hasattr(loop, name)] == []

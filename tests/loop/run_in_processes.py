@@ -1,7 +1,8 @@
 """Federated runs for test_processes.py, which starts this file in several processes.
 
-Usage: python -m tests.loop.run_in_processes FOLDER DEVICES [RANK_TO_RAISE]. Every process writes
-what it knows at the end of each run to FOLDER/<case>-<rank>.pt.
+Usage: python -m tests.loop.run_in_processes FOLDER cases|methods|0|1. Two processes run the cases,
+or every method, and each writes what it knows at the end to FOLDER/<case>-<rank>.pt; or process 0,
+or 1, raises an error.
 """
 
 from __future__ import annotations
@@ -23,29 +24,40 @@ from lightning_pfl.callbacks import HeadFineTuning, NewClientAdaptation
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.evaluation import personal_models
 from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
+from lightning_pfl.methods.base import Method
+from lightning_pfl.testing.conformance import Problem
+from tests.methods.cases import CASES as METHODS
+from tests.methods.cases import PROBLEMS
 
 SIZES = (8, 2, 5, 9, 3)
 ROUNDS = 3
 
 
-class Counting(PersonalizedModule):
-    """Logs a torchmetrics object too, and counts the hooks that fire for clients."""
+class Seeing(PersonalizedModule):
+    """Notes the clients that hooks fire for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch)
+
+
+class Counting(Seeing):
+    """Logs a torchmetrics object too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.counted = MulticlassAccuracy(3, average="micro")
-        self.seen: list[int] = []
 
     def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx)
         self.counted.update(self(batch[0]), batch[1])
         self.log("val_counted", self.counted)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(batch)
 
-
-def module(kind: type[PersonalizedModule] = PersonalizedModule) -> PersonalizedModule:
+def network(kind: type[PersonalizedModule] = PersonalizedModule) -> PersonalizedModule:
     """A small network; other numbers in every process, of which those of process 0 count."""
     torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))
     backbone = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh())
@@ -92,7 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
     # Sequential: the same bits.
     "local": {"method": lambda: LocalOnly(), "engine": "sequential", "kind": Counting},
     # More processes than clients in a cohort.
-    "few": {"method": lambda: FedRep(head_epochs=1), "participation": 1, "kind": Counting},
+    "few": {"method": lambda: FedRep(head_epochs=1), "participation": 1, "kind": Seeing},
     # Client 3 belongs to process 1.
     "poisoned": {"method": lambda: FedRep(head_epochs=1), "poisoned": 3, "engine": "sequential"},
 }
@@ -120,7 +132,7 @@ def run(name: str, folder: Path, devices: int, ckpt_path: Path | None = None) ->
         enable_model_summary=False,
         num_sanity_val_steps=1,
     )
-    model = module(case.get("kind", PersonalizedModule))
+    model = network(case.get("kind", PersonalizedModule))
     train, val = clients(case.get("poisoned"))
     trainer.fit(model, train, val, ckpt_path=ckpt_path)
     return {
@@ -150,31 +162,55 @@ def facts(trainer: Any, strategy: FederatedStrategy, model: Any) -> dict[str, An
     }
 
 
+def fit(
+    method: Method, module: L.LightningModule, data: Any, devices: int, seed: int | None = 5
+) -> Any:
+    """Two rounds, the clients one after another; returns the strategy."""
+    strategy = FederatedStrategy(method, seed=seed, engine="sequential", participation=3)
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
+    trainer = L.Trainer(
+        max_epochs=2, accelerator="cpu", devices=devices, strategy=strategy, **quiet
+    )
+    trainer.fit(module, data, data)
+    return strategy
+
+
+def ends(name: str, devices: int) -> dict[str, Any]:
+    """How a method ends on the problem of its conformance tests."""
+    problem = Problem(**PROBLEMS.get(name, {}))
+    module, data = problem.make_module(torch.float64), problem.make_data(torch.float64, True)
+    strategy = fit(METHODS[name](), module, data, devices)
+    return {
+        "server": strategy.server,
+        "bank": strategy.bank.tree,
+        "clients": [strategy.client_state_dict(k) for k in range(strategy.num_clients)],
+    }
+
+
 class Raising(PersonalizedModule):
     """A module with a bug that only one process meets."""
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
-        if self.trainer.current_epoch == 1 and self.trainer.global_rank == int(sys.argv[3]):
+        if self.trainer.current_epoch == 1 and self.trainer.global_rank == int(sys.argv[2]):
             raise ZeroDivisionError("a bug in one process")
         return super().training_step(batch, batch_idx)
 
 
 def main() -> None:
-    """Run everything, or the run that ends badly."""
-    folder, devices = Path(sys.argv[1]), int(sys.argv[2])
-    if len(sys.argv) > 3:
-        strategy = FederatedStrategy(FedAvg(), engine="sequential", seed=0)
-        quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
-        trainer = L.Trainer(
-            max_epochs=3, accelerator="cpu", devices=devices, strategy=strategy, **quiet
-        )
-        trainer.fit(module(Raising), clients()[0])
-        return
-    for name in CASES:
-        write(run(name, folder / name, devices), folder, name)
-    for name in RESUMED:
-        start = folder.parent / "one" / name / "epoch=0.ckpt"
-        write(run(name, folder / f"{name}-resumed", devices, start), folder, f"{name}-resumed")
+    """Run the cases, the methods, or the run that ends badly."""
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    if what == "methods":
+        write({name: ends(name, 2) for name in METHODS}, folder, "methods")
+        unseeded = fit(FedAvg(), network(), clients()[0], 2, seed=None)
+        write({"seed": unseeded.seed, "server": unseeded.server}, folder, "unseeded")
+    elif what == "cases":
+        for name in CASES:
+            write(run(name, folder / name, 2), folder, name)
+        for name in RESUMED:
+            start = folder.parent / "one" / name / "epoch=0.ckpt"
+            write(run(name, folder / f"{name}-resumed", 2, start), folder, f"{name}-resumed")
+    else:
+        fit(FedAvg(), network(Raising), clients()[0], 2)
 
 
 def write(known: dict[str, Any], folder: Path, name: str) -> None:

@@ -4,6 +4,7 @@ that dies takes the others with it."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_pfl import flags
+from lightning_pfl._lightning import notice_termination
 from lightning_pfl.engine.base import Evaluation, LocalResult, LogOptions
 from lightning_pfl.ranks import (
     Ranks,
@@ -29,12 +31,14 @@ from lightning_pfl.ranks import (
     whole_work,
 )
 from lightning_pfl.state import Bank
-from tests.loop.run_in_processes import CASES, RESUMED, ROUNDS, run
+from tests.loop.run_in_processes import CASES, RESUMED, ROUNDS, ends, run
 from tests.loop.setting import Quadratic, points, trainer
+from tests.methods.cases import CASES as METHODS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*dirpath has changed from.*"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:1 clients without training samples are never sampled"),
     pytest.mark.filterwarnings("ignore:Round . left out 1 of 5 clients"),
 ]
 ROOT = Path(__file__).parents[2]
@@ -59,25 +63,37 @@ def start(*args: object) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Runs in which process 0, and process 1, raises an error; they go on while others run."""
-    path = tmp_path_factory.mktemp("broken")
-    with start(path, 2, 0) as first, start(path, 2, 1) as second:
-        yield [first, second]
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Runs that go on while others run: all methods, and two in which a process raises an error."""
+    path = tmp_path_factory.mktemp("started")
+    with start(path, "methods") as methods, start(path, 0) as zero, start(path, 1) as one:
+        yield {"folder": path, "methods": methods, "raises": [zero, one]}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, broken: Any) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, started: Any) -> Path:
     """What each run knew, and the files that it wrote: in ``one`` process and in ``two``."""
     path = tmp_path_factory.mktemp("processes")
     (path / "two").mkdir()
     torch.set_num_threads(1)
     for name in CASES:
         torch.save(run(name, path / "one" / name, devices=1), path / "one" / f"{name}.pt")
-    with start(path / "two", 2) as process:
-        _, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, errors.decode()[-4000:]
+    with start(path / "two", "cases") as process:
+        finish(process)
     return path
+
+
+@pytest.fixture(scope="module")
+def methods(started: dict[str, Any]) -> Path:
+    """What each process knew after all methods."""
+    finish(started["methods"])
+    path: Path = started["folder"]
+    return path
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, errors.decode()[-4000:]
 
 
 def load(path: Path) -> Any:
@@ -122,6 +138,18 @@ def assert_same(found: Any, expected: Any, exact: bool = False) -> None:
 def test_every_process_knows_what_one_process_would(name: str, rank: int, folder: Path) -> None:
     one, two = load(folder / "one" / f"{name}.pt"), load(folder / "two" / f"{name}-{rank}.pt")
     assert_same(two, one, exact=CASES[name].get("engine") == "sequential")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_ends_with_the_same_bits(name: str, methods: Path) -> None:
+    one = ends(name, devices=1)
+    for rank in (0, 1):
+        assert_same(load(methods / f"methods-{rank}.pt")[name], one, exact=True)
+
+
+def test_processes_agree_on_a_seed_that_nobody_gave(methods: Path) -> None:
+    zero, one = (load(methods / f"unseeded-{rank}.pt") for rank in (0, 1))
+    assert_same(one, zero, exact=True)
 
 
 def test_the_cases_are_what_they_are_meant_for(folder: Path) -> None:
@@ -184,12 +212,11 @@ def test_two_processes_checkpoint_resumes_in_one(name: str, folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_in_one_process_ends_the_run(
-    rank: int, broken: list[subprocess.Popen[bytes]]
-) -> None:
+def test_an_error_in_one_process_ends_the_run(rank: int, started: dict[str, Any]) -> None:
+    process = started["raises"][rank]
     # stderr is at its end when both processes have closed it.
-    _, errors = broken[rank].communicate(timeout=LIMIT)
-    assert broken[rank].returncode != 0
+    _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode != 0
     assert "a bug in one process" in errors.decode()
 
 
@@ -252,6 +279,17 @@ def test_a_run_leaves_metrics_as_they_were() -> None:
     before = module.metric.distributed_available_fn
     trainer(max_epochs=1).fit(module, points(), points())
     assert module.metric.distributed_available_fn is before
+
+
+def test_a_termination_waits_for_the_end_of_the_round_and_is_passed_on_once() -> None:
+    sent: list[int] = []
+    run = trainer(max_epochs=1)
+    run.strategy._launcher = SimpleNamespace(kill=sent.append)
+    notice_termination(run)
+    for _ in range(2):
+        run._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
+    assert run.received_sigterm
+    assert sent == [signal.SIGTERM]
 
 
 # --- what is refused ------------------------------------------------------------------------------
