@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_pfl.engine import factories
+
 # The multipliers of splitmix64 (Steele, Lea, Flood 2014), as the signed integers that torch has.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -49,14 +51,20 @@ def uniform(key: Tensor, call: int, shape: tuple[int, ...], dtype: torch.dtype) 
         key: int64 scalar, the client's key.
         call: Which random call of the forward pass this is, from 0.
         shape: Shape of the result.
-        dtype: A float type; 24 random bits, 53 for float64.
+        dtype: A float or complex type. As many random bits as its numbers have (53 for float64,
+            24, 11, 8 for bfloat16), so that 1 itself is never a rounding's result; both parts of
+            a complex number are uniform.
     """
+    if dtype.is_complex:
+        parts = uniform(key, call, (*shape, 2), dtype.to_real())
+        return torch.view_as_complex(parts)
     start = mix(key + _wrap((call + 1) * _GOLDEN))
     element = torch.arange(1, math.prod(shape) + 1, device=key.device)
     bits = mix(start + element * _GOLDEN).view(shape)
     if dtype == torch.float64:
         return _shift(bits, 11).double() * 2.0**-53
-    return (_shift(bits, 40).float() * 2.0**-24).to(dtype)
+    digits = min(24, 1 - round(math.log2(torch.finfo(dtype).eps)))
+    return (_shift(bits, 64 - digits).float() * 2.0**-digits).to(dtype)
 
 
 class KeyedRandomness(TorchFunctionMode):
@@ -84,6 +92,10 @@ class KeyedRandomness(TorchFunctionMode):
     def normal(self, shape: Any, dtype: torch.dtype | None = None) -> Tensor:
         """Standard normal numbers (Box-Muller) for the next call."""
         dtype = dtype if dtype is not None else torch.get_default_dtype()
+        torch.finfo(dtype)  # a TypeError for whole numbers, as without a key
+        if dtype.is_complex:  # variance 1/2 in each part
+            real = self.normal((*shape, 2), dtype.to_real())
+            return torch.view_as_complex(real * 0.5**0.5)
         radius = torch.sqrt(-2 * torch.log1p(-self.draw(shape, torch.float64)))
         return (radius * torch.cos(2 * math.pi * self.draw(shape, torch.float64))).to(dtype)
 
@@ -103,10 +115,23 @@ class KeyedRandomness(TorchFunctionMode):
 # --- the random functions ---
 
 
-def _keep(mode: KeyedRandomness, x: Tensor, p: float, mask_shape: Any) -> Tensor:
+def _keep(
+    mode: KeyedRandomness, x: Tensor, p: float, mask_shape: Any, inplace: bool = False
+) -> Tensor:
     if p >= 1.0:
-        return x * 0.0
-    return x * (mode.draw(mask_shape, x.dtype) >= p) / (1.0 - p)
+        return x.mul_(0.0) if inplace else x * 0.0
+    # The bits of a short type would round the rate.
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    kept = mode.draw(mask_shape, exact) >= p
+    return x.mul_(kept).div_(1.0 - p) if inplace else x * kept / (1.0 - p)
+
+
+def _check_rate(p: float) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(
+            f"Expected the dropout probability `p` to be between 0 and 1, but got {p=}. "
+            "It is the share that is set to zero."
+        )
 
 
 def _dropout(
@@ -116,9 +141,10 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
+    _check_rate(p)
     if not training or p == 0.0:
         return input
-    return _keep(mode, input, p, input.shape)
+    return _keep(mode, input, p, input.shape, inplace)
 
 
 def _channel_dropout(spatial: int) -> Callable[..., Tensor]:
@@ -129,10 +155,13 @@ def _channel_dropout(spatial: int) -> Callable[..., Tensor]:
         training: bool = True,
         inplace: bool = False,
     ) -> Tensor:
+        _check_rate(p)
         if not training or p == 0.0:
             return input
-        channels = input.shape[: input.ndim - spatial]
-        return _keep(mode, input, p, (*channels, *[1] * spatial))
+        # torch reads three axes in `dropout2d` as (samples, channels, length).
+        leading = 2 if spatial == 2 else input.ndim - spatial
+        shape = (*input.shape[:leading], *[1] * (input.ndim - leading))
+        return _keep(mode, input, p, shape, inplace)
 
     return drop
 
@@ -148,6 +177,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    _check_rate(dropout_p)
     if dropout_p == 0.0:
         return _NATIVE_ATTENTION(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -197,48 +227,6 @@ def _replaced(namespace: Any, **functions: Callable[..., Any]) -> Iterator[None]
             setattr(namespace, name, original)
 
 
-def _sizes(size: Any) -> tuple[int, ...]:
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
-
-
-def _rand(mode: KeyedRandomness, *size: Any, dtype: Any = None, **_: Any) -> Tensor:
-    return mode.draw(_sizes(size), dtype)
-
-
-def _randn(mode: KeyedRandomness, *size: Any, dtype: Any = None, **_: Any) -> Tensor:
-    return mode.normal(_sizes(size), dtype)
-
-
-def _rand_like(mode: KeyedRandomness, input: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
-    return mode.draw(input.shape, dtype or input.dtype)
-
-
-def _randn_like(mode: KeyedRandomness, input: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
-    return mode.normal(input.shape, dtype or input.dtype)
-
-
-def _randint(
-    mode: KeyedRandomness, *args: Any, size: Any = None, dtype: Any = None, **kwargs: Any
-) -> Tensor:
-    low, high = kwargs.get("low", 0), kwargs.get("high")
-    numbers = [a for a in args if isinstance(a, int)]
-    shape = size if size is not None else next(a for a in args if not isinstance(a, int))
-    if high is None:
-        low, high = (low, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
-    u = mode.draw(tuple(shape), torch.float64)
-    whole: Tensor = low + torch.floor(u * (high - low))
-    return whole.to(dtype or torch.int64)
-
-
-def _randperm(mode: KeyedRandomness, n: int, **_: Any) -> Tensor:
-    return mode.draw((n,), torch.float64).argsort()
-
-
-def _bernoulli(mode: KeyedRandomness, input: Tensor, p: float | None = None, **_: Any) -> Tensor:
-    below: Tensor = mode.draw(input.shape, torch.float64) < (input if p is None else p)
-    return below.to(input.dtype)
-
-
 def _in_place(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def fill(mode: KeyedRandomness, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self.copy_(draw(mode, self, *args, **kwargs))
@@ -275,14 +263,14 @@ _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout3d: _channel_dropout(3),
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _multi_head,
-    torch.rand: _rand,
-    torch.randn: _randn,
-    torch.rand_like: _rand_like,
-    torch.randn_like: _randn_like,
-    torch.randint: _randint,
-    torch.randperm: _randperm,
-    torch.bernoulli: _bernoulli,
-    Tensor.bernoulli: _bernoulli,
+    torch.rand: factories.factory(KeyedRandomness.draw),
+    torch.randn: factories.factory(KeyedRandomness.normal),
+    torch.rand_like: factories.factory_like(KeyedRandomness.draw),
+    torch.randn_like: factories.factory_like(KeyedRandomness.normal),
+    torch.randint: factories.randint,
+    torch.randperm: factories.randperm,
+    torch.bernoulli: factories.bernoulli,
+    Tensor.bernoulli: factories.bernoulli,
     Tensor.bernoulli_: _in_place(_bernoulli_values),
     Tensor.uniform_: _in_place(_uniform_values),
     Tensor.normal_: _in_place(_normal_values),
