@@ -32,6 +32,7 @@ from lightning_pfl.engine.batching import (
     split_draws,
 )
 from lightning_pfl.engine.client import ClientProgram
+from lightning_pfl.engine.elsewhere import watched
 from lightning_pfl.engine.gradient import materialize
 from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import ClientLogs
@@ -42,7 +43,7 @@ from lightning_pfl.engine.vectorized import random_keys
 from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
-from lightning_pfl.randomness import seeded
+from lightning_pfl.randomness import derive
 from lightning_pfl.tree import Model, Tree, rows, stack, tmap
 
 
@@ -58,6 +59,9 @@ class SequentialEngine:
     Attributes:
         random_calls: Random calls in the last training step: 0 shows that the step is
             deterministic.
+        draws_elsewhere: Whether the last training step, or a step of the last evaluation, drew from
+            Python's or NumPy's global generator, whose numbers can't differ between clients of one
+            batched program.
         reached: Names of parameters that have had a gradient.
         asked: Names of parameters that a gradient was asked for.
     """
@@ -69,6 +73,7 @@ class SequentialEngine:
     ) -> None:
         self.module, self.layout, self.template, self.settings = module, layout, template, settings
         self.random_calls = 0
+        self.draws_elsewhere = False
         self.reached: set[str] = set()
         self.asked: set[str] = set()
         self.limits = Limits(
@@ -183,6 +188,7 @@ class SequentialEngine:
         counts = torch.zeros(len(clients), dtype=torch.int64)
         predictions: list[list[Any]] = [[] for _ in clients]
         limits = Limits(1, self.settings.limit_eval_batches)
+        self.draws_elsewhere = False
         with torch.no_grad(), program.capturing():
             for row, client in enumerate(clients.tolist()):
                 model = {name: leaf[row] for name, leaf in models.items()}
@@ -190,7 +196,9 @@ class SequentialEngine:
                 at = torch.tensor([row])
                 for number, batch in evaluation_minibatches(data, client, limits, self.settings):
                     size = torch.tensor([batch_length(batch)])
-                    out, logged = program.evaluation_step(model, step, batch, number)
+                    with watched(derive(self.settings.seed, step, client, number)) as elsewhere:
+                        out, logged = program.evaluation_step(model, step, batch, number)
+                    self.draws_elsewhere |= elsewhere.moved
                     counts[row] += size[0]
                     metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
                     logs.add(_values(logged), size, at, program.log.reductions)
@@ -227,6 +235,7 @@ class SequentialLocal:
     def new_step(self) -> None:
         """The next gradient is the first of its step, so it logs."""
         self._logged = False
+        self.engine.draws_elsewhere = False
 
     @property
     def lr(self) -> float:
@@ -242,13 +251,12 @@ class SequentialLocal:
         accumulate = self.engine.settings.accumulate
         for number, minibatch in batch:
             key = mix(self.key + (self.number << 32) + number)
-            # Random functions that keys don't reach (an LSTM's dropout, multinomial) draw from
-            # torch's own generator.
-            with seeded(int(key) & (2**63 - 1)):
+            with watched(int(key) & (2**63 - 1)) as elsewhere:
                 loss, logged = self.program.training_loss(
                     {**fixed, **trained}, minibatch, key, number, None, None
                 )
             self.engine.random_calls = self.program.random_calls
+            self.engine.draws_elsewhere |= elsewhere.moved
             if loss is None:  # `training_step` may skip a batch
                 continue
             if not self._logged:
