@@ -7,7 +7,8 @@ clients whose minibatches have equal sizes run together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -201,20 +202,32 @@ def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:
 
 
 def batch_length(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor.
+    """Samples in a batch: the length of the first tensor in it that has an axis.
 
-    1 for a scalar or a batch without tensors.
+    Without such a tensor, of the first list of strings; 1 without either.
     """
+    texts = 0
+    for leaf in _leaves(batch):
+        if isinstance(leaf, Tensor):
+            return len(leaf)
+        texts = texts or len(leaf)
+    return texts or 1
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """The tensors with an axis, and the lists of strings, depth first."""
     if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else 1
-    parts = (
-        batch.values()
-        if isinstance(batch, dict)
-        else batch
-        if isinstance(batch, (list, tuple))
-        else ()
-    )
-    for part in parts:
-        if isinstance(part, (Tensor, dict, list, tuple)):
-            return batch_length(part)
-    return 1
+        if batch.ndim:
+            yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for entry in fields(batch):
+            yield from _leaves(getattr(batch, entry.name))
+    elif isinstance(batch, (list, tuple)):
+        if batch and all(isinstance(part, (str, bytes)) for part in batch):
+            yield batch
+            return
+        for part in batch:
+            yield from _leaves(part)
