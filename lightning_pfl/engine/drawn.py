@@ -16,20 +16,14 @@ from lightning_pfl.engine.batching import (
     Tick,
     as_rows,
     batch_length,
-    reseed,
     step_bounds,
 )
 from lightning_pfl.engine.resident import ResidentBatches
-from lightning_pfl.randomness import derive, seeded
+from lightning_pfl.engine.stream import fetch
 
 
 class LoaderBatches:
-    """Minibatches of a chunk drawn from one DataLoader per client, as the user made it.
-
-    A loader's shuffling and its dataset's random transforms draw from torch's global generator: it
-    is seeded for each (client, epoch, minibatch), so that the samples don't depend on which clients
-    share a chunk.
-    """
+    """Minibatches of a chunk drawn from one DataLoader per client, as the user made it."""
 
     def __init__(
         self,
@@ -44,6 +38,7 @@ class LoaderBatches:
         self.clients, self.device, self._key = list(clients), device, key
         self.first_epoch = first_epoch
         self.loaders = [data.loaders[client] for client in clients]
+        self.names = [data.names[client] for client in clients]
         self.per_epoch = [limits.of_epoch(len(loader)) for loader in self.loaders]
         self.bounds = [step_bounds(n, budget, limits.accumulate) for n in self.per_epoch]
         self.steps = torch.tensor([len(b) for b in self.bounds])
@@ -74,17 +69,14 @@ class LoaderBatches:
 
     def _next(self, row: int, number: int) -> Any:
         epoch, within = divmod(number, self.per_epoch[row])
-        key = derive(self._key(self.clients[row], self.first_epoch + epoch), "fetch", within)
-        with seeded(key, everything=True):
-            if within == 0:
-                self._iterators[row] = iter(
-                    reseed(
-                        self.loaders[row], self._key(self.clients[row], self.first_epoch + epoch)
-                    )
-                )
-            iterator = self._iterators[row]
-            assert iterator is not None
-            return next(iterator)
+        if within == 0:
+            key = self._key(self.clients[row], self.first_epoch + epoch)
+            self._iterators[row] = fetch(
+                self.loaders[row], key, self.per_epoch[row], self.names[row]
+            )
+        iterator = self._iterators[row]
+        assert iterator is not None
+        return next(iterator)
 
 
 Batches = ResidentBatches | LoaderBatches

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
@@ -88,12 +89,41 @@ class ClientMinibatches:
         assert not isinstance(self.data, FederatedTensorDataset)
         loader = self.data.loaders[self.client]
         for epoch in range(self.epochs_used):
-            iterator = None
-            for within in range(self.per_epoch):
-                with seeded(derive(self.key(epoch), "fetch", within), everything=True):
-                    iterator = iterator or iter(reseed(loader, self.key(epoch)))
-                    batch = next(iterator)
+            client = self.data.names[self.client]
+            for batch in fetch(loader, self.key(epoch), self.per_epoch, client):
                 yield _move(batch, self.device)
+
+
+def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterator[Any]:
+    """The first batches of an epoch of a user's DataLoader.
+
+    A loader's shuffling and its dataset's random transforms draw from the global generators: these
+    are seeded for each batch, so that the samples don't depend on what runs in between.
+
+    Args:
+        loader: The client's loader.
+        key: The key of the epoch's order.
+        count: How many batches are wanted, at most the loader's length.
+        client: The client's name.
+
+    Raises:
+        ValueError: If the loader has fewer batches than its length says.
+    """
+    iterator: Iterator[Any] | None = None
+    for within in range(count):
+        with seeded(derive(key, "fetch", within), everything=True):
+            # Not `iterator or ...`: an iterator's truth is its length, which not all have.
+            if iterator is None:
+                iterator = iter(reseed(loader, key))
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                raise ValueError(
+                    f"Expected the DataLoader of client {client!r} to give {len(loader)} batches, "
+                    f"as its length says, but got {within}. Let the `__len__` of its dataset or "
+                    "sampler count what it gives."
+                ) from None
+        yield batch
 
 
 def _move(batch: Any, device: torch.device) -> Any:
@@ -113,9 +143,6 @@ def evaluation_minibatches(
         return
     loader = data.loaders[client]
     key = derive(settings.seed, "evaluation order", client, 0)
-    iterator = None
-    for within in range(limits.of_epoch(len(loader))):
-        with seeded(derive(key, "fetch", within), everything=True):
-            iterator = iterator or iter(reseed(loader, key))
-            batch = next(iterator)
+    count = limits.of_epoch(len(loader))
+    for within, batch in enumerate(fetch(loader, key, count, data.names[client])):
         yield within, _move(batch, settings.device)
