@@ -183,8 +183,7 @@ def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
 def step(optimizer: torch.optim.Optimizer, output: Tensor, labels: Tensor) -> None:
     """Take one step on the mean cross-entropy."""
     optimizer.zero_grad()
-    # torch's stubs leave `backward` untyped.
-    F.cross_entropy(output, labels).backward()  # type: ignore[no-untyped-call]
+    F.cross_entropy(output, labels).backward()
     optimizer.step()
 
 

@@ -272,8 +272,9 @@ class Counting(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         type(self).calls += 1
-        result: Tensor = super().forward(x)
-        return result
+        for layer in self:
+            x = layer(x)
+        return x
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
