@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_pfl.metrics.history import BestValidationRound, LastRounds
 
+_ERRORS = "error errors err eer mse rmse msle rmsle mae mape smape wer cer ter mer brier ece fid"
+_LOSSES = "loss losses nll bce ce kl divergence ppl perplexity bpb bpc"
+LOWER_IS_BETTER = frozenset(f"{_ERRORS} {_LOSSES}".split())
+"""Names, or parts of names, of values of which the smallest is the best."""
+
 
 class History:
     """Collects validation values; gives the mean of the last ten rounds, and the best round.
 
-    The best round is chosen by the first value that isn't a loss (largest), else by the first one
-    (smallest). Only validation values come in here, so a test value never chooses anything.
+    The best round is chosen by the first value of which more is better (largest), else by the first
+    one (smallest). Only validation values come in here, so a test value never chooses anything.
+    A round without the value that chooses is no candidate.
 
     Example:
         >>> history = History()
@@ -28,11 +35,14 @@ class History:
         self.best: BestValidationRound | None = None
 
     def update(self, round: int, values: Mapping[str, float]) -> None:
-        """Take the values of one evaluated round."""
+        """Take the values of one evaluated round, which may have none."""
+        if not values:
+            return
         self.last.update(round, values)
         if self.best is None:
             self.best = _best_by(_criterion(values))
-        self.best.update(round, values)
+        if self.best.monitor in values:
+            self.best.update(round, values)
 
     def summary(self) -> dict[str, float]:
         """``last10/<name>``, ``best/<name>`` and ``best/round``; empty without evaluations."""
@@ -61,8 +71,19 @@ class History:
 
 
 def higher_is_better(name: str) -> bool:
-    """Whether a larger value is better: for everything but a loss."""
-    return "loss" not in name.lower()
+    """Whether a larger value is better, to judge by the name: not for a loss or an error.
+
+    A name is read in parts: ``"val_mse"``, ``"valMSE"`` and ``"val/mse"`` have the part ``"mse"``,
+    ``"permse"`` doesn't. ``"loss"`` counts wherever it stands.
+
+    Example:
+        >>> [higher_is_better(name) for name in ("val_acc", "val_rmse", "hinge_losses", "merit")]
+        [True, False, False, True]
+    """
+    # A word in capitals is one part; a capital after a small letter begins one.
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    lower = "loss" in name.lower() or any(part.lower() in LOWER_IS_BETTER for part in parts)
+    return not lower
 
 
 def _criterion(values: Mapping[str, float]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +39,23 @@ from lightning_pfl.tree import Tree, nbytes, rows
 # How far the current round is, for a checkpoint that is written inside it. Before OPEN's end
 # nothing of it counts.
 OPEN, TRAINED, VALIDATED, CLOSED = "open", "trained", "validated", "closed"
+
+
+def _no_silent_end(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Turn a StopIteration, by which Lightning would end the fit without a word, into an error."""
+
+    @wraps(function)
+    def run(loop: Any) -> None:
+        try:
+            function(loop)
+        except StopIteration as cause:
+            raise RuntimeError(
+                "Expected a round to run to its end, but a step, a callback or the data raised "
+                "StopIteration. Look at the error above; it often comes from `next(...)` on an "
+                "iterator that is used up."
+            ) from cause
+
+    return run
 
 
 class FederatedLoop(FitLoop):
@@ -145,6 +163,7 @@ class FederatedLoop(FitLoop):
         set_rounds(self, finished=updates - inside, begun=updates)
         self.epoch_loop._batches_that_stepped = updates - inside
 
+    @_no_silent_end
     def on_advance_start(self) -> None:
         """Begin a round, unless a resumed one is already under way."""
         self.setup_data()
@@ -156,6 +175,7 @@ class FederatedLoop(FitLoop):
         call_hooks(self.trainer, "on_train_epoch_start")
         self.epoch_progress.increment_started()
 
+    @_no_silent_end
     def advance(self) -> None:
         """One round: train and aggregate, then validate if due."""
         if self.stage == OPEN:
@@ -309,6 +329,7 @@ class FederatedLoop(FitLoop):
         step_schedulers(self, plateau=True)
         self.stage = VALIDATED
 
+    @_no_silent_end
     def on_advance_end(self) -> None:
         """End the round: callbacks, schedulers that look at values, loggers."""
         trainer = self.trainer
