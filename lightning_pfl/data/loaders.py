@@ -1,12 +1,14 @@
 """What a user's DataLoaders hold: checks, counts, and the tensors behind plain ones."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -16,6 +18,8 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
+
+from lightning_pfl.randomness import seeded
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,18 @@ def count_samples(loader: DataLoader[Any]) -> int:
     """Return how many samples one epoch of ``loader`` draws, before ``drop_last``.
 
     The sampler counts, not the dataset: clients often share one dataset and differ in a
-    SubsetRandomSampler.
+    SubsetRandomSampler. With a ``batch_sampler`` the loader's own sampler is never asked.
     """
     if isinstance(loader.dataset, IterableDataset):
         return len(loader.dataset)  # type: ignore[arg-type]
-    return len(loader.sampler)  # type: ignore[arg-type]
+    batches: Any = loader.batch_sampler
+    if loader.batch_size is not None or batches is None:
+        return len(loader.sampler)  # type: ignore[arg-type]
+    if isinstance(batches, BatchSampler) and isinstance(batches.sampler, Sized):
+        return len(batches.sampler)
+    # A sampler of the user's own says only by its batches how much it draws.
+    with seeded(0, everything=True):
+        return sum(len(batch) for batch in copy.copy(batches))
 
 
 def resident_parts(loaders: Sequence[DataLoader[Any]]) -> ResidentParts | None:

@@ -7,10 +7,12 @@ clients whose minibatches have equal sizes run together.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -193,12 +195,31 @@ def as_rows(rows: Tensor, clients: int) -> slice | Tensor | None:
 
 
 def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:
-    """Seed the generators that the loader and its sampler own: their order follows from the key."""
-    for owner in (loader, loader.sampler):
-        own = getattr(owner, "generator", None)
-        if isinstance(own, torch.Generator):
-            own.manual_seed(key)
+    """Seed the generators that the loader and its samplers own: their order follows from the key.
+
+    torch's, NumPy's and Python's, under whatever name they are kept.
+    """
+    for owner in _samplers(loader):
+        for own in list(getattr(owner, "__dict__", {}).values()):
+            if isinstance(own, torch.Generator):
+                own.manual_seed(key)
+            elif isinstance(own, np.random.Generator):
+                own.bit_generator.state = type(own.bit_generator)(key).state
+            elif isinstance(own, np.random.RandomState):
+                own.seed(key % 2**32)
+            elif isinstance(own, random.Random):
+                own.seed(key)
     return loader
+
+
+def _samplers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The loader, its samplers, and the samplers that these draw from."""
+    yield loader
+    for sampler in (loader.sampler, loader.batch_sampler):
+        inner: Any = sampler
+        while inner is not None:
+            yield inner
+            inner = getattr(inner, "sampler", None)
 
 
 def batch_length(batch: Any) -> int:
