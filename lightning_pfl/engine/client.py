@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from inspect import Parameter, signature
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
@@ -14,8 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchmetrics import Metric
 
 from lightning_pfl.engine.base import LogOptions
+from lightning_pfl.engine.batching import batch_length
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.keyed import KeyedRandomness
+from lightning_pfl.engine.logs import Reduction
 from lightning_pfl.mixture import mixed_outputs, parts
 from lightning_pfl.tree import Model
 
@@ -54,13 +58,18 @@ class LogCapture:
     Attributes:
         values: Logged value by name: a tensor, or a torchmetrics object.
         options: How each was logged; kept across steps.
-        reductions: ``reduce_fx`` of each name: one of mean, sum, min, max.
+        reductions: ``reduce_fx`` and ``batch_size`` of each name, as of its last call.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor | Metric] = {}
         self.options: dict[str, LogOptions] = {}
-        self.reductions: dict[str, str] = {}
+        self.reductions: dict[str, Reduction] = {}
+        self._samples = 1
+
+    def begin(self, batch: Any) -> None:
+        """Forget the last step's values; the next ones are of this batch."""
+        self.values, self._samples = {}, batch_length(batch)
 
     def __call__(  # noqa: D102 - stands in for `LightningModule.log`
         self,
@@ -69,6 +78,7 @@ class LogCapture:
         prog_bar: bool = False,
         logger: bool | None = None,
         reduce_fx: Any = "mean",
+        batch_size: int | None = None,
         **_: Any,
     ) -> None:
         reduction = (
@@ -84,7 +94,10 @@ class LogCapture:
                 f"reduce_fx={reduce_fx!r}. Log a torchmetrics object for other reductions."
             )
         self.options[name] = LogOptions(prog_bar, logger is not False)
-        self.reductions[name] = reduction
+        weight = _weight(name, batch_size)
+        # The batch's own samples are what counts anyway, and a recorded step can't say a weight.
+        weight = None if weight == self._samples else weight
+        self.reductions[name] = Reduction(reduction, weight)
         if isinstance(value, Metric):
             self.values[name] = value
             return
@@ -99,6 +112,17 @@ class LogCapture:
         """What the step logged; nothing is kept, as a value may be dead outside its ``vmap``."""
         values, self.values = self.values, {}
         return values
+
+
+def _weight(name: str, batch_size: Any) -> float | None:
+    """``batch_size`` as a number, which a tensor under ``vmap`` can't become."""
+    weight = None if batch_size is None else float(batch_size)
+    if weight is not None and not 0 < weight < torch.inf:
+        raise ValueError(
+            f"Expected `batch_size` of self.log({name!r}) to be a positive number, but got "
+            f"{batch_size=}. Leave it out to weight by the batch's samples."
+        )
+    return weight
 
 
 class _StepCaller(nn.Module):
@@ -193,7 +217,7 @@ class ClientProgram:
             mask: 1 for real samples, ``(batch,)``; None if all are.
             features: Output of the module's backbone for this batch, which then isn't run.
         """
-        self.log.values = {}
+        self.log.begin(batch)
         with self._randomness(key) as mode, self._prefix(features):
             if self.augment is not None:
                 batch = self.augment(batch)
@@ -212,13 +236,14 @@ class ClientProgram:
         logged = {f"train_{name}": mean.detach() for name, mean in means.items()}
         for name in logged:  # as `training_step` logs them
             self.log.options.setdefault(name, LogOptions(name in self.module.shown))
+            self.log.reductions[name] = Reduction()
         return means["loss"], logged
 
     def evaluation_step(
         self, model: Model, step: str, batch: Any, number: int
     ) -> tuple[Any, dict[str, Any]]:
         """What a validation, test or prediction step returns and logs, for one client's batch."""
-        self.log.values = {}
+        self.log.begin(batch)
         out = self.call(model, call_step(getattr(self.module, step), batch, number))
         return out, self.log.take()
 
@@ -282,6 +307,7 @@ class ClientProgram:
             return features
 
         key = torch.zeros((), dtype=torch.int64, device=self._device(model))
+        self.log.begin(batch)
         with KeyedRandomness(key) as mode, self._backbone_forward(count):
             self.call(model, call_step(self.module.training_step, batch, 0))
         return seen[0], seen[1]
@@ -297,8 +323,36 @@ class _PrefixReachedError(Exception):
 
 def call_step(step: Callable[..., Any], batch: Any, number: int) -> Callable[[], Any]:
     """A step with its arguments bound: ``batch``, and ``batch_idx`` where the signature has it."""
-    code = getattr(step, "__code__", None) or getattr(step, "__func__", step).__code__
-    positional = code.co_varnames[: code.co_argcount]
-    bound = getattr(step, "__self__", None) is not None
-    takes_index = len(positional) - bound >= 2 or code.co_flags & 0x04
-    return (lambda: step(batch, number)) if takes_index else (lambda: step(batch))
+    index = _index_kind(step)
+    if index is None:
+        return lambda: step(batch)
+    if index == Parameter.KEYWORD_ONLY:
+        return lambda: step(batch, batch_idx=number)
+    return lambda: step(batch, number)
+
+
+# Reading a signature takes longer than a small step; methods are the usual case.
+_INDEX_KINDS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _index_kind(step: Callable[..., Any]) -> Any:
+    """How a step takes the batch's number, as a kind of parameter; None if it doesn't."""
+    function = getattr(step, "__func__", None)
+    if function is None:
+        return _read_index_kind(step)
+    if function not in _INDEX_KINDS:
+        _INDEX_KINDS[function] = _read_index_kind(step)
+    return _INDEX_KINDS[function]
+
+
+def _read_index_kind(step: Callable[..., Any]) -> Any:
+    # The signature, not the code: of a decorated step it is that of the function inside.
+    found = signature(step).parameters.values()
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    if sum(p.kind in positional for p in found) >= 2:
+        return Parameter.POSITIONAL_OR_KEYWORD
+    kinds = {p.kind for p in found}
+    if Parameter.VAR_POSITIONAL in kinds:
+        return Parameter.VAR_POSITIONAL
+    named = any(p.name == "batch_idx" and p.kind == Parameter.KEYWORD_ONLY for p in found)
+    return Parameter.KEYWORD_ONLY if named else None

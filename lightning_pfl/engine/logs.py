@@ -5,6 +5,8 @@ One running sum and weight per name and client.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,22 @@ LOSS = "loss*"
 """Name under which the engines keep the training loss, beside what the user logs."""
 DEFERRED = 256
 """Minibatches whose values are kept before they are summed up."""
+
+
+class Reduction(NamedTuple):
+    """How a client's logged values become one.
+
+    Attributes:
+        kind: ``reduce_fx``: one of mean, sum, min, max.
+        weight: ``batch_size`` of ``self.log``: what the value counts in a mean; None for the
+            number of samples in its minibatch.
+    """
+
+    kind: str = "mean"
+    weight: float | None = None
+
+
+_MEAN = Reduction()
 _START = {"mean": 0.0, "sum": 0.0, "min": torch.inf, "max": -torch.inf}
 
 
@@ -27,7 +45,7 @@ class ClientLogs:
         self.clients, self.device = clients, device
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
-        self._reductions: dict[str, str] = {}
+        self._kinds: dict[str, str] = {}
         self._pending: list[dict[str, Tensor]] = []
         self._pending_size = 0
 
@@ -36,7 +54,7 @@ class ClientLogs:
         values: dict[str, Tensor],
         sizes: Tensor,
         rows: slice | Tensor | None,
-        reductions: dict[str, str] | None = None,
+        reductions: dict[str, Reduction] | None = None,
         size: int | None = None,
     ) -> None:
         """Take in one minibatch's values.
@@ -45,10 +63,10 @@ class ClientLogs:
             values: Per name a value for each client, ``(clients,)``.
             sizes: Samples in each client's minibatch, ``(clients,)``: the weights of means.
             rows: Which clients these are; None for all.
-            reductions: ``reduce_fx`` by name; a mean where nothing is said.
+            reductions: By name; a mean over samples where nothing is said.
             size: The one number in ``sizes``; None if they differ.
         """
-        if rows is None and size is not None and _all_means(reductions):
+        if rows is None and size is not None and _plain_means(values, reductions):
             self._defer(values, size)
             return
         self._take_in(values, sizes, rows, reductions)
@@ -80,17 +98,18 @@ class ClientLogs:
         values: dict[str, Tensor],
         sizes: Tensor,
         rows: slice | Tensor | None,
-        reductions: dict[str, str] | None,
+        reductions: dict[str, Reduction] | None,
     ) -> None:
         index = slice(None) if rows is None else rows
-        weights = sizes.to(self.device, torch.float64, non_blocking=True)
+        samples = sizes.to(self.device, torch.float64, non_blocking=True)
         for name, value in values.items():
-            reduction = (reductions or {}).get(name, "mean")
+            reduction, weight = (reductions or {}).get(name, _MEAN)
+            weights = samples if weight is None else torch.full_like(samples, weight)
             if name not in self._sums:
                 start = torch.full((self.clients,), _START[reduction], dtype=torch.float64)
                 self._sums[name] = start.to(self.device)
                 self._weights[name] = torch.zeros_like(self._sums[name])
-                self._reductions[name] = reduction
+                self._kinds[name] = reduction
             value = value.to(self.device, torch.float64)
             old = self._sums[name][index]
             self._sums[name][index] = _reduce(reduction, old, value, weights)
@@ -105,15 +124,15 @@ class ClientLogs:
         results = {}
         for name, total in self._sums.items():
             weight = self._weights[name]
-            value = total / weight if self._reductions[name] == "mean" else total
+            value = total / weight if self._kinds[name] == "mean" else total
             if name == LOSS:
                 value = torch.where(value.isfinite(), value, torch.inf)
             results[name] = torch.where(weight > 0, value, torch.nan)
         return results
 
 
-def _all_means(reductions: dict[str, str] | None) -> bool:
-    return all(reduction == "mean" for reduction in (reductions or {}).values())
+def _plain_means(values: dict[str, Tensor], reductions: dict[str, Reduction] | None) -> bool:
+    return not reductions or all(reductions.get(name, _MEAN) == _MEAN for name in values)
 
 
 def _reduce(reduction: str, old: Tensor, value: Tensor, weights: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pfl.engine.logs import DEFERRED, ClientLogs
+from lightning_pfl.engine.logs import DEFERRED, ClientLogs, Reduction
 
 CLIENTS, BATCHES = 3, DEFERRED + 50
 VALUES = torch.rand(BATCHES, CLIENTS, generator=torch.Generator().manual_seed(0))
@@ -24,7 +24,7 @@ def test_reductions(equal_sizes: bool, names: list[str]) -> None:
     taken = logs()
     sizes = torch.full_like(SIZES, 4) if equal_sizes else SIZES
     for values, size in zip(VALUES, sizes, strict=True):
-        reductions = {name: name for name in names}
+        reductions = {name: Reduction(name) for name in names}
         one = 4 if equal_sizes else None
         taken.add(dict.fromkeys(names, values), size, None, reductions, one)
     values, weights = VALUES.double().numpy(), sizes.numpy()
