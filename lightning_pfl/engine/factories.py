@@ -86,7 +86,7 @@ def randint(
     """``torch.randint``: ``[low,] high, size``, each by position or by name."""
     given = list(args)
     size = options["size"] if "size" in options else given.pop()
-    named = {name: options[name] for name in ("low", "high") if name in options}
+    named: dict[str, Any] = {name: options[name] for name in ("low", "high") if name in options}
     low, high = _bounds(given, named)
     shape = torch.empty(size, device="meta").shape
     whole = torch.floor(mode.draw(shape, torch.float64) * (high - low)).long() + low

@@ -77,7 +77,8 @@ class Mean(L.LightningModule):
         self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return ((self.w - batch["x"]) ** 2).mean()
+        x: Tensor = batch["x"]
+        return ((self.w - x) ** 2).mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_x", batch["x"].mean())

@@ -36,9 +36,9 @@ FORMS: dict[str, Callable[[], Tensor]] = {
     "randint": lambda: torch.randint(5, high=9, size=(40,)),
     "randint size": lambda: torch.randint(9, size=(40, 2), dtype=torch.int32),
     "randint numpy": lambda: torch.randint(np.int64(5), (3,)),
-    "randint tensor": lambda: torch.randint(0, torch.tensor(5), (3,)),
+    "randint tensor": lambda: torch.randint(0, torch.tensor(5), (3,)),  # type: ignore[call-overload]
     "randint float": lambda: torch.randint(2, 5, (3,), dtype=torch.float32, requires_grad=True),
-    "randperm": lambda: torch.randperm(torch.tensor(9).item(), dtype=torch.int32),
+    "randperm": lambda: torch.randperm(int(torch.tensor(9)), dtype=torch.int32),
     "randperm numpy": lambda: torch.randperm(np.int64(9)),
 }
 
@@ -70,7 +70,7 @@ def test_randint_draws_from_low_to_below_high(function: Any, values: range) -> N
     "wrong",
     [
         lambda: torch.rand(),
-        lambda: torch.rand(2.5),
+        lambda: torch.rand(2.5),  # type: ignore[call-overload]
         lambda: torch.rand(-1),
         lambda: torch.randn(3, dtype=torch.int64),
         lambda: torch.randint(3, 3, (1,)),
