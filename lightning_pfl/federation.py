@@ -164,7 +164,8 @@ class Federation:
 
     def _state_dict(self, model: Model) -> dict[str, Any]:
         state = self.require_module().state_dict()
-        full = {**state, **{name: leaf.to(state[name].device) for name, leaf in model.items()}}
+        own = {name: leaf.to(state[name].device) for name, leaf in model.items()}
+        full = {**state, **self.layout.with_aliases(own)}
         return {
             name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in full.items()
         }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,8 +34,13 @@ class Layout:
         personal: What never leaves the client (:data:`Spec`). A buffer follows the module that owns
             it.
 
+    Attributes:
+        aliases: The further names of tied parameters and buffers, each with the one under which the
+            model has it.
+
     Raises:
-        ValueError: If a pattern matches nothing, or the module has nothing to train.
+        ValueError: If a pattern matches nothing, or the module has nothing to train or what can't
+            be trained in a federation: complex parameters, or embeddings with sparse gradients.
     """
 
     def __init__(self, module: nn.Module, personal: Spec = None) -> None:
@@ -47,9 +53,11 @@ class Layout:
                 "has none with "
                 "requires_grad=True. Unfreeze at least one parameter."
             )
+        _check_kinds(module)
         persistent = module.state_dict(keep_vars=True)
         self.buffers = tuple(name for name, _ in module.named_buffers() if name in persistent)
         self.names = self.trainable + self.buffers
+        self.aliases = {k: v for k, v in _aliases(module).items() if v in self.names}
         self.personal = self.match(personal, "personal")
         self.shared = frozenset(self.names) - self.personal
 
@@ -58,7 +66,7 @@ class Layout:
 
         A string matches a name or any module above it, literally or as a glob: ``"head"``,
         ``"head.*"`` and ``"backbone.layer*.norm1"`` all work. A type matches everything inside
-        modules of that type.
+        modules of that type. A tied parameter is picked by any of its names.
 
         Raises:
             ValueError: If a string matches nothing. A type may match nothing: FedBN on a network
@@ -72,7 +80,7 @@ class Layout:
             matched = self._of_type(item) if isinstance(item, type) else self._of_pattern(item)
             if not matched and isinstance(item, str):
                 known = sorted(
-                    {ancestor for name in self.names for ancestor in _ancestors(name)[:2]}
+                    {part for name in self._all_names() for part in _ancestors(name)[:2]}
                 )
                 raise ValueError(
                     f"Expected `{argument}` to match at least one parameter, but got "
@@ -83,12 +91,16 @@ class Layout:
             found |= matched
         return frozenset(found)
 
+    def _all_names(self) -> dict[str, str]:
+        """Every name, with the one under which the model has it."""
+        return {**{name: name for name in self.names}, **self.aliases}
+
     def _of_pattern(self, pattern: str) -> set[str]:
         if pattern == "all":
             return set(self.names)
         return {
-            name
-            for name in self.names
+            kept
+            for name, kept in self._all_names().items()
             if any(fnmatchcase(part, pattern) for part in _ancestors(name))
         }
 
@@ -96,7 +108,23 @@ class Layout:
         prefixes = tuple(
             f"{name}." for name, module in self.module.named_modules() if isinstance(module, kind)
         )
-        return {name for name in self.names if name.startswith(prefixes)} if prefixes else set()
+        names = self._all_names().items()
+        return {kept for name, kept in names if name.startswith(prefixes)} if prefixes else set()
+
+    def with_aliases(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A model, or a module's state, with a tied parameter's value under all of its names."""
+        tied = {alias: state[name] for alias, name in self.aliases.items() if name in state}
+        return {**state, **tied}
+
+    def notes(self) -> list[str]:
+        """What the log says: which parameters are tied, where some of the model is personal."""
+        if not self.personal or not self.shared:
+            return []
+        return [
+            f"{alias} is tied to {name}: both are "
+            f"{'personal' if name in self.personal else 'shared'}."
+            for alias, name in self.aliases.items()
+        ]
 
     def model(self) -> Model:
         """A copy of the module's current model, without gradients, on the module's device."""
@@ -144,3 +172,31 @@ def _by_top_level(names: Iterable[str], sizes: dict[str, int]) -> dict[str, int]
         top = name.split(".")[0]
         totals[top] = totals.get(top, 0) + sizes[name]
     return totals
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Names of parameters and buffers that `named_parameters` leaves out, with the ones it has."""
+    first: dict[Tensor, str] = {}
+    found = {}
+    for named in (module.named_parameters, module.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(tensor, name) != name:
+                found[name] = first[tensor]
+    return found
+
+
+def _check_kinds(module: nn.Module) -> None:
+    """Refuse parameters that clients can't train side by side, or a server can't average."""
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.is_complex():
+            raise ValueError(
+                f"Expected real parameters and buffers, but {name!r} is of {tensor.dtype}. Keep "
+                "its real and imaginary parts, `torch.view_as_real(...)`, as the parameter."
+            )
+    for name, part in module.named_modules():
+        sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        if sparse and part.weight.requires_grad:
+            raise ValueError(
+                f"Expected dense gradients, but {name!r} is {type(part).__name__}(sparse=True). "
+                "Make it with sparse=False."
+            )

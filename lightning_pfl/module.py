@@ -191,6 +191,9 @@ class PersonalizedModule(L.LightningModule):
 
         They are named ``backbone``, ``backbone/no_decay``, ``head`` and ``head/no_decay``; those
         without parameters are left out.
+
+        Raises:
+            ValueError: If backbone and head have a parameter in common.
         """
         groups = list(self._groups())
         if not isinstance(self.optimizer, str):
@@ -201,6 +204,7 @@ class PersonalizedModule(L.LightningModule):
         return OPTIMIZERS[self.optimizer](groups, **settings)
 
     def _groups(self) -> Iterator[dict[str, Any]]:
+        _check_tie(self.backbone, self.head)
         for half in ("backbone", "head"):
             group: dict[str, Any] = {}
             if self.hparams[f"{half}_lr"] is not None:
@@ -258,6 +262,19 @@ def split_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
             is_weight = "bias" not in name and not isinstance(owner, NORM_TYPES)
             (weights if is_weight else others).append(parameter)
     return weights, others
+
+
+def _check_tie(backbone: nn.Module, head: nn.Module) -> None:
+    names = {parameter: name for name, parameter in backbone.named_parameters()}
+    for name, parameter in head.named_parameters():
+        if parameter in names:
+            raise ValueError(
+                "Expected `backbone` and `head` to have no parameter in common, but "
+                f"head.{name} is backbone.{names[parameter]}. Untie them, for example by "
+                "`head.weight = nn.Parameter(head.weight.detach().clone())`, or write a "
+                "LightningModule with an optimizer for all parameters and give the method the "
+                "names of its parts."
+            )
 
 
 def check_settings(settings: dict[str, Any]) -> None:

@@ -285,6 +285,8 @@ class FederatedStrategy(Federation, ProcessesStrategy):
                 f"engine {self.engine.name}; seed {self.seed}. Parameters and "
                 f"buffers:\n{self.layout.table()}"
             )
+            for note in (*self.layout.notes(), *self.method.notes(self.layout)):
+                rank_zero_info(note)
 
     def _clients(self, trainer: Any) -> tuple[tuple[str, ...], Tensor]:
         """Names and training samples: of the training data, the checkpoint, or this split."""

@@ -134,7 +134,8 @@ class HeadFineTuning(FederatedCallback):
         state = federation.client_state_dict(client)
         model = self._models(federation, torch.tensor([federation.client_id(client)]))
         own = {name: leaf[0].detach().clone() for name, leaf in model.items()}
-        return {**state, **{name: leaf.to(state[name].device) for name, leaf in own.items()}}
+        own = {name: leaf.to(state[name].device) for name, leaf in own.items()}
+        return {**state, **federation.layout.with_aliases(own)}
 
     # --- hooks ------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from lightning_pfl.methods.base import Phase
 
 
@@ -36,8 +38,8 @@ def check_lr(lr: float | None) -> None:
     Raises:
         ValueError: If it isn't.
     """
-    if lr is not None and not lr > 0:
+    if lr is not None and not 0 < lr < math.inf:
         raise ValueError(
-            f"Expected `lr` to be positive or None, but got lr={lr!r}. "
+            f"Expected `lr` to be a finite number > 0 or None, but got lr={lr!r}. "
             "Use None for the learning rates of `configure_optimizers`."
         )

@@ -7,6 +7,7 @@ in ``tree.py`` and ``solvers/``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -140,12 +141,15 @@ class Method(FederatedCallback):
             without a server).
         client_axes: Top-level entries of the server's tree with leading axes of all clients, in the
             order of their ids, and how many such axes: ``{"models": 1, "relationship": 2}``.
+        state_settings: Settings on which the server's state depends: a checkpoint with another
+            value is refused.
         layout, num_clients, num_samples, seed: Set by :meth:`bind` before the first round.
     """
 
     personal: Spec = None
     everyone: ClassVar[bool] = False
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    state_settings: ClassVar[tuple[str, ...]] = ()
 
     layout: Layout
     num_clients: int
@@ -272,6 +276,21 @@ class Method(FederatedCallback):
         """
         return dict(server["model"]) if not self.layout.personal else None
 
+    # --- what is said of it ---
+
+    def notes(self, layout: Layout) -> list[str]:
+        """What the log says at the start of a fit: settings that make this another method."""
+        return []
+
+    def settings(self) -> dict[str, str]:
+        """The plain arguments of the constructor as text; a checkpoint tells if they change."""
+        names = inspect.signature(type(self).__init__).parameters
+        return {
+            name: repr(value)
+            for name, value in vars(self).items()
+            if name in names and _plain(value)
+        }
+
     # --- bookkeeping ---
 
     def aggregation_weights(self, num_samples: Tensor) -> Tensor:
@@ -287,3 +306,16 @@ class Method(FederatedCallback):
     def state_key(self) -> str:
         """Key of this callback in a Lightning checkpoint."""
         return f"lightning_pfl.{type(self).__name__}"
+
+
+def _plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, (str, int, float, type))
+
+
+def say_split(method: str, layout: Layout, nothing: str, everything: str) -> list[str]:
+    """What a method that splits the model becomes where nothing, or everything, is personal."""
+    if not layout.personal:
+        return [f"Nothing is personal, which makes {method} {nothing}."]
+    return [] if layout.shared else [f"Everything is personal, which makes {method} {everything}."]

@@ -2,9 +2,11 @@ r"""Ditto: personal models pulled towards the global model of federated averagin
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Local, Method, Phase, Weighting, check_budget
 from lightning_pfl.solvers.proximal import pull
 from lightning_pfl.tree import Model, Tree
@@ -59,9 +61,10 @@ class Ditto(Method):
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        if not prox_weight >= 0:
+        if not 0 <= prox_weight < math.inf:
             raise ValueError(
-                f"Expected `prox_weight` to be non-negative, but got prox_weight={prox_weight!r}. "
+                "Expected `prox_weight` to be a finite number >= 0, but got "
+                f"prox_weight={prox_weight!r}. "
                 "Use 0 to train the personal models alone, or 0.1 to 2 as in the paper."
             )
         self.interleaved = personal_epochs is None and personal_steps is None
@@ -115,3 +118,7 @@ class Ditto(Method):
         """The stored personal model."""
         personal: Model = own["personal"]
         return personal
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say that without the pull this is another method."""
+        return [] if self.prox_weight else ["prox_weight=0 makes Ditto LocalOnly beside FedAvg."]

@@ -3,8 +3,9 @@ r"""FedAvg: federated averaging, with an optional server optimizer (FedAvgM, Fed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -54,6 +55,8 @@ class FedAvg(Method):
         optimizers).
     """
 
+    state_settings: ClassVar[tuple[str, ...]] = ("server_optimizer",)
+
     def __init__(
         self,
         local_epochs: int | None = 1,
@@ -70,6 +73,18 @@ class FedAvg(Method):
                 "lr=1.0, momentum=0.9)`."
             )
         self.server_optimizer = server_optimizer
+
+    def settings(self) -> dict[str, str]:
+        """Also the server optimizer's class, and its plain defaults."""
+        if self.server_optimizer is None:
+            return {**super().settings(), "server_optimizer": "None"}
+        optimizer = self.server_optimizer([torch.zeros(1, requires_grad=True)])
+        defaults = {f"server_optimizer.{name}": repr(v) for name, v in optimizer.defaults.items()}
+        return {
+            **super().settings(),
+            "server_optimizer": type(optimizer).__name__,
+            **defaults,
+        }
 
     def init_server(self, model: Model) -> Tree:
         """The global model, and the server optimizer's state, which is empty before a step."""

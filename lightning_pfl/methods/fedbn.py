@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_pfl.layout import Spec
-from lightning_pfl.methods.base import Method, Weighting
+from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.methods.base import Method, Weighting, say_split
 
 
 class FedBN(Method):
@@ -50,3 +50,7 @@ class FedBN(Method):
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say where the split leaves another method."""
+        return say_split("FedBN", layout, "FedAvg", "LocalOnly")

@@ -2,6 +2,7 @@ r"""FedMTL: multi-task learning of networks, with a penalty that couples the cli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Local, Method
 from lightning_pfl.tree import Model, Tree, add, per_client, rows, select, tmap
 
@@ -93,9 +95,9 @@ class FedMTL(Method):
     ) -> None:
         # Uniform weights are one over the size of the cohort.
         super().__init__(local_epochs, local_steps, weighting="uniform")
-        if not regularization >= 0:
+        if not 0 <= regularization < math.inf:
             raise ValueError(
-                "Expected `regularization` to be non-negative, but got "
+                "Expected `regularization` to be a finite number >= 0, but got "
                 f"regularization={regularization!r}. Use 0 to train every client alone."
             )
         if relationship not in get_args(Relationship):
@@ -105,6 +107,10 @@ class FedMTL(Method):
             )
         self.regularization = regularization
         self.relationship: Relationship = relationship
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say that at 0 this is another method."""
+        return [] if self.regularization else ["regularization=0 makes FedMTL LocalOnly."]
 
     def init_server(self, model: Model) -> Tree:
         """Every client's parameters, which begin alike."""

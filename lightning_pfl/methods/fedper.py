@@ -2,8 +2,8 @@ r"""FedPer: shared base layers, personal last layers, trained jointly."""
 
 from __future__ import annotations
 
-from lightning_pfl.layout import Spec
-from lightning_pfl.methods.base import Method, Weighting
+from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.methods.base import Method, Weighting, say_split
 
 
 class FedPer(Method):
@@ -45,3 +45,7 @@ class FedPer(Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
         self.personal = personal
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say where the split leaves another method."""
+        return say_split("FedPer", layout, "FedAvg", "LocalOnly")

@@ -2,9 +2,11 @@ r"""FedProx: federated averaging with a proximal term that keeps clients near th
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Local, Method, Weighting
 from lightning_pfl.solvers.proximal import pull
 from lightning_pfl.tree import Tree
@@ -51,9 +53,10 @@ class FedProx(Method):
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        if not prox_weight >= 0:
+        if not 0 <= prox_weight < math.inf:
             raise ValueError(
-                f"Expected `prox_weight` to be non-negative, but got prox_weight={prox_weight!r}. "
+                "Expected `prox_weight` to be a finite number >= 0, but got "
+                f"prox_weight={prox_weight!r}. "
                 "Use 0 for FedAvg, or 0.001 to 1 as in the paper."
             )
         self.prox_weight = prox_weight
@@ -68,3 +71,7 @@ class FedProx(Method):
         if self.prox_weight:
             grads = pull(grads, state["model"], state["anchor"], self.prox_weight)
         return {**state, "model": local.update(state["model"], grads)}
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say that without the pull this is another method."""
+        return [] if self.prox_weight else ["prox_weight=0 makes FedProx FedAvg."]

@@ -2,8 +2,10 @@ r"""FedRep: a shared representation, and heads that each client fits anew in eve
 
 from __future__ import annotations
 
-from lightning_pfl.layout import Spec
-from lightning_pfl.methods.base import Method, Phase, Weighting, check_budget
+import math
+
+from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.methods.base import Method, Phase, Weighting, check_budget, say_split
 
 
 class FedRep(Method):
@@ -65,6 +67,12 @@ class FedRep(Method):
         body_epochs = None if body_steps is not None and body_epochs == 1 else body_epochs
         check_budget(head_epochs, head_steps, "head")
         check_budget(body_epochs, body_steps, "body")
+        for name, lr in (("head_lr", head_lr), ("body_lr", body_lr)):
+            if lr is not None and not 0 <= lr < math.inf:
+                raise ValueError(
+                    f"Expected `{name}` to be a finite number >= 0 or None, but got {name}={lr!r}. "
+                    "Use None for the learning rates of `configure_optimizers`."
+                )
         super().__init__(weighting=weighting)
         self.personal = personal
         self.head_epochs, self.head_steps, self.head_lr = head_epochs, head_steps, head_lr
@@ -81,4 +89,13 @@ class FedRep(Method):
             Phase(
                 body, epochs=self.body_epochs, steps=self.body_steps, lr=self.body_lr, name="body"
             ),
+        )
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say where the split leaves another method."""
+        return say_split(
+            "FedRep",
+            layout,
+            "FedAvg, of the length of the body phase",
+            "local training of the length of the head phase",
         )

@@ -2,6 +2,7 @@ r"""L2GD: a coin decides between a step on the local losses and a step towards t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
@@ -9,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.randomness import derive
 from lightning_pfl.solvers.proximal import towards
@@ -70,9 +72,9 @@ class L2GD(Method):
         # `local_epochs=1` alone means epochs instead of the default step, not both.
         local_steps = None if local_epochs is not None and local_steps == 1 else local_steps
         super().__init__(local_epochs, local_steps, weighting="uniform")
-        if not mixing_weight >= 0:
+        if not 0 <= mixing_weight < math.inf:
             raise ValueError(
-                "Expected `mixing_weight` to be non-negative, but got "
+                "Expected `mixing_weight` to be a finite number >= 0, but got "
                 f"mixing_weight={mixing_weight!r}. Use 0 to train every client alone."
             )
         if not 0 < aggregation_probability < 1:
@@ -87,6 +89,10 @@ class L2GD(Method):
         r"""Whether :math:`\xi = 1` in a round."""
         uniform = derive(self.seed, "coin", round) / 2**63
         return uniform >= 1 - self.aggregation_probability
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say that at 0 this is another method."""
+        return [] if self.mixing_weight else ["mixing_weight=0 makes L2GD LocalOnly."]
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         r"""Local training where :math:`\xi = 0`."""

@@ -3,7 +3,7 @@ r"""LG-FedAvg: personal representations, a shared head."""
 from __future__ import annotations
 
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Method, Weighting
+from lightning_pfl.methods.base import Method, Weighting, say_split
 
 
 class LGFedAvg(Method):
@@ -53,3 +53,7 @@ class LGFedAvg(Method):
     def resolve_personal(self, layout: Layout) -> Spec:
         """Everything that :attr:`shared` does not name."""
         return sorted(set(layout.names) - layout.match(self.shared, "shared")) or None
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say where the split leaves another method."""
+        return say_split("LGFedAvg", layout, "FedAvg", "LocalOnly")

@@ -2,8 +2,10 @@ r"""Per-FedAvg: a global model from which one gradient step personalizes."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, get_args
 
+from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Local, Method, Phase, Weighting
 from lightning_pfl.tree import Model, Tree
 
@@ -64,9 +66,10 @@ class PerFedAvg(Method):
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        if not inner_lr >= 0:
+        if not 0 <= inner_lr < math.inf:
             raise ValueError(
-                f"Expected `inner_lr` to be non-negative, but got inner_lr={inner_lr!r}. Use 0 for "
+                "Expected `inner_lr` to be a finite number >= 0, but got "
+                f"inner_lr={inner_lr!r}. Use 0 for "
                 "FedAvg, or 0.01 as in the paper."
             )
         if order not in get_args(Order):
@@ -74,9 +77,10 @@ class PerFedAvg(Method):
                 "Expected `order` to be 'first' or 'hessian-free', but got "
                 f"order={order!r}. Use one of the two."
             )
-        if not difference > 0:
+        if not 0 < difference < math.inf:
             raise ValueError(
-                f"Expected `difference` to be positive, but got difference={difference!r}. Use "
+                "Expected `difference` to be a finite number > 0, but got "
+                f"difference={difference!r}. Use "
                 "0.001."
             )
         if not isinstance(evaluation_steps, int) or evaluation_steps < 1:
@@ -86,6 +90,10 @@ class PerFedAvg(Method):
             )
         self.inner_lr, self.order, self.difference = inner_lr, order, difference
         self.evaluation_steps = evaluation_steps
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say that at 0 this is another method."""
+        return [] if self.inner_lr else ["inner_lr=0 makes PerFedAvg FedAvg."]
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """Steps on two or three independent minibatches."""

@@ -2,6 +2,7 @@ r"""pFedMe: personalization by Moreau envelopes."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning_pfl.callback import ClientInfo
@@ -68,9 +69,10 @@ class PFedMe(Method):
             "server_mixing": (server_mixing, "Use 1 to replace the model by the clients' mean."),
         }
         for name, (value, advice) in given.items():
-            if not value > 0:
+            if not 0 < value < math.inf:
                 raise ValueError(
-                    f"Expected `{name}` to be positive, but got {name}={value!r}. {advice}"
+                    f"Expected `{name}` to be a finite number > 0, but got {name}={value!r}. "
+                    f"{advice}"
                 )
         if isinstance(inner_steps, bool) or not isinstance(inner_steps, int) or inner_steps < 1:
             raise ValueError(

@@ -2,6 +2,7 @@ r"""SCAFFOLD: federated averaging with control variates against client drift."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, get_args
 
 import torch
@@ -78,9 +79,10 @@ class SCAFFOLD(Method):
                 f"Expected `option` to be 'I' or 'II', but got option={option!r}. Use 'II', which "
                 "needs no further pass over the data."
             )
-        if not server_lr > 0:
+        if not 0 < server_lr < math.inf:
             raise ValueError(
-                f"Expected `server_lr` to be positive, but got server_lr={server_lr!r}. Use 1 to "
+                "Expected `server_lr` to be a finite number > 0, but got "
+                f"server_lr={server_lr!r}. Use 1 to "
                 "replace the model by the clients' mean."
             )
         self.option, self.server_lr = option, server_lr

@@ -295,7 +295,7 @@ def test_new_clients_of_the_data_module_end_in_the_table_and_the_curve(tmp_path:
         ({"epochs": None}, "but got epochs=None, steps=None"),
         ({"steps": -1}, "Expected `steps` to be a whole number >= 0, but got steps=-1"),
         ({"epochs": 0}, "Expected new clients to train, but got no epochs and no steps"),
-        ({"lr": 0.0}, "Expected `lr` to be positive or None, but got lr=0.0"),
+        ({"lr": 0.0}, "Expected `lr` to be a finite number > 0 or None, but got lr=0.0"),
     ],
 )
 def test_wrong_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:

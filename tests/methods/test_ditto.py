@@ -124,7 +124,8 @@ def test_a_client_that_never_took_part_has_the_initial_model() -> None:
 @pytest.mark.parametrize("bad", [-1.0, float("nan")])
 def test_negative_weight_is_refused(bad: float) -> None:
     with pytest.raises(
-        ValueError, match=f"Expected `prox_weight` to be non-negative, but got prox_weight={bad}"
+        ValueError,
+        match=f"Expected `prox_weight` to be a finite number >= 0, but got prox_weight={bad}",
     ):
         Ditto(bad)
 

@@ -135,7 +135,8 @@ def test_there_is_no_global_model_and_unsampled_clients_have_the_initial_one() -
 @pytest.mark.parametrize("bad", [-1.0, float("nan")])
 def test_negative_regularization_is_refused(bad: float) -> None:
     with pytest.raises(
-        ValueError, match=f"Expected `regularization` to be non-negative, .* regularization={bad}"
+        ValueError,
+        match=f"Expected `regularization` to be a finite number >= 0, .* regularization={bad}",
     ):
         FedMTL(bad)
 

@@ -110,6 +110,7 @@ def test_pull_adds_the_gradient_of_the_penalty() -> None:
 @pytest.mark.parametrize("bad", [-1, -1e-9, float("nan")])
 def test_negative_weight_is_refused(bad: Any) -> None:
     with pytest.raises(
-        ValueError, match=f"Expected `prox_weight` to be non-negative, but got prox_weight={bad}"
+        ValueError,
+        match=f"Expected `prox_weight` to be a finite number >= 0, but got prox_weight={bad}",
     ):
         FedProx(bad)

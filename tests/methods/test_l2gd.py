@@ -187,7 +187,7 @@ def test_moving_beyond_the_mean_is_refused() -> None:
 def test_negative_weights_are_refused(bad: float) -> None:
     with pytest.raises(
         ValueError,
-        match=f"Expected `mixing_weight` to be non-negative, but got mixing_weight={bad}",
+        match=f"Expected `mixing_weight` to be a finite number >= 0, but got mixing_weight={bad}",
     ):
         L2GD(bad)
 

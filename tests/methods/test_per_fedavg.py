@@ -176,9 +176,15 @@ def test_moving_keeps_what_has_no_direction() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"inner_lr": -1.0}, "Expected `inner_lr` to be non-negative, but got inner_lr=-1.0"),
+        (
+            {"inner_lr": -1.0},
+            "Expected `inner_lr` to be a finite number >= 0, but got inner_lr=-1.0",
+        ),
         ({"order": "second"}, "Expected `order` to be 'first' or .* but got order='second'"),
-        ({"difference": 0.0}, "Expected `difference` to be positive, but got difference=0.0"),
+        (
+            {"difference": 0.0},
+            "Expected `difference` to be a finite number > 0, but got difference=0.0",
+        ),
         (
             {"evaluation_steps": 0},
             "Expected `evaluation_steps` to be a whole number of at least 1, but got .*=0",

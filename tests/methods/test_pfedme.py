@@ -110,7 +110,9 @@ class TestPFedMe:
 @pytest.mark.parametrize("name", ["moreau_weight", "inner_lr", "server_mixing"])
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
 def test_positive_settings(name: str, bad: float) -> None:
-    with pytest.raises(ValueError, match=f"Expected `{name}` to be positive, but got {name}={bad}"):
+    with pytest.raises(
+        ValueError, match=f"Expected `{name}` to be a finite number > 0, but got {name}={bad}"
+    ):
         PFedMe(**{name: bad})  # type: ignore[arg-type]
 
 

@@ -179,6 +179,6 @@ def test_an_unknown_option_is_refused() -> None:
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
 def test_the_server_has_to_move(bad: float) -> None:
     with pytest.raises(
-        ValueError, match=f"Expected `server_lr` to be positive, but got server_lr={bad}"
+        ValueError, match=f"Expected `server_lr` to be a finite number > 0, but got server_lr={bad}"
     ):
         SCAFFOLD(server_lr=bad)

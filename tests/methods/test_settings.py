@@ -1,0 +1,100 @@
+"""Settings that make a method another one are said; numbers that no run could use are refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pfl import methods
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Method
+from tests.loop.setting import classes, network, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("method", "note"),
+    [
+        (methods.FedProx(0.0), "prox_weight=0 makes FedProx FedAvg."),
+        (methods.FedPer(personal=None), "Nothing is personal, which makes FedPer FedAvg."),
+        (methods.FedPer(personal=[]), "Nothing is personal, which makes FedPer FedAvg."),
+        (methods.FedPer(personal="all"), "Everything is personal, which makes FedPer LocalOnly."),
+        (methods.FedRep(personal=None), "Nothing is personal, which makes FedRep FedAvg, of the"),
+        (methods.FedRep(personal="all"), "Everything is personal, which makes FedRep local train"),
+        (methods.LGFedAvg(shared="all"), "Nothing is personal, which makes LGFedAvg FedAvg."),
+        (methods.LGFedAvg(shared=[]), "Everything is personal, which makes LGFedAvg LocalOnly."),
+        (methods.Ditto(0.0), "prox_weight=0 makes Ditto LocalOnly beside FedAvg."),
+        (methods.L2GD(0.0), "mixing_weight=0 makes L2GD LocalOnly."),
+        (methods.FedMTL(0.0), "regularization=0 makes FedMTL LocalOnly."),
+        (methods.PerFedAvg(0.0), "inner_lr=0 makes PerFedAvg FedAvg."),
+    ],
+)
+def test_the_log_says_what_a_method_has_become(
+    method: Method, note: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trainer(method, max_epochs=1)
+    with caplog.at_level(logging.INFO):
+        run.fit(network(), classes(2)[0])
+    assert sum(record.getMessage().startswith(note) for record in caplog.records) == 1
+
+
+def test_fedbn_without_batchnorm_says_so_and_with_it_doesnt() -> None:
+    method = methods.FedBN()
+    plain = nn.Linear(2, 2)
+    layout = Layout(plain, method.resolve_personal(Layout(plain)))
+    assert method.notes(layout) == ["Nothing is personal, which makes FedBN FedAvg."]
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert method.notes(Layout(net, method.resolve_personal(Layout(net)))) == []
+
+
+@pytest.mark.parametrize(
+    "method",
+    [methods.FedProx(0.1), methods.FedPer(), methods.FedRep(), methods.LGFedAvg(), methods.Ditto()],
+)
+def test_a_method_that_is_itself_says_nothing(method: Method) -> None:
+    module = network()
+    assert method.notes(Layout(module, method.resolve_personal(Layout(module)))) == []
+
+
+@pytest.mark.parametrize("bad", [-1.0, INF, NAN])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (methods.FedProx, "prox_weight"),
+        (methods.Ditto, "prox_weight"),
+        (methods.FedRep, "head_lr"),
+        (methods.FedRep, "body_lr"),
+        (methods.FedMTL, "regularization"),
+        (methods.L2GD, "mixing_weight"),
+        (methods.PerFedAvg, "inner_lr"),
+        (methods.PerFedAvg, "difference"),
+        (methods.PFedMe, "inner_lr"),
+        (methods.SCAFFOLD, "server_lr"),
+    ],
+)
+def test_numbers_that_reject_every_client_are_refused(
+    make: Callable[..., Any], name: str, bad: float
+) -> None:
+    with pytest.raises(
+        ValueError, match=rf"Expected `{name}` to be a finite number .*{name}={bad}"
+    ):
+        make(**{name: bad})
+
+
+def test_settings_are_the_plain_arguments_and_the_optimizer_by_name() -> None:
+    assert methods.FedProx(0.5).settings() == {
+        "prox_weight": "0.5",
+        "local_epochs": "1",
+        "local_steps": "None",
+        "weighting": "'samples'",
+    }
+    adam = methods.FedAvg(server_optimizer=lambda p: torch.optim.Adam(p, lr=0.5)).settings()
+    assert (adam["server_optimizer"], adam["server_optimizer.lr"]) == ("Adam", "0.5")
+    assert methods.FedAvg().settings()["server_optimizer"] == "None"
