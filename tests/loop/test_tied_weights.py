@@ -11,7 +11,7 @@ from torch import nn
 from lightning_pfl import PersonalizedModule
 from lightning_pfl.callbacks import HeadFineTuning
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods import FedAvg, FedPer
+from lightning_pfl.methods import FedAvg, FedPer, LocalOnly
 from tests.loop.setting import LR, SIZES, Quadratic, mean, points, steps_of, trained, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
@@ -54,16 +54,23 @@ def test_a_type_picks_a_tied_parameter_under_its_second_name() -> None:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_all_names_have_the_trained_value(engine: str) -> None:
-    run = trainer(FedAvg(), max_epochs=1, engine=engine)
+def test_all_names_have_a_clients_value(engine: str) -> None:
+    run = trainer(LocalOnly(), max_epochs=1, engine=engine)
+    run.fit(Tied(), points())
+    for client in range(len(SIZES)):
+        state, copy = run.strategy.client_state_dict(client), run.strategy.client_module(client)
+        assert copy.out.weight is copy.w
+        for value in (state["w"], state["out.weight"], copy.w.detach()):
+            torch.testing.assert_close(value, trained(ZERO, client), rtol=0, atol=1e-12)
+
+
+def test_all_names_have_the_servers_value() -> None:
+    run = trainer(FedAvg(), max_epochs=1)
     run.fit(Tied(), points())
     want = mean([trained(ZERO, client) for client in range(len(SIZES))], list(map(float, SIZES)))
     for state in (run.strategy.client_state_dict(1), run.strategy.global_state_dict()):
         for name in ("w", "out.weight"):
             torch.testing.assert_close(state[name], want, rtol=0, atol=1e-12)
-    copy = run.strategy.client_module(1)
-    assert copy.out.weight is copy.w
-    torch.testing.assert_close(copy.w.detach(), want, rtol=0, atol=1e-12)
 
 
 def test_a_part_named_by_a_second_name_is_personal() -> None:
