@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,20 +47,27 @@ LIMIT = 150
 """Seconds after which a run counts as hanging."""
 
 
-def start(*args: object) -> subprocess.Popen[bytes]:
-    """Start the script; Lightning starts the second process."""
+@contextmanager
+def start(*args: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the script; Lightning starts the second process. At the end, none is left."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     # What a launcher may have left in this process.
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     command = [sys.executable, "-W", "ignore", "-m", "tests.loop.run_in_processes"]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*command, *map(str, args)],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-    )
+        start_new_session=True,  # so that a signal reaches both processes, and no others
+    ) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +269,15 @@ def test_a_bank_that_is_too_large_stays_apart() -> None:
     bank.spread(limit=5 * 8 - 1)
     assert not bank.whole
     assert bank.row_nbytes() == 8
+
+
+def test_a_bank_that_has_everything_gives_up_what_isnt_its_own() -> None:
+    bank = Bank({"w": torch.zeros(2)}, 5, ranks=Ranks(1, 2))
+    bank.tree, bank.whole = {"w": torch.arange(10.0).view(5, 2)}, True  # as after a run
+    assert bank.gather(torch.tensor([4]))["w"].tolist() == [[8.0, 9.0]]
+    bank.keep_own()
+    assert bank.tree["w"].tolist() == [[2.0, 3.0], [6.0, 7.0]]
+    assert bank.gather(torch.tensor([3]))["w"].tolist() == [[6.0, 7.0]]
 
 
 def test_a_metric_is_one_clients_while_a_run_lasts() -> None:
