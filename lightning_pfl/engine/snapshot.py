@@ -7,6 +7,7 @@ from copy import copy
 from typing import Any
 
 import lightning as L
+import torch
 from torch import Tensor, nn
 
 Snapshot = dict[tuple[str, str], tuple[Any, Any]]
@@ -40,8 +41,20 @@ def snapshot(module: nn.Module) -> Snapshot:
 
 def _held(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value._version, value.detach().clone()
+        return _writes(value), value.detach().clone()
     return copy(value) if isinstance(value, COLLECTIONS) else None
+
+
+def _writes(value: Tensor) -> int:
+    # A tensor made in inference mode, as an evaluation leaves them in torchmetrics objects, counts
+    # no writes.
+    return -1 if value.is_inference() else value._version
+
+
+def _written(value: Tensor, held: tuple[int, Tensor]) -> bool:
+    if held[0] < 0:
+        return value.shape != held[1].shape or not torch.equal(value, held[1])
+    return value._version != held[0]
 
 
 def changed(module: nn.Module, before: Snapshot) -> str | None:
@@ -58,7 +71,7 @@ def _differs(value: Any, old: Any, held: Any) -> bool:
         plain = isinstance(value, (bool, int, float, str)) and type(value) is type(old)
         return not (plain and value == old)
     if isinstance(value, Tensor):
-        return bool(value._version != held[0])
+        return _written(value, held)
     if isinstance(value, COLLECTIONS):
         return len(value) != len(held) or any(
             a is not b for a, b in zip(_members(value), _members(held), strict=True)
@@ -78,7 +91,7 @@ def restore(module: nn.Module, before: Snapshot) -> None:
             del parts[name].__dict__[key]
     for (name, key), (value, held) in before.items():
         parts[name].__dict__[key] = value
-        if isinstance(value, Tensor) and value._version != held[0]:
+        if isinstance(value, Tensor) and _written(value, held):
             value.data.copy_(held[1])
         elif isinstance(value, list):
             value[:] = held

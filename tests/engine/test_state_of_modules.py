@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_pfl.engine import trace
+from lightning_pfl.engine.snapshot import changed, restore, snapshot
 from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
 from lightning_pfl.methods.base import Method
 from lightning_pfl.module import PersonalizedModule
@@ -255,3 +256,17 @@ def test_an_error_in_a_batched_step_names_its_clients_and_the_way_out() -> None:
 
     with pytest.raises(RuntimeError, match=r"client_step failed for client '0, 1'.*sequential"):
         local_round(FedAvg(), Broken(), image_clients((4, 4)), "vectorized")
+
+
+def test_a_probe_looks_at_tensors_of_inference_mode() -> None:
+    module: Any = Keeping("metric")
+    with torch.inference_mode():
+        module.metric.update(torch.tensor(2.0))
+        module.average = torch.tensor(3.0)
+        before = snapshot(module)
+        assert changed(module, before) is None
+        module.average.add_(1.0)
+        assert changed(module, before) == "average"
+        restore(module, before)
+    assert float(module.average) == 3.0
+    assert changed(module, before) is None
