@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 from typing import Any
 
@@ -104,6 +105,9 @@ class ProcessesStrategy(ParallelStrategy):
             self.set_world_ranks()
             backend = self.process_group_backend or default_backend(self.root_device)
             connect_processes(self.cluster_environment, backend, timeout=self.timeout)
+            # Lightning does so for nccl alone; gloo's threads, left running, can abort the exit.
+            atexit.unregister(leave_processes)
+            atexit.register(leave_processes)
             self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
 
     def setup(self, trainer: Any) -> None:
@@ -137,3 +141,9 @@ class ProcessesStrategy(ParallelStrategy):
         sent = [obj]
         distributed.broadcast_object_list(sent, src)
         return sent[0]
+
+
+def leave_processes() -> None:
+    """End the process group and its threads."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
