@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.errors import CheckpointMismatchError
@@ -156,6 +157,51 @@ def check_layout(saved: Mapping[str, Any], method: str, layout: Layout) -> None:
 
 def _entry(described: Any) -> str:
     return "missing" if described is None else f"{described[1]} {tuple(described[0])}"
+
+
+def check_settings(
+    saved: Mapping[str, Any], settings: Mapping[str, str], state: Sequence[str]
+) -> None:
+    """Require the settings on which the server's state depends; warn of others that changed.
+
+    Args:
+        saved: The federation's part of the checkpoint.
+        settings: The method's settings now.
+        state: Names of those on which the state depends.
+
+    Raises:
+        CheckpointMismatchError: Names both sides.
+    """
+    theirs: Mapping[str, str] = saved["settings"]
+    changed = [n for n in {**settings, **theirs} if settings.get(n) != theirs.get(n)]
+    for name in state:
+        if name in changed:
+            raise CheckpointMismatchError(
+                f"Expected a checkpoint of a run with {name}={settings.get(name)}, but got one of "
+                f"a run with {name}={theirs.get(name)}. Use the `{name}` of the run that wrote it."
+            )
+    if changed:
+        listed = "; ".join(
+            f"{n} was {theirs.get(n, 'not there')}, is {settings.get(n, 'not there')}"
+            for n in changed
+        )
+        rank_zero_warn(
+            f"The run continues with other settings of {saved['method']} than the checkpoint's: "
+            f"{listed}."
+        )
+
+
+def check_server(saved: Tree, server: Tree) -> None:
+    """Require a server's state with the same entries.
+
+    Raises:
+        CheckpointMismatchError: Names both sides.
+    """
+    if saved.keys() != server.keys():
+        raise CheckpointMismatchError(
+            f"Expected a server that holds {sorted(server)}, but that of the checkpoint holds "
+            f"{sorted(saved)}. Use the method's settings of the run that wrote it."
+        )
 
 
 def check_clients(saved: Mapping[str, Any], names: Sequence[str], memory: Tree) -> None:

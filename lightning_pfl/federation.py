@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.checkpoint import check_clients
+from lightning_pfl.checkpoint import check_clients, check_server
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import learning_rates
 from lightning_pfl.engine.select import SelectedEngine
@@ -241,6 +241,7 @@ class Federation:
         """
         return {
             "method": type(self.method).__name__,
+            "settings": self.method.settings(),
             "layout": self.layout.describe(),
             "clients": list(self.client_names),
             "num_samples": self.num_samples,
@@ -255,8 +256,9 @@ class Federation:
         """Take over a saved state.
 
         Raises:
-            CheckpointMismatchError: If it belongs to other clients.
+            CheckpointMismatchError: If it belongs to other clients, or to another kind of server.
         """
+        check_server(saved["server"], self.server)
         check_clients(saved, self.client_names, self.bank.tree)
         device = next((leaf.device for leaf in self.layout.model().values()), torch.device("cpu"))
         self.server = tmap(lambda leaf: leaf.to(device), saved["server"])

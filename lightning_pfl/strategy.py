@@ -25,6 +25,7 @@ from lightning_pfl._lightning import WrappingCheckpointIO, read_optimizers, take
 from lightning_pfl.checkpoint import (
     AtomicCheckpointIO,
     check_layout,
+    check_settings,
     explained,
     require_federated,
     require_lightning,
@@ -224,6 +225,7 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         assert self.lightning_module is not None
         saved = require_federated(checkpoint)
         check_layout(saved, type(self.method).__name__, self._new_layout())
+        check_settings(saved, self.method.settings(), self.method.state_settings)
         super().load_model_state_dict(checkpoint, strict)
         self._saved = saved
         self._saved_optimizers = checkpoint.get("optimizer_states") or []
