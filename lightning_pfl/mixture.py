@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+import torch
 from torch import Tensor
 from torch.func import functional_call
 
@@ -40,6 +41,21 @@ def parts(model: Model) -> tuple[Model, Model, Tensor | None]:
         if name.startswith(OTHER) and name != SHARE
     }
     return first, second, model[SHARE]
+
+
+def shielded(model: Model, buffers: Iterable[str]) -> Model:
+    """The same, where a pass in training mode writes to copies of the second model's buffers.
+
+    It is a constant, and may belong to somebody else.
+    """
+    if SHARE not in model:
+        return model
+    copies = {
+        name: model[name].clone(memory_format=torch.contiguous_format)
+        for name in (OTHER + buffer for buffer in buffers)
+        if name in model
+    }
+    return {**model, **copies}
 
 
 class MixedForward:

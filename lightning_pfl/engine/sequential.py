@@ -43,6 +43,7 @@ from lightning_pfl.engine.vectorized import random_keys
 from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.mixture import shielded
 from lightning_pfl.randomness import derive
 from lightning_pfl.tree import Model, Tree, rows, stack, tmap
 
@@ -245,6 +246,7 @@ class SequentialLocal:
     def grad(self, model: Model, batch: list[tuple[int, Any]], also: tuple[str, ...] = ()) -> Model:
         """Gradient ``(1, ...)`` of the mean loss over the step's minibatches."""
         materialize(model, self.active.buffers)
+        model = shielded(model, self.engine.layout.buffers)
         names = self.active.trainable + also
         trained = {name: model[name][0].detach().requires_grad_() for name in names}
         fixed = {name: leaf[0] for name, leaf in model.items() if name not in trained}

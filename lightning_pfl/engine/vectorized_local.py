@@ -15,6 +15,7 @@ from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.phase import ActivePhase
 from lightning_pfl.engine.trace import fingerprint
+from lightning_pfl.mixture import shielded
 from lightning_pfl.tree import Model, tmap
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class VectorizedLocal:
     def grad(self, model: Model, batch: list[Minibatch], also: tuple[str, ...] = ()) -> Model:
         """Gradients ``(clients, ...)`` of the mean loss over the step's minibatches."""
         materialize(model, self.active.buffers)
+        model = shielded(model, self.chunk.engine.layout.buffers)
         names = self.active.trainable + also
         reached = self.chunk.engine.reached
         self.gradient.reached = None if reached is None else reached.union(also)

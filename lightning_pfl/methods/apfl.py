@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Local, Method, Weighting
 from lightning_pfl.mixture import SHARE, mixture
 from lightning_pfl.solvers.proximal import towards
-from lightning_pfl.tree import Model, Tree, dot, scale, select, sub, tmap
+from lightning_pfl.tree import Model, Tree, dot, scale, select, sub
 
 Mix = Literal["parameters", "outputs"]
 
@@ -118,10 +119,7 @@ class APFL(Method):
             grads = local.grad(self._mixture(personal, model, mixing), batch)
             slope = dot(grads, sub(select(personal, grads), model))
             return scale(grads, mixing), slope
-        # The pass with the global model may write to its statistics: to copies of them.
-        buffers = tmap(torch.clone, select(model, self.layout.buffers))
-        mixed = self._mixture(personal, {**model, **buffers}, mixing)
-        grads = local.grad(mixed, batch, also=(SHARE,))
+        grads = local.grad(self._mixture(personal, model, mixing), batch, also=(SHARE,))
         return grads, grads.pop(SHARE)
 
     def client_final(
@@ -134,6 +132,13 @@ class APFL(Method):
         """The mixture with the global model of now."""
         mixing = own.get("mixing", self.mixing)
         return self._mixture(own["personal"], received["model"], mixing)
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say that without a mixture this is another method."""
+        if self.adaptive or self.mixing not in (0, 1):
+            return []
+        what = "LocalOnly beside FedAvg" if self.mixing else "FedAvg"
+        return [f"mixing={self.mixing} makes APFL {what}."]
 
     def _mixture(self, personal: Model, model: Model, mixing: float | Tensor) -> Model:
         """The mixture; mixed parameters have the buffers of the own model."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_pfl.layout import Layout
 from lightning_pfl.methods import APFL, FedAvg, LocalOnly
 from lightning_pfl.testing import (
     QuadraticModule,
@@ -138,6 +139,13 @@ def test_adaptive_weights_stay_between_zero_and_one() -> None:
     found = run.own["mixing"][:3]
     assert ((found >= 0) & (found <= 1)).all()
     assert (found == 1).any() or (found == 0).any()
+
+
+def test_the_ends_are_said_to_be_other_methods() -> None:
+    layout = Layout(plain_module())
+    assert APFL(1.0).notes(layout) == ["mixing=1.0 makes APFL LocalOnly beside FedAvg."]
+    assert APFL(0.0).notes(layout) == ["mixing=0.0 makes APFL FedAvg."]
+    assert APFL(0.5).notes(layout) == APFL(1.0, adaptive=True).notes(layout) == []
 
 
 @pytest.mark.parametrize("bad", [-0.1, 1.5, float("nan")])

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_pfl.callbacks import NewClientAdaptation
 from lightning_pfl.methods import APFL, FedAvg, LocalOnly
 from lightning_pfl.mixture import OTHER, SHARE, mixture, parts
 from lightning_pfl.module import PersonalizedModule
@@ -136,6 +137,22 @@ def test_engines_agree_with_batchnorm_for_every_chunk() -> None:
         found = run("vectorized", transform=transform)
         assert_trees_close(found.uploads, expected.uploads)
         assert_trees_close(found.own, expected.own)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_new_clients_adapt_the_first_model_alone(engine: str) -> None:
+    """Also with BatchNorm: the second model is the server's, and stays as it is."""
+    data = small_clients()
+    new = (data.subset([3]), data.subset([3]))
+    adaptation = NewClientAdaptation(new, samples=[4], steps=2, scope="all")
+    run = fit(APFL(0.4, **OUTPUTS), data, small_module(), 1, engine, callbacks=[adaptation])
+    found, second, share = parts(adaptation.results[0].models)
+    assert share is not None
+    assert share.tolist() == [0.4]
+    assert_trees_equal({n: leaf[0] for n, leaf in second.items()}, run.server["model"])
+    start = small_module().state_dict()
+    assert not torch.equal(found["backbone.1.running_mean"][0], start["backbone.1.running_mean"])
+    assert not torch.equal(found["head.weight"][0], start["head.weight"])
 
 
 def test_no_single_state_dict_holds_a_mixture() -> None:
