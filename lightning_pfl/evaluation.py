@@ -25,6 +25,7 @@ from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import Evaluation, LogOptions
 from lightning_pfl.history import higher_is_better
+from lightning_pfl.idle import evaluated
 from lightning_pfl.metrics.summary import summarize
 from lightning_pfl.placement import align, place
 from lightning_pfl.progress import ClientProgress
@@ -204,6 +205,18 @@ class FederatedEvaluationLoop(EvaluationLoop):
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
 
+    def evaluable(self) -> tuple[Tensor, Tensor]:
+        """The clients that have a minibatch in the split: rows of the data, and ids.
+
+        Raises:
+            MisconfigurationException: If the limits leave none to any client.
+        """
+        trainer, data = self.trainer, self.load()
+        rows, clients = align(data, self.strategy.client_names, f"{self.prefix}_dataloaders")
+        limit = trainer.limit_test_batches if self.prefix == "test" else trainer.limit_val_batches
+        busy = evaluated(data, rows, self.prefix, limit)
+        return rows[busy], clients[busy]
+
     def setup_data(self) -> None:
         """Load the split and find its clients in the federation."""
         fitting = self._trainer_fn == TrainerFn.FITTING
@@ -219,10 +232,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         if fitting:
             self._combined_loader = None
             self._last_val_dl_reload_epoch = trainer.current_epoch
-        data = self.load()
-        self.rows, self.clients = align(
-            data, self.strategy.client_names, f"{self.prefix}_dataloaders"
-        )
+        self.rows, self.clients = self.evaluable()
         self._max_batches = [len(self.rows)]
         if not len(self.rows):
             rank_zero_warn(

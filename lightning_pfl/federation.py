@@ -148,6 +148,11 @@ class Federation:
             f"client={client!r}. Use one of these."
         )
 
+    def bind_method(self) -> None:
+        """Tell the method of this federation, in case its object has served another one since."""
+        if self.method.layout is not self.layout:
+            self.method.bind(self.layout, self.num_clients, self.seed, self.num_samples)
+
     def require_module(self) -> L.LightningModule:
         """The user's module; an error before the first run."""
         if self.module is None:
@@ -156,6 +161,7 @@ class Federation:
                 "`trainer.fit`, or "
                 "`trainer.validate(ckpt_path=...)`, first."
             )
+        self.bind_method()
         return self.module
 
     def client_optimizer(self) -> Optimizer:
@@ -197,6 +203,15 @@ class Federation:
         """What the server knows of the module: the global model, or its shared part."""
         model = self.method.global_model(self.server)
         return select(self.server.get("model", {}) if model is None else model, self.layout.names)
+
+    def changed_outside(self) -> list[str]:
+        """Shared entries of the module that somebody else has written since the last round."""
+        now = self.layout.model()
+        return [
+            name
+            for name, leaf in self.shared_model().items()
+            if not torch.allclose(now[name], leaf.to(now[name]), rtol=0, atol=0, equal_nan=True)
+        ]
 
     def commit(self, server: Tree, accepted: Tensor, memories: Tree) -> None:
         """End a round: the new server, and the memories of the accepted clients of this process."""

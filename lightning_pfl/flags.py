@@ -179,6 +179,20 @@ def check_trainer(trainer: Any) -> None:
         check_shared_run(trainer)
 
 
+def check_unused(trainer: Any) -> None:
+    """Refuse a new federation in the middle of a Trainer's count of rounds.
+
+    Raises:
+        MisconfigurationException: If the Trainer has finished rounds of another federation.
+    """
+    if trainer.global_step:
+        raise MisconfigurationException(
+            "Expected the module, method and clients of the Trainer's last fit, which it goes on "
+            f"with after {trainer.global_step} rounds, but got others. Use a new Trainer, whose "
+            "rounds begin at 0."
+        )
+
+
 def check_callback(callback: Callback) -> None:
     """Refuse a callback that works on one model's training, or that could lose a checkpoint.
 

@@ -29,6 +29,7 @@ from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import LocalResult
 from lightning_pfl.gate import judge_cohort
+from lightning_pfl.idle import learners
 from lightning_pfl.methods.base import Phase
 from lightning_pfl.placement import place
 from lightning_pfl.progress import ClientProgress
@@ -36,6 +37,8 @@ from lightning_pfl.ranks import whole_work
 from lightning_pfl.sampling import sample_cohort
 from lightning_pfl.tree import Tree, nbytes, rows
 
+LOOK_AHEAD = 64
+"""Rounds in which a method is expected to train at least once."""
 # How far the current round is, for a checkpoint that is written inside it. Before OPEN's end
 # nothing of it counts.
 OPEN, TRAINED, VALIDATED, CLOSED = "open", "trained", "validated", "closed"
@@ -76,6 +79,7 @@ class FederatedLoop(FitLoop):
     data: FederatedDataset | None = None
     stage: str = CLOSED
     logged: Mapping[str, float] = MappingProxyType({})
+    _learners: Tensor | None = None
     _prog_bar: tuple[str, ...] = ()
     _logger: tuple[str, ...] = ()
     _restored: dict[str, Any] | None = None
@@ -128,8 +132,26 @@ class FederatedLoop(FitLoop):
                 f"{data.num_clients} clients has any. Check the partition, or the datasets behind "
                 "`train_dataloaders`."
             )
+        self._learners = None
         self.max_batches = len(self._draw(0))
         self._last_train_dl_reload_epoch = self.trainer.current_epoch
+
+    def find_learners(self) -> None:
+        """Find the clients that can take a step: only they are sampled.
+
+        Raises:
+            MisconfigurationException: If there are none.
+        """
+        trainer, method, start = self.trainer, self.strategy.method, self.trainer.current_epoch
+        if trainer.limit_train_batches == 0:
+            return
+        # Methods may have rounds without training.
+        rounds = (method.phases(number) for number in range(start, start + LOOK_AHEAD))
+        phases = next((phases for phases in rounds if phases), ())
+        flag = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
+        limit = f"{flag}={getattr(trainer, flag)!r}"
+        self._learners = learners(self.strategy.engine, self.require_data(), phases, limit)
+        self.max_batches = len(self._draw(start))
 
     def _check_reloaded(self, data: FederatedDataset) -> None:
         if tuple(data.names) != self.strategy.client_names:
@@ -141,7 +163,9 @@ class FederatedLoop(FitLoop):
         self.strategy.num_samples = data.num_samples
 
     def _draw(self, round: int) -> Tensor:
-        eligible = self.require_data().num_samples.nonzero().flatten()
+        eligible = self._learners
+        if eligible is None:
+            eligible = self.require_data().num_samples.nonzero().flatten()
         strategy = self.strategy
         share = 1.0 if strategy.method.everyone else strategy.participation
         return (
@@ -168,6 +192,8 @@ class FederatedLoop(FitLoop):
         """Begin a round, unless a resumed one is already under way."""
         self.setup_data()
         self._check_reloaded(self.require_data())
+        if self._learners is None:
+            self.find_learners()
         if self.stage in (TRAINED, VALIDATED):
             return
         self.stage = OPEN

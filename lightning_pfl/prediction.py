@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_pfl._lightning import ClientHooks, DataHolder, PredictionLoop, no_grad_context
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.evaluation import evaluate_clients, personal_models
+from lightning_pfl.idle import evaluated
 from lightning_pfl.placement import align, place
 from lightning_pfl.randomness import derive, seeded
 
@@ -44,7 +45,10 @@ class FederatedPredictionLoop(PredictionLoop):
         if self.trainer.limit_predict_batches == 0:
             return
         strategy: Any = self.trainer.strategy
-        self.rows, self.clients = align(self.load(), strategy.client_names, "predict_dataloaders")
+        data = self.load()
+        rows, clients = align(data, strategy.client_names, "predict_dataloaders")
+        busy = evaluated(data, rows, "predict", self.trainer.limit_predict_batches)
+        self.rows, self.clients = rows[busy], clients[busy]
         self.max_batches = [len(self.rows)]
 
     @no_grad_context

@@ -269,8 +269,17 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         held = -(-len(names) // self.ranks.size)
         memories = bank_device(self._bank_place, self.root_device, layout.model(), held)
         if fresh:
+            if trainer.state.fn == TrainerFn.FITTING and self._saved is None:
+                flags.check_unused(trainer)
             self.begin(module, layout, names, num_samples, memories)
             self._owner = owner
+        self.bind_method()
+        if not fresh and self._saved is None and (changed := self.changed_outside()):
+            rank_zero_warn(
+                f"{type(module).__name__} was changed since its last round ({changed[0]}"
+                f"{', ...' if len(changed) > 1 else ''}), but this Trainer goes on with what "
+                "server and clients have. Use a new Trainer to start from the module."
+            )
         self.bank.keep_own()
         self.move(self.root_device, memories)
         if num_samples.any():
@@ -281,6 +290,7 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         self._saved = None
         self._setup_engine(trainer, fresh, restored)
         if trainer.state.fn == TrainerFn.FITTING:
+            trainer.fit_loop.find_learners()
             rank_zero_info(
                 f"{type(self.method).__name__} with {self.num_clients} clients, "
                 f"{trainer.num_training_batches} a round; "

@@ -28,7 +28,6 @@ from lightning_pfl.evaluation import (
 )
 from lightning_pfl.federation import Federation, require_federation
 from lightning_pfl.layout import Spec
-from lightning_pfl.placement import align
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.state import Bank
 from lightning_pfl.tables import ClientTable
@@ -183,7 +182,7 @@ class HeadFineTuning(FederatedCallback):
             return
         loop: Any = trainer.fit_loop.epoch_loop.val_loop
         data = loop.load()
-        rows, clients = align(data, federation.client_names, "val_dataloaders")
+        rows, clients = loop.evaluable()
         if not len(rows):
             return
         federation.settings.limit_eval_batches = trainer.limit_val_batches

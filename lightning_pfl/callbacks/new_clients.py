@@ -24,6 +24,7 @@ from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import Evaluation
 from lightning_pfl.evaluation import log_folder, summaries
 from lightning_pfl.federation import Federation, require_federation
+from lightning_pfl.idle import evaluated
 from lightning_pfl.layout import Spec
 from lightning_pfl.placement import place
 from lightning_pfl.randomness import derive, seeded
@@ -192,7 +193,7 @@ class NewClientAdaptation(FederatedCallback):
                 "Expected new clients with test data, but none that can train has any. Give them "
                 "test samples."
             )
-        return clients
+        return clients[evaluated(test, clients, "test", federation.settings.limit_eval_batches)]
 
     def _resolved(self, federation: Federation) -> frozenset[str]:
         method, layout = federation.method, federation.layout
