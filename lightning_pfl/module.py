@@ -16,24 +16,9 @@ from lightning_pfl.metrics.per_sample import (
     one_per_sample,
     sign_matches,
 )
+from lightning_pfl.norms import NORMS
 
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
-
-#: Layers whose scale and shift are no weights in the sense of weight decay. Found by type, because
-#: a name such as ``downsample.1`` doesn't tell.
-NORM_TYPES: tuple[type[nn.Module], ...] = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-)
-
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -259,7 +244,7 @@ def split_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
                 continue
             seen.add(parameter)
             # "bias" also as part of a name: LSTMs have `bias_ih_l0`, attention `in_proj_bias`.
-            is_weight = "bias" not in name and not isinstance(owner, NORM_TYPES)
+            is_weight = "bias" not in name and not isinstance(owner, NORMS)
             (weights if is_weight else others).append(parameter)
     return weights, others
 

@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from torchmetrics import Metric
 
 from lightning_pfl.engine.base import Evaluation, LocalResult, LogOptions
+from lightning_pfl.engine.logs import LOSS
 from lightning_pfl.tree import Tree, rows
 
 
@@ -169,8 +170,8 @@ def _form(tree: Tree) -> dict[str, Any]:
 def whole_work(part: Part, work: LocalResult) -> LocalResult:
     """The cohort's uploads and values, on every process; memories stay where they are."""
     uploads = part.whole(work.uploads)
-    logs = part.values({**work.logs, "loss*": work.loss}, len(work.loss))
-    loss = logs.pop("loss*")
+    logs = part.values({**work.logs, LOSS: work.loss}, len(work.loss))
+    loss = logs.pop(LOSS)
     return LocalResult(uploads, work.own, logs, _options(part, work.options), loss)
 
 

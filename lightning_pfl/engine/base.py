@@ -122,8 +122,12 @@ class Engine(Protocol):
         data: FederatedDataset,
         phases: tuple[Phase, ...],
         on_clients: OnClients | None = None,
+        stream: str = "local",
     ) -> LocalResult:
-        """Run ``client_init``, the phases' steps and ``client_final`` for every client."""
+        """Run ``client_init``, the phases' steps and ``client_final`` for every client.
+
+        ``stream`` names the purpose: two purposes in one round draw other random numbers.
+        """
 
     def evaluate(
         self,

@@ -22,11 +22,12 @@ from lightning_pfl.engine.batching import (
 )
 from lightning_pfl.engine.client import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.drawn import Batches, LoaderBatches
+from lightning_pfl.engine.gradient import tensors_only, unbatch
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.phase import couples_samples, writable
 from lightning_pfl.engine.resident import ResidentBatches
 from lightning_pfl.randomness import derive
-from lightning_pfl.tree import Model, floats, is_expanded, rows
+from lightning_pfl.tree import Model, floats, rows
 
 SAMPLES = 768
 """Samples per program on a CPU: enough to fill two cores, little enough to stay in their caches."""
@@ -157,11 +158,7 @@ class VectorizedEvaluation:
     ) -> tuple[Any, dict[str, Tensor]]:
         def run(model: Model, batch: Any) -> tuple[Any, dict[str, Tensor]]:
             out, logged = self.program.evaluation_step(model, step, batch, minibatch.number)
-            for name, value in logged.items():
-                if not isinstance(value, Tensor):
-                    raise NotVectorizableError(
-                        f"self.log({name!r}, ...) in {step} logs a torchmetrics object"
-                    )
+            logged = tensors_only(logged)
             if step != "predict_step":
                 return torch.zeros(()), logged
             if not isinstance(out, (Tensor, tuple, list, dict)):
@@ -176,8 +173,7 @@ class VectorizedEvaluation:
             # Recurrent layers write in place into what their weights give, so the weights must have
             # the client axis.
             return torch.vmap(_inside_gradient(function))(models, data)
-        dims = {name: None if is_expanded(leaf) else 0 for name, leaf in models.items()}
-        plain = {n: leaf[0] if is_expanded(leaf) else leaf for n, leaf in models.items()}
+        plain, dims = unbatch(models)
         return torch.vmap(function, in_dims=(dims, 0))(plain, data)
 
 

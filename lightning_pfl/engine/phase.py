@@ -10,17 +10,7 @@ from torch import nn
 
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Phase
-
-RUNNING_STATISTICS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
-BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+from lightning_pfl.norms import BATCH_NORM, RUNNING_STATISTICS
 
 
 class ActivePhase:

@@ -119,8 +119,7 @@ def _check(batches: ResidentBatches, model: Model, program: ClientProgram) -> No
     if not len(positions):
         return
     # A copy, because a step may write to the buffers of the head.
-    copy = {name: leaf.clone() for name, leaf in model.items()}
-    calls, drawn = program.survey_prefix(copy, data.gather(positions))
+    calls, drawn = program.survey_prefix(_cloned(model), data.gather(positions))
     if calls != 1:
         raise NotVectorizableError(f"`training_step` calls `self.backbone` {calls} times")
     if drawn:

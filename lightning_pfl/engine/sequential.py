@@ -35,7 +35,7 @@ from lightning_pfl.engine.client import ClientProgram
 from lightning_pfl.engine.elsewhere import watched
 from lightning_pfl.engine.gradient import materialize
 from lightning_pfl.engine.keyed import mix
-from lightning_pfl.engine.logs import ClientLogs
+from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.phase import ActivePhase, writable
 from lightning_pfl.engine.stream import ClientMinibatches, evaluation_minibatches
@@ -156,7 +156,7 @@ class SequentialEngine:
         upload, own = method.client_final(received, own, state, info)
         logs = local.finish()
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
-        loss = logs.pop("loss*", missing)
+        loss = logs.pop(LOSS, missing)
         return LocalResult(upload, own, logs, dict(local.program.log.options), loss)
 
     def _step(
@@ -263,7 +263,7 @@ class SequentialLocal:
                 continue
             if not self._logged:
                 size = torch.tensor([batch_length(minibatch)])
-                values = {**_values(logged), "loss*": loss.detach().view(1)}
+                values = {**_values(logged), LOSS: loss.detach().view(1)}
                 self.logs.add(values, size, None, self.program.log.reductions)
                 self.metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
             (loss / accumulate).backward()
@@ -292,7 +292,7 @@ class SequentialLocal:
         """Log a loss ``(1,)``, weighted by samples."""
         self.program.log.options.setdefault("train_loss", LogOptions())
         size = torch.tensor([sum(batch_length(minibatch) for _, minibatch in batch)])
-        self.logs.add({"train_loss": loss, "loss*": loss}, size, None)
+        self.logs.add({"train_loss": loss, LOSS: loss}, size, None)
 
     def finish(self) -> dict[str, Tensor]:
         """The client's logged values, ``(1,)`` each."""

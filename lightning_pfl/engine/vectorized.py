@@ -29,7 +29,7 @@ from lightning_pfl.engine.client import ClientProgram, batchable_kernels
 from lightning_pfl.engine.drawn import Batches, LoaderBatches
 from lightning_pfl.engine.evaluation import VectorizedEvaluation
 from lightning_pfl.engine.gradient import Transform
-from lightning_pfl.engine.logs import ClientLogs
+from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer
 from lightning_pfl.engine.phase import (
     ActivePhase,
@@ -223,7 +223,7 @@ class Chunk:
         missing = torch.full(
             (len(self.clients),), torch.nan, dtype=torch.float64, device=self.device
         )
-        loss = logs.pop("loss*", missing)
+        loss = logs.pop(LOSS, missing)
         return LocalResult(upload, own, logs, dict(self.program.log.options), loss)
 
     def _batches(self, phase: Phase, active: ActivePhase, first_epoch: int) -> Batches:

@@ -12,6 +12,7 @@ from lightning_pfl.engine.base import LogOptions
 from lightning_pfl.engine.batching import Minibatch, Tick
 from lightning_pfl.engine.gradient import BatchedGradient, Result, materialize
 from lightning_pfl.engine.keyed import mix
+from lightning_pfl.engine.logs import LOSS
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.phase import ActivePhase
 from lightning_pfl.engine.trace import fingerprint
@@ -37,10 +38,11 @@ class VectorizedLocal:
         self.steps = steps
         engine = chunk.engine
         self.gradient = BatchedGradient(chunk.program, engine.transform, engine.reached)
-        augmented = chunk.program.augment is not None
-        engine.traces.enter(
-            None if augmented else (active.trainable, chunk.program, fingerprint(engine.module))
-        )
+        if engine.traces.enabled:
+            augmented = chunk.program.augment is not None
+            engine.traces.enter(
+                None if augmented else (active.trainable, chunk.program, fingerprint(engine.module))
+            )
         self.phase = active.phase.name
         self._tick = Tick(None, [])
         self._logged = False
@@ -93,7 +95,7 @@ class VectorizedLocal:
         """Log a loss ``(clients,)``, weighted by samples."""
         self.chunk.program.log.options.setdefault("train_loss", LogOptions())
         sizes = torch.stack([minibatch.sizes for minibatch in batch]).sum(0)
-        self.chunk.logs.add({"train_loss": loss, "loss*": loss}, sizes, self._tick.rows)
+        self.chunk.logs.add({"train_loss": loss, LOSS: loss}, sizes, self._tick.rows)
 
     def _minibatch_grad(self, model: Model, minibatch: Minibatch, names: tuple[str, ...]) -> Model:
         trained = {name: model[name].detach() for name in names}
@@ -114,7 +116,7 @@ class VectorizedLocal:
         result: Result = traces.run(self.gradient, self.steps, trained, fixed, inputs)
         grads, loss, logged = result
         if not self._logged:
-            values = {**logged, "loss*": loss}
+            values = {**logged, LOSS: loss}
             log = self.chunk.program.log
             self.chunk.logs.add(
                 values, minibatch.sizes, self._tick.rows, log.reductions, minibatch.size

@@ -2,10 +2,9 @@ r"""FedBN: everything is averaged but the normalisation layers."""
 
 from __future__ import annotations
 
-from torch import nn
-
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Method, Weighting, say_split
+from lightning_pfl.norms import BATCH_NORM
 
 
 class FedBN(Method):
@@ -41,7 +40,7 @@ class FedBN(Method):
         normalization. ICLR 2021. arXiv:2102.07623, Algorithm 1.
     """
 
-    personal: Spec = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    personal: Spec = BATCH_NORM
 
     def __init__(
         self,
