@@ -1,0 +1,130 @@
+"""A resumable plan: an experiment is a set of cells, each run once and stored as a line of JSON.
+
+An experiment is a file of ``recipes/experiments/``; run it again after an interruption and it goes
+on with the cells that are missing. A cell whose settings have changed runs again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes.reproduce import RECIPES, Run, commit
+
+README = RECIPES / "README.md"
+
+
+class Plan:
+    """The stored cells of one experiment.
+
+    Args:
+        name: The experiment's name: of its file of results, and of its section in ``README.md``.
+        results: Folder of the results.
+        logs: Folder of the logs and checkpoints of runs of recipes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        results: Path = RECIPES / "results",
+        logs: Path = Path("logs/reproduce"),
+    ) -> None:
+        self.name, self.results, self.logs = name, results.resolve(), logs.resolve()
+        self.path = self.results / f"{name}.jsonl"
+
+    def cells(self) -> dict[str, dict[str, Any]]:
+        """Everything stored, by key; a line that was cut off by a crash is left out."""
+        found: dict[str, dict[str, Any]] = {}
+        if self.path.is_file():
+            for line in self.path.read_text().splitlines():
+                try:
+                    cell = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                found[cell["key"]] = cell
+        return found
+
+    def cell(self, key: str, settings: dict[str, Any], work: Callable[[], Any]) -> Any:
+        """The stored result of a cell, or that of ``work()``, which is stored.
+
+        Args:
+            key: Names the cell within the experiment.
+            settings: All that the result depends on, in JSON's types.
+            work: Computes the result, in JSON's types.
+        """
+        fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+        stored = self.cells().get(key)
+        if stored is not None and stored["fingerprint"] == fingerprint:
+            return stored["result"]
+        begin = time.perf_counter()
+        result = work()
+        line = {
+            "key": key,
+            "fingerprint": fingerprint,
+            "settings": settings,
+            "result": result,
+            "seconds": round(time.perf_counter() - begin, 2),
+            "commit": commit(),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "torch": torch.__version__,
+        }
+        self._append(json.dumps(line))
+        return result
+
+    def recipe(self, key: str, recipe: Path, seed: int, extra: list[str]) -> dict[str, Any]:
+        """The stored outcome of a recipe with settings, or of a run in a process of its own.
+
+        A run that was interrupted resumes from its last checkpoint.
+
+        Args:
+            key: Names the cell, seed included.
+            recipe: The recipe's file.
+            seed: The seed in place of the recipe's own.
+            extra: Settings for the command line, such as ``--method.init_args.local_epochs=5``.
+        """
+        options = argparse.Namespace(extra=extra, logs=self.logs / self.name)
+        options.results = self.results
+        run = Run(recipe, seed, options)
+        # A folder of its own: runs of one recipe may go on side by side.
+        options.results = options.logs / recipe.stem / run.version
+        run.outcome = options.results / run.outcome.name
+
+        def work() -> dict[str, Any]:
+            run.start()
+            outcome: dict[str, Any] = json.loads(run.outcome.read_text())
+            return outcome
+
+        outcome: dict[str, Any] = self.cell(key, {"run": run.fingerprint, "seed": seed}, work)
+        return outcome
+
+    def write_section(self, text: str, readme: Path = README) -> None:
+        """Replace the experiment's section between its markers in ``README.md``.
+
+        Raises:
+            ValueError: If the markers are missing.
+        """
+        begin, end = f"<!-- {self.name}: begin -->", f"<!-- {self.name}: end -->"
+        whole = readme.read_text()
+        if begin not in whole or end not in whole:
+            raise ValueError(
+                f"Expected the lines {begin!r} and {end!r} in {readme.name}, but one is missing. "
+                "Add them where the section belongs."
+            )
+        before, rest = whole.split(begin)
+        readme.write_text(f"{before}{begin}\n{text.strip()}\n{end}{rest.split(end)[1]}")
+
+    def _append(self, line: str) -> None:
+        """One write per line; a line that an earlier crash cut off is ended first."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        cut = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
+        with self.path.open("a") as file:
+            file.write(("\n" if cut else "") + line + "\n")
