@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset
+from lightning_pfl.groups import one_group
 from lightning_pfl.methods.base import Local, Method, Phase
 from lightning_pfl.tree import Model, Tree, is_expanded, tmap
 
@@ -73,14 +74,15 @@ def adapt(
     Raises:
         MisconfigurationException: If the Trainer has no training data.
     """
-    module, settings = federation.require_module(), federation.settings
-    trainer: Any = module.trainer
+    trainer: Any = federation.require_module().trainer
+    group = federation.group_of(clients) if data is None else one_group(federation.groups)
+    module, settings = group.module, federation.settings
     data = trainer.fit_loop.require_data() if data is None else data
     home = next(module.parameters()).device
     method = Adaptation(step)
-    method.bind(federation.layout, federation.num_clients, federation.seed)
-    if federation.engine.template is None:
-        federation.engine.template = federation.client_optimizer()
+    method.bind(group.layout, federation.num_clients, federation.seed)
+    if group.engine.template is None:
+        group.engine.template = federation.client_optimizer(group)
     # Evaluation runs without gradients; after a run the module has left the device.
     with torch.inference_mode(False), torch.enable_grad():
         module.to(settings.device)
@@ -88,11 +90,11 @@ def adapt(
         module.train()
         received = {"model": tmap(lambda leaf: leaf.to(settings.device), models)}
         samples = data.num_samples[clients]
-        steps = federation.engine.count_steps(data, clients, phases)
+        steps = group.engine.count_steps(data, clients, phases)
         weights = method.aggregation_weights(samples)
         round = max(federation.rounds - 1, 0)
         info = ClientInfo(clients, samples, steps, weights, round, data.num_clients)
-        result = federation.engine.train(method, received, {}, info, data, phases, stream=stream)
+        result = group.engine.train(method, received, {}, info, data, phases, stream=stream)
         for part, training in modes.items():
             part.training = training
         module.to(home)

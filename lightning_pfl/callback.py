@@ -100,6 +100,7 @@ class Round:
         rejected: Ids of the clients whose upload the gate refused, with the reason.
         metrics: Values logged by the clients' training steps, averaged over clients and steps.
         bytes_down: Bytes sent to one client. ``bytes_up``: bytes sent by one client.
+        bytes_exchanged: Bytes of all messages between clients together.
     """
 
     number: int
@@ -110,6 +111,7 @@ class Round:
     metrics: dict[str, Any] = field(default_factory=dict)
     bytes_down: int = 0
     bytes_up: int = 0
+    bytes_exchanged: int = 0
 
 
 class FederatedCallback(Callback):

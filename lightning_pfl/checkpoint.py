@@ -16,7 +16,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.errors import CheckpointMismatchError
-from lightning_pfl.layout import Layout
 from lightning_pfl.tree import Tree
 
 
@@ -127,8 +126,13 @@ def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
-def check_layout(saved: Mapping[str, Any], method: str, layout: Layout) -> None:
+def check_layout(saved: Mapping[str, Any], method: str, ours: Mapping[str, Any]) -> None:
     """Require a checkpoint of this method and of this module, split in this way.
+
+    Args:
+        saved: The federation's part of the checkpoint.
+        method: The method's name.
+        ours: Shape and holder of every entry of the module now.
 
     Raises:
         CheckpointMismatchError: Names both sides.
@@ -138,7 +142,7 @@ def check_layout(saved: Mapping[str, Any], method: str, layout: Layout) -> None:
             f"Expected a checkpoint of {method}, but got one of {saved['method']}. Resume with the "
             "method that wrote it."
         )
-    theirs, ours = saved["layout"], layout.describe()
+    theirs = saved["layout"]
     if theirs == ours:
         return
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]

@@ -23,7 +23,7 @@ from lightning_pfl._lightning import (
 from lightning_pfl.adaptation import adapt
 from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.data.clients import FederatedDataset, as_federated
-from lightning_pfl.engine.base import Evaluation, LogOptions
+from lightning_pfl.engine.base import Evaluation, LogOptions, OnClients
 from lightning_pfl.history import higher_is_better
 from lightning_pfl.idle import evaluated
 from lightning_pfl.metrics.summary import summarize
@@ -36,6 +36,7 @@ from lightning_pfl.tree import Model, expand, is_expanded
 
 if TYPE_CHECKING:
     from lightning_pfl.federation import Federation
+    from lightning_pfl.groups import Group
 
 MEMORY = 2**28
 """Bytes of personal models that are built at a time; more clients are evaluated in several goes."""
@@ -63,12 +64,12 @@ def personal_models(federation: Federation, clients: Tensor) -> Model:
 
 
 def _own_models(federation: Federation, clients: Tensor) -> Model:
-    method = federation.method
-    device = next(federation.require_module().parameters()).device
+    federation.require_module()
+    group = federation.group_of(clients)
+    method = group.method
+    device = next(group.module.parameters()).device
     info = federation.info(clients, max(federation.rounds - 1, 0))
-    models = method.personal_model(
-        federation.download(info), federation.bank.gather(clients, device), info
-    )
+    models = method.personal_model(federation.download(info), group.gather(clients, device), info)
     phases = method.evaluation_phases()
     if not phases:
         return models
@@ -100,47 +101,57 @@ def evaluate_clients(
     """
     part = federation.part(clients)
     clients, rows = clients[part.index], rows[part.index]
-    size = models_at_a_time(federation)
-    found = []
+    found, order = [], []
     with federation.ranks.apart():
-        for start in range(0, len(clients), size):
-            some = slice(start, start + size)
-            done = (
-                None
-                if on_clients is None
-                else (lambda at, start=start: on_clients([start + p for p in at]))
-            )
-            found.append(
-                federation.engine.evaluate(models_of(clients[some]), rows[some], data, step, done)
-            )
-    return whole_evaluation(part, join(found))
+        for group, at in federation.by_group(clients):
+            positions = torch.arange(len(clients))[at]
+            for some in positions.split(models_at_a_time(group)):
+                found.append(
+                    group.engine.evaluate(
+                        models_of(clients[some]), rows[some], data, step, _told(on_clients, some)
+                    )
+                )
+                order.append(some)
+    return whole_evaluation(part, join(found, order))
 
 
-def models_at_a_time(federation: Federation) -> int:
-    """How many personal models fit into :data:`MEMORY`."""
-    held = federation.bank.row_nbytes()
-    if federation.method.evaluation_phases():
-        held = sum(
-            leaf.numel() * leaf.element_size() for leaf in federation.layout.module.parameters()
-        )
+def _told(on_clients: Callable[[list[int]], None] | None, some: Tensor) -> OnClients | None:
+    """Report positions of the whole list, not of a part of it."""
+    if on_clients is None:
+        return None
+    return lambda at: on_clients(some[at].tolist())
+
+
+def models_at_a_time(group: Group) -> int:
+    """How many personal models of a group fit into :data:`MEMORY`."""
+    held = group.bank.row_nbytes()
+    if group.method.evaluation_phases():
+        held = sum(leaf.numel() * leaf.element_size() for leaf in group.module.parameters())
     return int(max(1, MEMORY // max(held, 1)))
 
 
-def join(parts: list[Evaluation]) -> Evaluation:
-    """One evaluation of the clients of all parts, in their order."""
+def join(parts: list[Evaluation], order: list[Tensor]) -> Evaluation:
+    """One evaluation of the clients of all parts.
+
+    Args:
+        parts: The results.
+        order: Positions of each part's clients, int64; together all positions once.
+    """
     if len(parts) <= 1:
         return parts[0] if parts else Evaluation()
+    place = torch.cat(order).argsort()
     names = dict.fromkeys(name for part in parts for name in part.values)
+    predictions = [predictions for part in parts for predictions in part.predictions]
     return Evaluation(
         {
             name: torch.cat(
                 [p.values.get(name, torch.full((len(p.counts),), torch.nan)).cpu() for p in parts]
-            )
+            )[place]
             for name in names
         },
-        torch.cat([part.counts for part in parts]),
+        torch.cat([part.counts for part in parts])[place],
         {name: options for part in parts for name, options in part.options.items()},
-        [predictions for part in parts for predictions in part.predictions],
+        [predictions[at] for at in place.tolist()] if predictions else [],
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -14,13 +14,22 @@ from torch.optim import Optimizer
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.checkpoint import check_clients, check_server
+from lightning_pfl.data.clients import FederatedDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import learning_rates
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.evaluation import personal_models
+from lightning_pfl.groups import (
+    Group,
+    bound,
+    by_group,
+    check_server_trees,
+    describe,
+    one_group,
+)
 from lightning_pfl.history import History
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Method
+from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.mixture import MixedForward, parts
 from lightning_pfl.ranks import Part, Ranks
 from lightning_pfl.state import Bank
@@ -32,23 +41,21 @@ class Federation:
 
     Attributes:
         method: The method in use.
-        layout: Who holds which parameter.
+        groups: The clients by architecture: layout, memories and engine of each. Most federations
+            have one group; ``layout``, ``bank`` and ``engine`` are then its own.
         server: The server's tree.
-        bank: The clients' memories.
         client_names: Names, in the order of the client ids.
         num_samples: Training samples of each client, int64 ``(clients,)``; 0 where unknown.
         rounds: Finished communication rounds.
         history: Evaluations so far, for the summary at the end.
-        engine, settings: The engine in use, and what it was told.
+        settings: What the engines were told.
         ranks: The processes that share the clients.
         seed: Seed of every random choice of the run.
     """
 
     method: Method
-    layout: Layout
+    groups: Sequence[Group]
     server: Tree
-    bank: Bank
-    engine: SelectedEngine
     settings: EngineSettings
     seed: int
     ranks: Ranks
@@ -59,6 +66,31 @@ class Federation:
         self.client_names: tuple[str, ...] = ()
         self.num_samples = torch.zeros(0, dtype=torch.int64)
         self.module: L.LightningModule | None = None
+
+    # --- one architecture, or several -------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """Who holds which parameter; an error if clients have different architectures."""
+        return one_group(self.groups).layout
+
+    @property
+    def bank(self) -> Bank:
+        """The clients' memories; an error if clients have different architectures."""
+        return one_group(self.groups).bank
+
+    @property
+    def engine(self) -> SelectedEngine:
+        """What runs the clients; an error if clients have different architectures."""
+        return one_group(self.groups).engine
+
+    def by_group(self, clients: Tensor) -> Iterator[tuple[Group, slice | Tensor]]:
+        """Split a list of clients: each group with the positions of its clients in the list."""
+        return by_group(self.groups, clients)
+
+    def group_of(self, clients: Tensor) -> Group:
+        """The group of some clients; an error if they have different architectures."""
+        return one_group(self.groups, clients)
 
     # --- what users ask for -----------------------------------------------------------------------
 
@@ -86,7 +118,10 @@ class Federation:
                 f"{type(self.method).__name__} mixes the outputs of two. Use "
                 "`client_module(client)`, or let it mix parameters."
             )
-        return self._state_dict(model)
+        return self._state_dict(self._group_of(client), model)
+
+    def _group_of(self, client: int | str) -> Group:
+        return self.group_of(torch.tensor([self.client_id(client)]))
 
     def _personal_model(self, client: int | str) -> Model:
         # A user may ask in one process alone.
@@ -97,13 +132,14 @@ class Federation:
     def client_module(self, client: int | str) -> L.LightningModule:
         """A client's personal model as a copy of the module: in eval mode, without Trainer."""
         model, other, share = parts(self._personal_model(client))
-        module = self.require_module()
+        group = self._group_of(client)
+        module = group.module
         trainer, module._trainer = module._trainer, None
         try:
-            copy = deepcopy(module)
+            copy: L.LightningModule = deepcopy(module)
         finally:
             module._trainer = trainer
-        copy.load_state_dict(self._state_dict(model))
+        copy.load_state_dict(self._state_dict(group, model))
         if share is not None:
             held = {name: leaf.detach().clone() for name, leaf in other.items()}
             copy.__dict__["forward"] = MixedForward(copy, held, share.detach().clone())
@@ -126,7 +162,7 @@ class Federation:
                 "clients. Use `client_state_dict(client)`, or a method without a personal part "
                 "such as FedAvg or FedProx."
             )
-        return self._state_dict(model)
+        return self._state_dict(one_group(self.groups), model)
 
     def client_id(self, client: int | str) -> int:
         """The id of a client given by id or name."""
@@ -150,8 +186,8 @@ class Federation:
 
     def bind_method(self) -> None:
         """Tell the method of this federation, in case its object has served another one since."""
-        if self.method.layout is not self.layout:
-            self.method.bind(self.layout, self.num_clients, self.seed, self.num_samples)
+        if self.method.layout is not self.groups[0].layout:
+            self._bind()
 
     def require_module(self) -> L.LightningModule:
         """The user's module; an error before the first run."""
@@ -164,14 +200,14 @@ class Federation:
         self.bind_method()
         return self.module
 
-    def client_optimizer(self) -> Optimizer:
+    def client_optimizer(self, group: Group) -> Optimizer:
         """The template of the clients' optimizers, where no fit has made one."""
         raise NotImplementedError
 
-    def _state_dict(self, model: Model) -> dict[str, Any]:
-        state = self.require_module().state_dict()
+    def _state_dict(self, group: Group, model: Model) -> dict[str, Any]:
+        state = group.module.state_dict()
         own = {name: leaf.to(state[name].device) for name, leaf in model.items()}
-        full = {**state, **self.layout.with_aliases(own)}
+        full = {**state, **group.layout.with_aliases(own)}
         return {
             name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in full.items()
         }
@@ -183,15 +219,23 @@ class Federation:
 
         An equal share, where clients remember nothing.
         """
-        keys = clients if self.bank.remembers() else torch.arange(len(clients))
-        return (Ranks() if self.bank.whole else self.ranks).part(keys)
+        bank = self.groups[0].bank  # several groups run in one process
+        keys = clients if bank.remembers() else torch.arange(len(clients))
+        return (Ranks() if bank.whole else self.ranks).part(keys)
+
+    def count_steps(
+        self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
+    ) -> Tensor:
+        """Optimizer steps that each client will take, int64 ``(clients,)``."""
+        return self.groups[0].engine.count_steps(data, clients, phases)
 
     def info(self, clients: Tensor, round: int, steps: Tensor | None = None) -> ClientInfo:
         """What is known of some clients; the weights sum to 1 over them."""
         samples = self.num_samples[clients]
         steps = torch.zeros_like(samples) if steps is None else steps
         weights = self.method.aggregation_weights(samples)
-        rates = learning_rates(self.engine.template)
+        found = (learning_rates(group.engine.template) for group in self.groups)
+        rates = tuple(dict.fromkeys(rate for rates in found for rate in rates))
         return ClientInfo(clients, samples, steps, weights, round, self.num_clients, rates)
 
     def download(self, info: ClientInfo) -> Tree:
@@ -202,52 +246,72 @@ class Federation:
     def shared_model(self) -> Model:
         """What the server knows of the module: the global model, or its shared part."""
         model = self.method.global_model(self.server)
-        return select(self.server.get("model", {}) if model is None else model, self.layout.names)
+        known = self.server.get("model", {}) if model is None else model
+        return select(known, self.groups[0].layout.names)
 
     def changed_outside(self) -> list[str]:
         """Shared entries of the module that somebody else has written since the last round."""
-        now = self.layout.model()
+        now = self.groups[0].layout.model()
         return [
             name
             for name, leaf in self.shared_model().items()
             if not torch.allclose(now[name], leaf.to(now[name]), rtol=0, atol=0, equal_nan=True)
         ]
 
-    def commit(self, server: Tree, accepted: Tensor, memories: Tree) -> None:
-        """End a round: the new server, and the memories of the accepted clients of this process."""
+    def commit(self, server: Tree) -> None:
+        """End a round: the new server."""
         self.server = server
-        if len(accepted):
-            self.bank.scatter(accepted, memories)
-        self.layout.load(self.shared_model())
+        self._load_shared()
         self.rounds += 1
+
+    def _load_shared(self) -> None:
+        shared = self.shared_model()
+        for group in self.groups:
+            group.layout.load(shared)
 
     # --- begin, move, save, restore ---------------------------------------------------------------
 
     def begin(
         self,
         module: L.LightningModule,
-        layout: Layout,
+        groups: Sequence[Group],
         names: Sequence[str],
         num_samples: Tensor,
         bank: torch.device,
     ) -> None:
         """Start from the module's current parameters: round 0."""
-        self.module, self.layout, self.client_names, self.num_samples = (
-            module,
-            layout,
-            tuple(names),
-            num_samples,
-        )
+        self.module, self.groups = module, groups
+        self.client_names, self.num_samples = tuple(names), num_samples
         self.rounds, self.history = 0, History()
-        self.method.bind(layout, len(names), self.seed, num_samples)
-        self.server = self.method.init_server(layout.model())
-        self.bank = Bank(self.method.init_own(layout.model()), len(names), bank, self.ranks)
+        methods = self._bind()
+        trees = [
+            method.init_server(group.layout.model())
+            for method, group in zip(methods, groups, strict=True)
+        ]
+        check_server_trees(self.method, groups, trees)
+        self.server = trees[0]
+        if len(groups) > 1:  # what is shared begins alike
+            self._load_shared()
+        count = len(names)
+        nothing = torch.zeros(count, dtype=torch.int64)
+        everyone = ClientInfo(torch.arange(count), num_samples, nothing, nothing.double(), 0, count)
+        for method, group in zip(methods, groups, strict=True):
+            group.begin(method, count, bank, self.ranks, everyone)
+
+    def _bind(self, num_samples: Tensor | None = None) -> list[Method]:
+        samples = self.num_samples if num_samples is None else num_samples
+        known = (self.num_clients, self.seed, samples)
+        methods = [bound(self.method, group, self.groups, *known) for group in self.groups]
+        if len(self.groups) > 1:
+            self.method.bind(self.groups[0].layout, *known)
+        return methods
 
     def move(self, server: torch.device | str, bank: torch.device | str) -> None:
         """Move the server's tree and the clients' memories."""
         self.server = tmap(lambda leaf: leaf.to(server), self.server)
-        self.bank.tree = tmap(lambda leaf: leaf.to(bank), self.bank.tree)
-        self.bank.device = torch.device(bank)
+        for group in self.groups:
+            group.bank.tree = tmap(lambda leaf: leaf.to(bank), group.bank.tree)
+            group.bank.device = torch.device(bank)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only, so that it loads with ``weights_only=True``.
@@ -257,13 +321,13 @@ class Federation:
         return {
             "method": type(self.method).__name__,
             "settings": self.method.settings(),
-            "layout": self.layout.describe(),
+            "layout": describe({group.name: group.layout for group in self.groups}),
             "clients": list(self.client_names),
             "num_samples": self.num_samples,
             "seed": self.seed,
             "rounds": self.rounds,
             "server": self.server,
-            "bank": self.bank.state_dict(),
+            "bank": self._memories(lambda bank: bank.state_dict()),
             "history": self.history.state_dict(),
         }
 
@@ -274,16 +338,27 @@ class Federation:
             CheckpointMismatchError: If it belongs to other clients, or to another kind of server.
         """
         check_server(saved["server"], self.server)
-        check_clients(saved, self.client_names, self.bank.tree)
-        device = next((leaf.device for leaf in self.layout.model().values()), torch.device("cpu"))
+        check_clients(saved, self.client_names, self._memories(lambda bank: bank.tree))
+        model = self.groups[0].layout.model()
+        device = next((leaf.device for leaf in model.values()), torch.device("cpu"))
         self.server = tmap(lambda leaf: leaf.to(device), saved["server"])
-        self.bank.load_state_dict(saved["bank"])
+        for group in self.groups:
+            alone = len(self.groups) == 1
+            group.bank.load_state_dict(saved["bank"] if alone else saved["bank"][group.name])
         self.rounds = saved["rounds"]
-        self.method.bind(self.layout, self.num_clients, self.seed, saved["num_samples"])
+        methods = self._bind(saved["num_samples"])
+        for method, group in zip(methods, self.groups, strict=True):
+            group.method = method
         self.history.load_state_dict(saved["history"])
         if not self.num_samples.any():
             self.num_samples = saved["num_samples"].clone()
-        self.layout.load(self.shared_model())
+        self._load_shared()
+
+    def _memories(self, of: Callable[[Bank], Tree]) -> Tree:
+        """All memories: of the one group, or by the group's name."""
+        if len(self.groups) == 1:
+            return of(self.groups[0].bank)
+        return {group.name: of(group.bank) for group in self.groups}
 
 
 def require_federation(trainer: Any, callback: object) -> Federation:

@@ -32,6 +32,8 @@ from torch.optim import Optimizer
 
 from lightning_pfl._lightning import is_overridden, overrides
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.select import check_engine
+from lightning_pfl.methods.base import Method
 
 LOCAL_HOOKS = (
     "backward",
@@ -66,6 +68,37 @@ REFUSED_CALLBACKS: dict[type[Callback], str] = {
 }
 
 
+def check_strategy(
+    method: object, engine: str, chunk_size: int | None, max_update_norm: float | None, bank: str
+) -> None:
+    """Check the arguments of :class:`~lightning_pfl.FederatedStrategy`.
+
+    Raises:
+        TypeError: If the method is none.
+        ValueError: If a setting is out of its range.
+    """
+    if method is not None and not isinstance(method, Method):
+        raise TypeError(
+            f"Expected `method` to be a federated method, but got method={method!r}. Pass an "
+            "instance, such as FedAvg()."
+        )
+    check_engine(engine)
+    if bank not in ("auto", "device", "host"):
+        raise ValueError(
+            f"Expected `bank` to be 'auto', 'device' or 'host', but got bank={bank!r}. Use 'auto'."
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(
+            f"Expected `chunk_size` to be at least 1, but got chunk_size={chunk_size!r}. Use None "
+            "to fit the memory."
+        )
+    if max_update_norm is not None and not max_update_norm > 0:
+        raise ValueError(
+            "Expected `max_update_norm` to be positive, but got "
+            f"max_update_norm={max_update_norm!r}. Use None for no bound."
+        )
+
+
 def refuse(flag: str, got: object, remedy: str) -> MisconfigurationException:
     """The error for a Trainer flag: its name in Python and YAML, the value, and what to do."""
     return MisconfigurationException(
@@ -90,6 +123,19 @@ def check_processes(asked: int, present: int) -> None:
             f"and the environment says that there are {present} processes. Set `trainer.devices` "
             "and `trainer.num_nodes` to what torchrun, srun or mpirun starts, or start the script "
             "without it."
+        )
+
+
+def check_one_process(architectures: int, processes: int) -> None:
+    """Require one process where clients have different architectures.
+
+    Raises:
+        MisconfigurationException: If there are several.
+    """
+    if architectures > 1 and processes > 1:
+        raise MisconfigurationException(
+            f"Expected devices=1 for {architectures} architectures, but got {processes} processes. "
+            "Clients with different architectures are trained in one process."
         )
 
 

@@ -25,17 +25,15 @@ from lightning_pfl._lightning import (
     step_schedulers,
     stop_if_terminated,
 )
-from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
+from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.cohort import Cohort
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import LocalResult
-from lightning_pfl.gate import judge_cohort
 from lightning_pfl.idle import learners
-from lightning_pfl.methods.base import Phase
 from lightning_pfl.placement import place
 from lightning_pfl.progress import ClientProgress
-from lightning_pfl.ranks import whole_work
 from lightning_pfl.sampling import sample_cohort
-from lightning_pfl.tree import Tree, nbytes, rows
+from lightning_pfl.tree import nbytes, rows
 
 LOOK_AHEAD = 64
 """Rounds in which a method is expected to train at least once."""
@@ -150,7 +148,9 @@ class FederatedLoop(FitLoop):
         phases = next((phases for phases in rounds if phases), ())
         flag = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
         limit = f"{flag}={getattr(trainer, flag)!r}"
-        self._learners = learners(self.strategy.engine, self.require_data(), phases, limit)
+        self._learners = learners(
+            self.strategy.groups[0].engine, self.require_data(), phases, limit
+        )
         self.max_batches = len(self._draw(start))
 
     def _check_reloaded(self, data: FederatedDataset) -> None:
@@ -215,65 +215,43 @@ class FederatedLoop(FitLoop):
         strategy, method, data = self.strategy, self.strategy.method, self.require_data()
         number = self.trainer.current_epoch
         phases = method.phases(number)
-        cohort = self._draw(number)
-        info = strategy.info(cohort, number, strategy.engine.count_steps(data, cohort, phases))
+        drawn = self._draw(number)
+        info = strategy.info(drawn, number, strategy.count_steps(data, drawn, phases))
         round = Round(number, info)
         self._hook("on_round_start", round)
 
         round.received = strategy.download(info)
-        part = strategy.part(cohort)
-        mine = info.rows(part.index)
-        own = strategy.bank.gather(mine.index, strategy.root_device)
+        cohort = Cohort(strategy, info, round.received)
+        cohort.exchange("before")
         self._hook("on_local_training_start", round)
-        clients = self._progress(cohort)
+        clients = self._progress(info.index)
         with self.trainer.profiler.profile("local_training"):
-            work = self._train(part.rows(round.received), own, mine, phases, clients)
-            work = whole_work(part, work)
+            work = cohort.train(data, phases, clients.finished)
         clients.finish()
         round.uploads = work.uploads
         self._hook("on_local_training_end", round)
 
-        accepted, round.rejected = judge_cohort(
-            part, work, round.received, info, strategy.max_update_norm
-        )
+        accepted, round.rejected = cohort.judge(work, strategy.max_update_norm)
         self._report(round, work, accepted)
-        learners, memories = mine.index, work.own
         if round.rejected:
-            kept = accepted.nonzero().flatten().to(strategy.root_device)
-            round.uploads = rows(work.uploads, kept)
-            kept = accepted[part.index].nonzero().flatten()
-            learners, memories = learners[kept], rows(memories, kept.to(strategy.root_device))
-            info = info.keep(accepted)
+            round.uploads = rows(
+                work.uploads, accepted.nonzero().flatten().to(strategy.root_device)
+            )
         self._hook("on_aggregation_start", round)
         server = strategy.server
-        if len(info):
+        if len(cohort.info):
             with self.trainer.profiler.profile("aggregation"):
-                server = method.server_update(server, round.uploads, info)
-        strategy.commit(server, learners, memories)
+                server = method.server_update(server, round.uploads, cohort.info)
+                cohort.exchange("after")
+        self._report_messages(round, cohort.exchanged)
+        cohort.remember()
+        strategy.commit(server)
         count_server_update(self)
         step_schedulers(self, plateau=False)
         self.stage = TRAINED
         self._hook("on_aggregation_end", round)
         self._hook("on_round_end", round)
         clients.release()
-
-    def _train(
-        self,
-        received: Tree,
-        own: Tree,
-        info: ClientInfo,
-        phases: tuple[Phase, ...],
-        clients: ClientProgress,
-    ) -> LocalResult:
-        """Local training of this process's clients, of which there may be none."""
-        strategy = self.strategy
-        if not len(info):
-            nothing = torch.empty(0, dtype=torch.float64, device=strategy.root_device)
-            return LocalResult({}, own, loss=nothing)
-        work: LocalResult = strategy.engine.train(
-            strategy.method, received, own, info, self.require_data(), phases, clients.finished
-        )
-        return work
 
     def _report(self, round: Round, result: LocalResult, accepted: Tensor) -> None:
         """What the round logs: means of the user's values over accepted clients, and traffic."""
@@ -310,6 +288,15 @@ class FederatedLoop(FitLoop):
                 f"({listed}). They keep what they "
                 f"remembered{'; the server is unchanged' if len(round.rejected) == cohort else ''}."
             )
+
+    def _report_messages(self, round: Round, exchanged: int) -> None:
+        """Add the traffic between clients, each message as sent and as received."""
+        round.bytes_exchanged = exchanged
+        self.logged = {
+            **self.logged,
+            "round/bytes_down": self.logged["round/bytes_down"] + exchanged,
+            "round/bytes_up": self.logged["round/bytes_up"] + exchanged,
+        }
 
     def _progress(self, cohort: Tensor) -> ClientProgress:
         self.epoch_loop.batch_progress.reset_on_run()

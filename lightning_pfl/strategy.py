@@ -30,9 +30,10 @@ from lightning_pfl.checkpoint import (
     require_federated,
     require_lightning,
 )
-from lightning_pfl.engine.select import EngineName, SelectedEngine, check_engine
+from lightning_pfl.engine.select import EngineName, SelectedEngine
 from lightning_pfl.evaluation import FederatedEvaluationLoop
 from lightning_pfl.federation import Federation, bank_device
+from lightning_pfl.groups import Group, architectures, describe, layouts, make_groups, table
 from lightning_pfl.layout import Layout
 from lightning_pfl.loop import FederatedLoop
 from lightning_pfl.methods.base import Method
@@ -41,6 +42,7 @@ from lightning_pfl.prediction import FederatedPredictionLoop
 from lightning_pfl.processes import TIMEOUT, ProcessesStrategy
 from lightning_pfl.ranks import keep_metrics_apart
 from lightning_pfl.sampling import check_participation
+from lightning_pfl.tree import Model
 
 SPREAD = 2**30
 """Bytes of clients' memories that every process has after a run, to answer users' questions."""
@@ -113,7 +115,7 @@ class FederatedStrategy(Federation, ProcessesStrategy):
             process_group_backend,
             timeout,
         )
-        _check_settings(method, engine, chunk_size, max_update_norm, bank)
+        flags.check_strategy(method, engine, chunk_size, max_update_norm, bank)
         self.participation = check_participation(participation)
         self.chunk_size, self.max_update_norm, self.prefix_cache = (
             chunk_size,
@@ -167,19 +169,29 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         self.optimizers, self.lr_scheduler_configs = self._configure_optimizers()
         loop.max_batches = cohort
         flags.check_schedulers(self.lr_scheduler_configs)
-        # The template itself never steps; without this, torch warns that a scheduler stepped first.
-        self.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
+        # Templates never step; without this, torch warns that a scheduler stepped first.
+        for template in self.optimizers:
+            template._opt_called = True  # type: ignore[attr-defined]
 
-    def client_optimizer(self) -> Optimizer:
+    def client_optimizer(self, group: Group) -> Optimizer:
         """The template outside of a fit, with the checkpoint's learning rates if it has any."""
-        template = self._configure_optimizers()[0][0]
+        template = self._configure_optimizer(group.module)[0][0]
         if self._saved_optimizers:
-            template.load_state_dict(self._saved_optimizers[0])
+            template.load_state_dict(self._saved_optimizers[self.groups.index(group)])
         return template
 
     def _configure_optimizers(self) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-        module = self.lightning_module
-        assert module is not None
+        """One template, and its schedulers, for every architecture."""
+        optimizers, schedulers = [], []
+        for module in architectures(self.lightning_module).values():
+            one, configs = self._configure_optimizer(module)
+            optimizers += one
+            schedulers += configs
+        return optimizers, schedulers
+
+    def _configure_optimizer(
+        self, module: L.LightningModule
+    ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
         flags.check_module(module)
         configured = module.configure_optimizers()
         if configured is None:
@@ -198,7 +210,8 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         if self._owner:
             # Who was interrupted can't count on the others.
             if self._owner[0].state.status != TrainerStatus.INTERRUPTED:
-                self.bank.spread(SPREAD)
+                for group in self.groups:
+                    group.bank.spread(SPREAD)
             self.move("cpu", "cpu")
         super().teardown()
 
@@ -224,7 +237,7 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         """Load the module; the federation's state is kept until `setup` knows the clients."""
         assert self.lightning_module is not None
         saved = require_federated(checkpoint)
-        check_layout(saved, type(self.method).__name__, self._new_layout())
+        check_layout(saved, type(self.method).__name__, describe(self._layouts()))
         check_settings(saved, self.method.settings(), self.method.state_settings)
         super().load_model_state_dict(checkpoint, strict)
         self._saved = saved
@@ -250,11 +263,8 @@ class FederatedStrategy(Federation, ProcessesStrategy):
             )
         return found[0]
 
-    def _new_layout(self) -> Layout:
-        assert self.lightning_module is not None
-        return Layout(
-            self.lightning_module, self.method.resolve_personal(Layout(self.lightning_module))
-        )
+    def _layouts(self) -> dict[str, Layout]:
+        return layouts(self.lightning_module, self.method)
 
     def _setup_federation(self, trainer: Any) -> None:
         module = self.lightning_module
@@ -265,13 +275,16 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         fresh = owner != self._owner
         if fresh or self._saved is not None:
             self.seed = self._choose_seed()
-        layout = self._new_layout()
+        split = self._layouts()
+        flags.check_one_process(len(split), self.ranks.size)
         held = -(-len(names) // self.ranks.size)
-        memories = bank_device(self._bank_place, self.root_device, layout.model(), held)
+        largest = max((layout.model() for layout in split.values()), key=_nbytes)
+        memories = bank_device(self._bank_place, self.root_device, largest, held)
         if fresh:
             if trainer.state.fn == TrainerFn.FITTING and self._saved is None:
                 flags.check_unused(trainer)
-            self.begin(module, layout, names, num_samples, memories)
+            groups = make_groups(module, split, names)
+            self.begin(module, groups, names, num_samples, memories)
             self._owner = owner
         self.bind_method()
         if not fresh and self._saved is None and (changed := self.changed_outside()):
@@ -280,7 +293,8 @@ class FederatedStrategy(Federation, ProcessesStrategy):
                 f"{', ...' if len(changed) > 1 else ''}), but this Trainer goes on with what "
                 "server and clients have. Use a new Trainer to start from the module."
             )
-        self.bank.keep_own()
+        for group in self.groups:
+            group.bank.keep_own()
         self.move(self.root_device, memories)
         if num_samples.any():
             self.num_samples = num_samples
@@ -294,10 +308,13 @@ class FederatedStrategy(Federation, ProcessesStrategy):
             rank_zero_info(
                 f"{type(self.method).__name__} with {self.num_clients} clients, "
                 f"{trainer.num_training_batches} a round; "
-                f"engine {self.engine.name}; seed {self.seed}. Parameters and "
-                f"buffers:\n{self.layout.table()}"
+                f"engine {self._engine_name}; seed {self.seed}. Parameters and "
+                f"buffers:\n{table(self.groups)}"
             )
-            for note in (*self.layout.notes(), *self.method.notes(self.layout)):
+            found = [
+                (*group.layout.notes(), *group.method.notes(group.layout)) for group in self.groups
+            ]
+            for note in dict.fromkeys(note for notes in found for note in notes):
                 rank_zero_info(note)
 
     def _clients(self, trainer: Any) -> tuple[tuple[str, ...], Tensor]:
@@ -335,39 +352,20 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fresh or fitting:
             self.settings = settings
-            template = self.optimizers[0] if fitting else None
-            self.engine = SelectedEngine(
-                self._engine_name, self.lightning_module, self.layout, template, settings
-            )
-        else:  # the engine of the fit has made its choices; it reads the settings when it runs
+            for number, group in enumerate(self.groups):
+                template = self.optimizers[number] if fitting else None
+                group.engine = SelectedEngine(
+                    self._engine_name, group.module, group.layout, template, settings
+                )
+        else:  # the engines of the fit have chosen; they read the settings when they run
             vars(self.settings).update(vars(settings))
             if restored:
-                self.engine.template = None  # `client_optimizer` then makes the checkpoint's
+                for group in self.groups:
+                    group.engine.template = None  # `client_optimizer` then makes the checkpoint's
 
 
-def _check_settings(
-    method: object, engine: str, chunk_size: int | None, max_update_norm: float | None, bank: str
-) -> None:
-    if method is not None and not isinstance(method, Method):
-        raise TypeError(
-            f"Expected `method` to be a federated method, but got method={method!r}. Pass an "
-            "instance, such as FedAvg()."
-        )
-    check_engine(engine)
-    if bank not in ("auto", "device", "host"):
-        raise ValueError(
-            f"Expected `bank` to be 'auto', 'device' or 'host', but got bank={bank!r}. Use 'auto'."
-        )
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(
-            f"Expected `chunk_size` to be at least 1, but got chunk_size={chunk_size!r}. Use None "
-            "to fit the memory."
-        )
-    if max_update_norm is not None and not max_update_norm > 0:
-        raise ValueError(
-            "Expected `max_update_norm` to be positive, but got "
-            f"max_update_norm={max_update_norm!r}. Use None for no bound."
-        )
+def _nbytes(model: Model) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in model.values())
 
 
 def _install_loops(trainer: Any) -> None:

@@ -226,20 +226,19 @@ class HeadFineTuning(FederatedCallback):
         """Train and evaluate the clients a group at a time."""
         held = self._keep(federation)
         size = max(1, TRAINED_TOGETHER // max(held, 1))
-        parts = []
-        for begin in range(0, len(clients), size):
-            group = slice(begin, begin + size)
+        parts, order = [], list(torch.arange(len(clients)).split(size))
+        for some in order:
             parts.append(
                 evaluate_clients(
                     federation,
                     lambda ids: self._models(federation, ids),
-                    clients[group],
-                    rows[group],
+                    clients[some],
+                    rows[some],
                     data,
                     step,
                 )
             )
-        return join(parts)
+        return join(parts, order)
 
     def _keep(self, federation: Federation) -> int:
         """Make room for the clients' fine-tuned parameters; returns the bytes of one client's."""

@@ -11,14 +11,18 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, FederatedCallback
 from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.peers import Exchange, Inbox
 from lightning_pfl.tree import Model, Tree, select, weighted_mean
+
+if TYPE_CHECKING:
+    from lightning_pfl.graphs import Graph
 
 Weighting = Literal["samples", "uniform"]
 
@@ -143,6 +147,8 @@ class Method(FederatedCallback):
             order of their ids, and how many such axes: ``{"models": 1, "relationship": 2}``.
         state_settings: Settings on which the server's state depends: a checkpoint with another
             value is refused.
+        graph: Who is whose neighbour, for methods that exchange messages; set by them in
+            :meth:`bind`.
         layout, num_clients, num_samples, seed: Set by :meth:`bind` before the first round.
     """
 
@@ -155,6 +161,7 @@ class Method(FederatedCallback):
     num_clients: int
     num_samples: Tensor
     seed: int
+    graph: Graph
 
     def __init__(
         self,
@@ -213,6 +220,16 @@ class Method(FederatedCallback):
         """One client's memory before round 0; default: the personal part of the module's model."""
         return {"model": select(model, self.layout.personal)}
 
+    def init_own_rows(self, own: Tree, model: Model, info: ClientInfo) -> Tree:
+        """What differs between clients' memories before round 0; default: nothing.
+
+        Args:
+            own: :meth:`init_own` for some clients, ``(clients, ...)``.
+            model: The module's model, without client axis.
+            info: These clients.
+        """
+        return own
+
     # --- a client's round, in the order of time ---
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
@@ -258,6 +275,29 @@ class Method(FederatedCallback):
         The weighted mean.
         """
         return {**server, "model": weighted_mean(uploads["model"], info.weights)}
+
+    # --- messages between neighbours, without a server ---
+
+    def exchanges(self, round: int) -> tuple[Exchange, ...]:
+        """The exchanges of messages in a round, in the order of time, over :attr:`graph`."""
+        return ()
+
+    def send(self, exchange: str, own: Tree, info: ClientInfo) -> Tree:
+        """What clients write to their neighbours.
+
+        Returns:
+            ``(clients, slots, ...)``, slot ``s`` of client ``i`` for ``graph.neighbours[i, s]``, or
+            ``(clients, ...)`` where all neighbours get the same.
+        """
+        raise NotImplementedError
+
+    def receive(self, exchange: str, own: Tree, inbox: Inbox, info: ClientInfo) -> Tree:
+        """What clients make of what they receive: the new ``own``."""
+        raise NotImplementedError
+
+    def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor | None:
+        """Bytes of each message, int64 ``(clients, slots)``, where ``sent`` is filled up."""
+        return None
 
     # --- what is evaluated and handed out ---
 

@@ -1,0 +1,256 @@
+"""Clients of one architecture: their module, their memories and their engine.
+
+Most federations have one group. Several come from :class:`~lightning_pfl.ClientModules`; each group
+is batched on its own, and only what has the same shape in all of them can meet on a server.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.client_modules import ClientModules
+from lightning_pfl.layout import Layout
+from lightning_pfl.ranks import Ranks
+from lightning_pfl.state import Bank
+from lightning_pfl.tree import Tree, rows, tmap
+
+if TYPE_CHECKING:
+    from lightning_pfl.engine.select import SelectedEngine
+    from lightning_pfl.methods.base import Method
+
+INITIAL_ROWS = 64
+"""Clients whose first memories are made at a time, where they differ."""
+
+
+class Group:
+    """Clients that share one architecture.
+
+    Args:
+        name: The group's name; empty where it is the only one.
+        module: The module of its clients.
+        layout: Who holds which of its parameters.
+        clients: Their ids, int64 ``(clients,)``, ascending; None for all clients.
+
+    Attributes:
+        method: The method, bound to this group's layout; the federation's own where there is one
+            group.
+        bank: What its clients remember.
+        engine: What runs its clients.
+    """
+
+    method: Method
+    bank: Bank
+    engine: SelectedEngine
+
+    def __init__(self, name: str, module: Any, layout: Layout, clients: Tensor | None) -> None:
+        self.name, self.module, self.layout, self.clients = name, module, layout, clients
+
+    def begin(
+        self, method: Method, num_clients: int, device: torch.device, ranks: Ranks, info: ClientInfo
+    ) -> None:
+        """Fill the bank with what the clients remember before round 0.
+
+        Args:
+            method: Bound to this group.
+            num_clients: Clients of the federation.
+            device: Where the bank lives.
+            ranks: The processes that share the clients.
+            info: All clients of the federation.
+        """
+        self.method = method
+        model = self.layout.model()
+        held = num_clients if self.clients is None else len(self.clients)
+        self.bank = Bank(method.init_own(model), held, device, ranks)
+        if type(method).init_own_rows is _base().init_own_rows:
+            return
+        mine = torch.arange(num_clients) if self.clients is None else self.clients
+        for some in mine.split(INITIAL_ROWS):
+            some = some[ranks.part(some).index]
+            if len(some):
+                own = self.gather(some, device)
+                self.scatter(some, method.init_own_rows(own, model, info.rows(some)))
+
+    def gather(self, clients: Tensor, device: torch.device | str | None = None) -> Tree:
+        """Copies of what some of its clients remember, ``(clients, ...)``."""
+        return self.bank.gather(self.positions(clients), device)
+
+    def scatter(self, clients: Tensor, memories: Tree) -> None:
+        """Store what some of its clients remember."""
+        self.bank.scatter(self.positions(clients), memories)
+
+    def positions(self, clients: Tensor) -> Tensor:
+        """Rows of the bank of some of its clients."""
+        return clients if self.clients is None else torch.searchsorted(self.clients, clients)
+
+
+def _base() -> type[Method]:
+    from lightning_pfl.methods.base import Method
+
+    return Method
+
+
+def architectures(module: Any) -> dict[str, Any]:
+    """The modules that clients train, by name: the user's, or those of ``ClientModules``."""
+    return module.groups if isinstance(module, ClientModules) else {"": module}
+
+
+def layouts(module: Any, method: Method) -> dict[str, Layout]:
+    """Who holds which parameter, for every architecture."""
+    return {
+        name: Layout(part, method.resolve_personal(Layout(part)))
+        for name, part in architectures(module).items()
+    }
+
+
+def make_groups(module: Any, split: Mapping[str, Layout], names: Sequence[str]) -> list[Group]:
+    """The groups of a module: one, or those of :class:`~lightning_pfl.ClientModules`.
+
+    Args:
+        module: The user's module.
+        split: As :func:`layouts` gives it.
+        names: The clients' names.
+    """
+    if not isinstance(module, ClientModules):
+        return [Group("", module, split[""], None)]
+    members = module.members(names)
+    return [Group(name, part, split[name], members[name]) for name, part in module.groups.items()]
+
+
+def describe(split: Mapping[str, Layout]) -> dict[str, object]:
+    """What a checkpoint must agree on: the shape and the holder of every entry."""
+    return {
+        f"{group}: {name}" if group else name: entry
+        for group, layout in split.items()
+        for name, entry in layout.describe().items()
+    }
+
+
+def table(groups: Sequence[Group]) -> str:
+    """Who holds which parameters, for the log."""
+    return "\n".join(
+        (f"  {group.name}\n" if group.name else "") + group.layout.table() for group in groups
+    )
+
+
+def bound(method: Method, group: Group, groups: Sequence[Group], *args: Any) -> Method:
+    """The method for one group: itself where there is one group, else a copy of its own layout."""
+    own = method if len(groups) == 1 else copy.copy(method)
+    own.bind(group.layout, *args)
+    return own
+
+
+def by_group(groups: Sequence[Group], clients: Tensor) -> Iterator[tuple[Group, slice | Tensor]]:
+    """Split a list of clients: each group with the positions of its clients in the list."""
+    if len(groups) == 1:
+        yield groups[0], slice(None)
+        return
+    for group in groups:
+        assert group.clients is not None
+        at = torch.isin(clients, group.clients).nonzero().flatten()
+        if len(at):
+            yield group, at
+
+
+def one_group(groups: Sequence[Group], clients: Tensor | None = None) -> Group:
+    """The group of all these clients; of all clients of the federation for None.
+
+    Raises:
+        MisconfigurationException: If they are of several groups.
+    """
+    found = groups if clients is None else [group for group, _ in by_group(groups, clients)]
+    if len(found) == 1:
+        return found[0]
+    raise MisconfigurationException(
+        "Expected clients of one architecture, but got clients of "
+        f"{', '.join(repr(group.name) for group in found) or 'no group'}. Ask for the clients of "
+        "one group at a time; callbacks that compare or change the parameters of all clients need "
+        "one module for all of them."
+    )
+
+
+def check_server_trees(method: Method, groups: Sequence[Group], trees: Sequence[Tree]) -> None:
+    """Require that what the server holds has the same shapes in all groups.
+
+    Args:
+        method: The method.
+        groups: The groups.
+        trees: What ``init_server`` makes of the module of each.
+
+    Raises:
+        MisconfigurationException: Names the entry, both shapes, and what works across them.
+    """
+    first = _shapes(trees[0])
+    for group, tree in zip(groups[1:], trees[1:], strict=True):
+        other = _shapes(tree)
+        for name in {**first, **other}:
+            ours, theirs = first.get(name), other.get(name)
+            if ours != theirs:
+                raise MisconfigurationException(
+                    f"Expected what {type(method).__name__} holds on the server to have one shape "
+                    f"for all clients, but `{name}` is {_say(ours)} in group "
+                    f"{groups[0].name!r} and {_say(theirs)} in group {group.name!r}. Across "
+                    "architectures use LocalOnly, SheafFMTL or HomologicalConstraints; or FedPer, "
+                    "FedRep or LGFedAvg with a split whose shared part is the same in all groups."
+                )
+
+
+def _say(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(shape)
+
+
+def _shapes(tree: Tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for name, leaf in tree.items():
+        key = f"{prefix}{name}"
+        found |= _shapes(leaf, f"{key}/") if isinstance(leaf, dict) else {key: tuple(leaf.shape)}
+    return found
+
+
+def merge(parts: Sequence[tuple[slice | Tensor, Tree]], count: int) -> Tree:
+    """Trees of several groups as one ``(count, ...)``, in the order of the list they come from.
+
+    Raises:
+        KeyError: If they have different names.
+    """
+    if len(parts) == 1 and isinstance(parts[0][0], slice):
+        return parts[0][1]
+    order = torch.cat([at for at, _ in parts if isinstance(at, Tensor)])
+    place = torch.empty(count, dtype=torch.int64)
+    place[order] = torch.arange(count)
+    joined = tmap(lambda *found: torch.cat(found), *(tree for _, tree in parts))
+    return tmap(lambda leaf: leaf.index_select(0, place.to(leaf.device)), joined)
+
+
+def values(
+    parts: Sequence[tuple[slice | Tensor, Mapping[str, Tensor]]], count: int
+) -> dict[str, Tensor]:
+    """Logged values of several groups, ``(count,)``; NaN where a group logs no such value."""
+    if len(parts) == 1 and isinstance(parts[0][0], slice):
+        return dict(parts[0][1])
+    found: dict[str, Tensor] = {}
+    for at, logged in parts:
+        for name, value in logged.items():
+            gap = torch.full((count,), torch.nan, dtype=value.dtype, device=value.device)
+            found.setdefault(name, gap)[at] = value
+    return found
+
+
+def split_rows(tree: Tree, at: slice | Tensor) -> Tree:
+    """A group's rows of a tree; views where there is one group."""
+    if isinstance(at, slice):
+        return tree
+    device = next((leaf.device for leaf in _leaves(tree)), None)
+    return rows(tree, at.to(device))
+
+
+def _leaves(tree: Tree) -> Iterator[Tensor]:
+    from lightning_pfl.tree import leaves
+
+    return leaves(tree)
