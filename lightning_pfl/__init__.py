@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
     from lightning_pfl.callback import FederatedCallback
+    from lightning_pfl.client_modules import ClientModules
     from lightning_pfl.data import FederatedDataModule
     from lightning_pfl.loop import FederatedLoop
     from lightning_pfl.module import PersonalizedModule
@@ -23,6 +24,7 @@ __all__ = [
     "FederatedStrategy",
     "FederatedDataModule",
     "PersonalizedModule",
+    "ClientModules",
     "FederatedLoop",
     "FederatedCallback",
     "__version__",
@@ -33,6 +35,7 @@ _HOME = {
     "FederatedStrategy": "lightning_pfl.strategy",
     "FederatedDataModule": "lightning_pfl.data",
     "PersonalizedModule": "lightning_pfl.module",
+    "ClientModules": "lightning_pfl.client_modules",
     "FederatedLoop": "lightning_pfl.loop",
     "FederatedCallback": "lightning_pfl.callback",
 }
