@@ -12,6 +12,7 @@ from .clients import (
 from .datamodule import FederatedDataModule
 from .digits import Digits
 from .fashion_mnist import FashionMNIST
+from .femnist import FEMNIST
 from .partition import (
     IID,
     ClassesPerClient,
@@ -43,6 +44,7 @@ __all__ = [
     "FashionMNIST",
     "CIFAR10",
     "CIFAR100",
+    "FEMNIST",
     "HuggingFaceTable",
     "QuadraticClients",
     "LinearRepresentation",
