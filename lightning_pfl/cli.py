@@ -7,8 +7,10 @@ API can do with the same words.
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, SupportsFloat
 
+import torch
 from lightning.fabric.utilities import rank_zero_only
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -17,6 +19,7 @@ from rich.table import Table
 
 # Imported so that recipes can name the classes inside without a module path.
 from lightning_pfl import FederatedStrategy, callbacks, data, methods, models  # noqa: F401
+from lightning_pfl.evaluation import log_folder
 from lightning_pfl.methods.base import Method
 from lightning_pfl.metrics import STATISTICS
 
@@ -85,6 +88,20 @@ class PFLCLI(LightningCLI):
             # The best round was chosen by test data here: its value says nothing.
             metrics = {k: v for k, v in metrics.items() if not k.startswith("best/")}
         print_results(metrics)
+
+    def after_predict(self) -> None:
+        """Write what every client's ``predict_step`` returned: ``predictions.pt`` beside the logs.
+
+        A dict from client name to its list of outputs, one per batch, in the order of the data.
+        """
+        loop: Any = self.trainer.predict_loop
+        if not self.trainer.is_global_zero or not loop.predictions:
+            return
+        folder = log_folder(self.trainer) or Path(self.trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        outputs = dict(zip(loop.load().names, loop.predictions, strict=True))
+        torch.save(outputs, folder / "predictions.pt")
+        print(f"Predictions of {len(outputs)} clients: {folder / 'predictions.pt'}")
 
 
 def evaluated(metrics: Mapping[str, SupportsFloat]) -> dict[str, dict[str, float]]:

@@ -1,11 +1,13 @@
 """FederatedDataModule: a source, split over clients, as train, validation and test data."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import numpy as np
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.randomness import derive
@@ -153,6 +155,29 @@ class FederatedDataModule(L.LightningDataModule):
     def predict_dataloader(self) -> FederatedTensorDataset:
         """Return the test data: predictions are for samples that no client trained on."""
         return self._dataset("test")
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: a digest of who holds which samples."""
+        return {"partition": self._digest()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Warn if the checkpoint's clients held other samples."""
+        self.setup()
+        if state_dict["partition"] != self._digest():
+            rank_zero_warn(
+                "The clients of the checkpoint's run held other samples than those of this data "
+                "module: models are trained or tested on a split that isn't theirs, perhaps on "
+                "each other's training data. Use the source, the partition and the seed of that "
+                "run, unless this is what you want."
+            )
+
+    def _digest(self) -> str:
+        found = hashlib.sha256()
+        for split in ("train", "val", "test"):
+            for part in self._splits[split].parts:
+                found.update(f"{split} {len(part)} ".encode())
+                found.update(np.ascontiguousarray(part, dtype=np.int64).tobytes())
+        return found.hexdigest()[:16]
 
     def new_clients(self, split: Split = "train") -> FederatedTensorDataset:
         """Return the data of the clients that were held out and never take part in a round.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from lightning_pfl import FederatedStrategy
@@ -126,6 +127,23 @@ def test_fit_then_test_from_its_checkpoint(
     )
     first = fitted.trainer.test(fitted.model, datamodule=fitted.datamodule, verbose=False)
     assert float(tested.trainer.callback_metrics["test_acc"]) == first[0]["test_acc"]
+
+
+def test_predict_writes_what_every_client_predicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--config", RECIPE, *CPU, "--trainer.default_root_dir", str(tmp_path)]
+    cli = PFLCLI(["predict", *settings, "--trainer.enable_progress_bar", "false"])
+    (path,) = tmp_path.rglob("predictions.pt")
+    assert str(path) in capsys.readouterr().out
+    written = torch.load(path, weights_only=True)
+    data = cli.datamodule.predict_dataloader()
+    assert list(written) == list(data.names)
+    cli.model.eval()  # nothing was trained: every client's model is the module
+    with torch.no_grad():
+        for client, outputs in enumerate(written.values()):
+            x = data.gather(data.indices[client])[0]
+            torch.testing.assert_close(torch.cat(outputs), cli.model(x))
 
 
 def test_evaluated_picks_what_has_a_worst_decile() -> None:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from lightning_pfl import FederatedStrategy, PersonalizedModule
 from lightning_pfl.checkpoint import AtomicCheckpointIO
+from lightning_pfl.data import ClassesPerClient, Digits, FederatedDataModule
 from lightning_pfl.errors import CheckpointMismatchError
 from lightning_pfl.methods import FedAvg, FedPer, FedRep, LocalOnly
 from lightning_pfl.methods.base import Method
+from lightning_pfl.models import MLP
 from lightning_pfl.tree import leaves
 from tests.loop.setting import Quadratic, classes, network, points, trainer
 
@@ -347,3 +349,21 @@ def test_a_users_checkpoint_plugin_is_used(tmp_path: Path) -> None:
     run.fit(network(), *classes())
     run.save_checkpoint(tmp_path / "a.ckpt")
     assert plugin.written == 1
+
+
+def test_a_checkpoint_of_another_partition_is_said(tmp_path: Path) -> None:
+    def module_of(seed: int) -> FederatedDataModule:
+        return FederatedDataModule(
+            Digits(), ClassesPerClient(2), num_clients=5, val_fraction=0.2, seed=seed
+        )
+
+    def mlp() -> MLP:
+        return MLP([64, 10])
+
+    run = trainer(FedRep(), max_epochs=1)
+    run.fit(mlp(), module_of(0))
+    path = str(tmp_path / "a.ckpt")
+    run.save_checkpoint(path)
+    trainer(FedRep()).test(mlp(), module_of(0), ckpt_path=path)  # warnings are errors here
+    with pytest.warns(UserWarning, match="held other samples than those of this data module"):
+        trainer(FedRep()).test(mlp(), module_of(1), ckpt_path=path)
