@@ -16,6 +16,7 @@ from .femnist import FEMNIST
 from .partition import (
     IID,
     ClassesPerClient,
+    ConsecutiveClasses,
     Dirichlet,
     FeatureSkew,
     FlowerPartitioner,
@@ -51,6 +52,7 @@ __all__ = [
     "Partition",
     "IID",
     "ClassesPerClient",
+    "ConsecutiveClasses",
     "Dirichlet",
     "LogNormalSizes",
     "QuantitySkew",

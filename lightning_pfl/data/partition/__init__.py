@@ -1,6 +1,7 @@
 """Partitions: who holds which sample."""
 
 from .base import Partition, Parts
+from .consecutive import ConsecutiveClasses
 from .draw import draw
 from .features import FeatureSkew
 from .given import FlowerPartitioner, Natural
@@ -10,6 +11,7 @@ from .sizes import IID, LogNormalSizes, QuantitySkew
 __all__ = [
     "IID",
     "ClassesPerClient",
+    "ConsecutiveClasses",
     "Dirichlet",
     "LogNormalSizes",
     "QuantitySkew",
