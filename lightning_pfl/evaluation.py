@@ -167,9 +167,16 @@ def summaries(evaluation: Evaluation, prefix: str = "") -> dict[str, float]:
     """Statistics over clients: ``val_acc`` is the mean, beside it ``val_acc/std`` and so on."""
     found = {}
     for key, values in evaluation.values.items():
-        for name, number in summarize(values, evaluation.counts, higher_is_better(key)).items():
+        better = direction(key, evaluation)
+        for name, number in summarize(values, evaluation.counts, better).items():
             found[f"{prefix}{key}/{name}" if name else f"{prefix}{key}"] = number
     return found
+
+
+def direction(key: str, evaluation: Evaluation) -> bool:
+    """Whether larger is better: as the logged torchmetrics object says, else by the name."""
+    known = evaluation.options.get(key, LogOptions()).higher_is_better
+    return higher_is_better(key) if known is None else known
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -336,6 +343,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         """Log the statistics, extend the per-client table, and remember the round."""
         round = self.strategy.rounds - 1
         values: dict[str, float] = {}
+        directions: dict[str, bool] = {}
         shown, logged = set(), set()
         for prefix, evaluation in results.items():
             found = summaries(evaluation, prefix)
@@ -347,12 +355,13 @@ class FederatedEvaluationLoop(EvaluationLoop):
                     for name in found
                     if name == f"{prefix}{key}" or name.startswith(f"{prefix}{key}/")
                 }
+                directions |= dict.fromkeys(own, direction(key, evaluation))
                 logged |= own if options.logger else set()
                 shown |= {f"{prefix}{key}"} if options.prog_bar and not prefix else set()
         hook = "test_step" if self.trainer.testing else "validation_step"
         log_values(self._results, hook, values, shown, logged)
         if self._trainer_fn == TrainerFn.FITTING:
-            self.strategy.history.update(round, values)
+            self.strategy.history.update(round, values, directions)
         folder = log_folder(self.trainer)
         if folder is not None:
             path = folder / f"clients_{self.prefix}.csv"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from lightning_pfl.metrics.history import BestValidationRound, LastRounds
@@ -34,13 +35,26 @@ class History:
         self.last = LastRounds(window=10)
         self.best: BestValidationRound | None = None
 
-    def update(self, round: int, values: Mapping[str, float]) -> None:
-        """Take the values of one evaluated round, which may have none."""
+    def update(
+        self,
+        round: int,
+        values: Mapping[str, float],
+        directions: Mapping[str, bool] = MappingProxyType({}),
+    ) -> None:
+        """Take the values of one evaluated round, which may have none.
+
+        Args:
+            round: The round, from 0.
+            values: Values by name.
+            directions: Whether larger is better, where it is known by more than the name.
+        """
         if not values:
             return
         self.last.update(round, values)
         if self.best is None:
-            self.best = _best_by(_criterion(values))
+            better = {n: directions.get(n, higher_is_better(n)) for n in values}
+            name = next((n for n in values if better[n]), next(iter(values)))
+            self.best = BestValidationRound(name, "max" if better[name] else "min")
         if self.best.monitor in values:
             self.best.update(round, values)
 
@@ -57,7 +71,13 @@ class History:
     def state_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         best = (
-            None if self.best is None else {"monitor": self.best.monitor, **self.best.state_dict()}
+            None
+            if self.best is None
+            else {
+                "monitor": self.best.monitor,
+                "mode": self.best.mode,
+                **self.best.state_dict(),
+            }
         )
         return {"last": self.last.state_dict(), "best": best}
 
@@ -66,8 +86,9 @@ class History:
         self.last.load_state_dict(state["last"])
         self.best = None
         if state["best"] is not None:
-            self.best = _best_by(state["best"]["monitor"])
-            self.best.load_state_dict(state["best"])
+            best = state["best"]
+            self.best = BestValidationRound(best["monitor"], best["mode"])
+            self.best.load_state_dict(best)
 
 
 def higher_is_better(name: str) -> bool:
@@ -84,11 +105,3 @@ def higher_is_better(name: str) -> bool:
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
     lower = "loss" in name.lower() or any(part.lower() in LOWER_IS_BETTER for part in parts)
     return not lower
-
-
-def _criterion(values: Mapping[str, float]) -> str:
-    return next((name for name in values if higher_is_better(name)), next(iter(values)))
-
-
-def _best_by(name: str) -> BestValidationRound:
-    return BestValidationRound(name, "max" if higher_is_better(name) else "min")

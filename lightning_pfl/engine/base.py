@@ -51,10 +51,15 @@ class LogOptions:
     """How the user logged a value.
 
     The arguments of ``self.log`` that matter after averaging over clients.
+
+    Attributes:
+        prog_bar, logger: Where it is shown.
+        higher_is_better: What a torchmetrics object says of itself; None where nothing is known.
     """
 
     prog_bar: bool = False
     logger: bool = True
+    higher_is_better: bool | None = None
 
 
 @dataclass

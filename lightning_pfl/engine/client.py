@@ -93,7 +93,8 @@ class LogCapture:
                 f"{', '.join(REDUCTIONS)}, but got "
                 f"reduce_fx={reduce_fx!r}. Log a torchmetrics object for other reductions."
             )
-        self.options[name] = LogOptions(prog_bar, logger is not False)
+        better = value.higher_is_better if isinstance(value, Metric) else None
+        self.options[name] = LogOptions(prog_bar, logger is not False, better)
         weight = _weight(name, batch_size)
         # The batch's own samples are what counts anyway, and a recorded step can't say a weight.
         weight = None if weight == self._samples else weight
@@ -227,6 +228,20 @@ class ClientProgram:
         self.random_calls = mode.calls if mode is not None else 0
         loss = out["loss"] if isinstance(out, dict) else out
         return loss, self.log.take()
+
+    def measured_loss(
+        self, model: Model, batch: Any, key: Tensor | None, number: int, mask: Tensor | None
+    ) -> Tensor | None:
+        """Training loss of one client's minibatch as it is, without augmentation.
+
+        None where ``training_step`` skips the minibatch.
+        """
+        augment, self.augment = self.augment, None
+        try:
+            loss, _ = self.training_loss(model, batch, key, number, mask, None)
+        finally:
+            self.augment = augment
+        return loss
 
     def _masked_loss(self, model: Model, batch: Any, mask: Tensor) -> tuple[Tensor, dict[str, Any]]:
         values = self.call(model, self.module.per_sample, batch)

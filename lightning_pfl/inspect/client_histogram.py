@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.federation import require_federation
-from lightning_pfl.history import higher_is_better
+from lightning_pfl.evaluation import direction
 from lightning_pfl.inspect.board import (
     boards,
     check_every,
@@ -97,10 +97,9 @@ class ClientHistogram(FederatedCallback):
             history = self.rounds.get(name, {})
             last = max(history, default=0)
             if self._drawn < last:
-                values, counts = _values(loop.results, name)
-                show(
-                    trainer, f"clients/{name}/sorted", draw_sorted(values, counts, name, last), last
-                )
+                values, counts, better = _values(loop.results, name)
+                figure = draw_sorted(values, counts, name, last, better)
+                show(trainer, f"clients/{name}/sorted", figure, last)
             if len(history) > 1:
                 show(trainer, f"clients/{name}/rounds", draw_rounds(history, name), last)
 
@@ -120,7 +119,7 @@ class ClientHistogram(FederatedCallback):
     def _draw(self, trainer: Any, results: Mapping[str, Any], bars: bool) -> None:
         round = max(trainer.strategy.rounds - 1, 0)
         for name in self._evaluated(results, trainer.testing):
-            values, counts = _values(results, name)
+            values, counts, better = _values(results, name)
             seen = values[counts > 0]
             finite = seen[seen.isfinite()]
             for board in boards(trainer) if len(finite) else ():
@@ -130,7 +129,7 @@ class ClientHistogram(FederatedCallback):
                 self.rounds.setdefault(name, {})[round] = quantiles.tolist()
             if bars:
                 self._drawn = round
-                figure = draw_sorted(values, counts, name, round)
+                figure = draw_sorted(values, counts, name, round, better)
                 show(trainer, f"clients/{name}/sorted", figure, round)
 
     def _evaluated(self, results: Mapping[str, Any], testing: bool = False) -> list[str]:
@@ -146,16 +145,17 @@ class ClientHistogram(FederatedCallback):
         return list(self.metrics)
 
 
-def _values(results: Mapping[str, Any], name: str) -> tuple[Tensor, Tensor]:
-    """One value and one number of samples per client, float64 and int64 on the CPU."""
+def _values(results: Mapping[str, Any], name: str) -> tuple[Tensor, Tensor, bool]:
+    """A value (float64) and a number of samples per client, and whether larger is better."""
     prefix = next(
         p for p, found in results.items() if name in {f"{p}{key}" for key in found.values}
     )
     found = results[prefix]
-    return found.values[name.removeprefix(prefix)].cpu().double(), found.counts
+    key = name.removeprefix(prefix)
+    return found.values[key].cpu().double(), found.counts, direction(key, found)
 
 
-def draw_sorted(values: Tensor, counts: Tensor, name: str, round: int) -> Figure:
+def draw_sorted(values: Tensor, counts: Tensor, name: str, round: int, better: bool) -> Figure:
     """Draw one bar per client, best to worst.
 
     Args:
@@ -163,8 +163,8 @@ def draw_sorted(values: Tensor, counts: Tensor, name: str, round: int) -> Figure
         counts: Samples of each client, ``(clients,)``; clients without are left out.
         name: The value's name.
         round: The round, from 0.
+        better: Whether a larger value is better.
     """
-    better = higher_is_better(name)
     summary = summarize(values, counts, better)
     ordered = values[counts > 0].sort(descending=better).values.numpy()
     figure, axes = new_figure()

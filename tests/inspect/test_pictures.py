@@ -86,7 +86,7 @@ def test_a_resumed_run_draws_all_rounds(tmp_path: Path) -> None:
 )
 def test_bars_run_from_the_best_client_to_the_worst(name: str, order: list[float]) -> None:
     values = torch.tensor([0.5, 7.0, 0.9, 0.2], dtype=torch.float64)
-    figure: Any = draw_sorted(values, torch.tensor([3, 0, 1, 2]), name, 6)
+    figure: Any = draw_sorted(values, torch.tensor([3, 0, 1, 2]), name, 6, name == "val_acc")
     axes = figure.axes[0]
     assert [bar.get_height() for bar in axes.patches] == order
     mean, worst = (line.get_ydata()[0] for line in axes.lines)
@@ -97,7 +97,7 @@ def test_bars_run_from_the_best_client_to_the_worst(name: str, order: list[float
 
 def test_bars_of_a_broken_model_are_drawn_all_the_same() -> None:
     values = torch.tensor([0.5, torch.nan], dtype=torch.float64)
-    figure: Any = draw_sorted(values, torch.tensor([1, 1]), "val_loss", 0)
+    figure: Any = draw_sorted(values, torch.tensor([1, 1]), "val_loss", 0, False)
     assert len(figure.axes[0].patches) == 2
     assert figure.axes[0].get_ylim()[0] == 0
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import HammingDistance
 
+from lightning_pfl import PersonalizedModule
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg, FedRep, LGFedAvg, LocalOnly
 from lightning_pfl.methods.base import Phase
@@ -310,3 +312,26 @@ def test_lg_fedavg_evaluates_personal_models_only() -> None:
     run.fit(network(), *classes())
     assert "val_acc/worst_decile" in run.callback_metrics
     assert not [key for key in run.callback_metrics if key.startswith("global/")]
+
+
+class Unnamed(PersonalizedModule):
+    """Logs a metric of which less is better under a name that doesn't say so."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(6, 3), lr=0.1, num_classes=3)
+        self.score = HammingDistance(task="multiclass", num_classes=3)
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        self.score(self(batch[0]).argmax(1), batch[1])
+        self.log("val_score", self.score)
+
+
+def test_a_torchmetrics_object_says_which_direction_is_better() -> None:
+    run = trainer(LocalOnly(), max_epochs=3)
+    run.fit(Unnamed(), *classes())
+    logged = run.callback_metrics
+    assert logged["val_score/worst"] > logged["val_score"]  # the largest distance is the worst
+    rounds = [values["val_score"] for values in run.strategy.history.last.rounds.values()]
+    assert len(set(rounds)) > 1
+    assert float(logged["best/val_score"]) == pytest.approx(min(rounds))
+    assert run.strategy.history.state_dict()["best"]["mode"] == "min"
