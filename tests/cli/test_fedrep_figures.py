@@ -1,0 +1,48 @@
+"""Small versions of the FedRep paper's Figures 5 and 6."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.experiments import fedrep_figure5
+from recipes.reproduce import Run
+
+MARKERS = "above\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\nbelow\n"
+
+
+def small(name: str, folder: Path, data: Path) -> list[str]:
+    """The command line of a small version that writes into ``folder`` alone."""
+    (folder / "README.md").write_text(MARKERS.format(name))
+    return [
+        *("--small", "--seeds", "0", "--data-dir", str(data), "--readme", f"{folder}/README.md"),
+        *("--results", str(folder), "--logs", f"{folder}/logs", "--figures", str(folder)),
+    ]
+
+
+def test_figure5_runs_once_and_draws_from_what_is_stored(
+    tmp_path: Path, fashion_mnist_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In this process, not in one for each run.
+    monkeypatch.setattr(Run, "start", Run.work)
+    arguments = small("fedrep_figure5", tmp_path, fashion_mnist_dir)
+    fedrep_figure5.main(arguments)
+    stored = (tmp_path / "fedrep_figure5.jsonl").read_text().splitlines()
+    cells = {cell["key"]: cell["result"] for cell in map(json.loads, stored)}
+    assert len(cells) == 4  # two methods, two numbers of epochs
+    readme = (tmp_path / "README.md").read_text()
+    assert readme.startswith("above\n")
+    assert readme.endswith("below\n")
+    for name in ("FedRep", "FedAvg"):
+        errors = [
+            100 * (1 - cells[f"{name} E={epoch} seed=0"]["last10"]["val_acc"]["mean"])
+            for epoch in (1, 3)
+        ]
+        assert f"| {name} | {errors[0]:.2f} | {errors[1]:.2f} |" in readme
+    assert (tmp_path / "fedrep_figure5.png").stat().st_size > 1000
+
+    monkeypatch.setattr(Run, "start", None)  # nothing is left to run
+    fedrep_figure5.main(arguments)
+    assert (tmp_path / "README.md").read_text() == readme
