@@ -22,12 +22,12 @@ from lightning_pfl.engine.batching import (
 )
 from lightning_pfl.engine.client import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.drawn import Batches, LoaderBatches
-from lightning_pfl.engine.gradient import tensors_only, unbatch
+from lightning_pfl.engine.gradient import inside_gradient, tensors_only, unbatch
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.phase import couples_samples, writable
 from lightning_pfl.engine.resident import ResidentBatches
 from lightning_pfl.randomness import derive
-from lightning_pfl.tree import Model, floats, rows
+from lightning_pfl.tree import Model, rows
 
 SAMPLES = 768
 """Samples per program on a CPU: enough to fill two cores, little enough to stay in their caches."""
@@ -172,23 +172,9 @@ class VectorizedEvaluation:
         if self.transform == "grad":
             # Recurrent layers write in place into what their weights give, so the weights must have
             # the client axis.
-            return torch.vmap(_inside_gradient(function))(models, data)
+            return torch.vmap(inside_gradient(function))(models, data)
         plain, dims = unbatch(models)
         return torch.vmap(function, in_dims=(dims, 0))(plain, data)
-
-
-def _inside_gradient(function: Any) -> Any:
-    def loss(weights: Model, others: Model, data: Any) -> tuple[Tensor, Any]:
-        nothing = torch.stack([leaf.sum() for leaf in weights.values()]).sum() * 0.0
-        return nothing, function({**others, **weights}, data)
-
-    def run(model: Model, data: Any) -> Any:
-        weights = floats(model)
-        others = {name: leaf for name, leaf in model.items() if name not in weights}
-        with torch.enable_grad():
-            return torch.func.grad(loss, has_aux=True)(weights, others, data)[1]
-
-    return run
 
 
 def _keep(predictions: list[list[Any]], outputs: Any, at: Tensor) -> None:

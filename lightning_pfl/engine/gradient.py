@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.engine.client import ClientProgram, NotVectorizableError
-from lightning_pfl.tree import Model, is_expanded
+from lightning_pfl.tree import Model, floats, is_expanded
 
 Transform = Literal["forward", "grad"]
 Inputs = dict[str, Any]
@@ -66,6 +67,23 @@ class BatchedGradient:
         grads = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
         return grads, loss.detach(), logged
 
+    def loss(self, model: Model, inputs: Inputs) -> Tensor:
+        """Losses ``(clients,)`` of the minibatches as they are, without gradients."""
+        with torch.no_grad():
+            if self.transform == "grad":
+                losses: Tensor = torch.vmap(inside_gradient(self._measured))(model, inputs)
+                return losses
+            plain, dims = unbatch(model)
+            losses = torch.vmap(self._measured, in_dims=(dims, 0))(plain, inputs)
+            return losses
+
+    def _measured(self, model: Model, inputs: Inputs) -> Tensor:
+        given = (inputs["data"], inputs.get("key"), self.number, inputs.get("mask"))
+        loss = self.program.measured_loss(model, *given)
+        if loss is None:
+            raise NotVectorizableError("`training_step` skips a minibatch")
+        return loss
+
     def _grad(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
         def with_aux(*args: Any) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
             loss, logged = self._loss(*args)
@@ -83,6 +101,25 @@ def unbatch(model: Model) -> tuple[Model, dict[str, int | None]]:
     """Replace expanded leaves by the one tensor behind them, with the ``in_dims`` for ``vmap``."""
     dims = {name: None if is_expanded(leaf) else 0 for name, leaf in model.items()}
     return {n: leaf[0] if is_expanded(leaf) else leaf for n, leaf in model.items()}, dims
+
+
+def inside_gradient(function: Callable[[Model, Any], Any]) -> Callable[[Model, Any], Any]:
+    """Run a function of a model and data where a gradient is recorded, which nobody asks for.
+
+    Only there torch takes some layers (LSTM, GRU) apart into operators that can be batched.
+    """
+
+    def loss(weights: Model, others: Model, data: Any) -> tuple[Tensor, Any]:
+        nothing = torch.stack([leaf.sum() for leaf in weights.values()]).sum() * 0.0
+        return nothing, function({**others, **weights}, data)
+
+    def run(model: Model, data: Any) -> Any:
+        weights = floats(model)
+        others = {name: leaf for name, leaf in model.items() if name not in weights}
+        with torch.enable_grad():
+            return torch.func.grad(loss, has_aux=True)(weights, others, data)[1]
+
+    return run
 
 
 def materialize(model: Model, names: tuple[str, ...]) -> None:

@@ -28,13 +28,19 @@ class ActivePhase:
     def __init__(self, phase: Phase, layout: Layout) -> None:
         self.phase = phase
         self.layout = layout
-        self.names = layout.match(phase.train, "train") if phase.train else frozenset()
+        trains = phase.train if not phase.measure else None
+        self.names = layout.match(trains, "train") if trains else frozenset()
         self.trainable = tuple(name for name in layout.trainable if name in self.names)
         self.buffers = tuple(name for name in layout.buffers if name in self.names)
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do with the data."""
+        return not self.trainable and not self.phase.measure
+
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """Put normalisation layers that don't train in eval mode.
+        """Put normalisation layers that don't train in eval mode; to measure, every layer.
 
         Everything else keeps the mode that the user chose.
 
@@ -44,17 +50,21 @@ class ActivePhase:
         changed = [
             module
             for prefix, module in self.layout.module.named_modules()
-            if isinstance(module, RUNNING_STATISTICS)
-            and module.training
-            and not self._trains(prefix, module)
+            if module.training and self._rests(prefix, module)
         ]
+        # Not `eval()`, which would reach what is below, and `train()` what the user has frozen.
         for module in changed:
-            module.eval()
+            module.training = False
         try:
             yield
         finally:
             for module in changed:
-                module.train()
+                module.training = True
+
+    def _rests(self, prefix: str, module: nn.Module) -> bool:
+        if self.phase.measure:
+            return True
+        return isinstance(module, RUNNING_STATISTICS) and not self._trains(prefix, module)
 
     def _trains(self, prefix: str, module: nn.Module) -> bool:
         own = [f"{prefix}.{name}" if prefix else name for name in module.state_dict()]

@@ -6,6 +6,8 @@ grouped, cached or batched over clients; the vectorized engine must give the sam
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from lightning_pfl.engine.keyed import mix
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.phase import ActivePhase, writable
+from lightning_pfl.engine.snapshot import restore, snapshot
 from lightning_pfl.engine.stream import ClientMinibatches, evaluation_minibatches
 from lightning_pfl.engine.vectorized import random_keys
 from lightning_pfl.errors import ClientError
@@ -146,10 +149,10 @@ class SequentialEngine:
             minibatches = ClientMinibatches(
                 data, client, budget, self.limits, self.settings, *order
             )
-            with active.modes(), local.program.capturing():
+            with active.modes(), local.program.capturing(), self._apart(phase):
                 local.program.throwaway = active.throwaway()
                 local.begin(active, number)
-                for step in minibatches if active.trainable else ():
+                for step in () if active.idle else minibatches:
                     batch = split_draws(step, phase.draws)
                     state = self._step(method, state, batch, local, data.names[client], info.round)
             first_epoch += minibatches.epochs_used
@@ -158,6 +161,18 @@ class SequentialEngine:
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         loss = logs.pop(LOSS, missing)
         return LocalResult(upload, own, logs, dict(local.program.log.options), loss)
+
+    @contextmanager
+    def _apart(self, phase: Phase) -> Iterator[None]:
+        """A measurement must leave no trace in the user's torchmetrics objects."""
+        if not phase.measure:
+            yield
+            return
+        before = snapshot(self.module)
+        try:
+            yield
+        finally:
+            restore(self.module, before)
 
     def _step(
         self,
@@ -236,7 +251,8 @@ class SequentialLocal:
     def new_step(self) -> None:
         """The next gradient is the first of its step, so it logs."""
         self._logged = False
-        self.engine.draws_elsewhere = False
+        if not self.active.phase.measure:
+            self.engine.draws_elsewhere = False
 
     @property
     def lr(self) -> float:
@@ -272,6 +288,22 @@ class SequentialLocal:
         self.engine.reached.update(grads)
         self.engine.asked.update(trained)
         return grads
+
+    def loss(self, model: Model, batch: list[tuple[int, Any]]) -> tuple[Tensor, Tensor]:
+        """Mean loss over the step's samples, and their number, ``(1,)``."""
+        one = {name: leaf[0] for name, leaf in model.items()}
+        one |= {name: one[name].clone() for name in self.active.buffers if name in one}
+        total = torch.zeros(1, dtype=torch.float64, device=self.engine.settings.device)
+        count = torch.zeros_like(total)
+        for number, minibatch in batch:
+            key = mix(self.key + (self.number << 32) + number)
+            with torch.no_grad(), watched(int(key) & (2**63 - 1)) as elsewhere:
+                loss = self.program.measured_loss(one, minibatch, key, number, None)
+            self.engine.draws_elsewhere |= elsewhere.moved
+            if loss is not None:
+                total += loss.double() * batch_length(minibatch)
+                count += batch_length(minibatch)
+        return total / count.clamp_min(1), count
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
         """Clip the gradient and step the optimizer."""

@@ -241,7 +241,7 @@ class Chunk:
         return LoaderBatches(self.data, self.clients, budget, limits, key, self.device, first_epoch)
 
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
-        if not active.trainable or not len(batches.steps):
+        if active.idle or not len(batches.steps):
             return state
         draws = active.phase.draws
         optimizer = ClientOptimizer(

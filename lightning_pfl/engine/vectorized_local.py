@@ -73,6 +73,17 @@ class VectorizedLocal:
         accumulate = self.chunk.engine.settings.accumulate
         return tmap(lambda g: g / accumulate, total) if accumulate > 1 else total
 
+    def loss(self, model: Model, batch: list[Minibatch]) -> tuple[Tensor, Tensor]:
+        """Mean loss over the step's samples, and their number, ``(clients,)``."""
+        model = self._unwritten(model)
+        sums = []
+        for minibatch in batch:
+            self.gradient.number = minibatch.number
+            loss = self.gradient.loss(model, self._inputs(minibatch)).detach()
+            sums.append(loss.double() * minibatch.sizes.to(loss.device))
+        count = torch.stack([m.sizes for m in batch]).sum(0).to(sums[0])
+        return torch.stack(sums).sum(0) / count, count
+
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
         """Clip each client's gradients and step the optimizer."""
         settings = self.chunk.engine.settings
@@ -97,11 +108,15 @@ class VectorizedLocal:
         sizes = torch.stack([minibatch.sizes for minibatch in batch]).sum(0)
         self.chunk.logs.add({"train_loss": loss, LOSS: loss}, sizes, self._tick.rows)
 
-    def _minibatch_grad(self, model: Model, minibatch: Minibatch, names: tuple[str, ...]) -> Model:
-        trained = {name: model[name].detach() for name in names}
-        fixed = {name: leaf for name, leaf in model.items() if name not in trained}
-        # What a step may write to needs a row per client, also where it is thrown away.
-        materialize(fixed, self.chunk.program.throwaway)
+    def _unwritten(self, model: Model) -> Model:
+        """A model whose buffers a forward pass may write to, without a trace in the caller's."""
+        kept = {name: model[name].clone() for name in self.active.buffers if name in model}
+        model = {**model, **kept}
+        materialize(model, self.chunk.program.throwaway)
+        return model
+
+    def _inputs(self, minibatch: Minibatch) -> dict[str, Any]:
+        """What a client's program takes beside the model, leaves ``(clients, ...)``."""
         inputs: dict[str, Any] = {"data": minibatch.data}
         keys = self.chunk.keys
         if keys is not None:
@@ -109,6 +124,14 @@ class VectorizedLocal:
             inputs["key"] = mix(keys + (self.number << 32) + minibatch.number)
         if minibatch.mask is not None:
             inputs["mask"] = minibatch.mask
+        return inputs
+
+    def _minibatch_grad(self, model: Model, minibatch: Minibatch, names: tuple[str, ...]) -> Model:
+        trained = {name: model[name].detach() for name in names}
+        fixed = {name: leaf for name, leaf in model.items() if name not in trained}
+        # What a step may write to needs a row per client, also where it is thrown away.
+        materialize(fixed, self.chunk.program.throwaway)
+        inputs = self._inputs(minibatch)
         if minibatch.features is not None and self.chunk.engine.prefix.fits(model):
             inputs["features"] = minibatch.features
         self.gradient.number = minibatch.number

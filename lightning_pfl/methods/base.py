@@ -43,6 +43,8 @@ class Phase:
             ``epochs`` then says how much data the steps see together.
         whole: Whether the client's samples are one minibatch, in their stored order. Not for
             DataLoaders that users bring, whose order is their own.
+        measure: Whether nothing trains: every layer runs in eval mode, nothing is augmented or
+            logged, and ``client_step`` looks at the data by ``local.loss``. Its steps count.
     """
 
     train: Spec = "all"
@@ -52,6 +54,7 @@ class Phase:
     name: str = "local"
     draws: int = 1
     whole: bool = False
+    measure: bool = False
 
 
 class Local(Protocol):
@@ -81,6 +84,13 @@ class Local(Protocol):
 
         ``slot`` names the optimizer state (momentum, moments): one slot per model that the method
         trains.
+        """
+
+    def loss(self, model: Model, batch: Any) -> tuple[Tensor, Tensor]:
+        """The training loss at ``model``, for a phase that measures; the model is not changed.
+
+        Returns:
+            The mean over the step's samples and their number, float64 ``(clients,)`` each.
         """
 
     def samples(self, batch: Any) -> tuple[Any, Tensor]:
@@ -147,15 +157,22 @@ class Method(FederatedCallback):
             order of their ids, and how many such axes: ``{"models": 1, "relationship": 2}``.
         state_settings: Settings on which the server's state depends: a checkpoint with another
             value is refused.
+        edge_state: Entries of a client's memory about its edges, leaves ``(clients, slots, ...)``.
+            Only :meth:`send` and :meth:`receive` see them: local training and personal models do
+            without, as these entries may be large.
         graph: Who is whose neighbour, for methods that exchange messages; set by them in
             :meth:`bind`.
         layout, num_clients, num_samples, seed: Set by :meth:`bind` before the first round.
+        model_sizes: Trainable scalars of each client's model, int64 ``(num_clients,)``; set before
+            :meth:`bind`. None where nobody said: all have those of the layout.
     """
 
     personal: Spec = None
     everyone: ClassVar[bool] = False
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
     state_settings: ClassVar[tuple[str, ...]] = ()
+    edge_state: ClassVar[tuple[str, ...]] = ()
+    model_sizes: Tensor | None = None
 
     layout: Layout
     num_clients: int
@@ -297,6 +314,20 @@ class Method(FederatedCallback):
 
     def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor | None:
         """Bytes of each message, int64 ``(clients, slots)``, where ``sent`` is filled up."""
+        return None
+
+    # --- what travels, where it is less than the trees ---
+
+    def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor | None:
+        """Bytes that each client needs to be sent, int64 ``(clients,)``.
+
+        None: those of what :meth:`download` and :meth:`download_rows` return. For methods whose
+        trees also hold what a client knows already, or are filled up.
+        """
+        return None
+
+    def upload_nbytes(self, uploads: Tree, info: ClientInfo) -> Tensor | None:
+        """Bytes that each client sends, int64 ``(clients,)``; None: those of its upload."""
         return None
 
     # --- what is evaluated and handed out ---
