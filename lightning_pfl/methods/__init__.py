@@ -4,9 +4,11 @@ The conformance suite and the docs go by it.
 """
 
 from lightning_pfl.methods.apfl import APFL
+from lightning_pfl.methods.convex_clustering import ConvexClustering
 from lightning_pfl.methods.ditto import Ditto
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.methods.fedbn import FedBN
+from lightning_pfl.methods.fedmap import FedMAP
 from lightning_pfl.methods.fedmtl import FedMTL
 from lightning_pfl.methods.fedper import FedPer
 from lightning_pfl.methods.fedprox import FedProx
@@ -21,11 +23,13 @@ from lightning_pfl.methods.scaffold import SCAFFOLD
 
 __all__ = [
     "APFL",
+    "ConvexClustering",
     "L2GD",
     "MOCHA",
     "Ditto",
     "FedAvg",
     "FedBN",
+    "FedMAP",
     "FedMTL",
     "FedPer",
     "FedProx",

@@ -1,0 +1,317 @@
+"""FedMAP: personal models under a prior that the federation learns."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.priors import GaussianPrior, Prior
+from lightning_pfl.tree import Model, Tree, per_client, rows, select, tmap, weighted_mean
+
+PosteriorWeighting = Literal["posterior", "exact", "per_sample", "samples", "uniform"]
+DataTerm = Literal["mean", "sum"]
+MEASURED = ("posterior", "exact", "per_sample")
+"""Weightings that need the loss of the trained models."""
+MEASURE = "measure"
+
+
+class FedMAP(Method):
+    r"""Clients find the mode of their posterior; the server fits the prior to these modes.
+
+    .. math::
+        \theta_k^{t+1} &\approx \arg\min_\theta\; \ell_k(\theta) + R(\theta, \gamma^t) \\
+        \log \omega_k &= -\ell_k(\theta_k^{t+1}) - R(\theta_k^{t+1}, \gamma^t), \qquad
+        \bar\omega_k = \omega_k / \textstyle\sum_j \omega_j \\
+        \gamma^{t+1} &= \gamma^t - \lambda \sum_k \bar\omega_k\,
+        \partial_\gamma R(\theta_k^{t+1}, \gamma^t)
+        \quad\text{or}\quad \arg\min_\gamma \sum_k \bar\omega_k R(\theta_k^{t+1}, \gamma)
+
+    :math:`\ell_k` is the client's mean loss; the prior :math:`\rho_\gamma \propto e^{-R}` says
+    :math:`R`. :math:`\theta_k` goes on where the client's last round ended, and is the personal
+    model. With a Gaussian prior the second form of the last line is the weighted mean of the
+    :math:`\theta_k`. The weights are computed from their logarithms: none underflows.
+
+    What isn't under the prior (``parameters`` of the prior) and isn't personal is shared: trained
+    from the received values and averaged with the same weights. Buffers (BatchNorm statistics) stay
+    on the client.
+
+    Args:
+        prior: The family of priors; None for ``GaussianPrior(variance=15.0)``.
+        weighting: :math:`\log \omega_k`, with :math:`N_k` samples: ``"posterior"``: as above, what
+            the paper's code computes; ``"exact"``: :math:`-N_k \ell_k - R`, equation 8 to the
+            letter, which gives nearly all weight to one client, often that with the fewest samples;
+            ``"per_sample"``: :math:`-\ell_k - R / N_k`; ``"samples"``: :math:`\log N_k`, what the
+            code's server applied; ``"uniform"``. The first three measure the loss in a further pass
+            over the client's data each round, in eval mode. A client that lies about its weight
+            has the prior to itself; the last two need no trust.
+        prior_lr: :math:`\lambda > 0`. None: the minimiser, where the prior has a closed form.
+        data_term: ``"mean"``: :math:`\ell_k` as above (equation 7); ``"sum"``: :math:`N_k \ell_k`
+            (equation 2). The objective is then divided by :math:`N_k`, which has the same minimiser
+            and suits the same step sizes.
+        personal: What is neither sent nor under the prior.
+        log_envelope: Whether to log ``prior/envelope``, :math:`M(\gamma^t) = \sum_k \bar\omega_k
+            (\ell_k + R)` at the trained models, with :math:`R` complete. It is the function that
+            the server descends on if clients solve exactly and weights are fixed (theorem 1); costs
+            a pass over the data, and a number per upload.
+        local_epochs: Passes over a client's data per round.
+        local_steps: Optimizer steps instead. Exactly one of the two.
+
+    State:
+        server: ``model``, the prior's mean and what is shared; ``prior``, the rest of
+        :math:`\gamma`. own: ``model``, :math:`\theta_k` and what is personal, each leaf ``(clients,
+        *shape)``; ``begun``, whether the client has trained, bool ``(clients,)``. The upload has
+        ``log_weight``, float64, where the loss is measured.
+
+    Deviation from the paper: a client that takes part for the first time begins at the prior's mean
+    of that round, which for round 0 is the common initial model. The module's parameters are those
+    of the randomly selected client.
+
+    Example:
+        >>> FedMAP(GaussianPrior(variance=1.0), weighting="uniform").prior
+        GaussianPrior(variance=1.0, parameters='all')
+
+    References:
+        Zhang, Esteve-Yagüe, Dittmer, Schönlieb, Roberts. FedMAP: Unlocking potential in
+        personalized federated learning through bi-level MAP optimization. arXiv:2405.19000,
+        algorithms 1 to 3, equations 2 to 9.
+    """
+
+    def __init__(
+        self,
+        prior: Prior | None = None,
+        weighting: PosteriorWeighting = "posterior",
+        prior_lr: float | None = None,
+        data_term: DataTerm = "mean",
+        personal: Spec = None,
+        log_envelope: bool = False,
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+    ) -> None:
+        plain: Literal["samples", "uniform"] = "samples" if weighting == "samples" else "uniform"
+        super().__init__(local_epochs, local_steps, plain)
+        self.prior = GaussianPrior(15.0) if prior is None else prior
+        _check(self.prior, weighting, prior_lr, data_term)
+        self.weighting = weighting  # type: ignore[assignment]
+        self.prior_lr, self.data_term = prior_lr, data_term
+        self.personal, self.log_envelope = personal, log_envelope
+        self._envelope: float | None = None
+
+    # --- who holds what ---
+
+    def resolve_personal(self, layout: Layout) -> Spec:
+        """What the user says, and the buffers."""
+        return sorted(layout.match(self.personal, "personal") | frozenset(layout.buffers))
+
+    def bind(
+        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+    ) -> None:
+        """Find what is under the prior.
+
+        Raises:
+            ValueError: If something of that is personal.
+        """
+        super().bind(layout, num_clients, seed, num_samples)
+        chosen = layout.match(self.prior.parameters, "parameters")
+        self.under = frozenset(layout.trainable) & chosen
+        if both := sorted(self.under & layout.personal):
+            raise ValueError(
+                "Expected `personal` to be apart from the prior's `parameters`, but both have "
+                f"{', '.join(both[:5])}. What is under the prior is sent to the server; take it "
+                "out of one of the two."
+            )
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        """Local training; then, where the loss is needed, a pass that measures it."""
+        local = Phase("all", epochs=self.local_epochs, steps=self.local_steps)
+        if self.weighting not in MEASURED and not self.log_envelope:
+            return (local,)
+        return local, Phase(epochs=1, name=MEASURE, measure=True)
+
+    # --- state ---
+
+    def init_server(self, model: Model) -> Tree:
+        """The prior's first parameters beside the initial shared part."""
+        gamma = self.prior.init(select(model, self.under))
+        return self._packed(select(model, self.layout.shared - self.under), gamma)
+
+    def init_own(self, model: Model) -> Tree:
+        """A place for the personal model, which isn't begun yet."""
+        kept = select(model, self.under | self.layout.personal)
+        device = next(iter(model.values())).device
+        return {"model": kept, "begun": torch.zeros((), dtype=torch.bool, device=device)}
+
+    def _packed(self, shared: Model, gamma: Tree) -> Tree:
+        """The server's tree; an empty entry would be one more to send nothing in."""
+        rest = {name: entry for name, entry in gamma.items() if name != "mean"}
+        server = {"model": {**shared, **gamma.get("mean", {})}, "prior": rest}
+        return {name: entry for name, entry in server.items() if entry}
+
+    def gamma(self, tree: Tree) -> Tree:
+        """The prior's parameters, from the server's tree or from what a client received."""
+        mean = select(tree.get("model", {}), self.under)
+        return {**({"mean": mean} if mean else {}), **tree.get("prior", {})}
+
+    def download(self, server: Tree, info: ClientInfo) -> Tree:
+        """The prior, and the shared part."""
+        return dict(server)
+
+    # --- a client's round ---
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """Go on with the personal model, or begin at the prior's mean."""
+        model = self.personal_model(received, own, info)
+        samples = info.num_samples.to(own["begun"].device).clamp_min(1).double()
+        return {
+            "model": model,
+            "gamma": self.gamma(received),
+            "samples": samples,
+            "loss": torch.zeros_like(samples),
+            "count": torch.zeros_like(samples),
+        }
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        """A step on loss and prior; or, in the measuring pass, a part of the loss."""
+        model = state["model"]
+        if local.phase == MEASURE:
+            loss, count = local.loss(model, batch)
+            return {**state, "loss": state["loss"] + loss * count, "count": state["count"] + count}
+        grads = local.grad(model, batch)
+        pull = self.prior.theta_gradient(select(model, self.under), state["gamma"])
+        if self.data_term == "sum":
+            pull = tmap(lambda leaf: leaf / per_client(state["samples"], leaf), pull)
+        both = {name: g + pull[name] if name in pull else g for name, g in grads.items()}
+        return {**state, "model": local.update(model, both)}
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Send the model with the logarithm of its weight, and keep it."""
+        model = state["model"]
+        upload: Tree = {"model": select(model, self.layout.shared)}
+        loss, samples = state["loss"] / state["count"].clamp_min(1), state["samples"]
+        penalty = self.prior.regularizer(select(model, self.under), state["gamma"]).double()
+        if self.weighting in MEASURED:
+            upload["log_weight"] = log_weights(self.weighting, loss, penalty, samples)
+        if self.log_envelope:
+            data = loss * samples if self.data_term == "sum" else loss
+            upload["envelope"] = data + penalty
+        kept = select(model, self.under | self.layout.personal)
+        return upload, {"model": kept, "begun": torch.ones_like(own["begun"])}
+
+    # --- the server's round ---
+
+    def weights(self, uploads: Tree, info: ClientInfo) -> Tensor:
+        r""":math:`\bar\omega_k` of the uploads, float64 ``(clients,)``, summing to 1."""
+        if "log_weight" not in uploads:
+            return info.weights
+        return torch.softmax(uploads["log_weight"], 0)
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """Fit the prior to the personal models, and average what is shared."""
+        device = next(iter(uploads["model"].values())).device
+        weights = self.weights(uploads, info).to(device)
+        theta = select(uploads["model"], self.under)
+        gamma = self.prior.update(theta, self.gamma(server), weights, self.prior_lr)
+        shared = select(uploads["model"], self.layout.shared - self.under)
+        return self._packed(weighted_mean(shared, weights), gamma)
+
+    # --- what is evaluated and handed out ---
+
+    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+        """The client's own model; the prior's mean for a client that hasn't begun."""
+        model: Model = {**received.get("model", {}), **own["model"]}
+        for name, center in self.gamma(received).get("mean", {}).items():
+            begun = per_client(own["begun"], center) > 0
+            model[name] = own["model"][name].where(begun, center)
+        return model
+
+    def global_model(self, server: Tree) -> Model | None:
+        """The prior's mean beside the shared part; None if that isn't a whole model."""
+        model: Model = server.get("model", {})
+        return dict(model) if model.keys() == set(self.layout.names) else None
+
+    # --- what is said of it ---
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say that without a pull this is another method."""
+        alone = isinstance(self.prior, GaussianPrior) and self.prior.variance == math.inf
+        return ["variance=inf makes FedMAP LocalOnly, beside a mean."] if alone else []
+
+    def settings(self) -> dict[str, str]:
+        """The prior's own settings as well."""
+        return {**super().settings(), "prior": repr(self.prior)}
+
+    def on_aggregation_start(self, trainer: L.Trainer, module: L.LightningModule, r: Round) -> None:
+        """Compute the envelope from the accepted uploads."""
+        self._envelope = None
+        uploads = r.uploads or {}
+        accepted = torch.tensor([int(k) not in r.rejected for k in r.info.index])
+        if "envelope" not in uploads or not accepted.any():
+            return
+        value = self.weights(uploads, r.info.keep(accepted)).to(uploads["envelope"])
+        gamma = self.gamma(rows(r.received or {}, slice(0, 1)))
+        more = self.prior.hyperprior(tmap(lambda leaf: leaf[0], gamma))
+        self._envelope = float(value @ uploads["envelope"]) + float(more)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the envelope."""
+        if self._envelope is not None:
+            pl_module.log("prior/envelope", self._envelope, batch_size=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not logged yet, for a run that is resumed inside a round."""
+        return {"envelope": self._envelope}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._envelope = state_dict["envelope"]
+
+
+def log_weights(weighting: str, loss: Tensor, penalty: Tensor, samples: Tensor) -> Tensor:
+    r"""Logarithms of the clients' weights, up to a number that all have in common.
+
+    Args:
+        weighting: One of the five, as in :class:`FedMAP`.
+        loss: :math:`\ell_k`, ``(clients,)``.
+        penalty: :math:`R(\theta_k, \gamma)`, ``(clients,)``.
+        samples: :math:`N_k \ge 1`, ``(clients,)``.
+    """
+    if weighting == "exact":
+        return -samples * loss - penalty
+    if weighting == "per_sample":
+        return -loss - penalty / samples
+    if weighting == "samples":
+        return samples.log()
+    return -loss - penalty if weighting == "posterior" else torch.zeros_like(loss)
+
+
+def _check(prior: Prior, weighting: str, prior_lr: float | None, data_term: str) -> None:
+    if not isinstance(prior, Prior):
+        raise TypeError(
+            f"Expected `prior` to be a Prior, but got {prior=}. Use one of lightning_pfl.priors, "
+            "such as GaussianPrior(variance=15.0)."
+        )
+    choices = {"weighting": (weighting, PosteriorWeighting), "data_term": (data_term, DataTerm)}
+    for name, (value, known) in choices.items():
+        if value not in get_args(known):
+            raise ValueError(
+                f"Expected `{name}` to be one of {', '.join(map(repr, get_args(known)))}, but got "
+                f"{name}={value!r}. Use one of these."
+            )
+    if prior_lr is None and not prior.has_closed_form:
+        raise ValueError(
+            f"Expected `prior_lr` to be a number, as {type(prior).__name__} has no closed form, "
+            "but got prior_lr=None. Use 0.1, for example."
+        )
+    if prior_lr is not None and not 0 < prior_lr < math.inf:
+        raise ValueError(
+            f"Expected `prior_lr` to be a finite number > 0, but got {prior_lr=}. For a Gaussian "
+            "prior the variance gives the weighted mean."
+        )
