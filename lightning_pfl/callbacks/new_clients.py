@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 import torch
@@ -16,76 +15,77 @@ from torch import Tensor
 
 from lightning_pfl._lightning import is_overridden, log_at_end
 from lightning_pfl.adaptation import adapt
-from lightning_pfl.callback import ClientInfo, FederatedCallback
+from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.callbacks.modes import evaluating
+from lightning_pfl.callbacks.new_client_report import (
+    PREFIX,
+    Adapted,
+    draw_curves,
+    statistics,
+    write_models,
+    write_table,
+)
+from lightning_pfl.callbacks.new_client_start import Start, starting_models
 from lightning_pfl.callbacks.samples import take_samples
 from lightning_pfl.callbacks.settings import check_budget, check_lr
 from lightning_pfl.data.clients import FederatedDataset, as_federated
-from lightning_pfl.engine.base import Evaluation
-from lightning_pfl.evaluation import log_folder, summaries
+from lightning_pfl.evaluation import log_folder
 from lightning_pfl.federation import Federation, require_federation
 from lightning_pfl.idle import evaluated
 from lightning_pfl.layout import Spec
+from lightning_pfl.methods.base import Phase
+from lightning_pfl.mixture import SHARE
 from lightning_pfl.placement import place
 from lightning_pfl.randomness import derive, seeded
-from lightning_pfl.tree import Model, expand, rows
+from lightning_pfl.tree import rows
 
-PREFIX = "new_clients/"
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """New clients after training on their first samples.
-
-    Attributes:
-        samples: How many samples they were given.
-        clients: Rows of the new clients that are evaluated, int64 ``(clients,)``.
-        trained_on: Samples that each of them has had, int64 ``(clients,)``.
-        models: Their models, ``(clients, ...)``.
-        evaluation: Their results on the test split.
-    """
-
-    samples: int
-    clients: Tensor
-    trained_on: Tensor
-    models: Model
-    evaluation: Evaluation
+__all__ = ["Adapted", "NewClientAdaptation"]
 
 
 class NewClientAdaptation(FederatedCallback):
     r"""Fits the model to clients that never took part, and reports accuracy against samples.
 
     A new client receives what the server sends, and begins with the personal part that every
-    client had before round 0. For each m in ``samples`` it trains on the first m samples of a
-    seeded shuffle of its training data (a larger m adds samples; a client with fewer trains on all
-    it has), and is evaluated on its test data. It trains with the optimizer of
+    client had before round 0, or as ``start`` says. For each m in ``samples`` it trains on the
+    first m samples of a seeded shuffle of its training data (a larger m adds samples; a client with
+    fewer trains on all it has), and is evaluated on its test data. It trains with the optimizer of
     ``configure_optimizers`` on the loss of ``training_step``; what is not in ``scope`` is unchanged
     bit for bit, and so are the server and the clients that took part.
 
     A personal part that nobody trained says nothing about a method. So a new client that takes no
-    step is left out, with a warning, and m = 0 is only accepted for methods with a global model,
-    where it evaluates that model.
+    step is left out, with a warning, and m = 0 is only accepted where a new client begins with a
+    trained model, which it then evaluates.
 
     Runs at the end of a fit and in ``trainer.test``, also from a checkpoint alone. For every value
     that the test step logs, say ``test_acc``, it logs ``new_clients/acc@m`` and the statistics
     over the new clients (``new_clients/acc@m/worst_decile``, ...). ``new_clients.csv`` beside the
     logs has a row for each m and client; TensorBoard shows ``new_clients/acc`` with m as step.
+    With a list of ``epochs`` clients are evaluated after each of these numbers of passes, under
+    ``new_clients/acc@m/epoch3``; TensorBoard shows ``new_clients/acc@m/epochs``.
 
     Args:
         clients: Training and test data of the new clients: a pair of federated datasets, or of
             lists or dicts of DataLoaders. None: ``new_clients`` of the data module.
         samples: The numbers m: different whole numbers of at least 0.
-        epochs: Passes over the m samples. Exactly one of ``epochs`` and ``steps``.
+        epochs: Passes over the m samples, or different numbers of passes after which to evaluate.
+            Exactly one of ``epochs`` and ``steps``.
         steps: Optimizer steps instead.
         scope: What trains: ``"personal"`` (the method's personal part), ``"all"``, or names, globs
             and module types, such as ``"head"`` for methods without a personal part.
         lr: Learning rate, positive; None keeps those of ``configure_optimizers``.
         seed: Decides which samples come first.
+        start: What new clients begin with. ``"personal"``: the shared part of now, the personal
+            part of round 0. ``"global"``: the method's global model, for methods whose clients
+            remember a whole model of their own, such as APFL and L2GD. ``"mean"``: the mean of all
+            clients' personal models, where the trained representations stay with the clients
+            (LG-FedAvg).
+        save_models: Whether to write ``new_clients@m.pt`` beside the table: a dict of a
+            ``state_dict`` per new client, by name, after the largest number of passes.
 
     Raises:
         ValueError: If an argument is out of its range.
         MisconfigurationException: At the start of a run, if there are no new clients, or
-            ``scope`` or m = 0 don't fit the method.
+            ``scope``, ``start``, ``save_models`` or m = 0 don't fit the method.
 
     Deviation from the paper: FedRep's Figure 6 has one m (500); its Figure 4 solves for linear
     heads exactly, which many steps approach.
@@ -103,23 +103,25 @@ class NewClientAdaptation(FederatedCallback):
         self,
         clients: tuple[Any, Any] | None = None,
         samples: Sequence[int] = (10, 100, 500),
-        epochs: int | None = 10,
+        epochs: int | Sequence[int] | None = 10,
         steps: int | None = None,
         scope: Spec = "personal",
         lr: float | None = None,
         seed: int = 0,
+        start: Start = "personal",
+        save_models: bool = False,
     ) -> None:
         check_lr(lr)
         self.samples = _check_samples(samples)
         self.given = None if clients is None else _check_pair(clients)
-        budget = check_budget(epochs, steps, default_epochs=10)
-        if not (budget.epochs or budget.steps):
+        self.several = isinstance(epochs, Sequence)
+        self.phases = _phases(epochs, steps, lr)
+        if start not in get_args(Start):
             raise ValueError(
-                "Expected new clients to train, but got no epochs and no steps. "
-                "Use samples=[0] to evaluate the global model of a method that has one."
+                f"Expected `start` to be one of {get_args(Start)}, but got start={start!r}. "
+                "Use 'personal' for methods that share a part of the model."
             )
-        self.phase = replace(budget, lr=lr, name="new client")
-        self.scope, self.seed = scope, seed
+        self.scope, self.seed, self.start, self.save_models = scope, seed, start, save_models
         self.results: tuple[Adapted, ...] = ()
 
     # --- hooks ------------------------------------------------------------------------------------
@@ -158,14 +160,18 @@ class NewClientAdaptation(FederatedCallback):
             for samples in self.samples:
                 data = take_samples(train, samples, self.seed) if samples else train
                 clients = self._trainable(federation, data, test, samples)
-                models = rows(_initial_models(federation, train.num_clients), clients)
-                if samples:
-                    phase = replace(self.phase, train=sorted(names))
-                    models = adapt(federation, models, clients, (phase,), data, "new clients")
-                with seeded(derive(federation.seed, "evaluation", PREFIX, samples)):
-                    evaluation = federation.engine.evaluate(models, clients, test, step)
+                begin = rows(starting_models(federation, train.num_clients, self.start), clients)
                 trained_on = data.num_samples[clients] * bool(samples)
-                found.append(Adapted(samples, clients, trained_on, models, evaluation))
+                for phase in self.phases if samples else self.phases[:1]:
+                    models, epochs = begin, phase.epochs if self.several and samples else None
+                    if samples:
+                        # From the start each time: one optimizer for all passes, and their order
+                        # of samples, so that fewer passes are the beginning of more.
+                        phase = replace(phase, train=sorted(names))
+                        models = adapt(federation, begin, clients, (phase,), data, "new clients")
+                    with seeded(derive(federation.seed, "evaluation", PREFIX, samples)):
+                        evaluation = federation.engine.evaluate(models, clients, test, step)
+                    found.append(Adapted(samples, epochs, clients, trained_on, models, evaluation))
         return tuple(found)
 
     def _trainable(
@@ -173,7 +179,7 @@ class NewClientAdaptation(FederatedCallback):
     ) -> Tensor:
         """Rows of the clients with test data that take at least one step."""
         everyone = torch.arange(data.num_clients)
-        steps = federation.engine.count_steps(data, everyone, (self.phase,))
+        steps = federation.engine.count_steps(data, everyone, self.phases[:1])
         ready = (steps > 0) if samples else torch.ones_like(everyone, dtype=torch.bool)
         untrained = [data.names[row] for row in (~ready).nonzero().flatten().tolist()]
         if len(untrained) == data.num_clients:
@@ -203,7 +209,16 @@ class NewClientAdaptation(FederatedCallback):
                 f"Expected a method with a personal part for scope='personal', but {name} shares "
                 "the whole model. Use scope='head' to train the head alone, or scope='all'."
             )
-        if 0 in self.samples and method.global_model(federation.server) is None:
+        if self.start == "global":
+            starting_models(federation, 1, self.start)  # an error where there is none
+        mixed = self.start != "global" and SHARE in starting_models(federation, 1, "personal")
+        if self.save_models and mixed:
+            raise MisconfigurationException(
+                f"Expected models that are one state_dict for save_models=True, but {name} mixes "
+                "the outputs of two. Let it mix parameters, or use start='global'."
+            )
+        untrained = self.start == "personal" and method.global_model(federation.server) is None
+        if 0 in self.samples and untrained:
             raise MisconfigurationException(
                 f"Expected samples >= 1 for {name}, but got samples={list(self.samples)}: without "
                 "samples a new client's personal part is untrained, and its accuracy says nothing. "
@@ -226,69 +241,52 @@ class NewClientAdaptation(FederatedCallback):
     # --- the report -------------------------------------------------------------------------------
 
     def _report(self, trainer: L.Trainer) -> dict[str, float]:
-        """Everything that is logged; writes the table and the curves on the way."""
+        """Everything that is logged; writes the table, curves and models on the way."""
         self.results = self._adapt(trainer)
+        names, folder = self._data(trainer)[1].names, log_folder(trainer)
         values: dict[str, float] = {}
         for adapted in self.results:
-            named = {_bare(key): v for key, v in adapted.evaluation.values.items()}
-            for key in named:
-                one = Evaluation({key: named[key]}, adapted.evaluation.counts)
-                for name, value in summaries(one, PREFIX).items():
-                    statistic = name.removeprefix(f"{PREFIX}{key}")
-                    values[f"{PREFIX}{key}@{adapted.samples}{statistic}"] = value
-                _draw_curve(trainer, f"{PREFIX}{key}", summaries(one)[key], adapted.samples)
-        if (folder := log_folder(trainer)) is not None:
-            _write_table(folder / "new_clients.csv", self.results, self._data(trainer)[1].names)
+            values |= statistics(adapted)
+            draw_curves(trainer, adapted)
+        if folder is not None:
+            write_table(folder / "new_clients.csv", self.results, names)
+            if self.save_models:
+                self._write_models(trainer, folder, names)
         return values
 
-
-def _initial_models(federation: Federation, clients: int) -> Model:
-    """What new clients begin with: the shared part of now, the personal part of round 0."""
-    # No ids of the federation: a method that knows its clients by id must not take them for one.
-    index = torch.arange(clients) + federation.num_clients
-    none = torch.zeros(clients, dtype=torch.int64)
-    weights = torch.full((clients,), 1 / clients, dtype=torch.float64)
-    round = max(federation.rounds - 1, 0)
-    info = ClientInfo(index, none, none, weights, round, federation.num_clients)
-    own = expand(federation.method.init_own(federation.layout.model()), clients)
-    return federation.method.personal_model(federation.download(info), own, info)
-
-
-def _bare(key: str) -> str:
-    """``acc`` for ``test_acc``: the split is said by the prefix."""
-    for stage in ("test_", "val_", "test/", "val/"):
-        key = key.removeprefix(stage)
-    return key
-
-
-def _draw_curve(trainer: L.Trainer, name: str, value: float, samples: int) -> None:
-    from lightning.pytorch.loggers import TensorBoardLogger
-
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_scalar(name, value, samples)
-
-
-def _write_table(path: Path, results: Sequence[Adapted], names: Sequence[str]) -> None:
-    keys = [*dict.fromkeys(key for adapted in results for key in adapted.evaluation.values)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["samples", "client", "trained_on", "num_samples", *map(_bare, keys)])
-        for adapted in results:
-            columns = [adapted.evaluation.values[key].tolist() for key in keys]
-            writer.writerows(
-                zip(
-                    [adapted.samples] * len(adapted.clients),
-                    [names[row] for row in adapted.clients.tolist()],
-                    adapted.trained_on.tolist(),
-                    adapted.evaluation.counts.tolist(),
-                    *columns,
-                    strict=True,
-                )
+    def _write_models(self, trainer: L.Trainer, folder: Path, names: Sequence[str]) -> None:
+        """One file per number of samples, of the models after the most passes."""
+        federation = require_federation(trainer, self)
+        frame = {k: v.detach().clone() for k, v in federation.require_module().state_dict().items()}
+        for adapted in {adapted.samples: adapted for adapted in self.results}.values():
+            write_models(
+                folder / f"new_clients@{adapted.samples}.pt",
+                adapted,
+                names,
+                lambda model: {**frame, **federation.layout.with_aliases(model)},
             )
-    temporary.replace(path)
+
+
+def _phases(
+    epochs: int | Sequence[int] | None, steps: int | None, lr: float | None
+) -> tuple[Phase, ...]:
+    """The training of a new client, for each number of passes in ascending order."""
+    if not isinstance(epochs, Sequence):
+        phases: tuple[Phase, ...] = (check_budget(epochs, steps, default_epochs=10),)
+    else:
+        if not epochs or len(set(epochs)) != len(epochs):
+            raise ValueError(
+                "Expected `epochs` to be a whole number or different whole numbers, but got "
+                f"epochs={epochs!r}. Use [1, 2, 5, 10], for example."
+            )
+        phases = tuple(check_budget(epoch, steps, default_epochs=None) for epoch in epochs)
+        phases = tuple(sorted(phases, key=lambda phase: phase.epochs or 0))
+    if not all(phase.epochs or phase.steps for phase in phases):
+        raise ValueError(
+            "Expected new clients to train, but got no epochs and no steps. "
+            "Use samples=[0] to evaluate the global model of a method that has one."
+        )
+    return tuple(replace(phase, lr=lr, name="new client") for phase in phases)
 
 
 def _check_samples(samples: Sequence[int]) -> tuple[int, ...]:
