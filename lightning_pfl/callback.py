@@ -99,7 +99,8 @@ class Round:
         uploads: What the clients sent, ``(clients, ...)``; after the gate only the accepted ones.
         rejected: Ids of the clients whose upload the gate refused, with the reason.
         metrics: Values logged by the clients' training steps, averaged over clients and steps.
-        bytes_down: Bytes sent to one client. ``bytes_up``: bytes sent by one client.
+        bytes_down: Bytes sent to one client. ``bytes_up``: bytes sent by one client. Where clients
+            differ, their mean, rounded down.
         bytes_exchanged: Bytes of all messages between clients together.
     """
 

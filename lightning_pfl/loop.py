@@ -33,7 +33,7 @@ from lightning_pfl.idle import learners
 from lightning_pfl.placement import place
 from lightning_pfl.progress import ClientProgress
 from lightning_pfl.sampling import sample_cohort
-from lightning_pfl.tree import nbytes, rows
+from lightning_pfl.tree import Tree, nbytes, rows
 
 LOOK_AHEAD = 64
 """Rounds in which a method is expected to train at least once."""
@@ -57,6 +57,11 @@ def _no_silent_end(function: Callable[[Any], None]) -> Callable[[Any], None]:
             ) from cause
 
     return run
+
+
+def _total(sizes: Tensor | None, tree: Tree, clients: int) -> int:
+    """Bytes of all clients: as the method says, or those of the tree."""
+    return nbytes(tree) * clients if sizes is None else int(sizes.sum())
 
 
 class FederatedLoop(FitLoop):
@@ -256,7 +261,10 @@ class FederatedLoop(FitLoop):
     def _report(self, round: Round, result: LocalResult, accepted: Tensor) -> None:
         """What the round logs: means of the user's values over accepted clients, and traffic."""
         cohort = len(round.info)
-        round.bytes_down, round.bytes_up = nbytes(round.received or {}), nbytes(result.uploads)
+        method, server = self.strategy.method, self.strategy.server
+        down = _total(method.download_nbytes(server, round.info), round.received or {}, cohort)
+        up = _total(method.upload_nbytes(result.uploads, round.info), result.uploads, cohort)
+        round.bytes_down, round.bytes_up = down // max(cohort, 1), up // max(cohort, 1)
         names = list(result.logs)
         means = torch.empty(0)
         if names and accepted.any():
@@ -271,8 +279,8 @@ class FederatedLoop(FitLoop):
             **round.metrics,
             "round/clients": float(cohort),
             "round/rejected": float(len(round.rejected)),
-            "round/bytes_down": float(round.bytes_down * cohort),
-            "round/bytes_up": float(round.bytes_up * cohort),
+            "round/bytes_down": float(down),
+            "round/bytes_up": float(up),
         }
         self._prog_bar = tuple(name for name in names if result.options[name].prog_bar)
         silent = {name for name in names if not result.options[name].logger}
