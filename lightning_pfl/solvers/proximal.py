@@ -1,7 +1,8 @@
-"""Pulls towards an anchor: the gradient of a squared distance."""
+"""Pulls towards an anchor, and proximal maps of penalties."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_pfl.tree import Model, per_client, tmap
@@ -32,3 +33,24 @@ def towards(model: Model, target: Model, share: float | Tensor) -> Model:
         return y + (per_client(share, y) if isinstance(share, Tensor) else share) * (x - y)
 
     return tmap(move, model, target)
+
+
+def block_soft_threshold(values: Tensor, threshold: Tensor) -> Tensor:
+    r"""The proximal map of a norm: :math:`v \max(0, 1 - t / \lVert v \rVert)`.
+
+    Exactly zero where :math:`\lVert v \rVert \le t`.
+
+    Args:
+        values: :math:`v`, ``(..., dim)``.
+        threshold: :math:`t \ge 0`, ``(...)``.
+
+    Example:
+        >>> block_soft_threshold(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.tensor([1.0, 0.5]))
+        tensor([[2.4000, 3.2000],
+                [0.0000, 0.0000]])
+    """
+    norm = torch.linalg.vector_norm(values, dim=-1)
+    share = 1 - threshold / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+    # A row of zeros stays, also for the threshold 0.
+    kept = torch.where(norm > threshold, share, 0.0)
+    return values * kept.unsqueeze(-1)

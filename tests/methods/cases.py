@@ -11,6 +11,7 @@ from torch import nn
 from lightning_pfl import methods
 from lightning_pfl.methods.base import Method
 from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.priors import DiagonalGaussianPrior
 
 
 def linear_module(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
@@ -22,9 +23,11 @@ def linear_module(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
 
 CASES: dict[str, Callable[[], Method]] = {
     "APFL": lambda: methods.APFL(mixing=0.3, adaptive=True),
+    "ConvexClustering": lambda: methods.ConvexClustering(0.2, local_epochs=2),
     "Ditto": lambda: methods.Ditto(prox_weight=0.5),
     "FedAvg": lambda: methods.FedAvg(server_optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
     "FedBN": lambda: methods.FedBN(),
+    "FedMAP": lambda: methods.FedMAP(DiagonalGaussianPrior(0.5), log_envelope=True),
     "FedMTL": lambda: methods.FedMTL(0.05),
     "FedPer": lambda: methods.FedPer(),
     "FedProx": lambda: methods.FedProx(prox_weight=0.5),

@@ -1,0 +1,362 @@
+r"""ConvexClustering: a penalty on the norms of differences makes models of like clients equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.metrics.clusters import clusters_of_pairs
+from lightning_pfl.solvers import memory
+from lightning_pfl.solvers.blocks import BlockDraws, check_share, damping
+from lightning_pfl.solvers.pairs import Pairs
+from lightning_pfl.solvers.pdmm import (
+    Step,
+    View,
+    proximal_term,
+    thresholds,
+    update_dual,
+    update_split,
+)
+from lightning_pfl.solvers.proximal_step import (
+    LocalSolver,
+    check_local_solver,
+    flat,
+    proximal_state,
+    proximal_step,
+    unflat,
+)
+from lightning_pfl.tree import Model, Tree, per_client, select, tmap
+
+Scale = Literal["canonical", "equation-3", "equation-3-unordered", "equation-14", "theorems"]
+COPIES = 9
+"""Tensors of the size of all pairs at the end of a round.
+
+Three of the server, old and new, what the clients send, and two to compute with.
+"""
+
+ROWS = 32
+"""Clients whose dual variables are stepped at a time."""
+
+
+def canonical_weight(weight: float, scale: Scale, clients: int) -> float:
+    r"""The weight :math:`\Lambda` over unordered pairs that a paper's :math:`\lambda` stands for.
+
+    Args:
+        weight: :math:`\lambda`.
+        scale: See :class:`ConvexClustering`.
+        clients: :math:`N`.
+
+    Example:
+        >>> canonical_weight(0.01, "equation-3", 60)
+        1.2
+    """
+    factors = {"equation-3": 2.0 * clients, "equation-3-unordered": clients, "equation-14": 2.0}
+    return weight * factors.get(scale, 1.0)
+
+
+class ConvexClustering(Method):
+    r"""Every client has a model; a penalty makes models of like clients equal.
+
+    Minimises :math:`\sum_i f_i(x_i) + \Lambda \sum_{i<j} \lVert x_i - x_j \rVert_2` by PDMM, with a
+    copy :math:`z_{ij}` of each difference. In a round some blocks, drawn at random, are updated at
+    the old values:
+
+    .. math::
+        x_i &\leftarrow \arg\min_x f_i(x) + \langle \textstyle\sum_j (\hat\mu_{ij} - \hat\mu_{ji}),
+        x \rangle + \frac\rho2 \textstyle\sum_j (\lVert x - x_j - z_{ij} \rVert^2 + \lVert x_j - x -
+        z_{ji} \rVert^2) + \frac{\eta}{2} \lVert x - x_i \rVert^2 \\
+        z_{ij} &\leftarrow S\bigl(x_i - x_j + \hat\mu_{ij} / \rho,\; \Lambda / (2\rho)\bigr)
+
+    with the block soft threshold :math:`S`. The server then steps the dual variables, :math:`\mu_
+    {ij} \leftarrow \mu_{ij} + \tau\rho\, r_{ij}` and :math:`\hat\mu_{ij} = \mu_{ij} - \nu\rho\,
+    r_{ij}` with :math:`r_{ij} = x_i - x_j - z_{ij}`. From some weight on all models are that of the
+    unweighted sum of the losses. The clusters are read off the :math:`z_{ij}`: :meth:`clusters`.
+
+    Args:
+        fusion_weight: :math:`\Lambda \ge 0`, or :math:`\lambda` in another ``scale``. 0 lets every
+            client train alone.
+        scale: ``"canonical"`` and ``"theorems"``: the weight is :math:`\Lambda`, as in the paper's
+            theorems; ``"equation-3"``: :math:`\Lambda = 2N\lambda`; ``"equation-3-unordered"``, for
+            its sum over unordered pairs: :math:`\Lambda = N\lambda`; ``"equation-14"``:
+            :math:`\Lambda = 2\lambda`.
+        step: ``"full"``: as above; ``"printed"``: without the terms of the pairs :math:`(j, i)`,
+            as in the paper, which goes to a wrong point where blocks are drawn.
+        penalty: :math:`\rho > 0`. Local steps need ``lr * (L + 2 * penalty * neighbours) < 2``.
+        blocks: Primal blocks per round, of the clients that take part: a share, or a number
+            :math:`K` of the :math:`J = N^2`. Few blocks need about :math:`J / K` times as many
+            rounds.
+        dual_blocks: Dual variables per round, in the same way.
+        graph: The pairs that are penalised, with a factor :math:`a_{ij}` each: a symmetric
+            adjacency matrix, a graph or a name (see ``lightning_pfl.graphs``). None: all pairs.
+        local_solver: ``"optimizer"``: local epochs or steps of the user's optimizer on the gradient
+            of the loss and the quadratic; ``"exact"``: the minimiser over all samples of a client,
+            for convex losses of few parameters.
+        proximal_weight: :math:`\eta \ge 0`.
+        local_epochs: Passes over a client's data per round, for ``"optimizer"``.
+        local_steps: Optimizer steps instead. Exactly one of the two.
+
+    State:
+        server, for :math:`S` neighbours and :math:`d` parameters: ``models``, ``(num_clients, d)``;
+        ``split``, ``dual`` and ``damped``, the :math:`z`, :math:`\mu` and :math:`\hat\mu`,
+        ``(num_clients, S, d)``; what clients haven't heard of yet, bool ``(num_clients, S)``. own:
+        ``model``, the whole model; buffers never leave the client.
+
+    Deviation from the paper: the corrected x-update, for which a client is sent one more vector;
+    clients that aren't sampled are no blocks of the round. The server's rows of :math:`z` and
+    :math:`\hat\mu` stand for the client's copies too; bytes are those of the paper's messages: the
+    updated blocks up, updated models of neighbours and updated :math:`\mu_{ij}` down. Clients
+    without training samples are in no pair.
+
+    Example:
+        >>> ConvexClustering(0.1, blocks=36).local_solver
+        'optimizer'
+
+    References:
+        Armacki, Bajovic, Jakovetic, Kar. Personalized federated learning via convex clustering.
+        2022. arXiv:2202.00718, Algorithm 1. Wang, Banerjee, Luo. Parallel direction method of
+        multipliers. NeurIPS 2014. arXiv:1406.4064, for :math:`\tau` and :math:`\nu`.
+    """
+
+    client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
+        {"models": 1, "split": 2, "dual": 2, "damped": 2, "new_models": 2, "new_duals": 2}
+    )
+
+    def __init__(
+        self,
+        fusion_weight: float = 0.1,
+        scale: Scale = "canonical",
+        step: Step = "full",
+        penalty: float = 0.1,
+        blocks: float | int = 1.0,
+        dual_blocks: float | int = 1.0,
+        graph: Any = None,
+        local_solver: LocalSolver = "optimizer",
+        proximal_weight: float = 0.0,
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+    ) -> None:
+        super().__init__(local_epochs, local_steps, weighting="uniform")
+        check_local_solver(local_solver)
+        _check_choice("scale", scale, get_args(Scale))
+        _check_choice("step", step, get_args(Step))
+        _check_number("fusion_weight", fusion_weight, 0.0, "0 to train every client alone")
+        _check_number("proximal_weight", proximal_weight, 0.0, "0 for no such term")
+        _check_number("penalty", penalty, 1e-12, "0.1, for example")
+        check_share("blocks", blocks)
+        check_share("dual_blocks", dual_blocks)
+        self.fusion_weight, self.scale, self.step = fusion_weight, scale, step
+        self.penalty, self.proximal_weight = penalty, proximal_weight
+        self.blocks, self.dual_blocks = blocks, dual_blocks
+        self.neighbourhood = graph
+        self.local_solver: LocalSolver = local_solver
+
+    def bind(
+        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+    ) -> None:
+        """Find the pairs, and the penalty of each."""
+        super().bind(layout, num_clients, seed, num_samples)
+        learns = self.num_samples > 0
+        self._pairs = self._find_pairs(num_clients).among(learns)
+        weight = canonical_weight(self.fusion_weight, self.scale, num_clients)
+        self._threshold = thresholds(self._pairs, weight, self.step)
+        self._draws = BlockDraws(self._pairs, learns, self.blocks, self.dual_blocks, seed)
+
+    def _find_pairs(self, num_clients: int) -> Pairs:
+        if self.neighbourhood is None:
+            return Pairs.complete(num_clients)
+        matrix = self.neighbourhood
+        return Pairs.weighted(torch.as_tensor(matrix))
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say that at 0 this is another method."""
+        return [] if self.fusion_weight else ["fusion_weight=0 makes ConvexClustering LocalOnly."]
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        """Steps of the optimizer, or one step on all samples."""
+        if self.local_solver == "exact":
+            return (Phase("all", steps=1, whole=True),)
+        return super().phases(round)
+
+    def init_server(self, model: Model) -> Tree:
+        """Models that are all alike, and zeros for the pairs."""
+        first = flat({n: leaf.unsqueeze(0) for n, leaf in model.items()}, self.layout.trainable)[0]
+        clients, slots = self._pairs.mask.shape
+        memory.require(
+            COPIES * clients * slots * first.numel() * first.element_size(),
+            first.device,
+            f"ConvexClustering with {clients} clients, {slots} pairs each and {first.numel()} "
+            "parameters",
+            "Use a sparse `graph` of the pairs, such as the nearest neighbours, or a smaller "
+            "model.",
+        )
+        zeros = first.new_zeros(clients, slots, len(first))
+        nothing = torch.zeros(clients, slots, dtype=torch.bool, device=first.device)
+        return {
+            "models": first.repeat(clients, 1),
+            **{name: zeros.clone() for name in ("split", "dual", "damped")},
+            **{name: nothing.clone() for name in ("new_models", "new_duals")},
+        }
+
+    def init_own(self, model: Model) -> Tree:
+        """The whole model."""
+        return {"model": model}
+
+    # --- a client's round ---
+
+    def download(self, server: Tree, info: ClientInfo) -> Tree:
+        """Everybody's model."""
+        return {"models": server["models"]}
+
+    def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
+        """To each client its own pairs, and the sum of what the pairs (j, i) pull it with."""
+        at = self._rows(info)
+        found = {name: _take(server[name], at) for name in ("split", "damped")}
+        if self.step == "full":
+            pairs = self._pairs.to(server["models"].device)
+            pull = pairs.incoming(server["damped"]) - self.penalty * pairs.incoming(server["split"])
+            found["incoming"] = _take(pull, at)
+        return found
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """The quadratic of the x-update."""
+        incoming = received.get("incoming")
+        anchor, strength = proximal_term(
+            self._view(received, info), incoming, self.penalty, self.proximal_weight
+        )
+        named = unflat(anchor, own["model"], self.layout.trainable)
+        return proximal_state(own["model"], named, strength)
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        """A step of the x-update, or all of it."""
+        return proximal_step(state, batch, local, self.local_solver)
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """The z-updates; blocks that weren't drawn stay as they were."""
+        view, at, drawn = self._view(received, info), self._rows(info), self._draws.of(info.round)
+        split = update_split(view, self._threshold[at].to(view.mask.device), self.penalty)
+        chosen = drawn.pairs[at].to(view.mask.device)
+        split = torch.where(chosen.unsqueeze(2), split, received["split"])
+        some = drawn.models[at].to(view.mask.device)
+
+        def choose(new: Tensor, old: Tensor) -> Tensor:
+            return torch.where(per_client(some, old.bool()) > 0, new, old)
+
+        model = tmap(choose, state["model"], own["model"])
+        return {"model": select(model, self.layout.trainable), "split": split}, {"model": model}
+
+    # --- the server's round ---
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """Store the blocks, and step the dual variables that were drawn."""
+        device, at = server["models"].device, info.index.to(server["models"].device)
+        vectors = flat(uploads["model"], self.layout.trainable).to(server["models"])
+        new = {
+            "models": server["models"].index_copy(0, at, vectors),
+            "split": server["split"].index_copy(0, at, uploads["split"]),
+        }
+        drawn, here = self._draws.of(info.round), torch.zeros(self.num_clients, dtype=torch.bool)
+        here[info.index] = True
+        updated = (drawn.models & here).sum() + (drawn.pairs & here.unsqueeze(1)).sum()
+        steps = damping(max(int(updated), 1), max(self._draws.total, 1))
+        new |= self._step_duals({**server, **new}, drawn.duals.to(device), steps)
+        pairs, heard = self._pairs.to(device), here.to(device).unsqueeze(1)
+        changed = (drawn.models & here).to(device)[pairs.neighbours] & pairs.mask
+        new["new_models"] = (server["new_models"] & ~heard) | changed
+        new["new_duals"] = (server["new_duals"] & ~heard) | drawn.duals.to(device)
+        return new
+
+    def _step_duals(self, server: Tree, duals: Tensor, steps: tuple[float, float]) -> Tree:
+        """Some clients at a time, so that what is computed on the way stays small."""
+        models, pairs = server["models"], self._pairs.to(duals.device)
+        dual, damped = torch.empty_like(server["dual"]), torch.empty_like(server["damped"])
+        for some in torch.arange(len(models), device=duals.device).split(ROWS):
+            others = models[pairs.neighbours[some]]
+            split, old = server["split"][some], server["damped"][some]
+            view = View(models[some], others, split, old, pairs.mask[some])
+            dual[some], damped[some] = update_dual(
+                view, server["dual"][some], duals[some], self.penalty, steps
+            )
+        return {"dual": dual, "damped": damped}
+
+    # --- what travels ---
+
+    def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor:
+        """Neighbours' models and dual variables that are new to the client, and the pull."""
+        at = self._rows(info).to(server["new_models"].device)
+        vectors = server["new_models"][at].sum(1) + server["new_duals"][at].sum(1)
+        if self.step == "full":
+            drawn = self._draws.of(info.round)
+            vectors = vectors + drawn.models[self._rows(info)].to(vectors)
+        return vectors.cpu() * self._vector_nbytes(server)
+
+    def upload_nbytes(self, uploads: Tree, info: ClientInfo) -> Tensor:
+        """The blocks that were drawn."""
+        drawn, at = self._draws.of(info.round), self._rows(info)
+        vectors: Tensor = drawn.models[at].long() + drawn.pairs[at].sum(1)
+        return vectors * self._vector_nbytes(uploads)
+
+    # --- results ---
+
+    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+        """The client's own model."""
+        model: Model = own["model"]
+        return model
+
+    def global_model(self, server: Tree) -> Model | None:
+        """There is none."""
+        return None
+
+    def clusters(self, server: Tree) -> Tensor:
+        """Each client's cluster, int64 ``(num_clients,)``: joined by pairs with z exactly zero."""
+        return clusters_of_pairs(server["split"], self._pairs)
+
+    # --- helpers ---
+
+    def _view(self, received: Tree, info: ClientInfo) -> View:
+        """What the clients know: own and neighbours' models, z and damped dual variables."""
+        models, at = received["models"], self._rows(info).to(received["models"].device)
+        neighbours = self._pairs.neighbours.to(models.device)[at]
+        each = torch.arange(len(at), device=models.device)
+        others, mask = models[each.unsqueeze(1), neighbours], self._pairs.mask.to(models.device)[at]
+        return View(models[each, at], others, received["split"], received["damped"], mask)
+
+    def _rows(self, info: ClientInfo) -> Tensor:
+        """Rows of the clients; one that is new to the federation gets any."""
+        return info.index.clamp_max(self.num_clients - 1)
+
+    def _vector_nbytes(self, tree: Tree) -> int:
+        """Bytes of one variable."""
+        leaf: Tensor = tree["split"]
+        return leaf.shape[2] * leaf.element_size()
+
+
+def _take(leaf: Tensor, at: Tensor) -> Tensor:
+    """Rows of a tensor; a view where they follow each other."""
+    first, count = int(at[0]) if len(at) else 0, len(at)
+    if torch.equal(at, torch.arange(first, first + count)):
+        return leaf[first : first + count]
+    return leaf.index_select(0, at.to(leaf.device))
+
+
+def _check_number(name: str, value: float, least: float, remedy: str) -> None:
+    if not least <= value < math.inf:
+        kind = "a finite number >= 0" if least == 0 else "a finite number above 0"
+        raise ValueError(f"Expected `{name}` to be {kind}, but got {name}={value!r}. Use {remedy}.")
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(
+            f"Expected `{name}` to be one of {', '.join(known)}, but got {name}={value!r}. Use "
+            f"{known[0]!r}."
+        )

@@ -1,0 +1,229 @@
+r"""PDMM for the sum of norms: the updates of its blocks, and a loop that solves a problem directly.
+
+With a variable :math:`z_{ij}` for each ordered pair,
+
+.. math::
+    \min \sum_i f_i(x_i) + \sum_{i \ne j} \lambda_{ij} \lVert z_{ij} \rVert \quad \text{s.t.} \quad
+    x_i - x_j = z_{ij}
+
+has :math:`J` blocks, the :math:`x_i` and the :math:`z_{ij}`. An iteration updates :math:`K` of them
+at the same old values, then the dual variables :math:`\mu_{ij}`, and keeps the damped
+:math:`\hat\mu_{ij}` that the next iteration sees.
+
+References:
+    Armacki, Bajovic, Jakovetic, Kar. Personalized federated learning via convex clustering. 2022.
+    arXiv:2202.00718, Algorithm 1. Wang, Banerjee, Luo. Parallel direction method of multipliers.
+    NeurIPS 2014. arXiv:1406.4064.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.solvers.blocks import BlockDraws, damping
+from lightning_pfl.solvers.pairs import Pairs
+from lightning_pfl.solvers.proximal import block_soft_threshold
+
+Step = Literal["full", "printed"]
+Prox = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From anchors ``b (clients, dim)``, weights ``c (clients,)`` and a start to the minimisers of
+:math:`f_i(x) + (c_i / 2) \\lVert x - b_i \\rVert^2`."""
+
+
+@dataclass(frozen=True)
+class View:
+    r"""The variables that the updates of some clients' blocks see.
+
+    Attributes:
+        models: :math:`x_i`, ``(clients, dim)``.
+        others: :math:`x_j`, ``(clients, slots, dim)``.
+        split: :math:`z_{ij}`, ``(clients, slots, dim)``.
+        damped: :math:`\hat\mu_{ij}`, ``(clients, slots, dim)``.
+        mask: Which slots are pairs, bool ``(clients, slots)``.
+    """
+
+    models: Tensor
+    others: Tensor
+    split: Tensor
+    damped: Tensor
+    mask: Tensor
+
+
+def thresholds(pairs: Pairs, weight: float, step: Step) -> Tensor:
+    r""":math:`\lambda_{ij}`, ``(clients, slots)``, of a weight over unordered pairs.
+
+    Half of it for each of the two ordered pairs; the printed update, with half of the quadratic,
+    needs all of it.
+    """
+    return pairs.weights * (weight / 2 if step == "full" else weight)
+
+
+def proximal_term(
+    view: View, incoming: Tensor | None, penalty: float, proximal: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    r"""What an x-update adds to :math:`f_i`, as :math:`\frac{c}{2}\lVert x - b \rVert^2`.
+
+    The block minimiser of the augmented Lagrangian has, beside the terms of :math:`(i, j)`, those
+    of :math:`(j, i)`; the printed update leaves them out.
+
+    Args:
+        view: The old values.
+        incoming: :math:`\sum_j (\hat\mu_{ji} - \rho z_{ji})`, ``(clients, dim)``; None for the
+            printed update.
+        penalty: :math:`\rho`.
+        proximal: :math:`\eta_i`, of the distance to the old :math:`x_i`.
+
+    Returns:
+        :math:`b`, ``(clients, dim)``, and :math:`c`, ``(clients,)``.
+    """
+    models = view.models
+    degree = view.mask.sum(1, keepdim=True).to(models)
+    near = torch.where(view.mask.unsqueeze(2), view.others, 0.0).sum(1)
+    target = penalty * (near + view.split.sum(1)) - view.damped.sum(1) + proximal * models
+    weight = penalty * degree + proximal
+    if incoming is not None:
+        target = target + penalty * near + incoming
+        weight = weight + penalty * degree
+    # Written as a step from the old model, for clients without a pair, which have no quadratic.
+    anchor = models + (target - weight * models) / weight.clamp_min(torch.finfo(weight.dtype).tiny)
+    return anchor, weight.squeeze(1)
+
+
+def update_split(view: View, threshold: Tensor, penalty: float, proximal: float = 0.0) -> Tensor:
+    r"""The z-update: block soft thresholding, at the old :math:`x`.
+
+    .. math::
+        z_{ij} = S\left(\frac{\rho (x_i - x_j) + \hat\mu_{ij} + \eta z_{ij}}{\rho + \eta},
+        \frac{\lambda_{ij}}{\rho + \eta}\right)
+
+    Args:
+        view: The old values.
+        threshold: :math:`\lambda_{ij}`, ``(clients, slots)``.
+        penalty: :math:`\rho`.
+        proximal: :math:`\eta_{ij}`.
+    """
+    total = penalty + proximal
+    point = penalty * (view.models.unsqueeze(1) - view.others) + view.damped
+    if proximal:
+        point = point + proximal * view.split
+    found = block_soft_threshold(point / total, threshold.to(point) / total)
+    return torch.where(view.mask.unsqueeze(2), found, 0.0)
+
+
+def update_dual(
+    view: View, dual: Tensor, chosen: Tensor, penalty: float, steps: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    r"""The dual step and its damped copy, at the new :math:`x` and :math:`z`.
+
+    .. math::
+        r_{ij} = x_i - x_j - z_{ij}, \qquad \mu_{ij} \leftarrow \mu_{ij} + \tau \rho\, r_{ij},
+        \qquad \hat\mu_{ij} = \mu_{ij} - \nu \rho\, r_{ij}
+
+    Args:
+        view: The new values, and the old damped ones.
+        dual: :math:`\mu_{ij}`, ``(clients, slots, dim)``.
+        chosen: Which pairs are updated, bool ``(clients, slots)``.
+        penalty: :math:`\rho`.
+        steps: :math:`\tau` and :math:`\nu`.
+    """
+    forward, backward = steps
+    some = chosen.unsqueeze(2)
+    rest = torch.where(some, view.models.unsqueeze(1) - view.others - view.split, 0.0)
+    dual = dual + forward * penalty * rest
+    return dual, torch.where(some, dual - backward * penalty * rest, view.damped)
+
+
+@dataclass(frozen=True)
+class PDMMState:
+    """All variables: ``models (clients, dim)``, the others ``(clients, slots, dim)``."""
+
+    models: Tensor
+    split: Tensor
+    dual: Tensor
+    damped: Tensor
+
+    @classmethod
+    def begin(cls, models: Tensor, pairs: Pairs) -> PDMMState:
+        """At some models, everything else zero."""
+        zeros = models.new_zeros(len(pairs), pairs.slots, models.shape[1])
+        return cls(models, zeros, zeros, zeros)
+
+    def view(self, pairs: Pairs) -> View:
+        """Of all clients."""
+        others = self.models[pairs.neighbours]
+        return View(self.models, others, self.split, self.damped, pairs.mask)
+
+
+def solve(
+    prox: Prox,
+    pairs: Pairs,
+    weight: float,
+    start: Tensor | PDMMState,
+    penalty: float = 0.3,
+    blocks: float | int = 1.0,
+    dual_blocks: float | int = 1.0,
+    step: Step = "full",
+    iterations: int = 1000,
+    seed: int = 0,
+    proximal: float = 0.0,
+    steps: tuple[float, float] | None = None,
+) -> PDMMState:
+    r"""Minimise :math:`\sum_i f_i(x_i) + \Lambda \sum_{i<j} a_{ij} \lVert x_i - x_j \rVert`.
+
+    Args:
+        prox: The local solver.
+        pairs: The pairs, with the weights :math:`a_{ij}`.
+        weight: :math:`\Lambda \ge 0`.
+        start: Models ``(clients, dim)``, or the state of an earlier run to go on from.
+        penalty: :math:`\rho > 0`.
+        blocks: Primal blocks per iteration: a share, or a number :math:`K`.
+        dual_blocks: Dual variables per iteration, in the same way.
+        step: ``"full"``, or ``"printed"`` for the paper's x-update.
+        iterations: How many.
+        seed: Of the draws.
+        proximal: :math:`\eta_i` of the x-updates.
+        steps: :math:`\tau` and :math:`\nu`; None: those of
+            :func:`~lightning_pfl.solvers.blocks.damping`. Without the backward step, :math:`\nu =
+            0`, updating all blocks diverges.
+    """
+    state = start if isinstance(start, PDMMState) else PDMMState.begin(start, pairs)
+    everyone = torch.ones(len(pairs), dtype=torch.bool)
+    draws = BlockDraws(pairs, everyone, blocks, dual_blocks, seed)
+    threshold = thresholds(pairs, weight, step)
+    for number in range(iterations):
+        drawn = draws.of(number)
+        if steps is None:
+            steps = damping(int(drawn.models.sum() + drawn.pairs.sum()), draws.total)
+        view, incoming = state.view(pairs), None
+        if step == "full":
+            incoming = pairs.incoming(state.damped - penalty * state.split)
+        anchor, strength = proximal_term(view, incoming, penalty, proximal)
+        models = prox(anchor, strength, state.models)
+        split = update_split(view, threshold, penalty)
+        state = replace(
+            state,
+            models=torch.where(drawn.models.unsqueeze(1), models, state.models),
+            split=torch.where(drawn.pairs.unsqueeze(2), split, state.split),
+        )
+        dual, damped = update_dual(state.view(pairs), state.dual, drawn.duals, penalty, steps)
+        state = replace(state, dual=dual, damped=damped)
+    return state
+
+
+def objective(values: Tensor, models: Tensor, pairs: Pairs, weight: float) -> Tensor:
+    r""":math:`\sum_i f_i + \Lambda \sum_{i<j} a_{ij} \lVert x_i - x_j \rVert`, a scalar.
+
+    Args:
+        values: :math:`f_i(x_i)`, ``(clients,)``.
+        models: :math:`x_i`, ``(clients, dim)``.
+        pairs: The pairs.
+        weight: :math:`\Lambda`.
+    """
+    distances = (models.unsqueeze(1) - models[pairs.neighbours]).norm(dim=2)
+    coupled: Tensor = (pairs.weights.to(distances) * distances).sum()
+    return values.sum() + weight / 2 * coupled

@@ -1,0 +1,97 @@
+r"""Local work of methods whose clients minimise :math:`F_i(x) + \frac{c}{2}\lVert x - b\rVert^2`.
+
+Exactly, or by some steps of the user's optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.solvers.lbfgs import minimise
+from lightning_pfl.tree import Model, Tree, per_client, select, tmap
+
+if TYPE_CHECKING:
+    from lightning_pfl.methods.base import Local
+
+LocalSolver = Literal["optimizer", "exact"]
+
+
+def check_local_solver(local_solver: str) -> None:
+    """Require one of the local solvers."""
+    if local_solver not in get_args(LocalSolver):
+        raise ValueError(
+            "Expected `local_solver` to be 'optimizer' or 'exact', but got "
+            f"local_solver={local_solver!r}. Use 'optimizer' for networks, 'exact' for small "
+            "convex models."
+        )
+
+
+def proximal_state(model: Model, anchor: Model, strength: Tensor) -> Tree:
+    """What :func:`proximal_step` works on.
+
+    Args:
+        model: The model to begin with, ``(clients, ...)``; it is copied, as training overwrites it.
+        anchor: :math:`b`, the entries that are pulled, ``(clients, ...)``.
+        strength: :math:`c`, ``(clients,)``.
+    """
+    return {"model": tmap(torch.clone, model), "anchor": anchor, "strength": strength}
+
+
+def proximal_step(state: Tree, batch: Any, local: Local, local_solver: LocalSolver) -> Tree:
+    """A step of the user's optimizer on the gradients of both terms, or the exact minimiser.
+
+    Args:
+        state: Of :func:`proximal_state`.
+        batch: A minibatch; for ``"exact"`` all samples.
+        local: What the engine supplies.
+        local_solver: Which.
+    """
+    model, anchor, strength = state["model"], state["anchor"], state["strength"]
+    if local_solver == "exact":
+        return {**state, "model": _exact(model, anchor, strength, batch, local)}
+
+    def pull(g: Tensor, x: Tensor, b: Tensor) -> Tensor:
+        return g + per_client(strength, x) * (x - b)
+
+    grads = local.grad(model, batch)
+    pulled = tmap(pull, select(grads, anchor), model, anchor)
+    return {**state, "model": local.update(model, {**grads, **pulled})}
+
+
+def _exact(model: Model, anchor: Model, strength: Tensor, batch: Any, local: Local) -> Model:
+    names = tuple(anchor)
+    center = flat(anchor, names)
+
+    def gradient(x: Tensor) -> Tensor:
+        at = {**model, **unflat(x, model, names)}
+        grads = local.grad(at, batch)
+        zeros = {name: torch.zeros_like(model[name]) for name in names if name not in grads}
+        return flat({**zeros, **grads}, names) + strength.to(x).unsqueeze(1) * (x - center)
+
+    found = minimise(gradient, flat(model, names), strength.to(center))
+    return {**model, **unflat(found, model, names)}
+
+
+def flat(model: Model, names: Iterable[str]) -> Tensor:
+    """The named entries of ``(clients, ...)`` models as vectors, ``(clients, dim)``."""
+    return torch.cat([model[name].flatten(1) for name in names], 1)
+
+
+def unflat(vectors: Tensor, like: Model, names: Iterable[str]) -> Model:
+    """Undo :func:`flat`.
+
+    Args:
+        vectors: ``(clients, dim)``.
+        like: Entries of the wanted shapes, ``(anything, ...)``.
+        names: The entries, in the order of :func:`flat`.
+    """
+    wanted = [(name, like[name]) for name in names]
+    parts = vectors.split([leaf.shape[1:].numel() for _, leaf in wanted], 1)
+    return {
+        name: part.view(len(vectors), *leaf.shape[1:]).to(leaf.dtype)
+        for (name, leaf), part in zip(wanted, parts, strict=True)
+    }
