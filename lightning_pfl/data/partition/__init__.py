@@ -5,6 +5,7 @@ from .consecutive import ConsecutiveClasses
 from .draw import draw
 from .features import FeatureSkew
 from .given import FlowerPartitioner, Natural
+from .held_out import HeldOutClasses
 from .labels import ClassesPerClient, Dirichlet, LabelSkew
 from .sizes import IID, LogNormalSizes, QuantitySkew
 
@@ -17,6 +18,7 @@ __all__ = [
     "QuantitySkew",
     "LabelSkew",
     "FeatureSkew",
+    "HeldOutClasses",
     "Natural",
     "FlowerPartitioner",
     "Partition",

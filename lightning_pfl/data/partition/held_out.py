@@ -1,0 +1,103 @@
+"""New clients with classes that no other client has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .base import Partition, Parts, check_classes, check_clients
+from .labels import ClassesPerClient
+from .sizes import IID
+
+
+@dataclass(frozen=True)
+class HeldOutPlan:
+    """Plan of `HeldOutClasses`: those of the two groups of clients."""
+
+    base: Any
+    new: Any
+
+
+class HeldOutClasses(Partition):
+    """The last clients alone hold some of the classes; the others are split by ``base``.
+
+    For `NewClientAdaptation`: with ``FederatedDataModule(new_clients=...)`` of the same number,
+    nobody who takes part in a round has ever seen the classes of the new clients. These are
+    dealt to them at random, in equal numbers.
+
+    Args:
+        classes: The labels that only the new clients hold.
+        new_clients: How many of the last clients are new, at least 1.
+        base: Partition of the other classes over the other clients; one that splits by labels.
+            ``None``: `ClassesPerClient`.
+
+    References:
+        Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
+        federated learning. ICML 2021. arXiv:2102.07078, Figure 6.
+
+    Example:
+        >>> partition = HeldOutClasses([2, 3], new_clients=1)
+        >>> parts = partition(np.arange(40) % 4, 3, np.random.default_rng(0))
+        >>> [np.unique(part % 4).tolist() for part in parts][-1]
+        [2, 3]
+    """
+
+    def __init__(
+        self, classes: Sequence[int], new_clients: int, base: Partition | None = None
+    ) -> None:
+        if not classes or len(set(classes)) < len(classes):
+            raise ValueError(
+                f"Expected `classes` to be different labels, but got {classes=}. Name the classes "
+                "that only the new clients hold."
+            )
+        if isinstance(new_clients, bool) or not isinstance(new_clients, int) or new_clients < 1:
+            raise ValueError(
+                f"Expected `new_clients` to be a positive int, but got {new_clients=}. Use the "
+                "`new_clients` of the data module."
+            )
+        self.classes = tuple(classes)
+        self.new_clients = new_clients
+        self.base = ClassesPerClient() if base is None else base
+        self.rest = IID()
+
+    def split(
+        self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
+    ) -> tuple[Parts, Any]:
+        """Split both groups of classes, each over its group of clients."""
+        clients = check_clients(len(labels), num_clients)
+        known = check_classes(labels, "HeldOutClasses")
+        unknown = sorted(set(self.classes) - set(known.tolist()))
+        if unknown or len(self.classes) == len(known):
+            raise ValueError(
+                f"Expected `classes` to be some of the labels {known.tolist()[:20]}, but got "
+                f"classes={list(self.classes)}. Leave at least one to the other clients."
+            )
+        if clients <= self.new_clients:
+            raise ValueError(
+                f"Expected more clients than the {self.new_clients} new ones, but got "
+                f"num_clients={clients}. The number includes the new clients."
+            )
+        old, new = self._groups(labels)
+        old_parts, base = self.base.split(labels[old], clients - self.new_clients, rng)
+        new_parts, rest = self.rest.split(labels[new], self.new_clients, rng)
+        return _positions(old, old_parts) + _positions(new, new_parts), HeldOutPlan(base, rest)
+
+    def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
+        """Split both groups of classes by their plans."""
+        old, new = self._groups(labels)
+        old_parts = self.base.apply(labels[old], plan.base, rng)
+        new_parts = self.rest.apply(labels[new], plan.new, rng)
+        return _positions(old, old_parts) + _positions(new, new_parts)
+
+    def _groups(
+        self, labels: npt.NDArray[Any]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Positions of the samples of the other classes, and of those that are held out."""
+        held_out = np.isin(labels, self.classes)
+        return np.nonzero(~held_out)[0], np.nonzero(held_out)[0]
+
+
+def _positions(group: npt.NDArray[np.int64], parts: Parts) -> Parts:
+    return [group[part] for part in parts]
