@@ -69,7 +69,9 @@ class Cohort:
         """Local training; the uploads and logged values of the whole cohort."""
         received = self.part.rows(self.received)
         for share in self.shares:
-            info = self.mine.rows(share.at)
+            info, names = self.mine.rows(share.at), share.group.method.edge_state
+            edges = {name: share.own[name] for name in names if name in share.own}
+            share.own = {name: leaf for name, leaf in share.own.items() if name not in edges}
             if not len(info):
                 nothing = torch.empty(0, dtype=torch.float64, device=self.device)
                 share.work = LocalResult({}, share.own, loss=nothing)
@@ -83,7 +85,7 @@ class Cohort:
                 phases,
                 _told(on_clients, share.at),
             )
-            share.own = share.work.own
+            share.own = {**share.work.own, **edges}
         return whole_work(self.part, self._joined())
 
     def _joined(self) -> LocalResult:

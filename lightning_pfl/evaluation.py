@@ -69,7 +69,8 @@ def _own_models(federation: Federation, clients: Tensor) -> Model:
     method = group.method
     device = next(group.module.parameters()).device
     info = federation.info(clients, max(federation.rounds - 1, 0))
-    models = method.personal_model(federation.download(info), group.gather(clients, device), info)
+    own = group.gather(clients, device, edges=False)
+    models = method.personal_model(federation.download(info), own, info)
     phases = method.evaluation_phases()
     if not phases:
         return models

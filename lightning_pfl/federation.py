@@ -23,6 +23,7 @@ from lightning_pfl.groups import (
     Group,
     bound,
     by_group,
+    check_messages,
     check_server_trees,
     describe,
     one_group,
@@ -297,6 +298,7 @@ class Federation:
         everyone = ClientInfo(torch.arange(count), num_samples, nothing, nothing.double(), 0, count)
         for method, group in zip(methods, groups, strict=True):
             group.begin(method, count, bank, self.ranks, everyone)
+        check_messages(groups, everyone)
 
     def _bind(self, num_samples: Tensor | None = None) -> list[Method]:
         samples = self.num_samples if num_samples is None else num_samples

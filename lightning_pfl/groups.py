@@ -77,9 +77,15 @@ class Group:
                 own = self.gather(some, device)
                 self.scatter(some, method.init_own_rows(own, model, info.rows(some)))
 
-    def gather(self, clients: Tensor, device: torch.device | str | None = None) -> Tree:
-        """Copies of what some of its clients remember, ``(clients, ...)``."""
-        return self.bank.gather(self.positions(clients), device)
+    def gather(
+        self, clients: Tensor, device: torch.device | str | None = None, edges: bool = True
+    ) -> Tree:
+        """Copies of what some of its clients remember, ``(clients, ...)``.
+
+        ``edges=False`` leaves out what only messages need (``edge_state``).
+        """
+        without = () if edges else self.method.edge_state
+        return self.bank.gather(self.positions(clients), device, without)
 
     def scatter(self, clients: Tensor, memories: Tree) -> None:
         """Store what some of its clients remember."""
@@ -141,9 +147,20 @@ def table(groups: Sequence[Group]) -> str:
 
 def bound(method: Method, group: Group, groups: Sequence[Group], *args: Any) -> Method:
     """The method for one group: itself where there is one group, else a copy of its own layout."""
+    method.model_sizes = model_sizes(groups, args[0])
     own = method if len(groups) == 1 else copy.copy(method)
     own.bind(group.layout, *args)
     return own
+
+
+def model_sizes(groups: Sequence[Group], num_clients: int) -> Tensor:
+    """Trainable scalars of each client's model, int64 ``(num_clients,)``."""
+    sizes = torch.zeros(num_clients, dtype=torch.int64)
+    for group in groups:
+        model = group.layout.model()
+        size = sum(model[name].numel() for name in group.layout.trainable)
+        sizes[slice(None) if group.clients is None else group.clients] = size
+    return sizes
 
 
 def by_group(groups: Sequence[Group], clients: Tensor) -> Iterator[tuple[Group, slice | Tensor]]:
@@ -199,6 +216,37 @@ def check_server_trees(method: Method, groups: Sequence[Group], trees: Sequence[
                     "architectures use LocalOnly, SheafFMTL or HomologicalConstraints; or FedPer, "
                     "FedRep or LGFedAvg with a split whose shared part is the same in all groups."
                 )
+
+
+def check_messages(groups: Sequence[Group], everyone: ClientInfo) -> None:
+    """Require that messages between neighbours have the same shapes in all groups.
+
+    Args:
+        groups: The groups, with what their clients remember before round 0.
+        everyone: All clients of the federation.
+
+    Raises:
+        MisconfigurationException: Names the entry, both shapes, and what works across them.
+    """
+    groups = [group for group in groups if group.clients is not None and len(group.clients)]
+    for exchange in groups[0].method.exchanges(0) if groups else ():
+        sent = []
+        for group in groups:
+            assert group.clients is not None
+            one = group.clients[:1]
+            sent.append(group.method.send(exchange.name, group.gather(one), everyone.rows(one)))
+        shapes = [_shapes(tree) for tree in sent]
+        for group, other in zip(groups[1:], shapes[1:], strict=True):
+            for name in {**shapes[0], **other}:
+                ours, theirs = shapes[0].get(name), other.get(name)
+                if ours != theirs:
+                    raise MisconfigurationException(
+                        f"Expected what clients of {type(group.method).__name__} write to each "
+                        f"other to have one shape, but `{name}` is {_say(ours)} in group "
+                        f"{groups[0].name!r} and {_say(theirs)} in group {group.name!r}. Across "
+                        "architectures use SheafFMTL or HomologicalConstraints, whose messages are "
+                        "projections to common spaces; or LocalOnly."
+                    )
 
 
 def _say(shape: tuple[int, ...] | None) -> str:

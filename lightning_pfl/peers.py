@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -41,15 +41,18 @@ class Inbox:
             doesn't take part; for ``"sum"`` ``(clients, ...)``.
         weights: Weights of the edges to the neighbours that take part, float64 ``(clients,
             slots)``; 0 elsewhere.
+        sent: What the clients themselves have sent, as ``send`` returned it.
     """
 
     messages: Tree
     weights: Tensor
+    sent: Tree = field(default_factory=dict)
 
     def rows(self, index: slice | Tensor) -> Inbox:
         """The same for some of the clients."""
-        found = rows({"messages": self.messages, "weights": {"": self.weights}}, index)
-        return Inbox(found["messages"], found["weights"][""])
+        trees = {"messages": self.messages, "weights": {"": self.weights}, "sent": self.sent}
+        found = rows(trees, index)
+        return Inbox(found["messages"], found["weights"][""], found["sent"])
 
 
 class Postman:
@@ -80,7 +83,7 @@ class Postman:
             sent: ``(clients, slots, ...)`` for ``"each"``, else ``(clients, ...)``.
         """
         bring = {"each": self._each, "all": self._all, "sum": self._sum}[exchange.to]
-        return Inbox(tmap(bring, sent), self.weights)
+        return Inbox(tmap(bring, sent), self.weights, sent)
 
     def nbytes(self, exchange: Exchange, sent: Tree, sizes: Tensor | None) -> int:
         """Bytes of all messages that are delivered.
@@ -111,7 +114,9 @@ class Postman:
         who, slot = self.present.nonzero(as_tuple=True)
         place = torch.stack([who, self.sender[who, slot]])
         values = self.weights[who, slot].to(leaf)
-        mixing = torch.sparse_coo_tensor(place, values, (len(leaf), len(leaf)))
+        shape = (len(leaf), len(leaf))
+        # The places are within the shape by construction; unsaid, torch warns about it.
+        mixing = torch.sparse_coo_tensor(place, values, shape, check_invariants=False)
         flat = leaf.reshape(len(leaf), -1)
         mixed: Tensor = torch.sparse.mm(mixing, flat)
         return mixed.view(leaf.shape)

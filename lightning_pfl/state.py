@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -51,14 +53,25 @@ class Bank:
             row,
         )
 
-    def gather(self, clients: Tensor, device: torch.device | str | None = None) -> Tree:
+    def gather(
+        self,
+        clients: Tensor,
+        device: torch.device | str | None = None,
+        without: Collection[str] = (),
+    ) -> Tree:
         """Copies of some clients' memories, ``(clients, ...)``, in the order of the ids.
+
+        Args:
+            clients: Their ids, int64 ``(clients,)``.
+            device: Where the copies live; None for where the bank does.
+            without: Top-level entries that are left out.
 
         Raises:
             RuntimeError: If another process holds one of them.
         """
         index = self._rows(clients)
-        return tmap(lambda leaf: leaf.to(device or self.device), rows(self.tree, index))
+        known = {name: leaf for name, leaf in self.tree.items() if name not in without}
+        return tmap(lambda leaf: leaf.to(device or self.device), rows(known, index))
 
     def scatter(self, clients: Tensor, memories: Tree) -> None:
         """Store some clients' memories; everybody else's stay untouched.

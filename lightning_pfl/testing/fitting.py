@@ -48,6 +48,7 @@ class Recorder(FederatedCallback):
             round.number, round.info, received, uploads, dict(round.rejected), dict(round.metrics)
         )
         kept.bytes_down, kept.bytes_up = round.bytes_down, round.bytes_up
+        kept.bytes_exchanged = round.bytes_exchanged
         self.rounds.append(kept)
         self._keep(trainer)
 
