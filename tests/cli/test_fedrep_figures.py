@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.experiments import fedrep_figure5
+from recipes.experiments import fedrep_figure5, fedrep_figure6
 from recipes.reproduce import Run
 
 MARKERS = "above\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\nbelow\n"
@@ -18,7 +18,7 @@ def small(name: str, folder: Path, data: Path) -> list[str]:
     (folder / "README.md").write_text(MARKERS.format(name))
     return [
         *("--small", "--seeds", "0", "--data-dir", str(data), "--readme", f"{folder}/README.md"),
-        *("--results", str(folder), "--logs", f"{folder}/logs", "--figures", str(folder)),
+        *("--results", str(folder), "--figures", str(folder)),
     ]
 
 
@@ -28,6 +28,7 @@ def test_figure5_runs_once_and_draws_from_what_is_stored(
     # In this process, not in one for each run.
     monkeypatch.setattr(Run, "start", Run.work)
     arguments = small("fedrep_figure5", tmp_path, fashion_mnist_dir)
+    arguments += ["--logs", f"{tmp_path}/logs"]
     fedrep_figure5.main(arguments)
     stored = (tmp_path / "fedrep_figure5.jsonl").read_text().splitlines()
     cells = {cell["key"]: cell["result"] for cell in map(json.loads, stored)}
@@ -45,4 +46,26 @@ def test_figure5_runs_once_and_draws_from_what_is_stored(
 
     monkeypatch.setattr(Run, "start", None)  # nothing is left to run
     fedrep_figure5.main(arguments)
+    assert (tmp_path / "README.md").read_text() == readme
+
+
+def test_figure6_runs_once_and_draws_from_what_is_stored(
+    tmp_path: Path, fashion_mnist_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = small("fedrep_figure6", tmp_path, fashion_mnist_dir)
+    fedrep_figure6.main(arguments)
+    stored = (tmp_path / "fedrep_figure6.jsonl").read_text().splitlines()
+    cells = {cell["key"]: cell["result"] for cell in map(json.loads, stored)}
+    assert list(cells) == [f"{line} seed=0" for line in fedrep_figure6.LINES]
+    readme = (tmp_path / "README.md").read_text()
+    for line, (_, _, start) in fedrep_figure6.LINES.items():
+        accuracies = cells[f"{line} seed=0"]
+        assert list(accuracies) == ["1", "2"]
+        assert all(0 <= accuracy <= 1 for accuracy in accuracies.values())
+        shown = " | ".join(f"{100 * accuracy:.2f}" for accuracy in accuracies.values())
+        assert f"| {line} | {start} | {shown} |" in readme
+    assert (tmp_path / "fedrep_figure6.png").stat().st_size > 1000
+
+    monkeypatch.setattr(fedrep_figure6, "adapt", None)  # nothing is left to run
+    fedrep_figure6.main(arguments)
     assert (tmp_path / "README.md").read_text() == readme

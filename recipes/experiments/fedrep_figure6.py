@@ -1,0 +1,186 @@
+"""Figure 6 of the FedRep paper: new clients with new classes fit their head to a representation.
+
+    python -m recipes.experiments.fedrep_figure6 --seeds 0 1 2
+
+100 clients train on five classes of Fashion-MNIST, two each. Then ten new clients that hold the
+other five classes train the head alone, on 500 samples for one to ten passes. A run that was
+stopped goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lightning_pfl import FederatedDataModule, FederatedStrategy
+from lightning_pfl.callbacks import NewClientAdaptation
+from lightning_pfl.data import FashionMNIST, HeldOutClasses
+from lightning_pfl.methods import APFL, L2GD, FedAvg, FedProx, FedRep, LGFedAvg, PerFedAvg
+from lightning_pfl.methods.base import Method
+from lightning_pfl.models import LeNet
+from recipes.plan import README, Plan
+from recipes.reproduce import RECIPES
+from recipes.results_table import spread
+
+#: Line: the method's class, its arguments, and what new clients begin with.
+LINES: dict[str, tuple[type[Method], dict[str, Any], Any]] = {
+    "FedRep": (FedRep, {"head_epochs": 10, "body_epochs": 1}, "personal"),
+    "FedAvg": (FedAvg, {}, "global"),
+    "FedProx": (FedProx, {"prox_weight": 0.1}, "global"),
+    "PerFedAvg": (PerFedAvg, {"inner_lr": 0.01}, "global"),
+    "APFL": (APFL, {"mixing": 0.5}, "global"),
+    "L2GD": (L2GD, {"mixing_weight": 50.0, "local_epochs": 1}, "global"),
+    "LGFedAvg": (LGFedAvg, {}, "mean"),
+    "untrained body": (LGFedAvg, {}, "personal"),
+}
+NEW_CLASSES = (5, 6, 7, 8, 9)
+ROUNDS, SAMPLES, EPOCHS = 100, 500, tuple(range(1, 11))
+SMALL_ROUNDS, SMALL_EPOCHS = 1, (1, 2)
+#: Accuracies by line and number of passes, one per seed.
+Curves = dict[str, dict[int, list[float]]]
+
+NOTE = """
+The paper trains on ten letters of FEMNIST and adapts to its ten digits; it shows curves without
+numbers, FedRep far above the others.
+"""
+
+
+def adapt(line: str, seed: int, options: argparse.Namespace) -> dict[str, float]:
+    """Train a method, adapt the new clients; their mean test accuracy by number of passes."""
+    method, arguments, start = LINES[line]
+    L.seed_everything(seed, verbose=False)
+    folder = {} if options.data_dir is None else {"data_dir": str(options.data_dir)}
+    data = FederatedDataModule(
+        FashionMNIST(**folder),
+        HeldOutClasses(NEW_CLASSES, new_clients=10),
+        num_clients=110,
+        new_clients=10,
+        seed=seed,
+    )
+    adaptation = NewClientAdaptation(
+        samples=[SAMPLES],
+        epochs=SMALL_EPOCHS if options.small else EPOCHS,
+        scope="head",
+        start=start,
+        seed=seed,
+    )
+    trainer = L.Trainer(
+        max_epochs=SMALL_ROUNDS if options.small else ROUNDS,
+        strategy=FederatedStrategy(method(**arguments), participation=10),
+        callbacks=[adaptation],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(LeNet(lr=0.01, momentum=0.5, weight_decay=1e-4), data)
+    return {
+        str(found.epochs): float(found.evaluation.values["test_acc"].mean())
+        for found in adaptation.results
+    }
+
+
+def measure(options: argparse.Namespace) -> Curves:
+    """Run every cell."""
+    plan = Plan("fedrep_figure6", options.results)
+    curves: Curves = {}
+    for seed in options.seeds:
+        for line, (_, arguments, start) in LINES.items():
+            settings = {
+                **{"line": line, "arguments": arguments, "start": start, "seed": seed},
+                "rounds": SMALL_ROUNDS if options.small else ROUNDS,
+            }
+            found = plan.cell(
+                f"{line} seed={seed}",
+                settings,
+                lambda line=line, seed=seed: adapt(line, seed, options),  # type: ignore[misc]
+            )
+            for epochs, accuracy in found.items():
+                curves.setdefault(line, {}).setdefault(int(epochs), []).append(accuracy)
+    return curves
+
+
+def draw(curves: Curves, path: Path) -> None:
+    """Accuracy against passes, a line per method; the band is one standard error over seeds."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.8), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    ranked = sorted(curves, key=lambda line: -sum(curves[line][max(curves[line])]))
+    for line in ranked:
+        accuracies = 100 * np.array([*curves[line].values()])
+        epochs, mean = [*curves[line]], accuracies.mean(1)
+        style: dict[str, Any] = (
+            {"color": "black", "linestyle": ":"} if line == "untrained body" else {}
+        )
+        (drawn,) = axes.plot(epochs, mean, label=line, **style)
+        if accuracies.shape[1] > 1:
+            error = accuracies.std(1, ddof=1) / accuracies.shape[1] ** 0.5
+            low, high = mean - error, mean + error
+            axes.fill_between(epochs, low, high, color=drawn.get_color(), alpha=0.15, linewidth=0)
+    axes.set(xlabel=f"passes over {SAMPLES} samples", ylabel="test accuracy in percent")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def table(curves: Curves) -> str:
+    """Accuracies after a few numbers of passes, in Markdown."""
+    epochs = [e for e in next(iter(curves.values())) if e in (1, 2, 5, 10)]
+    lines = ["| method | begins with | " + " | ".join(map(_passes, epochs)) + " |"]
+    lines.append("|---" * (len(epochs) + 2) + "|")
+    for line, by_epochs in curves.items():
+        cells = [spread(by_epochs[epoch]) for epoch in epochs]
+        lines.append(f"| {line} | {LINES[line][2]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _passes(epochs: int) -> str:
+    return "1 pass" if epochs == 1 else f"{epochs} passes"
+
+
+def section(curves: Curves, seeds: list[int]) -> str:
+    """What stands in README.md."""
+    return (
+        "**New clients with new classes (FedRep, Figure 6)**, Fashion-MNIST: 100 clients with 2 of "
+        f"the classes 0 to 4, 10 a round, {ROUNDS} rounds of one local epoch; then 10 new clients "
+        f"with the classes 5 to 9 train the head on {SAMPLES} samples, seeds "
+        f"{', '.join(map(str, seeds))}; test accuracy in percent.\n\n"
+        f"{table(curves)}\n\n![Accuracy against passes](figures/fedrep_figure6.png)\n\n"
+        f"{NOTE.strip()}"
+    )
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Figure 6 of the FedRep paper")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--small", action="store_true", help="One round, two numbers of passes.")
+    parser.add_argument("--results", type=Path, default=RECIPES / "results")
+    parser.add_argument("--figures", type=Path, default=RECIPES / "figures")
+    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
+    parser.add_argument("--data-dir", type=Path, help="Folder of Fashion-MNIST, if not the usual.")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, draw, and write the section."""
+    options = parse(arguments)
+    curves = measure(options)
+    draw(curves, options.figures / "fedrep_figure6.png")
+    plan = Plan("fedrep_figure6", options.results)
+    plan.write_section(section(curves, options.seeds), options.readme)
+    print(table(curves))
+
+
+if __name__ == "__main__":
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    main()
