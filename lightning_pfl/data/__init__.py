@@ -12,6 +12,7 @@ from .clients import (
 from .datamodule import FederatedDataModule
 from .digits import Digits
 from .fashion_mnist import FashionMNIST
+from .fedmap_synthetic import FedMAPSynthetic
 from .femnist import FEMNIST
 from .partition import (
     IID,
@@ -28,6 +29,7 @@ from .partition import (
     QuantitySkew,
     draw,
 )
+from .shifted_lines import ShiftedLines
 from .source import Arrays, Source
 from .synthetic import LinearRepresentation, QuadraticClients
 from .table import HuggingFaceTable
@@ -50,6 +52,8 @@ __all__ = [
     "HuggingFaceTable",
     "QuadraticClients",
     "LinearRepresentation",
+    "ShiftedLines",
+    "FedMAPSynthetic",
     "Partition",
     "IID",
     "ClassesPerClient",
