@@ -20,7 +20,8 @@ def judge(
 
     A client is left out if its upload, its memory or its training loss isn't finite, or if
     :math:`\lVert \text{upload} - \text{received} \rVert_2` is above ``max_norm``. Entries of an
-    upload that have no counterpart in what was received count as they are.
+    upload that have no counterpart in what was received count as they are, but for those of one
+    number per client, such as the logarithm of a weight.
 
     Args:
         result: The cohort's work.
@@ -99,6 +100,8 @@ def _squares(uploads: Tree, received: Tree, total: Tensor) -> Tensor:
             total = _squares(leaf, before if isinstance(before, dict) else {}, total)
         elif leaf.is_floating_point():
             known = isinstance(before, Tensor) and before.shape == leaf.shape
+            if not known and leaf.ndim == 1:
+                continue
             change = leaf - before if known else leaf
             # One more axis: a number per client has none to flatten.
             total = total + change.unsqueeze(-1).flatten(1).double().square().sum(1)

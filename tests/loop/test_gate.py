@@ -68,6 +68,13 @@ def test_the_norm_is_that_of_the_change() -> None:
     assert rejected == {10: "update norm above max_update_norm=12.9"}
 
 
+def test_a_number_beside_the_model_is_no_part_of_the_update() -> None:
+    """A scalar parameter is one; the logarithm of a weight is not, and may be large."""
+    uploads = {"model": {"scale": torch.tensor([3.0, 1.0])}, "log_weight": torch.tensor([-9e9, 0])}
+    received = {"model": {"scale": torch.tensor([1.0, 1.0])}}
+    assert update_norm(uploads, received, torch.ones(2)).tolist() == [2.0, 0.0]
+
+
 def test_methods_that_send_nothing_pass() -> None:
     accepted, rejected = judge(
         LocalResult({"model": {}}, {}, loss=torch.zeros(2)), {}, info(2), 1.0

@@ -1,0 +1,394 @@
+r"""FedMAP on quadratics: with a Gaussian prior the local steps are ``descend`` to
+(a c + gamma / variance) / (a + 1 / variance)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pfl.layout import Spec
+from lightning_pfl.methods import FedMAP, LocalOnly, PFedMe
+from lightning_pfl.methods.fedmap import log_weights
+from lightning_pfl.priors import DiagonalGaussianPrior, GaussianPrior, LaplacePrior, Prior
+from lightning_pfl.testing import (
+    QuadraticModule,
+    SplitQuadraticModule,
+    assert_trees_close,
+    assert_trees_equal,
+    descend,
+    fit,
+    local_round,
+    q2,
+    quadratic_clients,
+)
+from lightning_pfl.testing.conformance import small_clients, small_module
+from lightning_pfl.tree import Tree
+from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
+from tests.references.fedmap import fedmap
+
+W0 = torch.full((2,), 0.5, dtype=torch.float64)
+WEIGHTINGS = ("posterior", "exact", "per_sample", "samples", "uniform")
+
+
+def exact(variance: float, lr: float | None = None, **settings: Any) -> dict[str, Any]:
+    """Settings that solve the local problem on Q2 to rounding: curvatures 1 and 3, plus that of
+    the prior; with ``rate`` = 1 / (2 + 1 / variance) each step leaves at most half of the error."""
+    given = {"weighting": "uniform", "local_epochs": None, "local_steps": 40, **settings}
+    return {"method": FedMAP(GaussianPrior(variance), prior_lr=lr, **given), "data": q2()}
+
+
+def rate(variance: float) -> float:
+    return 1 / (2 + 1 / variance)
+
+
+def fixed_point(variance: float) -> tuple[float, list[float]]:
+    """gamma = sum(w A a) / sum(w A), A = H / (variance H + 1), and theta there."""
+    weight = [h / (variance * h + 1) for h in (1.0, 3.0)]
+    gamma = weight[1] / sum(weight)
+    return gamma, [
+        (h * a * variance + gamma) / (h * variance + 1) for h, a in ((1.0, 0.0), (3.0, 1.0))
+    ]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+class TestQ2:
+    @pytest.mark.parametrize(
+        ("variance", "printed"),
+        [(0.001, 0.749626), (0.1, 0.717391), (1, 0.6), (10, 0.515625), (1000, 0.500167)],
+    )
+    def test_the_fixed_point_stays_and_is_reached(
+        self, engine: str, variance: float, printed: float
+    ) -> None:
+        """A small variance moves the prior little in a round. A step by the inverse curvature of
+        the envelope, which is quadratic here, reaches the minimum in one."""
+        gamma, theta = fixed_point(variance)
+        assert gamma == pytest.approx(printed, abs=5e-7)
+        curvature = sum(h / (variance * h + 1) for h in (1.0, 3.0)) / 2
+        for lr, start in ((None, gamma), (1 / curvature, 0.0)):
+            run = fit(
+                **exact(variance, lr),
+                module=QuadraticModule(1, rate(variance), start),
+                rounds=1,
+                engine=engine,
+            )
+            assert float(run.server["model"]["w"]) == pytest.approx(gamma, abs=1e-9)
+            again = fit(
+                **exact(variance),
+                module=QuadraticModule(1, rate(variance), gamma),
+                rounds=1,
+                engine=engine,
+            )
+            assert again.models["w"].flatten().tolist() == pytest.approx(theta, abs=1e-9)
+
+    def test_rounds_converge_to_it(self, engine: str) -> None:
+        run = fit(**exact(1.0), module=QuadraticModule(1, rate(1.0)), rounds=32, engine=engine)
+        assert float(run.server["model"]["w"]) == pytest.approx(0.6, abs=1e-8)
+        assert run.models["w"].flatten().tolist() == pytest.approx([0.3, 0.9], abs=1e-8)
+
+    def test_equation_9_is_a_step_of_equation_3_by_the_variance(self, engine: str) -> None:
+        runs = [
+            fit(
+                **exact(2.0, lr),
+                module=QuadraticModule(1, rate(2.0), 0.3),
+                rounds=4,
+                engine=engine,
+            ).recorder.servers
+            for lr in (None, 2.0)
+        ]
+        for a, b in zip(*runs, strict=True):
+            assert_trees_close(a, b)
+        assert float(runs[0][0]["model"]["w"]) != float(runs[0][-1]["model"]["w"])
+
+    def test_personal_models_are_those_of_pfedme_and_l2gd(self, engine: str) -> None:
+        """For moreau_weight = 1 / variance all have one optimum: L2GD's is where each model is its
+        mean minus the client's gradient over the mixing weight."""
+        ours = fit(**exact(0.5), module=QuadraticModule(1, rate(0.5)), rounds=32, engine=engine)
+        theirs = PFedMe(2.0, 25, 0.2, local_epochs=None, local_steps=1)
+        other = fit(theirs, q2(), QuadraticModule(lr=0.6), 25, engine)
+        assert_trees_close(ours.models, other.models, rtol=1e-8, atol=1e-8)
+        theta = ours.models["w"].flatten()
+        slope = torch.tensor([1.0, 3.0]) * (theta - torch.tensor([0.0, 1.0]))
+        torch.testing.assert_close(theta, theta.mean() - slope / 2.0, rtol=0, atol=1e-8)
+
+    def test_one_client_takes_proximal_points(self, engine: str) -> None:
+        """x <- (a c + x / variance) / (a + 1 / variance), which ends at c."""
+        data = quadratic_clients([2.0], [[3.0]])
+        method = FedMAP(GaussianPrior(0.5), local_epochs=None, local_steps=15)
+        recorder = fit(method, data, QuadraticModule(1, 0.2), 30, engine).recorder
+        x = 0.0
+        for server in recorder.servers[1:]:
+            x = (2.0 * 3.0 + x / 0.5) / (2.0 + 1 / 0.5)
+            assert float(server["model"]["w"]) == pytest.approx(x, abs=1e-10)
+        assert x == pytest.approx(3.0, abs=1e-8)
+
+
+def by_formula(in_rounds: list[Tensor], variance: float) -> tuple[Tensor, Tensor]:
+    """Gaussian prior, weights by samples, one epoch from where each client stopped."""
+    gamma, own, begun = W0, W0.repeat(4, 1), set[int]()
+    for cohort in in_rounds:
+        for k in cohort.tolist():
+            a = A[k, None] + 1 / variance
+            star = (A[k] * C[k] + gamma / variance) / a
+            start = own[k] if k in begun else gamma
+            own[k] = descend(start, a, star[None], LR, int(STEPS[k]))[0]
+            begun.add(k)
+        gamma = mean(own[cohort], SAMPLES[cohort])
+    unbegun = [k for k in range(4) if k not in begun]
+    own[unbegun] = gamma
+    return gamma, own
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+class TestFedMAP:
+    @pytest.mark.parametrize("participation", [3, 2, 1])
+    def test_rounds_match_the_closed_form(self, engine: str, participation: int) -> None:
+        """Also those of clients that weren't there: theirs wait, and begin at the prior's mean."""
+        method = FedMAP(GaussianPrior(1.5), weighting="samples")
+        module = QuadraticModule(2, LR, 0.5)
+        run = fit(method, ragged(), module, 3, engine, participation=participation)
+        in_rounds = cohorts(3, participation, eligible=SAMPLES.nonzero().flatten())
+        gamma, own = by_formula(in_rounds, 1.5)
+        close(run.server["model"]["w"], gamma)
+        close(run.models["w"], own)
+
+    def test_an_infinite_variance_is_local(self, engine: str) -> None:
+        ours, local = (
+            fit(method, small_clients(), small_module(), 3, engine).models
+            for method in (FedMAP(GaussianPrior(math.inf)), LocalOnly())
+        )
+        trained = [0, 2, 3, 4]  # the other client has no samples
+        for name, leaf in local.items():
+            assert torch.equal(ours[name][trained], leaf[trained])
+
+    @pytest.mark.parametrize("weighting", WEIGHTINGS)
+    def test_matches_the_reference(self, engine: str, weighting: Any) -> None:
+        """With BatchNorm, momentum and weight decay; buffers stay on the client."""
+        method = FedMAP(GaussianPrior(1.0), weighting=weighting)
+        run = fit(method, small_clients(), small_module(), 3, engine, participation=3)
+        gamma, own, weights = fedmap(
+            small_module(), small_clients(), cohorts(3, 3), weighting=weighting
+        )
+        server = run.server["model"]
+        assert_trees_close(server, {n: gamma[n] for n in server})
+        begun = run.own["begun"].nonzero().flatten().tolist()
+        for k in begun:
+            assert_trees_close({n: leaf[k] for n, leaf in run.models.items()}, own[k])
+        for round, want in zip(run.recorder.rounds, weights, strict=True):
+            got = method.weights(round.uploads or {}, round.info)
+            order = round.info.index.argsort()
+            torch.testing.assert_close(
+                got[order], torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-12
+            )
+
+    @pytest.mark.parametrize("settings", [{"summed": True}, {"head_only": True}])
+    def test_other_terms_match_the_reference(self, engine: str, settings: dict[str, bool]) -> None:
+        summed, head_only = settings.get("summed", False), settings.get("head_only", False)
+        prior = GaussianPrior(0.5, parameters="head" if head_only else "all")
+        method = FedMAP(prior, data_term="sum" if summed else "mean", local_epochs=2)
+        run = fit(method, small_clients(), plain_module(), 3, engine, participation=3)
+        gamma, own, _ = fedmap(
+            plain_module(), small_clients(), cohorts(3, 3), 0.5, "posterior", 2, summed, head_only
+        )
+        assert_trees_close(run.server["model"], gamma)
+        for k in run.own["begun"].nonzero().flatten().tolist():
+            for name in ("head.weight", "head.bias"):
+                torch.testing.assert_close(run.models[name][k], own[k][name], rtol=1e-10, atol=0)
+
+    def test_a_prior_over_the_head_shares_the_backbone(self, engine: str) -> None:
+        method = FedMAP(GaussianPrior(0.5, parameters="head"))
+        run = fit(method, small_clients(), plain_module(), 2, engine)
+        backbone = run.models["backbone.0.weight"]
+        assert all(torch.equal(one, run.server["model"]["backbone.0.weight"]) for one in backbone)
+        heads = run.models["head.weight"]
+        assert not torch.equal(heads[0], heads[2])
+        assert set(run.own["model"]) == {"head.weight", "head.bias"}
+
+    def test_what_is_personal_is_neither_sent_nor_pulled(self, engine: str) -> None:
+        """Both halves move by half of the change of the sum; the prior pulls one of them alone."""
+        prior = GaussianPrior(2.0, parameters="head")
+        method = FedMAP(prior, weighting="uniform", personal="backbone")
+        module = SplitQuadraticModule(1, 0.1, 0.2, 0.4)
+        run = fit(method, q2(), module, 2, engine)
+        body, head, gamma = [0.2, 0.2], [0.4, 0.4], 0.4
+        for _ in range(2):
+            for k, (a, c) in enumerate(((1.0, 0.0), (3.0, 1.0))):
+                slope = a * (body[k] + head[k] - c)
+                body[k] -= 0.1 * slope
+                head[k] -= 0.1 * (slope + (head[k] - gamma) / 2.0)
+            gamma = sum(head) / 2
+        assert run.models["backbone.weight"].flatten().tolist() == pytest.approx(body, abs=1e-12)
+        assert run.models["head.weight"].flatten().tolist() == pytest.approx(head, abs=1e-12)
+        assert float(run.server["model"]["head.weight"]) == pytest.approx(gamma, abs=1e-12)
+        assert list(run.server["model"]) == ["head.weight"]
+        for round in run.recorder.rounds:
+            assert list((round.uploads or {})["model"]) == ["head.weight"]
+
+    @pytest.mark.parametrize(
+        ("weighting", "log_weight"), [("posterior", 8), ("samples", 0), ("uniform", 0)]
+    )
+    @pytest.mark.parametrize("learned", [False, True])
+    def test_bytes(self, engine: str, weighting: Any, log_weight: int, learned: bool) -> None:
+        """4 d down, 4 d and a float64 up; learned variances come down beside the means."""
+        prior: Prior = DiagonalGaussianPrior() if learned else GaussianPrior()
+        run = fit(
+            FedMAP(prior, weighting),
+            small_clients(torch.float32),
+            plain_module().float(),
+            1,
+            engine,
+        )
+        round = run.recorder.rounds[0]
+        assert round.bytes_down == 4 * SCALARS * (2 if learned else 1)
+        assert round.bytes_up == 4 * SCALARS + log_weight
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: FedMAP(DiagonalGaussianPrior(), "exact", prior_lr=0.1),
+            lambda: FedMAP(LaplacePrior(parameters="head"), prior_lr=0.05),
+        ],
+        ids=["learned variances", "Laplace"],
+    )
+    def test_resume_is_exact(self, engine: str, make: Any, tmp_path: Path) -> None:
+        settings: dict[str, Any] = {"engine": engine, "participation": 2, "seed": 3}
+        whole = fit(make(), small_clients(), small_module(), 4, **settings)
+        half = fit(make(), small_clients(), small_module(), 2, **settings)
+        path = half.save(tmp_path / "half.ckpt")
+        resumed = fit(make(), small_clients(), small_module(), 4, ckpt_path=path, **settings)
+        assert_trees_equal(resumed.server, whole.server)
+        assert_trees_equal(resumed.own, whole.own)
+
+
+# --- the weights ---
+
+
+def test_weights_of_the_worked_example() -> None:
+    loss = torch.tensor([0.5, 0.7], dtype=torch.float64)
+    penalty = torch.tensor([30.0, 12.0], dtype=torch.float64) / (2 * 15)
+    samples = torch.tensor([1400.0, 350.0], dtype=torch.float64)
+
+    def weights(weighting: str) -> list[float]:
+        logs = log_weights(weighting, loss, penalty, samples)
+        found: list[float] = torch.softmax(logs, 0).tolist()
+        return found
+
+    logs = log_weights("exact", loss, penalty, samples).tolist()
+    assert logs == pytest.approx([-701.0, -245.4], abs=1e-12)
+    # 1.4e-198, which is 0 in single precision.
+    assert weights("exact") == pytest.approx([math.exp(-455.6), 1.0], rel=1e-10)
+    assert weights("posterior") == pytest.approx([0.401312, 0.598688], abs=5e-7)
+    assert weights("per_sample") == pytest.approx([0.549940, 0.450060], abs=5e-7)
+    assert weights("samples") == pytest.approx([0.8, 0.2], rel=1e-12)
+    assert weights("uniform") == [0.5, 0.5]
+
+
+def test_no_weight_underflows_at_any_size() -> None:
+    """The logarithms are far below that of the smallest float64, -745; what counts is their
+    difference, 1."""
+    method = FedMAP(weighting="exact")
+    loss, samples = torch.ones(2, dtype=torch.float64), torch.full((2,), 1e9, dtype=torch.float64)
+    penalty = torch.tensor([1e6, 1e6 + 1], dtype=torch.float64)
+    logs = log_weights("exact", loss, penalty, samples)
+    info: Any = None
+    found = method.weights({"log_weight": logs}, info).tolist()
+    assert found == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.e)], rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_are_of_the_trained_models_on_all_of_the_data(engine: Any) -> None:
+    """Minibatches of three samples of 4, 1 and 7; sums over a round's parts, not of its steps."""
+    method = FedMAP(GaussianPrior(2.0), log_envelope=True)
+    out = local_round(method, QuadraticModule(2, LR, 0.5), ragged(), engine, clients=[0, 1, 2])
+    theta = out.result.uploads["model"]["w"]
+    loss = A[:3] / 2 * (theta - C[:3]).square().sum(1)
+    penalty = (theta - W0).square().sum(1) / 4
+    torch.testing.assert_close(out.result.uploads["log_weight"], -loss - penalty)
+    torch.testing.assert_close(out.result.uploads["envelope"], loss + penalty)
+    assert out.result.uploads["log_weight"].dtype == torch.float64
+    assert out.info.steps.tolist() == [4, 2, 6]  # the measuring pass counts
+
+
+# --- what a user may ask ---
+
+
+def test_the_prior_is_the_global_model_where_it_is_a_whole_one() -> None:
+    run = fit(FedMAP(), q2(), rounds=2)
+    assert torch.equal(run.strategy.global_state_dict()["w"], run.server["model"]["w"])
+    assert torch.equal(run.module.state_dict()["w"], run.server["model"]["w"])
+    normed = fit(FedMAP(), small_clients(), small_module())
+    assert normed.strategy.method.global_model(normed.server) is None
+
+
+class Anywhere(Prior):
+    """A prior without a mean: it shrinks, by a factor that it learns."""
+
+    def init(self, model: Tree) -> Tree:
+        return {"log_factor": torch.zeros((), dtype=torch.float64)}
+
+    def regularizer(self, theta: Tree, gamma: Tree) -> Tensor:
+        squares: Tensor = torch.stack([x.flatten(1).square().sum(1) for x in theta.values()]).sum(0)
+        count = sum(leaf[0].numel() for leaf in theta.values())
+        penalty: Tensor = squares * (-gamma["log_factor"]).exp() + count * gamma["log_factor"]
+        return penalty / 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_prior_of_the_users_own_needs_no_mean(engine: str) -> None:
+    """One step by lr = 0.1 of (a + 1) theta - a c; then half the factor's slope is 1 - theta^2."""
+    method = FedMAP(Anywhere(), "uniform", prior_lr=0.2)
+    run = fit(method, q2(), QuadraticModule(1, 0.1, 0.5), 1, engine)
+    theta = [0.5 - 0.1 * (0.5 + 0.5), 0.5 - 0.1 * (-1.5 + 0.5)]
+    assert run.models["w"].flatten().tolist() == pytest.approx(theta, abs=1e-12)
+    slope = sum((1 - t * t) / 2 for t in theta) / 2
+    assert float(run.server["prior"]["log_factor"]) == pytest.approx(-0.2 * slope, abs=1e-12)
+    assert "model" not in run.server
+
+
+def test_settings_tell_the_prior() -> None:
+    assert FedMAP(GaussianPrior(2.0)).settings()["prior"] == repr(GaussianPrior(2.0))
+
+
+def test_an_infinite_variance_is_said() -> None:
+    method = FedMAP(GaussianPrior(math.inf))
+    module = QuadraticModule()
+    layout = local_round(method, module, q2()).engine.layout
+    assert method.notes(layout) == ["variance=inf makes FedMAP LocalOnly, beside a mean."]
+    assert FedMAP().notes(layout) == []
+
+
+# --- guards ---
+
+
+def test_the_prior_is_a_prior() -> None:
+    with pytest.raises(TypeError, match=r"Expected `prior` to be a Prior, but got prior=15\.0"):
+        FedMAP(15.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["weighting", "data_term"])
+def test_choices(name: str) -> None:
+    with pytest.raises(ValueError, match=f"Expected `{name}` to be one of .*but got {name}='x'"):
+        FedMAP(**{name: "x"})  # type: ignore[arg-type]
+
+
+def test_without_a_closed_form_there_is_a_step_size() -> None:
+    with pytest.raises(ValueError, match="Expected `prior_lr` to be a number, as LaplacePrior has"):
+        FedMAP(LaplacePrior())
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, float("nan")])
+def test_the_step_size_is_positive(bad: float) -> None:
+    with pytest.raises(ValueError, match="Expected `prior_lr` to be a finite number > 0"):
+        FedMAP(prior_lr=bad)
+
+
+@pytest.mark.parametrize("personal", ["head", ["backbone", "head.bias"]])
+def test_nothing_is_personal_and_under_the_prior(personal: Spec) -> None:
+    method = FedMAP(GaussianPrior(parameters="head"), personal=personal)
+    with pytest.raises(ValueError, match=r"Expected `personal` to be apart .*both have head\.bias"):
+        local_round(method, plain_module(), small_clients())
