@@ -11,6 +11,7 @@ from .clients import (
 )
 from .datamodule import FederatedDataModule
 from .digits import Digits
+from .ellipses import EllipseClusters
 from .fashion_mnist import FashionMNIST
 from .fedmap_synthetic import FedMAPSynthetic
 from .femnist import FEMNIST
@@ -52,6 +53,7 @@ __all__ = [
     "HuggingFaceTable",
     "QuadraticClients",
     "LinearRepresentation",
+    "EllipseClusters",
     "ShiftedLines",
     "FedMAPSynthetic",
     "Partition",

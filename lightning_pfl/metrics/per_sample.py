@@ -57,6 +57,12 @@ def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(output, target, reduction="none")
 
 
+def squared_hinge(output: Tensor, target: Tensor) -> Tensor:
+    """Squared hinge loss, elementwise; targets above 0 are one class, others the other."""
+    sign = 2 * (align(output, target) > 0).to(output.dtype) - 1
+    return (1 - sign * output).clamp_min(0).square()
+
+
 def class_matches(output: Tensor, target: Tensor) -> Tensor:
     """1.0 where the largest logit is the target class (an index, or probabilities), else 0.0."""
     if target.is_floating_point():

@@ -3,7 +3,7 @@
 from lightning_pfl.models.cifar import CIFAR10CNN, CIFAR100CNN, CIFARBackbone
 from lightning_pfl.models.fedmap import FEMNISTCNN, AlexNetBackbone, AlexNetBN, FEMNISTBackbone
 from lightning_pfl.models.lenet import DigitsBackbone, DigitsCNN, LeNet, LeNetBackbone
-from lightning_pfl.models.linear import LinearRepresentation
+from lightning_pfl.models.linear import LinearRepresentation, SquaredHingeClassifier
 from lightning_pfl.models.mlp import FEMNISTMLP, MLP, DigitsMLP, FedMAPMLP, MLPBackbone
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "AlexNetBN",
     "AlexNetBackbone",
     "LinearRepresentation",
+    "SquaredHingeClassifier",
 ]

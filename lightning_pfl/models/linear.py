@@ -1,10 +1,10 @@
-"""The linear representation of FedRep's theory."""
+"""Linear models: the representation of FedRep's theory, and a classifier of squared hinge loss."""
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from lightning_pfl.metrics.per_sample import Loss, half_squared_error
+from lightning_pfl.metrics.per_sample import Loss, half_squared_error, sign_matches, squared_hinge
 from lightning_pfl.module import PersonalizedModule
 
 
@@ -64,3 +64,76 @@ class LinearRepresentation(PersonalizedModule):
     def representation(self) -> Tensor:
         """The matrix B, ``(num_inputs, num_features)``."""
         return self.backbone.get_parameter("weight").T
+
+
+class SquaredHingeClassifier(PersonalizedModule):
+    r"""Linear classifier of two classes with the squared hinge loss; differentiable and convex.
+
+    .. math::
+        f(w, b) = \frac{c}{2} \lVert w \rVert^2 + \frac{c_b}{2} b^2
+        + \frac1m \sum_j \max(0, 1 - \ell_j (w^\top a_j + b))^2
+
+    Targets above 0 are the class :math:`\ell = 1`, others :math:`-1`; the label of :math:`a` is the
+    sign of :math:`w^\top a + b`. The weights are the head's; training begins at zero.
+
+    Args:
+        num_inputs: Number of features.
+        regularization: :math:`c \ge 0`.
+        bias_regularization: :math:`c_b \ge 0`. Above 0 also a client whose samples are all of one
+            class has an optimum.
+        momentum: See PersonalizedModule.
+        weight_decay: See PersonalizedModule; :math:`c` is part of the loss and needs none.
+        settings: Further arguments of PersonalizedModule.
+
+    Raises:
+        ValueError: If a regularization is negative.
+
+    Deviation from the paper: the bias has the other sign there.
+
+    References:
+        Armacki, Bajovic, Jakovetic, Kar. Personalized federated learning via convex clustering.
+        2022. arXiv:2202.00718, section V.
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        regularization: float = 1e-3,
+        bias_regularization: float = 0.0,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        **settings: Any,
+    ) -> None:
+        for name, value in (
+            ("regularization", regularization),
+            ("bias_regularization", bias_regularization),
+        ):
+            if not value >= 0:
+                raise ValueError(
+                    f"Expected `{name}` to be at least 0, but got {name}={value!r}. Use 1e-3, or 0 "
+                    "for none."
+                )
+        super().__init__(
+            nn.Flatten(),
+            nn.Linear(num_inputs, 1),
+            loss=squared_hinge,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            **settings,
+        )
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)
+        self.regularization = regularization
+        self.bias_regularization = bias_regularization
+        self.save_hyperparameters({"num_inputs": num_inputs, "regularization": regularization})
+
+    def per_sample(self, batch: Any) -> dict[str, Tensor]:
+        """Loss with the regularization, and ``"acc"``, of each sample."""
+        inputs, target = batch
+        output = self(inputs).squeeze(1)
+        head = cast(nn.Linear, self.head)  # `get_parameter` refuses what `vmap` puts there
+        weight, bias = head.weight, head.bias
+        size = self.regularization * weight.square().sum()
+        size = (size + self.bias_regularization * bias.square().sum()) / 2
+        hits = sign_matches(output, (target > 0).to(output.dtype))
+        return {"loss": self.loss(output, target) + size, "acc": hits}
