@@ -4,6 +4,7 @@ The conformance suite and the docs go by it.
 """
 
 from lightning_pfl.methods.apfl import APFL
+from lightning_pfl.methods.cluster_oracle import ClusterOracle
 from lightning_pfl.methods.convex_clustering import ConvexClustering
 from lightning_pfl.methods.ditto import Ditto
 from lightning_pfl.methods.fedavg import FedAvg
@@ -20,9 +21,11 @@ from lightning_pfl.methods.mocha import MOCHA
 from lightning_pfl.methods.per_fedavg import PerFedAvg
 from lightning_pfl.methods.pfedme import PFedMe
 from lightning_pfl.methods.scaffold import SCAFFOLD
+from lightning_pfl.methods.squared_penalty import SquaredPenalty
 
 __all__ = [
     "APFL",
+    "ClusterOracle",
     "ConvexClustering",
     "L2GD",
     "MOCHA",
@@ -39,4 +42,5 @@ __all__ = [
     "PFedMe",
     "PerFedAvg",
     "SCAFFOLD",
+    "SquaredPenalty",
 ]

@@ -293,7 +293,7 @@ class ConvexClustering(Method):
     def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor:
         """Neighbours' models and dual variables that are new to the client, and the pull."""
         at = self._rows(info).to(server["new_models"].device)
-        vectors = server["new_models"][at].sum(1) + server["new_duals"][at].sum(1)
+        vectors: Tensor = server["new_models"][at].sum(1) + server["new_duals"][at].sum(1)
         if self.step == "full":
             drawn = self._draws.of(info.round)
             vectors = vectors + drawn.models[self._rows(info)].to(vectors)

@@ -25,7 +25,7 @@ def clusters_of_pairs(split: Tensor, pairs: Pairs) -> Tensor:
     zero = (split == 0).all(2) & pairs.mask
     both = zero & (pairs.opposite((~zero).unsqueeze(2).to(split)) == 0).squeeze(2)
     first, slot = both.nonzero(as_tuple=True)
-    return _components(len(pairs), first, pairs.neighbours[first, slot])
+    return components(len(pairs), first, pairs.neighbours[first, slot])
 
 
 def clusters_of_models(models: Tensor, tolerance: float | None = None) -> Tensor:
@@ -48,10 +48,24 @@ def clusters_of_models(models: Tensor, tolerance: float | None = None) -> Tensor
     if tolerance is None:
         tolerance = 1e-3 * max(1.0, float(models.norm(dim=1).median()))
     first, second = (_distances(models) <= tolerance).nonzero(as_tuple=True)
-    return _components(len(models), first, second)
+    return components(len(models), first, second)
 
 
-def _components(count: int, first: Tensor, second: Tensor) -> Tensor:
+def components(count: int, first: Tensor, second: Tensor) -> Tensor:
+    """Connected components of a graph.
+
+    Args:
+        count: Its nodes.
+        first: Ends of its edges, int64 ``(edges,)``.
+        second: Their other ends.
+
+    Returns:
+        Each node's component, int64 ``(count,)``, numbered in the order of their first nodes.
+
+    Example:
+        >>> components(4, torch.tensor([0, 3]), torch.tensor([2, 1]))
+        tensor([0, 1, 0, 1])
+    """
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 
@@ -59,7 +73,6 @@ def _components(count: int, first: Tensor, second: Tensor) -> Tensor:
     graph = coo_matrix((np.ones(len(first)), edges), shape=(count, count))
     _, labels = connected_components(graph, directed=False)
     _, at, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    # Numbered by first client, whatever the order of the search.
     rank = np.argsort(np.argsort(at))
     return torch.from_numpy(rank[inverse].astype(np.int64))
 

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from lightning_pfl import methods
+from lightning_pfl.data.clients import FederatedTensorDataset
 from lightning_pfl.methods.base import Method
 from lightning_pfl.module import PersonalizedModule
 from lightning_pfl.priors import DiagonalGaussianPrior
+from lightning_pfl.testing.conformance import small_clients
 
 
 def linear_module(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
@@ -21,8 +23,18 @@ def linear_module(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
         return PersonalizedModule(nn.Flatten(), nn.Linear(25, 3), lr=0.05).to(dtype)
 
 
+def even_clients(
+    dtype: torch.dtype = torch.float64, shuffle: bool = True
+) -> FederatedTensorDataset:
+    """Six clients: numbered anew by two, they are in a cluster with the same others."""
+    positions = torch.arange(17).split((1, 0, 3, 8, 3, 2))
+    fields = small_clients(dtype).fields
+    return FederatedTensorDataset(fields, positions, batch_size=3, shuffle=shuffle)
+
+
 CASES: dict[str, Callable[[], Method]] = {
     "APFL": lambda: methods.APFL(mixing=0.3, adaptive=True),
+    "ClusterOracle": lambda: methods.ClusterOracle(lambda client: client % 2),
     "ConvexClustering": lambda: methods.ConvexClustering(0.2, local_epochs=2),
     "Ditto": lambda: methods.Ditto(prox_weight=0.5),
     "FedAvg": lambda: methods.FedAvg(server_optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
@@ -39,7 +51,11 @@ CASES: dict[str, Callable[[], Method]] = {
     "PFedMe": lambda: methods.PFedMe(3.0, inner_steps=2, inner_lr=0.05, server_mixing=0.8),
     "PerFedAvg": lambda: methods.PerFedAvg(0.1, order="hessian-free"),
     "SCAFFOLD": lambda: methods.SCAFFOLD(option="I", server_lr=0.7),
+    "SquaredPenalty": lambda: methods.SquaredPenalty(0.1),
 }
 
-PROBLEMS: dict[str, dict[str, Any]] = {"MOCHA": {"make_module": linear_module}}
-"""Where the conformance suite's own network is not for a method."""
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "ClusterOracle": {"make_data": even_clients},
+    "MOCHA": {"make_module": linear_module},
+}
+"""Where the conformance suite's own network or clients are not for a method."""

@@ -1,0 +1,106 @@
+r"""ClusterOracle: federated averaging inside clusters that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Method, Weighting
+from lightning_pfl.tree import Model, Tree, select, tmap, weighted_mean
+
+
+class ClusterOracle(Method):
+    r"""One model for each cluster, averaged over the cluster's clients of the round.
+
+    With FedAvg's local training of clients :math:`k \in S_t`, for each cluster :math:`C`
+
+    .. math::
+        \theta_C \leftarrow \frac{\sum_{k \in S_t \cap C} n_k\, \theta_k}
+        {\sum_{k \in S_t \cap C} n_k}
+
+    A cluster without a client in the round keeps its model. It is what methods that look for
+    clusters are measured against; one cluster makes it FedAvg.
+
+    Args:
+        clusters: Each client's cluster, in the order of the client ids: any whole numbers. Or a
+            function of the client's id.
+        local_epochs: Passes over a client's data per round.
+        local_steps: Optimizer steps per round instead. Exactly one of the two.
+        weighting: ``"samples"``: :math:`n_k` are the training samples; ``"uniform"``: 1.
+
+    State:
+        server: ``models``, one for each cluster, each leaf ``(clusters, *shape)``.
+
+    Deviation from the paper: it minimises the unweighted sum of a cluster's losses centrally
+    (``weighting="uniform"``, with one local step).
+
+    Example:
+        >>> ClusterOracle([0, 0, 1, 1]).clusters
+        [0, 0, 1, 1]
+
+    References:
+        Armacki, Bajovic, Jakovetic, Kar. Personalized federated learning via convex clustering.
+        2022. arXiv:2202.00718, section V, the oracle.
+    """
+
+    def __init__(
+        self,
+        clusters: Sequence[int] | Callable[[int], int],
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+        weighting: Weighting = "samples",
+    ) -> None:
+        super().__init__(local_epochs, local_steps, weighting)
+        self.clusters = clusters if callable(clusters) else [int(label) for label in clusters]
+
+    def bind(
+        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+    ) -> None:
+        """Number the clusters from 0."""
+        super().bind(layout, num_clients, seed, num_samples)
+        known = self.clusters
+        labels = [known(k) for k in range(num_clients)] if callable(known) else known
+        if len(labels) != num_clients:
+            raise ValueError(
+                f"Expected `clusters` to have one entry for each of {num_clients} clients, but got "
+                f"{len(labels)} entries. Give every client's cluster, in the order of the ids."
+            )
+        self._names, self._cluster = torch.tensor(labels).unique(return_inverse=True)
+
+    def init_server(self, model: Model) -> Tree:
+        """Models that are all alike."""
+        shared = select(model, self.layout.shared)
+        return {"models": tmap(lambda leaf: torch.stack([leaf] * len(self._names)), shared)}
+
+    def download(self, server: Tree, info: ClientInfo) -> Tree:
+        """Nothing is the same for all."""
+        return {}
+
+    def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
+        """To each client the model of its cluster."""
+        at = self._cluster[info.index.clamp_max(self.num_clients - 1)]
+        return {"model": tmap(lambda leaf: leaf[at.to(leaf.device)], server["models"])}
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """A copy of the cluster's model to train."""
+        return {"model": {**tmap(torch.clone, received["model"]), **own["model"]}}
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """A weighted mean in each cluster of the cohort."""
+        at = self._cluster[info.index]
+        models = tmap(torch.clone, server["models"])
+        for cluster in at.unique().tolist():
+            members = (at == cluster).nonzero().flatten()
+            part = tmap(lambda leaf, rows=members: leaf[rows.to(leaf.device)], uploads["model"])
+            weights = info.weights[members]
+            for name, mean in weighted_mean(part, weights / weights.sum()).items():
+                models[name][cluster] = mean
+        return {"models": models}
+
+    def global_model(self, server: Tree) -> Model | None:
+        """There is none."""
+        return None
