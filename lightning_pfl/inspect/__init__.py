@@ -4,5 +4,12 @@ from lightning_pfl.inspect.client_histogram import ClientHistogram
 from lightning_pfl.inspect.drift import DriftMonitor
 from lightning_pfl.inspect.pairwise_distance import PairwiseDistance
 from lightning_pfl.inspect.partition_picture import PartitionPicture
+from lightning_pfl.inspect.prior_monitor import PriorMonitor
 
-__all__ = ["ClientHistogram", "DriftMonitor", "PairwiseDistance", "PartitionPicture"]
+__all__ = [
+    "ClientHistogram",
+    "DriftMonitor",
+    "PairwiseDistance",
+    "PartitionPicture",
+    "PriorMonitor",
+]

@@ -108,6 +108,14 @@ class Prior(ABC):
         slope = self.gamma_gradient(theta, gamma, weights)
         return self.project(tmap(lambda leaf, g: leaf - lr * g, gamma, slope))
 
+    def learned(self, gamma: Tree) -> dict[str, Model]:
+        """What there is to show beside the mean, by name; default: all models in ``gamma``."""
+        return {
+            name: entry
+            for name, entry in gamma.items()
+            if name != "mean" and isinstance(entry, dict)
+        }
+
     @property
     def has_closed_form(self) -> bool:
         """Whether :meth:`closed_form` is there."""

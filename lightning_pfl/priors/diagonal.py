@@ -82,9 +82,9 @@ class DiagonalGaussianPrior(Prior):
             "spread": tmap(lambda leaf: torch.full_like(leaf, self.spread), model),
         }
 
-    def variances(self, gamma: Tree) -> Model:
-        """What a squared deviation is divided by: ``s + c``."""
-        return tmap(lambda s: s + self.offset, gamma["spread"])
+    def learned(self, gamma: Tree) -> dict[str, Model]:
+        """The variances ``s + c``."""
+        return {"variance": tmap(lambda s: s + self.offset, gamma["spread"])}
 
     def regularizer(self, theta: Model, gamma: Tree) -> Tensor:
         """Half the squared deviations, each over its variance."""

@@ -38,7 +38,8 @@ RATE, STEPS = 0.3, 70
 
 def gaussian(gamma: Tree) -> Tensor:
     """min a/2 (t - c)^2 + p/2 (t - m)^2 = a p / (2 (a + p)) (m - c)^2, with p = 1 / 2."""
-    return WEIGHTS @ (A * 0.5 / (2 * (A + 0.5)) * (gamma["mean"]["w"] - C) ** 2).sum(1)
+    each: Tensor = A * 0.5 / (2 * (A + 0.5)) * (gamma["mean"]["w"] - C) ** 2
+    return WEIGHTS @ each.sum(1)
 
 
 def diagonal(gamma: Tree) -> Tensor:
@@ -46,7 +47,8 @@ def diagonal(gamma: Tree) -> Tensor:
     m, s = gamma["mean"]["w"], gamma["spread"]["w"]
     p = 1 / (s + 1.5)
     each = A * p / (2 * (A + p)) * (m - C) ** 2
-    return WEIGHTS @ each.sum(1) + 0.01 * ((m**2).sum() + (s**2).sum())
+    total: Tensor = WEIGHTS @ each.sum(1) + 0.01 * ((m**2).sum() + (s**2).sum())
+    return total
 
 
 def laplace(gamma: Tree) -> Tensor:
@@ -55,7 +57,7 @@ def laplace(gamma: Tree) -> Tensor:
     for _ in range(200):
         d = theta - m
         theta = theta - RATE * (A * (theta - C) + d / (2 * (d**2 + 1).sqrt()))
-    each = A / 2 * (theta - C) ** 2 + (((theta - m) ** 2 + 1).sqrt() - 1) / 2
+    each: Tensor = A / 2 * (theta - C) ** 2 + (((theta - m) ** 2 + 1).sqrt() - 1) / 2
     return WEIGHTS @ each.sum(1)
 
 

@@ -1,0 +1,255 @@
+"""PriorMonitor: where FedMAP's clients lie under their prior, and what the prior has learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.federation import require_federation
+from lightning_pfl.inspect.board import (
+    boards,
+    check_every,
+    new_figure,
+    require_board,
+    show,
+    whole_numbers,
+)
+from lightning_pfl.methods.fedmap import FedMAP
+from lightning_pfl.priors.base import sum_entries
+from lightning_pfl.tree import Model, Tree, rows, select
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CURVES = 16
+"""Clients up to which each has a curve of its own; more can't be told apart."""
+MEASURES = {"weight": "weight", "distance": "distance from the prior's mean"}
+
+
+class PriorMonitor(FederatedCallback):
+    r"""Shows FedMAP's weights, the clients' distances from the prior, and its learned variances.
+
+    Of the accepted clients of a round: :math:`\bar\omega_k`, what counts in the server's step, and
+    :math:`\lVert \theta_k - \mu \rVert_2` to the mean that they received, over the parameters under
+    the prior. One client with all the weight, or a prior that nobody is near, is seen at once.
+
+    Logs, once a round and to every logger: ``prior/distance`` (mean over the cohort),
+    ``prior/distance/max``, ``prior/weight/max`` and ``prior/effective_clients``, :math:`1 / \sum_k
+    \bar\omega_k^2`: how many clients with equal weights would average as much. TensorBoard also
+    gets
+
+    - histograms over the cohort, ``prior/distances`` and ``prior/weights``, and curves for each
+      client (``prior/weight/<client>``, ``prior/distance/<client>``) where there are at most 16;
+    - a matrix of clients and rounds for both, ``prior/weights/rounds`` and
+      ``prior/distances/rounds``, in every ``every_n_rounds`` th round and after the last;
+    - at the same times, for a prior that learns more than a mean, a histogram of each layer
+      (``prior/variance/<parameter>``) and their quantiles side by side (``prior/variance``).
+
+    Args:
+        every_n_rounds: Rounds between pictures, at least 1.
+
+    Raises:
+        ValueError: If ``every_n_rounds`` is below 1.
+        MisconfigurationException: At the start of a run with another method than FedMAP.
+
+    Example:
+        >>> PriorMonitor(every_n_rounds=5).every_n_rounds
+        5
+    """
+
+    def __init__(self, every_n_rounds: int = 10) -> None:
+        check_every(every_n_rounds)
+        self.every_n_rounds = every_n_rounds
+        self.rounds: dict[int, dict[str, Tensor]] = {}
+        self._values: dict[str, float] = {}
+        self._drawn = -1
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the rounds of another fit."""
+        require_federation(trainer, self)
+        if stage == "fit":
+            self.rounds, self._values, self._drawn = {}, {}, -1
+            if boards(trainer):
+                require_board(trainer, self)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Require a method with a prior."""
+        method = require_federation(trainer, self).method
+        if not isinstance(method, FedMAP):
+            raise MisconfigurationException(
+                f"Expected a method with a prior for PriorMonitor, but got {type(method).__name__}."
+                " Use FedMAP, or remove PriorMonitor."
+            )
+
+    def on_aggregation_start(
+        self, trainer: L.Trainer, module: L.LightningModule, round: Round
+    ) -> None:
+        """Measure the accepted clients."""
+        self._values = {}
+        accepted = torch.tensor([int(k) not in round.rejected for k in round.info.index])
+        info = round.info.keep(accepted)
+        if not len(info):
+            return
+        method: Any = require_federation(trainer, self).method
+        uploads = round.uploads or {}
+        weights = method.weights(uploads, info).cpu()
+        found = {"clients": info.index.cpu(), "weight": weights}
+        self._values = {
+            "prior/weight/max": float(weights.max()),
+            "prior/effective_clients": float(1 / weights.square().sum()),
+        }
+        device = next(iter(uploads["model"].values())).device
+        received = rows(round.received or {}, accepted.nonzero().flatten().to(device))
+        distance = from_mean(select(uploads["model"], method.under), method.gamma(received))
+        if distance is not None:
+            found["distance"] = distance
+            self._values["prior/distance"] = float(distance.mean())
+            self._values["prior/distance/max"] = float(distance.max())
+        self.rounds[round.number] = found
+        self._show_round(trainer, round.number)
+
+    def on_aggregation_end(
+        self, trainer: L.Trainer, module: L.LightningModule, round: Round
+    ) -> None:
+        """Draw, if the round is due."""
+        if (round.number + 1) % self.every_n_rounds == 0:
+            self._draw(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the round's values."""
+        pl_module.log_dict(self._values, on_step=False, on_epoch=True, batch_size=1)
+        self._values = {}
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the last round, if it wasn't."""
+        self._draw(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rounds so far, for a run that is resumed."""
+        return {"rounds": dict(self.rounds), "values": dict(self._values)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.rounds, self._values = dict(state_dict["rounds"]), dict(state_dict["values"])
+
+    # --- the board --------------------------------------------------------------------------------
+
+    def _show_round(self, trainer: Any, number: int) -> None:
+        found, names = self.rounds[number], trainer.strategy.client_names
+        for board in boards(trainer):
+            for measure in (name for name in MEASURES if name in found):
+                board.add_histogram(f"prior/{measure}s", found[measure], global_step=number)
+                if len(names) > CURVES:
+                    continue
+                pairs = zip(found["clients"].tolist(), found[measure].tolist(), strict=True)
+                for client, value in pairs:
+                    board.add_scalar(f"prior/{measure}/{names[client]}", value, number)
+
+    def _draw(self, trainer: Any) -> None:
+        last = max(self.rounds, default=-1)
+        if last == self._drawn or not boards(trainer):
+            return
+        self._drawn = last
+        federation = require_federation(trainer, self)
+        for measure in (name for name in MEASURES if name in self.rounds[last]):
+            matrix = over_rounds(self.rounds, measure, federation.num_clients)
+            show(trainer, f"prior/{measure}s/rounds", draw_rounds(matrix, MEASURES[measure]), last)
+        method: Any = federation.method
+        for name, entries in method.prior.learned(method.gamma(federation.server)).items():
+            for board in boards(trainer):
+                for parameter, leaf in entries.items():
+                    board.add_histogram(f"prior/{name}/{parameter}", leaf, global_step=last)
+            show(trainer, f"prior/{name}", draw_layers(entries, name, last), last)
+
+
+def from_mean(theta: Model, gamma: Tree) -> Tensor | None:
+    """Euclidean distances from the prior's mean, float64 ``(clients,)`` on the CPU.
+
+    Args:
+        theta: What is under the prior, ``(clients, ...)``.
+        gamma: The prior's parameters, ``(clients, ...)``.
+
+    Returns:
+        None for a prior without a mean.
+    """
+    if "mean" not in gamma:
+        return None
+    return sum_entries(lambda t, m: (t - m).square(), theta, gamma["mean"]).sqrt().cpu()
+
+
+def over_rounds(
+    history: Mapping[int, Mapping[str, Tensor]], measure: str, clients: int
+) -> dict[int, Tensor]:
+    """A column ``(clients,)`` for each round; NaN where a client wasn't there."""
+    columns = {}
+    for number in sorted(history):
+        column = torch.full((clients,), torch.nan, dtype=torch.float64)
+        column[history[number]["clients"]] = history[number][measure].double()
+        columns[number] = column
+    return columns
+
+
+def draw_rounds(columns: Mapping[int, Tensor], label: str) -> Figure:
+    """Draw a matrix of clients and rounds; what wasn't measured stays grey.
+
+    Args:
+        columns: For each round a value per client, ``(clients,)``.
+        label: What the values are.
+    """
+    first, last = min(columns), max(columns)
+    missing = torch.full_like(columns[first], torch.nan)
+    drawn = [columns.get(number, missing) for number in range(first, last + 1)]
+    matrix = torch.stack(drawn, 1).numpy()
+    figure, axes = new_figure()
+    axes.set_facecolor("0.85")
+    # Half a cell on each side, so that cells are centred on their round and client.
+    extent = (first - 0.5, last + 0.5, len(matrix) - 0.5, -0.5)
+    image = axes.imshow(
+        matrix, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest", extent=extent
+    )
+    figure.colorbar(image, ax=axes, label=label)
+    whole_numbers(axes.xaxis)
+    whole_numbers(axes.yaxis)
+    axes.set(xlabel="round", ylabel="client", title=f"{label} (grey: not in the cohort)")
+    return figure
+
+
+def draw_layers(entries: Mapping[str, Tensor], name: str, round: int) -> Figure:
+    """Draw the quantiles of each parameter's entries, side by side.
+
+    Args:
+        entries: By the parameter's name, any shapes, without client axis.
+        name: What the entries are.
+        round: The round, from 0.
+    """
+    figure, axes = new_figure(8.0, max(2.8, 1.6 + 0.3 * len(entries)))
+    places = np.arange(len(entries))
+    curves = np.array([_quantiles(leaf) for leaf in entries.values()])
+    for low, high, thickness, label in ((0, 4, 2, "all"), (1, 3, 7, "10 to 90 %")):
+        axes.hlines(
+            places, curves[:, low], curves[:, high], color="#4878a8", linewidth=thickness,
+            alpha=0.5, label=label,
+        )  # fmt: skip
+    axes.plot(curves[:, 2], places, "o", color="#1f3a5f", markersize=5, label="median")
+    if (curves > 0).all() and curves.max() > 10 * curves.min():
+        axes.set_xscale("log")
+    axes.set_yticks(places, list(entries))
+    axes.set_ylim(len(entries) - 0.5, -0.5)
+    axes.set(xlabel=name, title=f"{name} of the prior after round {round}")
+    # Not in the axes, where a long bar may end anywhere.
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+def _quantiles(leaf: Tensor) -> Sequence[float]:
+    quantiles: list[float] = np.quantile(leaf.cpu().double(), (0, 0.1, 0.5, 0.9, 1)).tolist()
+    return quantiles
