@@ -1,10 +1,16 @@
 """The papers' networks, each a PersonalizedModule with a named backbone and head."""
 
 from lightning_pfl.models.cifar import CIFAR10CNN, CIFAR100CNN, CIFARBackbone
-from lightning_pfl.models.fedmap import FEMNISTCNN, AlexNetBackbone, AlexNetBN, FEMNISTBackbone
+from lightning_pfl.models.fedmap import (
+    FEMNISTCNN,
+    AlexNetBackbone,
+    AlexNetBN,
+    FedMAPMLP,
+    FEMNISTBackbone,
+)
 from lightning_pfl.models.lenet import DigitsBackbone, DigitsCNN, LeNet, LeNetBackbone
 from lightning_pfl.models.linear import LinearRepresentation, SquaredHingeClassifier
-from lightning_pfl.models.mlp import FEMNISTMLP, MLP, DigitsMLP, FedMAPMLP, MLPBackbone
+from lightning_pfl.models.mlp import FEMNISTMLP, MLP, DigitsMLP, MLPBackbone
 
 __all__ = [
     "MLP",

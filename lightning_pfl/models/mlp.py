@@ -1,4 +1,4 @@
-"""Multilayer perceptrons: of any size, FedRep's for FEMNIST, FedMAP's for its synthetic data."""
+"""Multilayer perceptrons: of any size, for the digits, and FedRep's for FEMNIST."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -86,26 +86,3 @@ class FEMNISTMLP(PersonalizedModule):
             head = nn.Sequential(head, nn.Softmax(dim=1))
         super().__init__(MLPBackbone([784, 512, 256, 64]), head, **settings)
         self.save_hyperparameters({"double_softmax": double_softmax})
-
-
-class FedMAPMLP(PersonalizedModule):
-    """FedMAP's network for its synthetic data: 30-32-16-1, 1,537 parameters.
-
-    Args:
-        num_inputs: Number of features: 30 in the paper. The authors' code keeps the client's index
-            as a 31st, which makes 1,569 parameters.
-        loss: See PersonalizedModule.
-        settings: Further arguments of PersonalizedModule.
-
-    Deviation from the paper: the final sigmoid is part of the loss ``"bce"``, which is the same
-    function computed without overflow; outputs are logits.
-
-    References:
-        Zhang, Esteve-Yagüe, Dittmer, Schönlieb, Roberts. FedMAP: Unlocking potential in
-        personalized federated learning through bi-level MAP optimization. arXiv:2405.19000,
-        table 3.
-    """
-
-    def __init__(self, num_inputs: int = 30, loss: LossChoice = "bce", **settings: Any) -> None:
-        super().__init__(MLPBackbone([num_inputs, 32, 16]), nn.Linear(16, 1), loss=loss, **settings)
-        self.save_hyperparameters({"num_inputs": num_inputs})

@@ -107,6 +107,7 @@ class TestNetwork:
 def test_published_sizes_of_variants() -> None:
     with torch.device("meta"):
         assert count(FedMAPMLP(num_inputs=31)) == 1_569
+        assert count(FedMAPMLP(batch_norm=True)) == 1_537 + 2 * (32 + 16)
         layers = build("AlexNetBN").modules()
         norms = [layer for layer in layers if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d))]
         assert sum(count(norm) for norm in norms) == 18_688
