@@ -1,0 +1,29 @@
+"""Graphs of clients: who is whose neighbour, given as a matrix, a networkx graph or a builder."""
+
+from lightning_pfl.graphs.builders import (
+    Complete,
+    ErdosRenyi,
+    GraphBuilder,
+    KNearest,
+    Ring,
+    ScaleFree,
+    SmallWorld,
+    label_histograms,
+)
+from lightning_pfl.graphs.graph import Graph
+from lightning_pfl.graphs.resolve import BUILDERS, GraphLike, resolve_graph
+
+__all__ = [
+    "BUILDERS",
+    "Complete",
+    "ErdosRenyi",
+    "Graph",
+    "GraphBuilder",
+    "GraphLike",
+    "KNearest",
+    "Ring",
+    "ScaleFree",
+    "SmallWorld",
+    "label_histograms",
+    "resolve_graph",
+]

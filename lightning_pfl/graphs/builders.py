@@ -1,0 +1,207 @@
+"""Named families of graphs, and similarity between clients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_pfl.randomness import derive
+
+if TYPE_CHECKING:
+    from lightning_pfl.data.clients import FederatedTensorDataset
+
+TRIES = 1000
+"""Random graphs that are drawn until one is connected."""
+
+
+class GraphBuilder(ABC):
+    """Makes a graph for any number of clients; write one for a family of your own."""
+
+    @abstractmethod
+    def __call__(self, num_clients: int, seed: int) -> Any:
+        """A networkx graph of the nodes ``0..num_clients-1``, or an adjacency matrix."""
+
+
+class Complete(GraphBuilder):
+    """All pairs of clients."""
+
+    def __call__(self, num_clients: int, seed: int) -> Any:
+        """The complete graph."""
+        import networkx
+
+        return networkx.complete_graph(num_clients)
+
+
+class Ring(GraphBuilder):
+    """Every client between two others."""
+
+    def __call__(self, num_clients: int, seed: int) -> Any:
+        """The cycle in the order of the ids."""
+        import networkx
+
+        # networkx gives a single node an edge to itself.
+        return networkx.cycle_graph(num_clients) if num_clients > 1 else networkx.empty_graph(1)
+
+
+class ErdosRenyi(GraphBuilder):
+    """Every pair is an edge with the same probability; drawn again until the graph is connected.
+
+    Args:
+        probability: Of an edge, in (0, 1].
+    """
+
+    def __init__(self, probability: float = 0.15) -> None:
+        if not 0 < probability <= 1:
+            raise ValueError(
+                f"Expected `probability` to be in (0, 1], but got probability={probability!r}. "
+                "Use more than log(n) / n, so that the graph is connected."
+            )
+        self.probability = probability
+
+    def __call__(self, num_clients: int, seed: int) -> Any:
+        """The first connected one of a sequence of draws.
+
+        Raises:
+            ValueError: If none of :data:`TRIES` is connected.
+        """
+        import networkx
+
+        for attempt in range(TRIES):
+            drawn = derive(seed, "erdos renyi", attempt) % 2**32
+            graph = networkx.erdos_renyi_graph(num_clients, self.probability, seed=drawn)
+            if num_clients == 0 or networkx.is_connected(graph):
+                return graph
+        raise ValueError(
+            f"Expected a connected graph of {num_clients} clients, but none of {TRIES} draws with "
+            f"probability={self.probability!r} is. Use more than log(n) / n = "
+            f"{np.log(num_clients) / num_clients:.2g}."
+        )
+
+
+class SmallWorld(GraphBuilder):
+    """A ring of near neighbours with some edges moved at random (Watts and Strogatz), connected.
+
+    Args:
+        neighbours: Neighbours of each client in the ring, an even number of at least 2.
+        rewiring: Probability that an edge is moved, in [0, 1].
+    """
+
+    def __init__(self, neighbours: int = 4, rewiring: float = 0.1) -> None:
+        if neighbours < 2 or neighbours % 2:
+            raise ValueError(
+                f"Expected `neighbours` to be an even number of at least 2, but got {neighbours=}. "
+                "Use 4, two on each side."
+            )
+        if not 0 <= rewiring <= 1:
+            raise ValueError(
+                f"Expected `rewiring` to be in [0, 1], but got rewiring={rewiring!r}. Use 0.1."
+            )
+        self.neighbours, self.rewiring = neighbours, rewiring
+
+    def __call__(self, num_clients: int, seed: int) -> Any:
+        """A connected draw.
+
+        Raises:
+            ValueError: If there are not more clients than neighbours.
+        """
+        import networkx
+
+        if num_clients <= self.neighbours:
+            raise ValueError(
+                f"Expected more clients than neighbours={self.neighbours!r}, but got "
+                f"{num_clients} clients. Use a smaller even number, or the complete graph."
+            )
+        drawn = derive(seed, "small world") % 2**32
+        return networkx.connected_watts_strogatz_graph(
+            num_clients, self.neighbours, self.rewiring, tries=TRIES, seed=drawn
+        )
+
+
+class ScaleFree(GraphBuilder):
+    """New clients prefer neighbours that have many (Barabasi and Albert); connected.
+
+    Args:
+        attached: Edges of each new client, at least 1.
+    """
+
+    def __init__(self, attached: int = 2) -> None:
+        if attached < 1:
+            raise ValueError(f"Expected `attached` to be at least 1, but got {attached=}. Use 2.")
+        self.attached = attached
+
+    def __call__(self, num_clients: int, seed: int) -> Any:
+        """A draw.
+
+        Raises:
+            ValueError: If there are not more clients than edges of a new one.
+        """
+        import networkx
+
+        if num_clients <= self.attached:
+            raise ValueError(
+                f"Expected more than attached={self.attached!r} clients, but got {num_clients}. "
+                "Use a smaller number."
+            )
+        drawn = derive(seed, "scale free") % 2**32
+        return networkx.barabasi_albert_graph(num_clients, self.attached, seed=drawn)
+
+
+class KNearest(GraphBuilder):
+    """Clients that are similar: an edge where one is among the other's nearest.
+
+    Args:
+        features: What is compared by Euclidean distance, an array ``(clients, features)`` or the
+            path of a ``.npy`` file with one: :func:`label_histograms`, which clients have to
+            disclose for it, or the clients' models as rows.
+        neighbours: How many nearest clients count, at least 1.
+    """
+
+    def __init__(self, features: Any, neighbours: int = 5) -> None:
+        if neighbours < 1:
+            raise ValueError(
+                f"Expected `neighbours` to be at least 1, but got {neighbours=}. Use 5."
+            )
+        self.features, self.neighbours = features, neighbours
+
+    def __call__(self, num_clients: int, seed: int) -> Any:
+        """The union of both directions, with weights 1.
+
+        Raises:
+            ValueError: If the features are of other clients, or there are too few clients.
+        """
+        from sklearn.neighbors import kneighbors_graph
+
+        given = np.load(self.features) if isinstance(self.features, str) else self.features
+        rows = np.asarray(given, dtype=np.float64)
+        if rows.ndim != 2 or len(rows) != num_clients or not np.isfinite(rows).all():
+            raise ValueError(
+                f"Expected `features` to be finite, one row for each of {num_clients} clients, but "
+                f"got the shape {rows.shape}. Give an array (clients, features)."
+            )
+        if num_clients <= self.neighbours:
+            raise ValueError(
+                f"Expected more than neighbours={self.neighbours!r} clients, but got "
+                f"{num_clients}. Use a smaller number."
+            )
+        directed = kneighbors_graph(rows, self.neighbours)
+        return directed.maximum(directed.T)
+
+
+def label_histograms(data: FederatedTensorDataset, num_classes: int) -> Tensor:
+    """Share of each class among each client's samples, float64 ``(clients, classes)``.
+
+    Args:
+        data: A split whose second field is the label, an integer per sample.
+        num_classes: Number of classes.
+    """
+    labels = data.fields[1]
+    owner = torch.arange(data.num_clients).repeat_interleave(data.num_samples)
+    positions = torch.cat([*data.indices, torch.empty(0, dtype=torch.int64)]).to(labels.device)
+    place = owner * num_classes + labels[positions].long().cpu()
+    counts = torch.bincount(place, minlength=data.num_clients * num_classes).double()
+    counts = counts.view(data.num_clients, num_classes)
+    return counts / counts.sum(1, keepdim=True).clamp_min(1)
