@@ -30,6 +30,7 @@ from .partition import (
     QuantitySkew,
     draw,
 )
+from .sent140 import Sent140
 from .shifted_lines import ShiftedLines
 from .source import Arrays, Source
 from .synthetic import LinearRepresentation, QuadraticClients
@@ -50,6 +51,7 @@ __all__ = [
     "CIFAR10",
     "CIFAR100",
     "FEMNIST",
+    "Sent140",
     "HuggingFaceTable",
     "QuadraticClients",
     "LinearRepresentation",

@@ -11,6 +11,7 @@ from lightning_pfl.models.fedmap import (
 from lightning_pfl.models.lenet import DigitsBackbone, DigitsCNN, LeNet, LeNetBackbone
 from lightning_pfl.models.linear import LinearRepresentation, SquaredHingeClassifier
 from lightning_pfl.models.mlp import FEMNISTMLP, MLP, DigitsMLP, MLPBackbone
+from lightning_pfl.models.sent140 import LSTMBackbone, Sent140LSTM
 
 __all__ = [
     "MLP",
@@ -24,6 +25,8 @@ __all__ = [
     "CIFAR100CNN",
     "CIFARBackbone",
     "FEMNISTMLP",
+    "Sent140LSTM",
+    "LSTMBackbone",
     "FEMNISTCNN",
     "FEMNISTBackbone",
     "FedMAPMLP",

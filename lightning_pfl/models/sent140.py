@@ -1,0 +1,56 @@
+"""FedRep's recurrent network for Sent140."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pfl.module import PersonalizedModule
+
+
+class LSTMBackbone(nn.Module):
+    """Sequences ``(batch, tokens, dimensions)`` to features ``(batch, features)``.
+
+    The output of an LSTM at the last token, a fully connected layer and ReLU.
+
+    Args:
+        dimensions: Numbers in the vector of a token.
+        hidden: Units of the LSTM.
+        features: Units of the fully connected layer.
+    """
+
+    def __init__(self, dimensions: int = 300, hidden: int = 128, features: int = 10) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(dimensions, hidden, batch_first=True)
+        self.dense = nn.Linear(hidden, features)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Features of the whole sequence."""
+        outputs, _ = self.lstm(inputs)
+        features: Tensor = self.dense(outputs[:, -1]).relu()
+        return features
+
+
+class Sent140LSTM(PersonalizedModule):
+    """FedRep's network for Sent140: an LSTM 300-128, 128-10-2; 221,472 parameters, 22 in the head.
+
+    The vectors of the words come with the data and don't train. The dropout before the last layer
+    belongs to the head, so that the backbone is deterministic and its features can be computed once
+    in a phase that trains the head alone.
+
+    Args:
+        dimensions: Numbers in the vector of a word.
+        dropout: Probability of dropping a feature before the last layer, in [0, 1].
+        settings: Further arguments of PersonalizedModule.
+
+    References:
+        Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
+        federated learning. ICML 2021. arXiv:2102.07078, section 5.
+    """
+
+    def __init__(self, dimensions: int = 300, dropout: float = 0.5, **settings: Any) -> None:
+        super().__init__(
+            LSTMBackbone(dimensions),
+            nn.Sequential(nn.Dropout(dropout), nn.Linear(10, 2)),
+            **settings,
+        )
+        self.save_hyperparameters({"dimensions": dimensions, "dropout": dropout})
