@@ -14,8 +14,8 @@ PARTS = sorted((ROOT / "configs").rglob("*.yaml"))
 RECIPE = ROOT / "recipes" / "fedrep_digits.yaml"
 
 
-def compose(*parts: Path, extra: tuple[str, ...] = ()) -> PFLCLI:
-    configs = [argument for part in (RECIPE, *parts) for argument in ("--config", str(part))]
+def compose(*parts: Path, extra: tuple[str, ...] = (), recipe: Path = RECIPE) -> PFLCLI:
+    configs = [argument for part in (recipe, *parts) for argument in ("--config", str(part))]
     return PFLCLI([*configs, *extra, "--trainer.accelerator", "cpu"], run=False)
 
 
@@ -58,3 +58,30 @@ def test_several_parts_compose_in_order() -> None:
     cli = compose(folder / "method" / "fedper.yaml", folder / "trainer" / "quick.yaml")
     assert type(methods_of(cli)[0]).__name__ == "FedPer"
     assert cli.trainer.max_epochs == 5
+
+
+#: The rows of FedRep's Table 1, beside FedRep: with `+FT`, all of its fifteen.
+TABLE_1 = (
+    *("local", "fedavg", "fedprox", "scaffold", "fedmtl", "per_fedavg", "lg_fedavg", "l2gd"),
+    *("apfl", "ditto", "fedper"),
+)
+
+
+@pytest.mark.parametrize("method", TABLE_1)
+def test_a_column_of_table_1_runs_every_other_method(method: str) -> None:
+    """The data, the network, and as many local epochs as FedRep's body has."""
+    folder = ROOT / "configs"
+    cli = compose(
+        folder / "method" / f"{method}.yaml",
+        folder / "trainer" / "head_fine_tuning.yaml",
+        extra=("--method.local_epochs=5",),
+        recipe=ROOT / "recipes" / "fedrep_cifar10_1000_2.yaml",
+    )
+    (one,) = methods_of(cli)
+    wanted = yaml.safe_load((folder / "method" / f"{method}.yaml").read_text())["method"]
+    assert type(one).__name__ == wanted["class_path"]
+    assert one.local_epochs == 5
+    data: Any = cli.datamodule
+    assert (type(data.source).__name__, data.clients_wanted) == ("CIFAR10", 1000)
+    names = {type(callback).__name__ for callback in callbacks_of(cli)}
+    assert {"HeadFineTuning", "ModelCheckpoint"} <= names
