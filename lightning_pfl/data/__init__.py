@@ -15,6 +15,7 @@ from .ellipses import EllipseClusters
 from .fashion_mnist import FashionMNIST
 from .fedmap_synthetic import FedMAPSynthetic
 from .femnist import FEMNIST
+from .image_domains import ImageDomains
 from .partition import (
     IID,
     ClassesPerClient,
@@ -52,6 +53,7 @@ __all__ = [
     "CIFAR100",
     "FEMNIST",
     "Sent140",
+    "ImageDomains",
     "HuggingFaceTable",
     "QuadraticClients",
     "LinearRepresentation",

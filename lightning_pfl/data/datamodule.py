@@ -269,7 +269,9 @@ class FederatedDataModule(L.LightningDataModule):
                 batch_size=self.batch_size if training else self.eval_batch_size,
                 shuffle=training,
                 drop_last=self.drop_last and training,
-                transform=arrays.transform,
+                transform=arrays.transform
+                if training
+                else arrays.eval_transform or arrays.transform,
                 augment=arrays.augment if training else None,
             )
         return self._datasets[split, new]

@@ -27,6 +27,8 @@ class Arrays:
         test_labels: Their labels.
         transform: Deterministic, per sample, applied to gathered batches (uint8 to floats).
         augment: Random, for training batches of one client.
+        eval_transform: In place of ``transform`` for validation and test batches; ``None``: the
+            same.
         num_classes: Number of classes, ``None`` for regression.
         columns: Further columns of the training samples, such as the client that owns them.
         test_columns: The same columns of the test samples.
@@ -38,6 +40,7 @@ class Arrays:
     test_labels: Labels | None = None
     transform: Callable[[Any], Any] | None = None
     augment: Callable[[Any], Any] | None = None
+    eval_transform: Callable[[Any], Any] | None = None
     num_classes: int | None = None
     columns: Mapping[str, Labels] = field(default_factory=dict)
     test_columns: Mapping[str, Labels] = field(default_factory=dict)

@@ -1,0 +1,81 @@
+"""Random resized crops: the resizing is torchvision's, the draws have its distribution."""
+
+from typing import Any
+
+import pytest
+import torch
+from torchvision import transforms
+from torchvision.transforms import functional
+
+from lightning_pfl.data.resized_crop import RandomResizedCrop, weights
+
+
+@pytest.mark.parametrize("size", [12, 40])
+def test_every_image_is_resized_from_its_own_crop_as_torchvision_does(size: int) -> None:
+    torch.manual_seed(0)
+    images = torch.rand(16, 3, 30, 24)
+    crop = RandomResizedCrop(size)
+    torch.manual_seed(1)
+    boxes = crop.boxes(16, images.shape[-2:], images.device)
+    flips = torch.rand(16) < 0.5
+    torch.manual_seed(1)
+    got, labels = crop((images, torch.arange(16)))
+    assert labels.tolist() == [*range(16)]
+    assert flips.any()
+    assert not flips.all()
+    for row, (image, flip) in enumerate(zip(images, flips, strict=True)):
+        top, left, height, width = (int(part[row]) for part in boxes)
+        want = functional.resized_crop(image, top, left, height, width, [size, size])
+        want = functional.hflip(want) if flip else want
+        torch.testing.assert_close(got[row], want, atol=1e-5, rtol=0)
+
+
+def test_weights_of_the_whole_axis_at_its_own_size_are_the_identity() -> None:
+    found = weights(torch.zeros(1), torch.full((1,), 5.0), pixels=5, size=5)
+    torch.testing.assert_close(found[0], torch.eye(5))
+
+
+def test_boxes_lie_inside_and_have_torchvisions_distribution() -> None:
+    """Means of both samples of 4000 crops differ by less than four standard errors."""
+    count, shape = 4000, (48, 36)
+    torch.manual_seed(2)
+    top, left, height, width = RandomResizedCrop().boxes(count, shape, torch.device("cpu"))
+    assert bool((top >= 0).all())
+    assert bool((left >= 0).all())
+    assert bool((top + height <= shape[0]).all())
+    assert bool((left + width <= shape[1]).all())
+    assert bool((height >= 1).all())
+    assert bool((width >= 1).all())
+    image = torch.empty(3, *shape)
+    theirs = torch.tensor(
+        [
+            transforms.RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])
+            for _ in range(count)
+        ]
+    ).float()
+    for ours, other in zip((top, left, height, width), theirs.T, strict=True):
+        error = (ours.var() / count + other.var() / count).sqrt()
+        assert abs(ours.mean() - other.mean()) < 4 * error
+        assert abs((ours - ours.mean()).abs().mean() - (other - other.mean()).abs().mean()) < (
+            4 * error
+        )
+
+
+def test_an_image_in_which_nothing_fits_is_taken_whole() -> None:
+    crop = RandomResizedCrop(4, scale=(1.0, 1.0), ratio=(0.9, 1.1))
+    boxes = crop.boxes(3, (10, 200), torch.device("cpu"))
+    assert [part.tolist() for part in boxes] == [[0] * 3, [0] * 3, [10] * 3, [200] * 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": 0}, "`size` to be at least 1, but got size=0"),
+        ({"scale": (0.0, 1.0)}, r"`scale` to be two .* got scale=\(0.0, 1.0\)"),
+        ({"scale": (0.5, 0.2)}, r"`scale` to be two .* got scale=\(0.5, 0.2\)"),
+        ({"ratio": (1.5, 2.0)}, r"`ratio` to be two .* got ratio=\(1.5, 2.0\)"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RandomResizedCrop(**settings)
