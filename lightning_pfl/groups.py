@@ -157,9 +157,8 @@ def model_sizes(groups: Sequence[Group], num_clients: int) -> Tensor:
     """Trainable scalars of each client's model, int64 ``(num_clients,)``."""
     sizes = torch.zeros(num_clients, dtype=torch.int64)
     for group in groups:
-        model = group.layout.model()
-        size = sum(model[name].numel() for name in group.layout.trainable)
-        sizes[slice(None) if group.clients is None else group.clients] = size
+        clients = slice(None) if group.clients is None else group.clients
+        sizes[clients] = group.layout.num_trainable()
     return sizes
 
 

@@ -131,6 +131,11 @@ class Layout:
         state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return {name: state[name].detach().clone() for name in self.names}
 
+    def num_trainable(self) -> int:
+        """How many trainable scalars the model has."""
+        model = self.model()
+        return sum(model[name].numel() for name in self.trainable)
+
     def load(self, model: Model) -> None:
         """Write the entries of ``model`` into the module, in place."""
         state: dict[str, Tensor] = {

@@ -164,7 +164,7 @@ class Method(FederatedCallback):
             :meth:`bind`.
         layout, num_clients, num_samples, seed: Set by :meth:`bind` before the first round.
         model_sizes: Trainable scalars of each client's model, int64 ``(num_clients,)``; set before
-            :meth:`bind`. None where nobody said: all have those of the layout.
+            :meth:`bind` where clients may differ, else by it.
     """
 
     personal: Spec = None
@@ -172,13 +172,13 @@ class Method(FederatedCallback):
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
     state_settings: ClassVar[tuple[str, ...]] = ()
     edge_state: ClassVar[tuple[str, ...]] = ()
-    model_sizes: Tensor | None = None
 
     layout: Layout
     num_clients: int
     num_samples: Tensor
     seed: int
     graph: Graph
+    model_sizes: Tensor
 
     def __init__(
         self,
@@ -202,6 +202,8 @@ class Method(FederatedCallback):
         self.layout, self.num_clients, self.seed = layout, num_clients, seed
         none = torch.zeros(num_clients, dtype=torch.int64)
         self.num_samples = none if num_samples is None else num_samples
+        if len(getattr(self, "model_sizes", ())) != num_clients:
+            self.model_sizes = torch.full((num_clients,), layout.num_trainable())
 
     def resolve_personal(self, layout: Layout) -> Spec:
         """What is personal, given the names of the model.

@@ -1,0 +1,198 @@
+"""The sheaf of a running federation: how large its maps are, and whether its steps are stable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pfl.callback import Round
+from lightning_pfl.groups import Group, merge
+from lightning_pfl.peers import Exchange, Postman
+from lightning_pfl.randomness import derive, generator
+from lightning_pfl.solvers.proximal_step import flat
+from lightning_pfl.solvers.sheaf import disagreement, displacement, lift, map_steps
+from lightning_pfl.tree import rows
+
+if TYPE_CHECKING:
+    from lightning_pfl.federation import Federation
+    from lightning_pfl.methods.sheaf_fmtl import SheafFMTL
+
+CHECK_EVERY = 10
+"""Rounds between two estimates of the Laplacian's largest eigenvalue."""
+ITERATIONS = 20
+"""Of the power method."""
+
+
+class SheafOfFederation:
+    """All clients' maps and models, wherever they are.
+
+    With several processes each works on the clients that it holds, and all call the same functions.
+
+    Args:
+        federation: The strategy of a Trainer whose method has a sheaf.
+    """
+
+    def __init__(self, federation: Federation) -> None:
+        self.federation = federation
+        self.method: Any = federation.method
+        self.clients = torch.arange(federation.num_clients)
+        self.part = federation.part(self.clients)
+        self.mine = self.clients[self.part.index]
+
+    def _gather(self, of: Callable[[Group, Tensor], Tensor]) -> Tensor:
+        """What ``of`` gives for each client of a group, for all clients, in their order."""
+        parts = [
+            (at, {"": of(group, self.mine[at])})
+            for group, at in self.federation.by_group(self.mine)
+        ]
+        found: Tensor = self.part.whole(merge(parts, len(self.mine)))[""]
+        return found
+
+    def map_norms(self) -> Tensor:
+        """Frobenius norms of the restriction maps, float64 ``(clients, slots)``, on the CPU."""
+
+        def norms(group: Group, clients: Tensor) -> Tensor:
+            norm: Tensor = torch.linalg.vector_norm(group.bank.tree["maps"], dim=(2, 3))
+            return norm.double()
+
+        return self._gather(norms).cpu()
+
+    def squared_norms(self) -> Tensor:
+        """Squared norms of the clients' trainable parameters, float64 ``(clients,)``."""
+
+        def squares(group: Group, clients: Tensor) -> Tensor:
+            theta = flat(group.bank.tree["model"], group.layout.trainable)
+            return theta.double().square().sum(1)
+
+        return self._gather(squares).cpu()
+
+    def largest_eigenvalue(self, iterations: int = ITERATIONS) -> float:
+        """The sheaf Laplacian's largest eigenvalue by the power method: never above the true one.
+
+        Args:
+            iterations: Products with the Laplacian.
+        """
+        vectors = self._scaled(self._start())[0]
+        norm = 0.0
+        for _ in range(iterations):
+            vectors, norm = self._scaled(self._apply(vectors))
+        return norm
+
+    def _start(self) -> dict[str, Tensor]:
+        """A random vector for each client that is the same whoever holds the client."""
+        found = {}
+        for group, at in self.federation.by_group(self.mine):
+            like = flat(group.bank.tree["model"], group.layout.trainable)
+            drawn = [
+                torch.randn(
+                    like.shape[1], generator=generator(derive(self.method.seed, "power", client))
+                )
+                for client in self.mine[at].tolist()
+            ]
+            found[group.name] = torch.stack(drawn).to(like)
+        return found
+
+    def _apply(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The Laplacian times a vector."""
+
+        def sent(group: Group, clients: Tensor) -> Tensor:
+            projected: Tensor = self.method.sheaf.project(
+                vectors[group.name], group.bank.tree, clients
+            )
+            return projected
+
+        letters = self._gather(sent)
+        postman = Postman(self.method.graph, self.clients, letters.device)
+        index = self.part.index
+        here = index if isinstance(index, slice) else index.to(letters.device)
+        inbox = postman.deliver(Exchange("", "each"), {"": letters}).rows(here)
+        residual = disagreement(inbox.sent[""], inbox.messages[""], inbox.weights)
+        found = {}
+        for group, at in self.federation.by_group(self.mine):
+            of_group = at if isinstance(at, slice) else at.to(residual.device)
+            mine = rows({"": residual}, of_group)[""]
+            maps, scalars = group.bank.tree.get("maps"), vectors[group.name].shape[1]
+            found[group.name] = lift(mine, maps, scalars)
+        return found
+
+    def _scaled(self, vectors: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+        """Vectors by their common norm, and the norm."""
+        square = sum(float(leaf.double().square().sum()) for leaf in vectors.values())
+        norm = float(sum(self.part.ranks.objects(square)) ** 0.5)
+        return {name: leaf / max(norm, 1e-300) for name, leaf in vectors.items()}, norm
+
+
+def measure(federation: Federation, method: SheafFMTL) -> dict[str, float]:
+    """What SheafFMTL logs in a round; nothing where maps stay."""
+    if not method.map_lr or not method.graph.mask.any():
+        return {}
+    sheaf = SheafOfFederation(federation)
+    norms = sheaf.map_norms()[method.graph.mask]
+    steps = map_steps(method.graph, sheaf.squared_norms(), method.map_lr * method.regularization)
+    return {
+        "sheaf/map_norm": float(norms.mean()),
+        "sheaf/map_norm/min": float(norms.min()),
+        "sheaf/map_step": float(steps.max()),
+    }
+
+
+def warn_of_divergence(
+    federation: Federation, method: SheafFMTL, round: Round, warned: set[str]
+) -> None:
+    """Warn, once each, of a step on maps or models that is too long to be stable.
+
+    Args:
+        federation: The strategy.
+        method: Its method.
+        round: The round that begins.
+        warned: What was warned of before; it is added to.
+    """
+    if not method.regularization or not method.graph.mask.any():
+        return
+    sheaf = SheafOfFederation(federation)
+    if method.map_lr and "maps" not in warned and _warn_of_maps(sheaf, method, round.number):
+        warned.add("maps")
+    due = round.number % CHECK_EVERY == 0
+    if due and "models" not in warned and _warn_of_models(sheaf, method, round):
+        warned.add("models")
+
+
+def _warn_of_maps(sheaf: SheafOfFederation, method: SheafFMTL, number: int) -> bool:
+    steps = map_steps(method.graph, sheaf.squared_norms(), method.map_lr * method.regularization)
+    largest = float(steps.max())
+    if largest < 2:
+        return False
+    client, slot = divmod(int(steps.argmax()), steps.shape[1])
+    names = sheaf.federation.client_names
+    rank_zero_warn(
+        "Expected map_lr * regularization * (|theta_i|^2 + |theta_j|^2) < 2 on every edge, but got "
+        f"{largest:.3g} before round {number} between clients {names[client]!r} and "
+        f"{names[int(method.graph.neighbours[client, slot])]!r}: the maps grow without bound. Use "
+        f"map_lr < {2 * method.map_lr / largest:.2g}, or a smaller `regularization`."
+    )
+    return True
+
+
+def _warn_of_models(sheaf: SheafOfFederation, method: SheafFMTL, round: Round) -> bool:
+    rate = max(round.info.rates)
+    if method.laplacian == "combined":
+        optimizers = [group.engine.template for group in sheaf.federation.groups]
+        plain = [one for one in optimizers if isinstance(one, torch.optim.SGD)]
+        if len(plain) < len(optimizers):
+            return False  # an adaptive step has no such bound
+        momentum = max(group["momentum"] for one in plain for group in one.param_groups)
+        rate *= displacement(int(round.info.steps.max()), momentum)
+    step = rate * method.regularization * sheaf.largest_eigenvalue()
+    if step < 2:
+        return False
+    rank_zero_warn(
+        "Expected a step along the neighbours' pull, times regularization * lambda_max, to be "
+        f"below 2, but got {step:.3g} before round {round.number} (learning rate and local steps "
+        f"make {rate:.3g}): the models grow without bound. Use regularization < "
+        f"{2 * method.regularization / step:.2g}, or fewer or smaller steps."
+    )
+    return True

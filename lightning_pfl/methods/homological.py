@@ -1,0 +1,181 @@
+"""HomologicalConstraints: models that agree exactly on projections, by saddle-point dynamics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.graphs import GraphLike, resolve_graph
+from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.methods.base import Local, Method
+from lightning_pfl.peers import Exchange, Inbox
+from lightning_pfl.solvers import memory
+from lightning_pfl.solvers.proximal_step import flat, unflat
+from lightning_pfl.solvers.sheaf import Maps, Restrictions, check_maps, disagreement, lift
+from lightning_pfl.tree import Model, Tree, expand
+
+COPIES = 2
+"""Of the maps: in the bank and of the cohort."""
+
+
+class HomologicalConstraints(Method):
+    r"""Clients minimise their losses under the constraint that neighbours' projections are equal.
+
+    .. math::
+        \min_x \sum_i f_i(x_i) \quad \text{s.t.} \quad P_{ij} x_i = P_{ji} x_j \quad
+        \text{for all edges } \{i, j\}
+
+    which says :math:`L x = 0` for the sheaf's Laplacian. A round is a step of the saddle-point
+    dynamics of :math:`f(x) + y^\top L x + \frac\rho2 x^\top L x`, first in :math:`x`, then in
+    :math:`y`:
+
+    .. math::
+        x \leftarrow x - \alpha\, (\nabla f(x) + L (\rho x + y)), \qquad y \leftarrow y + h\, L x
+
+    A client sends each neighbour :math:`P_{ij} (\rho x_i + y_i)` before and :math:`P_{ij} x_i`
+    after its step. The maps stay; the models may have different numbers of parameters. Edges with
+    an end that is not in the cohort are left out of the round. The losses aside, plain gradient
+    steps are stable where :math:`\alpha \mu (2 \rho + h \mu) < 4` for the largest eigenvalue
+    :math:`\mu` of :math:`L`.
+
+    Args:
+        graph: Who is whose neighbour; see ``lightning_pfl.graphs``.
+        step: :math:`h > 0`; None is the optimizer's learning rate :math:`\alpha`.
+        penalty: :math:`\rho \ge 0`, the weight of the augmented term.
+        edge_dim_ratio: :math:`\gamma` in (0, 1], the edges' dimensions :math:`\lfloor \gamma
+            \min(d_i, d_j) \rfloor`; unused where maps are given.
+        maps: ``"identity"``: the first :math:`d_{ij}` parameters, without memory; ``"random"``:
+            independent normal numbers; or a mapping from (i, j) to :math:`P_{ij}`, for both ends of
+            every edge.
+        map_std: Standard deviation of random maps, positive.
+        local_epochs: Passes over a client's data per round.
+        local_steps: Optimizer steps per round instead. Exactly one of the two. The pull is that of
+            the round's beginning in all steps.
+
+    State:
+        own: ``model``, the whole model; ``dual``, :math:`y`, ``(clients, d_i)``; ``maps``,
+        ``(clients, slots, width, d_i)``, unless they are the identity.
+
+    Deviation from the paper: its continuous dynamics are discretised by steps in turn, with
+    minibatch gradients and the user's optimizer for :math:`x`; :math:`\rho` is 1 there. Edges have
+    weights, 1 there.
+
+    Example:
+        >>> HomologicalConstraints("ring", step=0.05).penalty
+        1.0
+
+    References:
+        Hansen, Ghrist. Distributed optimization with sheaf homological constraints. Allerton
+        2019. arXiv:1907.02105, section V.
+    """
+
+    personal: Spec = "all"
+    edge_state: ClassVar[tuple[str, ...]] = ("maps",)
+
+    def __init__(
+        self,
+        graph: GraphLike,
+        step: float | None = None,
+        penalty: float = 1.0,
+        edge_dim_ratio: float = 1.0,
+        maps: Maps = "identity",
+        map_std: float = 0.01,
+        local_epochs: int | None = None,
+        local_steps: int | None = 1,
+    ) -> None:
+        super().__init__(local_epochs, local_steps, weighting="uniform")
+        if step is not None and not 0 < step < math.inf:
+            raise ValueError(
+                f"Expected `step` to be a finite number above 0 or None, but got step={step!r}. "
+                "Use None for the learning rate."
+            )
+        if not 0 <= penalty < math.inf:
+            raise ValueError(
+                f"Expected `penalty` to be a finite number >= 0, but got penalty={penalty!r}. Use "
+                "1, as the authors do."
+            )
+        check_maps(edge_dim_ratio, maps, map_std)
+        self.given_graph, self.given_maps = graph, maps
+        self.step, self.penalty = step, penalty
+        self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
+
+    def bind(
+        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+    ) -> None:
+        """Find the neighbours and the maps."""
+        super().bind(layout, num_clients, seed, num_samples)
+        self.graph = resolve_graph(self.given_graph, num_clients, seed)
+        self.sheaf = Restrictions.plan(
+            self.graph,
+            self.model_sizes,
+            self.given_maps,
+            self.edge_dim_ratio,
+            self.map_std,
+            seed,
+        )
+
+    # --- state ---
+
+    def init_own(self, model: Model) -> Tree:
+        """The whole model, multipliers of zero, and the maps if they are kept."""
+        theta = flat(expand(model, 1), self.layout.trainable)[0]
+        maps = self.sheaf.empty(theta)
+        if maps:
+            memory.require(
+                COPIES * self.sheaf.scalars * theta.element_size(),
+                theta.device,
+                f"The restriction maps of HomologicalConstraints for {self.num_clients} clients",
+                "Use maps='identity', a smaller `edge_dim_ratio` or a sparser `graph`.",
+            )
+        return {"model": model, "dual": torch.zeros_like(theta), **maps}
+
+    def init_own_rows(self, own: Tree, model: Model, info: ClientInfo) -> Tree:
+        """The maps, which differ from edge to edge."""
+        return self.sheaf.filled(own, info.index)
+
+    # --- a client's round ---
+
+    def exchanges(self, round: int) -> tuple[Exchange, ...]:
+        """Projections for the step of the models, and for that of the multipliers."""
+        return Exchange("models", "each", "before"), Exchange("multipliers", "each", "after")
+
+    def send(self, exchange: str, own: Tree, info: ClientInfo) -> Tree:
+        """Projections to the space of each edge."""
+        x = flat(own["model"], self.layout.trainable)
+        sent = self.penalty * x + own["dual"] if exchange == "models" else x
+        return {"projection": self.sheaf.project(sent, own, info.index)}
+
+    def receive(self, exchange: str, own: Tree, inbox: Inbox, info: ClientInfo) -> Tree:
+        """The Laplacian times what was sent: the pull, or the step of the multipliers."""
+        ours, theirs = inbox.sent["projection"], inbox.messages["projection"]
+        residual = disagreement(ours, theirs, inbox.weights)
+        product = lift(residual, own.get("maps"), own["dual"].shape[1])
+        if exchange == "models":
+            return {**own, "pull": unflat(product, own["model"], self.layout.trainable)}
+        step = info.lr if self.step is None else self.step
+        return {**own, "dual": own["dual"] + step * product}
+
+    def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor:
+        """An edge's message has as many numbers as its space has dimensions."""
+        return self.sheaf.nbytes(sent["projection"], info.index)
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        """A step on the gradient of the loss and the pull."""
+        grads = local.grad(state["model"], batch)
+        if "pull" in state:
+            grads = {name: grad + state["pull"][name] for name, grad in grads.items()}
+        return {**state, "model": local.update(state["model"], grads)}
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """Go on with the own model, and the pull of the neighbours if there is one."""
+        return {name: own[name] for name in ("model", "pull") if name in own}
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Keep the model and the multipliers."""
+        return {"model": {}}, {"model": state["model"], "dual": own["dual"]}

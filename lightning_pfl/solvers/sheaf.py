@@ -1,0 +1,335 @@
+r"""Cellular sheaves on a graph of clients: restriction maps to the edges, and the sheaf Laplacian.
+
+Client :math:`i` has parameters :math:`\theta_i \in \mathbb{R}^{d_i}`; the edge to its neighbour
+:math:`j` has a space :math:`\mathbb{R}^{d_{ij}}` and a restriction map :math:`P_{ij} \in
+\mathbb{R}^{d_{ij} \times d_i}` at each end. The maps of some clients are one tensor ``(clients,
+slots, width, scalars)`` whose rows from :math:`d_{ij}` on are zero, so that all edges are one
+batched product; where the clients' parameters differ in number, each architecture has a tensor of
+its own. ``None`` stands for maps that keep the first :math:`d_{ij}` parameters, which need no
+memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.randomness import derive, generator
+from lightning_pfl.tree import Tree
+
+if TYPE_CHECKING:
+    from lightning_pfl.graphs import Graph
+
+GivenMaps = Mapping[tuple[int, int], Tensor]
+"""The map of client i on its edge to client j, ``(d_ij, d_i)``, under ``(i, j)``."""
+Maps = Literal["random", "identity"] | GivenMaps
+"""How maps begin: random numbers, the identity on the first parameters, or given ones."""
+
+
+# --- the spaces ---
+
+
+def check_maps(edge_dim_ratio: float, maps: object, map_std: float) -> None:
+    """Require settings that make maps."""
+    if not 0 < edge_dim_ratio <= 1:
+        raise ValueError(
+            "Expected `edge_dim_ratio` to be a number in (0, 1], but got "
+            f"edge_dim_ratio={edge_dim_ratio!r}. Use 0.1, for example."
+        )
+    if maps not in ("random", "identity") and not isinstance(maps, Mapping):
+        raise ValueError(
+            "Expected `maps` to be 'random', 'identity' or a mapping from pairs of clients to "
+            f"matrices, but got maps={maps!r}. Use 'random'."
+        )
+    if not 0 < map_std < math.inf:
+        raise ValueError(
+            f"Expected `map_std` to be a finite number above 0, but got map_std={map_std!r}. Use "
+            "0.01, as the authors do."
+        )
+
+
+def edge_dims(graph: Graph, sizes: Tensor, ratio: float) -> Tensor:
+    r"""Dimensions of the edges' spaces: :math:`d_{ij} = \lfloor \gamma \min(d_i, d_j) \rfloor`.
+
+    Args:
+        graph: Who is whose neighbour.
+        sizes: :math:`d_i`, int64 ``(clients,)``.
+        ratio: :math:`\gamma` in (0, 1].
+
+    Returns:
+        int64 ``(clients, slots)``, 0 in slots without a neighbour.
+
+    Raises:
+        ValueError: If an edge has no dimension.
+    """
+    smaller = torch.minimum(sizes.unsqueeze(1), sizes[graph.neighbours])
+    # 0.57 * 100 is 56.99... in floating point; the edge means 57.
+    dims = (ratio * smaller.double() + 1e-9).floor().long().clamp(max=smaller)
+    if graph.mask.any() and not dims[graph.mask].all():
+        raise ValueError(
+            "Expected `edge_dim_ratio` to give every edge at least one dimension, but got "
+            f"edge_dim_ratio={ratio!r} and a client with {int(smaller[graph.mask].min())} "
+            "trainable scalars. Use a larger ratio."
+        )
+    return torch.where(graph.mask, dims, 0)
+
+
+def given_dims(graph: Graph, sizes: Tensor, maps: GivenMaps) -> Tensor:
+    """Dimensions of the edges' spaces where the maps are given, int64 ``(clients, slots)``.
+
+    Raises:
+        ValueError: If a map is missing, is none of an edge, or doesn't fit its ends.
+    """
+    dims = torch.zeros_like(graph.neighbours)
+    edges = [(i, int(graph.neighbours[i, s]), s) for i, s in graph.mask.nonzero().tolist()]
+    for i, j, slot in edges:
+        ours, theirs = (tuple(maps[k].shape) if k in maps else None for k in ((i, j), (j, i)))
+        if ours is None or len(ours) != 2 or ours[1] != int(sizes[i]):
+            raise ValueError(
+                f"Expected `maps` to hold a matrix (d, {int(sizes[i])}) under ({i}, {j}), as these "
+                f"clients are neighbours, but got {ours or 'nothing'}. Give a map for both ends "
+                "of every edge, with one column per trainable scalar of its client."
+            )
+        if theirs is not None and ours[0] != theirs[0]:
+            raise ValueError(
+                f"Expected `maps` of both ends of an edge to have one number of rows, but got "
+                f"{ours} under ({i}, {j}) and {theirs} under ({j}, {i}). Both project to the space "
+                "of the edge."
+            )
+        dims[i, slot] = ours[0]
+    if foreign := sorted(set(maps) - {(i, j) for i, j, _ in edges}):
+        raise ValueError(
+            f"Expected `maps` of the edges of the graph, but got one under {foreign[0]}, which is "
+            "none. Remove it, or add the edge."
+        )
+    return dims
+
+
+@dataclass(frozen=True)
+class Restrictions:
+    """The restriction maps of a graph's edges: their shapes, and how they begin.
+
+    Attributes:
+        graph: Who is whose neighbour.
+        start: Where the maps come from.
+        std: Standard deviation of random entries, which are independent and normal.
+        seed: Seed of them.
+        dims: Dimensions of the edges' spaces, int64 ``(clients, slots)``.
+        width: The largest of them.
+        scalars: Numbers in the maps of all clients.
+        implicit: Whether the maps are the identity and stay, so that none are kept.
+    """
+
+    graph: Graph
+    start: Maps
+    std: float
+    seed: int
+    dims: Tensor
+    width: int
+    scalars: int
+    implicit: bool
+
+    @classmethod
+    def plan(
+        cls, graph: Graph, sizes: Tensor, start: Maps, ratio: float, std: float, seed: int
+    ) -> Restrictions:
+        """Find the dimensions.
+
+        Args:
+            graph: Who is whose neighbour.
+            sizes: Trainable scalars of each client, int64 ``(clients,)``.
+            start: Where the maps come from.
+            ratio: As in :func:`edge_dims`; unused where maps are given.
+            std: Standard deviation of random entries.
+            seed: Seed of them.
+        """
+        if isinstance(start, str):
+            dims = edge_dims(graph, sizes, ratio)
+        else:
+            dims = given_dims(graph, sizes, start)
+        width = int(dims.max()) if dims.numel() else 0
+        scalars = dims.shape[1] * width * int(sizes.sum())
+        return cls(graph, start, std, seed, dims, width, scalars, start == "identity")
+
+    def learned(self) -> Restrictions:
+        """The same for maps that change, which are kept however they begin."""
+        return replace(self, implicit=False)
+
+    def empty(self, theta: Tensor) -> Tree:
+        """Maps of one client to be filled, ``{"maps": (slots, width, scalars)}``.
+
+        Empty if none are kept.
+
+        Args:
+            theta: Its parameters, ``(scalars,)``.
+        """
+        shape = (self.dims.shape[1], self.width, len(theta))
+        # An expanded view: the bank makes the clients' own.
+        return {} if self.implicit else {"maps": theta.new_zeros(()).expand(shape)}
+
+    def filled(self, own: Tree, clients: Tensor) -> Tree:
+        """The first maps of some clients, in the memories that :meth:`empty` began."""
+        if self.implicit:
+            return own
+        maps = torch.zeros_like(own["maps"], memory_format=torch.contiguous_format)
+        for row, client in enumerate(clients.tolist()):
+            for slot in self.graph.mask[client].nonzero().flatten().tolist():
+                self._fill(maps[row, slot], client, slot)
+        return {**own, "maps": maps}
+
+    def _fill(self, place: Tensor, client: int, slot: int) -> None:
+        neighbour = int(self.graph.neighbours[client, slot])
+        place = place[: int(self.dims[client, slot])]
+        if self.start == "random":
+            drawn = generator(derive(self.seed, "restriction map", client, neighbour))
+            place.copy_(self.std * torch.randn(place.shape, generator=drawn, dtype=torch.float32))
+        elif isinstance(self.start, str):
+            place.fill_diagonal_(1.0)
+        else:
+            place.copy_(self.start[client, neighbour])
+
+    def project(self, theta: Tensor, own: Tree, clients: Tensor) -> Tensor:
+        """:func:`project` for some clients, with their memories, or without maps."""
+        return project(theta, own.get("maps"), self.dims[clients], self.width)
+
+    def nbytes(self, projections: Tensor, clients: Tensor) -> Tensor:
+        """Bytes of each client's projections without what fills them up, ``(clients, slots)``."""
+        return self.dims[clients] * projections.element_size()
+
+
+# --- projections ---
+
+
+def inside(dims: Tensor, width: int) -> Tensor:
+    """Which of ``width`` rows an edge has, bool ``(..., width)``."""
+    return torch.arange(width, device=dims.device) < dims.unsqueeze(-1)
+
+
+def project(theta: Tensor, maps: Tensor | None, dims: Tensor, width: int) -> Tensor:
+    r"""Project each client's parameters to its edges: :math:`P_{ij} \theta_i`.
+
+    Args:
+        theta: ``(clients, scalars)``.
+        maps: ``(clients, slots, width, scalars)``, or None.
+        dims: Dimensions of these clients' edges, int64 ``(clients, slots)``.
+        width: The largest dimension of an edge.
+
+    Returns:
+        ``(clients, slots, width)``, zeros from :math:`d_{ij}` on.
+    """
+    if maps is not None:
+        return torch.bmm(maps.flatten(1, 2), theta.unsqueeze(2)).view(maps.shape[:3])
+    first = torch.nn.functional.pad(theta, (0, max(0, width - theta.shape[1])))[:, :width]
+    kept = inside(dims.to(theta.device), width)
+    return torch.where(kept, first.unsqueeze(1), torch.zeros_like(first).unsqueeze(1))
+
+
+def lift(residual: Tensor, maps: Tensor | None, scalars: int) -> Tensor:
+    r"""Bring residuals on the edges back to the clients: :math:`\sum_j P_{ij}^\top r_{ij}`.
+
+    Args:
+        residual: ``(clients, slots, width)``, zeros from :math:`d_{ij}` on.
+        maps: ``(clients, slots, width, scalars)``, or None.
+        scalars: Number of a client's parameters.
+
+    Returns:
+        ``(clients, scalars)``.
+    """
+    if maps is not None:
+        return torch.bmm(residual.flatten(1).unsqueeze(1), maps.flatten(1, 2)).squeeze(1)
+    total = residual.sum(1)
+    return torch.nn.functional.pad(total, (0, max(0, scalars - total.shape[1])))[:, :scalars]
+
+
+def disagreement(ours: Tensor, theirs: Tensor, weights: Tensor) -> Tensor:
+    r"""Residuals on the edges, :math:`a_e (P_{ij} \theta_i - P_{ji} \theta_j)`.
+
+    Args:
+        ours: Projections of these clients, ``(clients, slots, width)``.
+        theirs: Those of the other ends, in the same slots.
+        weights: Weights of the edges, ``(clients, slots)``; 0 leaves an edge out.
+    """
+    return (ours - theirs) * weights.to(ours).unsqueeze(2)
+
+
+def move_maps(maps: Tensor, residual: Tensor, theta: Tensor, step: float) -> Tensor:
+    r"""A gradient step on the maps: :math:`P_{ij} - s\, r_{ij} \theta_i^\top`.
+
+    Args:
+        maps: ``(clients, slots, width, scalars)``.
+        residual: :math:`r`, ``(clients, slots, width)``.
+        theta: ``(clients, scalars)``.
+        step: :math:`s`.
+    """
+    rows = residual.flatten(1).unsqueeze(2)
+    moved = torch.baddbmm(maps.flatten(1, 2), rows, theta.unsqueeze(1), alpha=-step)
+    return moved.view(maps.shape)
+
+
+# --- the Laplacian ---
+
+
+def sheaf_laplacian(graph: Graph, maps: Sequence[Tensor]) -> Tensor:
+    r"""The sheaf Laplacian as a matrix, for small problems.
+
+    .. math::
+        L_{ii} = \sum_j a_{ij} P_{ij}^\top P_{ij}, \quad L_{ij} = -a_{ij} P_{ij}^\top P_{ji}, \quad
+        \theta^\top L\, \theta = \sum_{\{i, j\}} a_{ij} \lVert P_{ij} \theta_i - P_{ji} \theta_j
+        \rVert^2
+
+    It is symmetric and positive semidefinite; its kernel holds the parameters that agree on all
+    edges. For identity maps it is the graph's Laplacian times the identity.
+
+    Args:
+        graph: Who is whose neighbour, with the weights :math:`a`.
+        maps: Each client's maps, ``(slots, width, d_i)``.
+
+    Returns:
+        float64 ``(d, d)`` with :math:`d = \sum_i d_i`.
+    """
+    ends = torch.tensor([0, *(m.shape[2] for m in maps)]).cumsum(0).tolist()
+    at = [slice(begin, end) for begin, end in pairwise(ends)]
+    matrix = torch.zeros(ends[-1], ends[-1], dtype=torch.float64)
+    for i, slot in graph.mask.nonzero().tolist():
+        j, weight = int(graph.neighbours[i, slot]), graph.slot_weights[i, slot]
+        ours, theirs = (
+            maps[i][slot].double(),
+            maps[j][int(graph.reverse[i, slot])].double(),
+        )
+        matrix[at[i], at[i]] += weight * ours.T @ ours
+        matrix[at[i], at[j]] -= weight * ours.T @ theirs
+    return matrix
+
+
+def map_steps(graph: Graph, squares: Tensor, step: float) -> Tensor:
+    r"""How long a step on the maps is: :math:`s\, a_e (\lVert \theta_i \rVert^2 + \ldots)`.
+
+    The sum is over both ends of each edge. A simultaneous step of both multiplies the edge's
+    residual by 1 minus this number, with the parameters held fixed: it shrinks below 2 and grows
+    above.
+
+    Args:
+        graph: Who is whose neighbour.
+        squares: :math:`\lVert \theta_i \rVert^2`, float64 ``(clients,)``.
+        step: :math:`s`.
+
+    Returns:
+        float64 ``(clients, slots)``, 0 in slots without a neighbour.
+    """
+    both = squares.unsqueeze(1) + squares[graph.neighbours]
+    return torch.where(graph.mask, step * graph.slot_weights * both, 0.0)
+
+
+def displacement(steps: int, momentum: float) -> float:
+    r"""How far gradient descent with momentum goes in some steps along a constant gradient.
+
+    In units of the learning rate: :math:`\sum_{k = 1}^K \frac{1 - \beta^k}{1 - \beta}`, which is
+    :math:`K` without momentum.
+    """
+    return sum((1 - momentum**k) / (1 - momentum) for k in range(1, steps + 1))
