@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torchvision
 
+from tests.data.image_layout import write_domains
 from tests.data.leaf_layout import write_femnist, write_sent140
 
 
@@ -52,6 +53,11 @@ def sent140(folder: Path, shards: int) -> None:
     write_sent140(folder, users=20, train=8, test=3, dimensions=300)
 
 
+def image_domains(folder: Path, shards: int) -> None:
+    """Three domains of ten images."""
+    write_domains(folder)
+
+
 def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torchvision read files of CIFAR that aren't the true ones."""
     for reader in (torchvision.datasets.CIFAR10, torchvision.datasets.CIFAR100):
@@ -62,4 +68,10 @@ def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 #: Called with an empty folder, and the number of shards of a class for sources that are split so.
-WRITERS = {"CIFAR10": cifar10, "CIFAR100": cifar100, "FEMNIST": femnist, "Sent140": sent140}
+WRITERS = {
+    "CIFAR10": cifar10,
+    "CIFAR100": cifar100,
+    "FEMNIST": femnist,
+    "Sent140": sent140,
+    "ImageDomains": image_domains,
+}

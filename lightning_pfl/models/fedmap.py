@@ -26,9 +26,13 @@ def normalised_dense(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class AlexNetBackbone(nn.Sequential):
-    """Images ``(batch, 3, side, side)``, side at least 63 pixels, to ``(batch, 4096)``."""
+    """Images ``(batch, 3, side, side)``, side at least 63 pixels, to ``(batch, num_hidden)``.
 
-    def __init__(self) -> None:
+    Args:
+        num_hidden: Units of each of the two fully connected layers.
+    """
+
+    def __init__(self, num_hidden: int = 4096) -> None:
         super().__init__(
             *normalised_convolution(3, 64, kernel_size=11, stride=4, padding=2),
             nn.MaxPool2d(3, stride=2),
@@ -40,8 +44,8 @@ class AlexNetBackbone(nn.Sequential):
             nn.MaxPool2d(3, stride=2),
             nn.AdaptiveAvgPool2d((6, 6)),
             nn.Flatten(),
-            *normalised_dense(256 * 6 * 6, 4096),
-            *normalised_dense(4096, 4096),
+            *normalised_dense(256 * 6 * 6, num_hidden),
+            *normalised_dense(num_hidden, num_hidden),
         )
 
 
@@ -52,6 +56,8 @@ class AlexNetBN(PersonalizedModule):
 
     Args:
         num_classes: Number of classes.
+        num_hidden: Units of each of the two fully connected layers, which have nearly all of the
+            parameters: 4096 in the paper.
         settings: Further arguments of PersonalizedModule.
 
     Deviation from the paper: none.
@@ -63,10 +69,14 @@ class AlexNetBN(PersonalizedModule):
         non-IID features via local batch normalization. ICLR 2021. arXiv:2102.07623.
     """
 
-    def __init__(self, num_classes: int = 31, **settings: Any) -> None:
+    def __init__(self, num_classes: int = 31, num_hidden: int = 4096, **settings: Any) -> None:
         super().__init__(
-            AlexNetBackbone(), nn.Linear(4096, num_classes), num_classes=num_classes, **settings
+            AlexNetBackbone(num_hidden),
+            nn.Linear(num_hidden, num_classes),
+            num_classes=num_classes,
+            **settings,
         )
+        self.save_hyperparameters({"num_hidden": num_hidden})
 
 
 class FEMNISTBackbone(nn.Sequential):
