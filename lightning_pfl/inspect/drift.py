@@ -27,7 +27,8 @@ class DriftMonitor(FederatedCallback):
     over the trainable parameters that are sent, the clients that the gate accepted, and the
     aggregation weights :math:`p_k`. With equal data all cosines are near 1; clients that pull apart
     have small or negative ones, and then the mean update is much shorter than the updates. An entry
-    that is sent but was not received counts as it is.
+    that is sent but was not received counts as it is, but for one number per client, such as the
+    logarithm of a weight.
 
     Logs, once a round and to every logger: ``drift/norm`` and ``drift/cosine`` (means over the
     cohort), ``drift/norm/max``, ``drift/cosine/min`` and ``drift/mean_update_norm``. TensorBoard
@@ -135,7 +136,8 @@ def _named(uploads: Tree, received: Tree) -> Iterator[tuple[str, Tensor]]:
             yield from _named(leaf, before if isinstance(before, dict) else {})
         elif leaf.is_floating_point():
             known = isinstance(before, Tensor) and before.shape == leaf.shape
-            yield name, leaf - before if known else leaf
+            if known or leaf.ndim > 1:
+                yield name, leaf - before if known else leaf
 
 
 def _without(tree: Tree, names: frozenset[str]) -> Tree:

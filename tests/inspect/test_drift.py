@@ -50,7 +50,11 @@ def test_drift_is_that_of_the_flat_vectors() -> None:
     changes = [(uploads[k] - received[k]).reshape(5, -1) for k in shapes]
     flat = torch.cat([*changes, extra], 1).double().numpy()
     norm, cosine, mean = drift(
-        {"model": {**uploads, "extra": extra}, "counter": torch.ones(5, dtype=torch.int64)},
+        {
+            "model": {**uploads, "extra": extra},
+            "counter": torch.ones(5, dtype=torch.int64),
+            "log_weight": torch.full((5,), -1e3),  # a number beside the model is no update
+        },
         {"model": received},
         weights,
     )
