@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Local, Method, Phase
 from lightning_pfl.metrics.clusters import clusters_of_pairs
@@ -94,8 +95,8 @@ class ConvexClustering(Method):
             :math:`K` of the :math:`J = N^2`. Few blocks need about :math:`J / K` times as many
             rounds.
         dual_blocks: Dual variables per round, in the same way.
-        graph: The pairs that are penalised, with a factor :math:`a_{ij}` each: a symmetric
-            adjacency matrix, a graph or a name (see ``lightning_pfl.graphs``). None: all pairs.
+        graph: The pairs that are penalised, with a factor :math:`a_{ij}` each; see
+            ``lightning_pfl.graphs``. None: all pairs.
         local_solver: ``"optimizer"``: local epochs or steps of the user's optimizer on the gradient
             of the loss and the quadratic; ``"exact"``: the minimiser over all samples of a client,
             for convex losses of few parameters.
@@ -137,7 +138,7 @@ class ConvexClustering(Method):
         penalty: float = 0.1,
         blocks: float | int = 1.0,
         dual_blocks: float | int = 1.0,
-        graph: Any = None,
+        graph: GraphLike | None = None,
         local_solver: LocalSolver = "optimizer",
         proximal_weight: float = 0.0,
         local_epochs: int | None = 1,
@@ -155,7 +156,7 @@ class ConvexClustering(Method):
         self.fusion_weight, self.scale, self.step = fusion_weight, scale, step
         self.penalty, self.proximal_weight = penalty, proximal_weight
         self.blocks, self.dual_blocks = blocks, dual_blocks
-        self.neighbourhood = graph
+        self.given_graph = graph
         self.local_solver: LocalSolver = local_solver
 
     def bind(
@@ -170,10 +171,9 @@ class ConvexClustering(Method):
         self._draws = BlockDraws(self._pairs, learns, self.blocks, self.dual_blocks, seed)
 
     def _find_pairs(self, num_clients: int) -> Pairs:
-        if self.neighbourhood is None:
+        if self.given_graph is None:
             return Pairs.complete(num_clients)
-        matrix = self.neighbourhood
-        return Pairs.weighted(torch.as_tensor(matrix))
+        return Pairs.of_graph(resolve_graph(self.given_graph, num_clients, self.seed))
 
     def notes(self, layout: Layout) -> list[str]:
         """Say that at 0 this is another method."""

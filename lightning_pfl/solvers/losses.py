@@ -75,12 +75,27 @@ class ClientLosses:
 
     def gradient(self, models: Tensor) -> Tensor:
         r""":math:`\nabla f_i(x_i)`, ``(clients, dim)``."""
-        found: Tensor = torch.vmap(torch.func.grad(self._loss))(models, self._batch, self._mask)
-        return found
+        return self._gradient(models.detach().requires_grad_(), False)
 
     def hessian(self, models: Tensor) -> Tensor:
         r""":math:`\nabla^2 f_i(x_i)`, ``(clients, dim, dim)``."""
-        found: Tensor = torch.vmap(torch.func.hessian(self._loss))(models, self._batch, self._mask)
+        x = models.detach().requires_grad_()
+        gradient = self._gradient(x, True)
+        if not gradient.requires_grad:  # linear losses
+            return x.new_zeros(*x.shape, x.shape[1])
+        # One backward pass per entry for all clients: cheaper than nested transforms.
+        rows = [
+            torch.autograd.grad(gradient[:, k].sum(), x, retain_graph=True, materialize_grads=True)[
+                0
+            ]
+            for k in range(x.shape[1])
+        ]
+        return torch.stack(rows, 1)
+
+    def _gradient(self, x: Tensor, keep: bool) -> Tensor:
+        with torch.enable_grad():
+            total = self.value(x).sum()
+        found: Tensor = torch.autograd.grad(total, x, create_graph=keep, materialize_grads=True)[0]
         return found
 
     def _loss(self, model: Tensor, batch: Any, mask: Tensor) -> Tensor:

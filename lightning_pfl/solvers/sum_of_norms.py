@@ -5,6 +5,7 @@ For sweeps over weights, for bounds, and to compare the federated methods with.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -157,7 +158,8 @@ def minimise_coupled(losses: Losses, coupling: Tensor, linear: Tensor, start: Te
 
     def hessian(flat: Tensor) -> Tensor:
         own = losses.hessian(flat.view(clients, dim))
-        return (block + torch.block_diag(*own)).unsqueeze(0)
+        joint: Tensor = block + torch.block_diag(*own)
+        return joint.unsqueeze(0)
 
     return newton(value, gradient, hessian, start.reshape(1, -1)).view(clients, dim)
 
@@ -179,3 +181,25 @@ def solve_squared(losses: Losses, pairs: Pairs, weight: float, start: Tensor) ->
     adjacency[first, pairs.neighbours[first, slot]] = pairs.weights[first, slot]
     laplacian = torch.diag(adjacency.sum(1)) - adjacency
     return minimise_coupled(losses, 2 * weight * laplacian, torch.zeros_like(start), start)
+
+
+def regularization_path(
+    solver: SumOfNorms,
+    weights: Sequence[float],
+    start: Tensor | Solution,
+    iterations: int = 3000,
+    tolerance: float = 1e-8,
+) -> list[Solution]:
+    """Solutions for several weights, each from the one before.
+
+    Args:
+        solver: The problem.
+        weights: In the order in which they are solved.
+        start: As for :meth:`SumOfNorms.solve`; the solution for a weight near the first.
+        iterations: Most iterations per weight.
+        tolerance: Of the residuals.
+    """
+    found: list[Solution] = []
+    for weight in weights:
+        found.append(solver.solve(weight, found[-1] if found else start, iterations, tolerance))
+    return found

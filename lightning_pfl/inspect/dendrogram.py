@@ -1,0 +1,111 @@
+"""The regularisation path of convex clustering as pictures: who joins whom, at which weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_pfl.inspect.board import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
+"""Of known groups."""
+
+
+def joining_weights(clusters: Tensor, weights: Sequence[float]) -> Tensor:
+    """The weight from which on two clients are always in one cluster, float64 ``(n, n)``.
+
+    Pairs that are apart at the largest weight get infinity. Joining is usually, but not always,
+    for good; what counts is when it is.
+
+    Args:
+        clusters: Clusters at each weight, int64 ``(weights, clients)``.
+        weights: Ascending.
+
+    Example:
+        >>> joining_weights(torch.tensor([[0, 1, 2], [0, 0, 1]]), [0.1, 0.2])
+        tensor([[0.0000, 0.2000,    inf],
+                [0.2000, 0.0000,    inf],
+                [   inf,    inf, 0.0000]], dtype=torch.float64)
+    """
+    together = clusters.unsqueeze(2) == clusters.unsqueeze(1)
+    later = together.flip(0).cummin(0).values.flip(0) if len(weights) else together
+    levels = torch.tensor([*weights, float("inf")], dtype=torch.float64)
+    found = levels[len(weights) - later.sum(0)]
+    return found.masked_fill(torch.eye(clusters.shape[1], dtype=torch.bool), 0.0)
+
+
+def draw_dendrogram(
+    clusters: Tensor, weights: Sequence[float], groups: Tensor | None = None
+) -> Figure:
+    """Draw who joins whom at which weight.
+
+    Pairs that never join meet above the largest weight.
+
+    Args:
+        clusters: Clusters at each weight, int64 ``(weights, clients)``.
+        weights: Ascending and positive.
+        groups: Known groups from 0, ``(clients,)``, which colour the clients' numbers.
+    """
+    from scipy.cluster.hierarchy import dendrogram, linkage
+    from scipy.spatial.distance import squareform
+
+    heights = joining_weights(clusters, weights).numpy()
+    top = 1.3 * weights[-1]
+    tree = linkage(squareform(np.where(np.isinf(heights), top, heights)), "single")
+    count = clusters.shape[1]
+    figure, axes = new_figure(max(6.0, 0.16 * count), 4.5)
+    dendrogram(tree, ax=axes, color_threshold=0, above_threshold_color="0.35", leaf_font_size=7)
+    if groups is not None:
+        for label in axes.get_xticklabels():
+            label.set_color(COLORS[int(groups[int(label.get_text())]) % len(COLORS)])
+    first = min((h for h in tree[:, 2] if h > 0), default=weights[0])
+    axes.set_yscale("log")
+    axes.set(xlabel="client", ylabel="weight", ylim=(0.7 * first, 1.1 * top))
+    if np.isinf(heights).any():
+        axes.axhline(weights[-1], color="tab:red", linewidth=0.8, linestyle=":")
+        axes.annotate(
+            "apart at the largest weight",
+            (0.01, weights[-1]),
+            xycoords=("axes fraction", "data"),
+            color="tab:red",
+            fontsize=8,
+        )
+    axes.set_title("from which weight on clients share a model")
+    return figure
+
+
+def draw_path(models: Tensor, weights: Sequence[float], groups: Tensor | None = None) -> Figure:
+    """Draw how the models move towards each other as the weight grows.
+
+    In the plane of the first two principal components of the models at the smallest weight.
+
+    Args:
+        models: ``(weights, clients, dim)``.
+        weights: Ascending.
+        groups: Known groups from 0, ``(clients,)``, which colour the lines.
+    """
+    first = models[0] - models[0].mean(0)
+    axes_of = torch.linalg.svd(first, full_matrices=False).Vh[:2]
+    plane = (models - models[0].mean(0)) @ axes_of.T
+    if plane.shape[2] == 1:
+        plane = torch.cat([plane, torch.zeros_like(plane)], 2)
+    figure, axes = new_figure(6.0, 5.0)
+    for client in range(plane.shape[1]):
+        color = COLORS[int(groups[client]) % len(COLORS)] if groups is not None else "tab:blue"
+        line = plane[:, client].numpy()
+        axes.plot(line[:, 0], line[:, 1], color=color, linewidth=0.8, alpha=0.6)
+        axes.plot(*line[0], "o", color=color, markersize=4)
+        axes.plot(*line[-1], "k*", markersize=8)
+    axes.set(
+        xlabel="first principal component",
+        ylabel="second principal component",
+        title=f"models from weight {weights[0]:g} (dots) to {weights[-1]:g} (stars)",
+    )
+    return figure

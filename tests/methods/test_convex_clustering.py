@@ -1,0 +1,270 @@
+"""ConvexClustering in the federated loop: PDMM's iterates, its end points, its messages."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.methods import ConvexClustering
+from lightning_pfl.methods.convex_clustering import canonical_weight
+from lightning_pfl.models import SquaredHingeClassifier
+from lightning_pfl.solvers import memory
+from lightning_pfl.solvers.blocks import damping
+from lightning_pfl.solvers.newton import proximal_newton
+from lightning_pfl.solvers.pairs import Pairs
+from lightning_pfl.solvers.pdmm import solve
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_close,
+    assert_trees_equal,
+    fit,
+    quadratic_clients,
+)
+from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.networks import cohorts
+from tests.methods.quadratics import ENGINES, LR, A, C, close, ragged
+from tests.references.convex_clustering import pdmm
+from tests.solvers.problems import L4, Hinges, ellipses, l4_solution
+from tests.solvers.test_pdmm import documented_draws
+
+DIM = 2
+
+
+def three() -> FederatedTensorDataset:
+    """The ragged quadratic clients that have samples."""
+    return ragged().subset([0, 1, 2])
+
+
+def line(lr: float = 0.1) -> tuple[FederatedTensorDataset, QuadraticModule]:
+    return quadratic_clients([1.0] * 4, L4.flatten().tolist()), QuadraticModule(lr=lr)
+
+
+def exact(weight: float, **settings: Any) -> ConvexClustering:
+    return ConvexClustering(weight, local_solver="exact", **settings)
+
+
+def hinge_clients(points: torch.Tensor, labels: torch.Tensor) -> FederatedTensorDataset:
+    fields = points.flatten(0, 1), (labels.flatten() > 0).long()
+    return FederatedTensorDataset(
+        fields, torch.arange(labels.numel()).split(labels.shape[1]), batch_size=4, shuffle=True
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+class TestConvexClustering:
+    @pytest.mark.parametrize("step", ["full", "printed"])
+    @pytest.mark.parametrize(("blocks", "duals"), [(9, 6), (4, 3)])
+    def test_rounds_are_the_papers_iterations(
+        self, engine: str, step: Any, blocks: int, duals: int
+    ) -> None:
+        weight, rho, eta, rounds = 0.3, 0.7, 0.2, 8
+        settings = {"step": step, "blocks": blocks, "dual_blocks": duals, "proximal_weight": eta}
+        method = exact(weight, penalty=rho, **settings)
+        run = fit(method, three(), QuadraticModule(DIM, LR, 0.5), rounds, engine)
+
+        def prox(i: int, b: np.ndarray, c: float) -> np.ndarray:
+            a = float(A[i])
+            return (a * C[i].numpy() + c * b) / (a + c)
+
+        draws = documented_draws(3, rounds, blocks, duals, seed=0)
+        lam = weight / 2 if step == "full" else weight
+        start = np.full((3, DIM), 0.5)
+        path = pdmm(start, prox, draws, lam, rho, *damping(blocks, 9), step == "full", eta)
+        recorder = run.recorder
+        for (x, z), bank, server in zip(
+            path, recorder.banks[1:], recorder.servers[1:], strict=True
+        ):
+            close(bank["model"]["w"], torch.from_numpy(x))
+            close(server["split"], torch.from_numpy(z))
+            assert torch.equal(server["models"], bank["model"]["w"])
+
+    def test_blocks_that_were_not_drawn_stay(self, engine: str) -> None:
+        method = ConvexClustering(0.1, blocks=6, local_epochs=2)
+        run = fit(method, small_clients(), small_module(), 4, engine)
+        banks, servers = run.recorder.banks, run.recorder.servers
+        for number, (before, after) in enumerate(pairwise(banks)):
+            drawn = method._draws.of(number)
+            old, new = servers[number], servers[number + 1]
+            for client in range(5):
+                same = all(
+                    torch.equal(leaf[client], after["model"][name][client])
+                    for name, leaf in before["model"].items()
+                )
+                assert same != bool(drawn.models[client])
+            assert torch.equal(new["split"][~drawn.pairs], old["split"][~drawn.pairs])
+
+    def test_exact_rounds_are_those_of_the_solver(self, engine: str) -> None:
+        """On the squared hinge loss, with its Newton steps from the formulas."""
+        points, labels = ellipses("separable", 2)
+        data, module = hinge_clients(points, labels), SquaredHingeClassifier(2).double()
+        run = fit(exact(0.1, penalty=0.3), data, module, 8, engine)
+        losses = Hinges(points, labels)
+        state = solve(
+            lambda b, c, start: proximal_newton(losses, b, c, start),
+            Pairs.complete(6),
+            0.1,
+            torch.zeros(6, 3, dtype=torch.float64),
+            0.3,
+            iterations=8,
+        )
+        torch.testing.assert_close(run.server["models"], state.models, rtol=0, atol=1e-8)
+        torch.testing.assert_close(run.server["split"], state.split, rtol=0, atol=1e-8)
+
+    def test_messages_are_the_blocks(self, engine: str) -> None:
+        """4 d K up with 4-byte numbers; down a model per neighbour and drawn dual variable."""
+        blocks, duals, rounds = 7, 5, 5
+        method = exact(0.1, blocks=blocks, dual_blocks=duals)
+        data = quadratic_clients([1.0] * 4, L4.flatten().tolist(), dtype=torch.float32)
+        module = QuadraticModule(DIM, dtype=torch.float32)
+        run = fit(method, data, module, rounds, engine)
+        draws = documented_draws(4, rounds, blocks, duals, seed=0)
+        vector = 4 * DIM
+        before = 0
+        for (some, _, chosen), round in zip(draws, run.recorder.rounds, strict=True):
+            assert round.bytes_up == vector * blocks // 4
+            # What the round before changed, and the pull of the corrected update.
+            assert round.bytes_down == vector * (before + len(some)) // 4
+            before = 3 * len(some) + len(chosen)
+        assert run.metrics["round/bytes_up"] == vector * blocks
+        assert run.metrics["round/bytes_down"] == vector * (
+            3 * len(draws[-2][0]) + len(draws[-2][2]) + len(draws[-1][0])
+        )
+
+    def test_clients_that_were_away_are_told_later(self, engine: str) -> None:
+        run = fit(exact(0.1), *line(), 3, engine, participation=2)
+        news = torch.zeros(4, 4, dtype=torch.bool)
+        duals = torch.zeros(4, 4, dtype=torch.bool)
+        own = torch.eye(4, dtype=torch.bool)
+        everyone = torch.arange(4)
+        for cohort, round in zip(
+            cohorts(3, 2, eligible=everyone), run.recorder.rounds, strict=True
+        ):
+            vectors = int((news[cohort].sum() + duals[cohort].sum()) + len(cohort))
+            assert round.bytes_down == 8 * vectors // 2
+            news[cohort], duals[cohort] = False, False
+            news[:, cohort] = True
+            news &= ~own
+            duals = ~own
+        assert torch.equal(run.server["new_models"], news)
+
+    def test_a_graph_of_all_pairs_is_none(self, engine: str) -> None:
+        settings = {"local_solver": "optimizer", "penalty": 0.2}
+        data, module = three(), QuadraticModule(DIM, LR, 0.5)
+        runs = [
+            fit(ConvexClustering(0.3, graph=graph, **settings), data, module, 4, engine)  # type: ignore[arg-type]
+            for graph in (None, "complete", (torch.ones(3, 3) - torch.eye(3)).tolist())
+        ]
+        for other in runs[1:]:
+            close(other.models["w"], runs[0].models["w"])
+            assert other.server["split"].shape == (3, 2, DIM)
+
+    def test_clients_without_samples_are_in_no_pair(self, engine: str) -> None:
+        whole = fit(exact(0.3), ragged(), QuadraticModule(DIM, LR, 0.5), 5, engine)
+        three_alone = fit(exact(0.3), three(), QuadraticModule(DIM, LR, 0.5), 5, engine)
+        close(whole.models["w"][:3], three_alone.models["w"])
+
+    def test_resume_with_drawn_blocks_is_exact(self, engine: str, tmp_path: Path) -> None:
+        def run(rounds: int, path: Path | None = None) -> Any:
+            method = ConvexClustering(0.2, blocks=0.4, dual_blocks=0.5, graph="ring")
+            settings = {"participation": 3, "seed": 4, "ckpt_path": path}
+            return fit(method, small_clients(), small_module(), rounds, engine, **settings)  # type: ignore[arg-type]
+
+        whole, half = run(5), run(3)
+        resumed = run(5, half.save(tmp_path / "half.ckpt"))
+        assert_trees_equal(resumed.server, whole.server)
+        assert_trees_equal(resumed.own, whole.own)
+
+
+class TestFourPointsOnALine:
+    def test_are_two_clusters(self) -> None:
+        run = fit(exact(0.1, penalty=1.0), *line(), 100)
+        torch.testing.assert_close(run.models["w"], l4_solution(0.1), rtol=0, atol=1e-3)
+        assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 1, 1]  # type: ignore[attr-defined]
+
+    def test_gradient_steps_go_to_the_same_solution(self) -> None:
+        """One step a round in the place of the minimiser, on half of the blocks."""
+        method = ConvexClustering(0.1, penalty=0.5, blocks=0.5, local_epochs=None, local_steps=1)
+        run = fit(method, *line(lr=0.2), 180)
+        torch.testing.assert_close(run.models["w"], l4_solution(0.1), rtol=0, atol=1e-2)
+        assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 1, 1]  # type: ignore[attr-defined]
+
+
+def test_engines_agree_on_a_sparse_graph_with_drawn_blocks() -> None:
+    runs = [
+        fit(
+            ConvexClustering(0.2, blocks=0.4, graph="ring"),
+            small_clients(),
+            small_module(),
+            3,
+            engine,
+            participation=3,
+        )
+        for engine in ENGINES
+    ]
+    assert_trees_close(runs[0].server, runs[1].server)
+    assert_trees_close(runs[0].own, runs[1].own)
+
+
+class TestEndPoints:
+    def test_without_weight_every_client_is_alone(self) -> None:
+        run = fit(exact(0.0, penalty=0.3), *line(), 60)
+        torch.testing.assert_close(run.models["w"], L4, rtol=0, atol=1e-4)
+        assert ConvexClustering(0.0).notes(run.strategy.layout) == [
+            "fusion_weight=0 makes ConvexClustering LocalOnly."
+        ]
+
+    def test_above_the_threshold_all_are_one(self) -> None:
+        """Where the sum of the losses is least: the mean weighted with the curvatures."""
+        run = fit(exact(20.0, penalty=0.5), three(), QuadraticModule(DIM, LR, 0.5), 60)
+        mean = (A[:3].unsqueeze(1) * C[:3]).sum(0) / A[:3].sum()
+        torch.testing.assert_close(run.models["w"], mean.expand(3, DIM), rtol=0, atol=1e-3)
+        assert not run.server["split"].any()
+        assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("scale", "factor"),
+    [("theorems", 1), ("equation-3", 8), ("equation-3-unordered", 4), ("equation-14", 2)],
+)
+def test_scales_are_the_same_problem(scale: Any, factor: float) -> None:
+    assert canonical_weight(0.1 / factor, scale, 4) == pytest.approx(0.1)
+    a = fit(exact(0.1), *line(), 5)
+    b = fit(exact(0.1 / factor, scale=scale), *line(), 5)
+    assert_trees_close(b.server, a.server)
+
+
+def test_what_does_not_fit_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda device: 1000)
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"Expected ConvexClustering with 4 clients, 4 pairs each and 1 parameters to fit .*"
+        r"takes 1.07e-06 GiB and 9.31e-07 GiB are free. Use a sparse `graph`",
+    ):
+        fit(exact(0.1), *line(), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"fusion_weight": -1.0}, r"`fusion_weight` to be a finite number >= 0, .*=-1.0"),
+        ({"fusion_weight": float("nan")}, "`fusion_weight` to be a finite number >= 0, .*=nan"),
+        ({"penalty": 0.0}, "`penalty` to be a finite number above 0, .*penalty=0.0"),
+        ({"proximal_weight": -0.1}, "`proximal_weight` to be a finite number >= 0, .*=-0.1"),
+        ({"blocks": 0}, r"`blocks` to be a share in \(0, 1\] or a number of at least 1, .*=0"),
+        ({"dual_blocks": 1.5}, r"`dual_blocks` to be a share in \(0, 1\] or .*dual_blocks=1.5"),
+        ({"scale": "eq3"}, "`scale` to be one of canonical, .*scale='eq3'"),
+        ({"step": "half"}, "`step` to be one of full, printed, .*step='half'"),
+        ({"local_solver": "lbfgs"}, "`local_solver` to be 'optimizer' or 'exact', .*='lbfgs'"),
+        ({"local_epochs": 1, "local_steps": 1}, "exactly one of `local_epochs` and"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"Expected {text}"):
+        ConvexClustering(**settings)
