@@ -14,6 +14,8 @@ from lightning_pfl.methods.fedmtl import FedMTL
 from lightning_pfl.methods.fedper import FedPer
 from lightning_pfl.methods.fedprox import FedProx
 from lightning_pfl.methods.fedrep import FedRep
+from lightning_pfl.methods.gtvmin import GTVMin
+from lightning_pfl.methods.homological import HomologicalConstraints
 from lightning_pfl.methods.l2gd import L2GD
 from lightning_pfl.methods.lg_fedavg import LGFedAvg
 from lightning_pfl.methods.local import LocalOnly
@@ -21,6 +23,7 @@ from lightning_pfl.methods.mocha import MOCHA
 from lightning_pfl.methods.per_fedavg import PerFedAvg
 from lightning_pfl.methods.pfedme import PFedMe
 from lightning_pfl.methods.scaffold import SCAFFOLD
+from lightning_pfl.methods.sheaf_fmtl import SheafFMTL
 from lightning_pfl.methods.squared_penalty import SquaredPenalty
 
 __all__ = [
@@ -37,10 +40,13 @@ __all__ = [
     "FedPer",
     "FedProx",
     "FedRep",
+    "GTVMin",
+    "HomologicalConstraints",
     "LGFedAvg",
     "LocalOnly",
     "PFedMe",
     "PerFedAvg",
     "SCAFFOLD",
+    "SheafFMTL",
     "SquaredPenalty",
 ]

@@ -17,10 +17,20 @@ class MLPBackbone(nn.Sequential):
 
     Args:
         sizes: Numbers of units, inputs first, features last. One number: no layer at all.
+        pool: Images ``(channels, height, width)`` are averaged over ``pool * pool`` pixels first.
+
+    Raises:
+        ValueError: If ``pool`` is no whole number of at least 1.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__(nn.Flatten(), *dense(sizes))
+    def __init__(self, sizes: Sequence[int], pool: int = 1) -> None:
+        if pool < 1:
+            raise ValueError(
+                f"Expected `pool` to be a whole number >= 1, but got pool={pool!r}. Use 1 to leave "
+                "images as they are."
+            )
+        first = [nn.AvgPool2d(pool)] if pool > 1 else []
+        super().__init__(*first, nn.Flatten(), *dense(sizes))
 
 
 class MLP(PersonalizedModule):
@@ -29,6 +39,8 @@ class MLP(PersonalizedModule):
     Args:
         sizes: Numbers of units from the inputs to the outputs, at least two. Two make a linear
             model, whose backbone has no parameters.
+        pool: Images are averaged over ``pool * pool`` pixels first; ``sizes`` begins with what is
+            left.
         loss: See PersonalizedModule.
         settings: Further arguments of PersonalizedModule.
 
@@ -41,7 +53,11 @@ class MLP(PersonalizedModule):
     """
 
     def __init__(
-        self, sizes: Sequence[int], loss: LossChoice = "cross_entropy", **settings: Any
+        self,
+        sizes: Sequence[int],
+        pool: int = 1,
+        loss: LossChoice = "cross_entropy",
+        **settings: Any,
     ) -> None:
         if len(sizes) < 2:
             raise ValueError(
@@ -49,9 +65,9 @@ class MLP(PersonalizedModule):
                 f"sizes={sizes!r}. Use [inputs, outputs] for a linear model."
             )
         super().__init__(
-            MLPBackbone(sizes[:-1]), nn.Linear(sizes[-2], sizes[-1]), loss=loss, **settings
+            MLPBackbone(sizes[:-1], pool), nn.Linear(sizes[-2], sizes[-1]), loss=loss, **settings
         )
-        self.save_hyperparameters({"sizes": list(sizes)})
+        self.save_hyperparameters({"sizes": list(sizes), "pool": pool})
 
 
 class DigitsMLP(PersonalizedModule):

@@ -44,6 +44,10 @@ CASES: dict[str, Callable[[], Method]] = {
     "FedPer": lambda: methods.FedPer(),
     "FedProx": lambda: methods.FedProx(prox_weight=0.5),
     "FedRep": lambda: methods.FedRep(head_epochs=2, body_epochs=1, head_lr=0.1),
+    "GTVMin": lambda: methods.GTVMin("complete", 0.05),
+    "HomologicalConstraints": lambda: methods.HomologicalConstraints(
+        "complete", 0.02, 0.5, edge_dim_ratio=0.5, local_epochs=1, local_steps=None
+    ),
     "L2GD": lambda: methods.L2GD(2.0, 0.5, local_epochs=2),
     "LGFedAvg": lambda: methods.LGFedAvg(local_epochs=None, local_steps=3),
     "LocalOnly": lambda: methods.LocalOnly(),
@@ -51,6 +55,7 @@ CASES: dict[str, Callable[[], Method]] = {
     "PFedMe": lambda: methods.PFedMe(3.0, inner_steps=2, inner_lr=0.05, server_mixing=0.8),
     "PerFedAvg": lambda: methods.PerFedAvg(0.1, order="hessian-free"),
     "SCAFFOLD": lambda: methods.SCAFFOLD(option="I", server_lr=0.7),
+    "SheafFMTL": lambda: methods.SheafFMTL("complete", 0.05, 0.1, 0.3, maps="identity"),
     "SquaredPenalty": lambda: methods.SquaredPenalty(0.1),
 }
 

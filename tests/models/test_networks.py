@@ -124,6 +124,17 @@ def test_double_softmax_ends_in_probabilities() -> None:
     assert count(module) == count(plain)
 
 
+def test_pooled_images_are_averages() -> None:
+    module = MLP([4, 3], pool=2)
+    images = torch.randn(5, 1, 4, 4)
+    rows = images.unflatten(3, (2, 2)).unflatten(2, (2, 2)).mean((3, 5)).flatten(1)
+    torch.testing.assert_close(module(images), module.head(rows))
+    with pytest.raises(
+        ValueError, match=r"Expected `pool` to be a whole number >= 1, but got pool=0"
+    ):
+        MLP([4, 3], pool=0)
+
+
 def test_linear_representation_is_its_equation() -> None:
     torch.manual_seed(0)
     module = LinearRepresentation(5, 2).double()
