@@ -6,6 +6,7 @@ API can do with the same words.
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -25,6 +26,8 @@ from lightning_pfl.metrics import STATISTICS
 
 #: Column of the results table, and what the evaluation appends to the name of a value.
 COLUMNS = {statistic or "mean": f"/{statistic}" if statistic else "" for statistic in STATISTICS}
+
+DIGITS = re.compile(r"(\d+)")
 
 
 class PFLCLI(LightningCLI):
@@ -89,6 +92,10 @@ class PFLCLI(LightningCLI):
             metrics = {k: v for k, v in metrics.items() if not k.startswith("best/")}
         print_results(metrics)
 
+    def after_test(self) -> None:
+        """Print the statistics over clients as one table, below Lightning's list."""
+        print_results(self.trainer.callback_metrics, title="After the test")
+
     def after_predict(self) -> None:
         """Write what every client's ``predict_step`` returned: ``predictions.pt`` beside the logs.
 
@@ -119,7 +126,11 @@ def evaluated(metrics: Mapping[str, SupportsFloat]) -> dict[str, dict[str, float
         >>> evaluated(logged)["val_acc"]["worst_decile"]
         0.5
     """
-    names = sorted(name for name in metrics if f"{name}/worst_decile" in metrics)
+    # `@20` before `@100`.
+    names = sorted(
+        (name for name in metrics if f"{name}/worst_decile" in metrics),
+        key=lambda name: [int(part) if part.isdigit() else part for part in DIGITS.split(name)],
+    )
     return {
         name: {
             title: float(metrics.get(name + suffix, math.nan)) for title, suffix in COLUMNS.items()
@@ -129,12 +140,12 @@ def evaluated(metrics: Mapping[str, SupportsFloat]) -> dict[str, dict[str, float
 
 
 @rank_zero_only
-def print_results(metrics: Mapping[str, SupportsFloat]) -> None:
+def print_results(metrics: Mapping[str, SupportsFloat], title: str = "After training") -> None:
     """Print a table of the values that were evaluated for every client, if there are any."""
     rows = evaluated(metrics)
     if not rows:
         return
-    table = Table("over clients", *COLUMNS, title="After training")
+    table = Table("over clients", *COLUMNS, title=title)
     for name, statistics in rows.items():
         table.add_row(name, *(f"{value:.4f}" for value in statistics.values()))
     Console().print(table)
