@@ -55,7 +55,7 @@ class Hinges:
     def __init__(self, points: Tensor, labels: Tensor, c: float = 1e-3) -> None:
         ones = torch.ones_like(points[..., :1])
         self.z = labels.unsqueeze(2) * torch.cat([points, ones], 2)  # (clients, samples, 3)
-        self.ridge = torch.diag(torch.tensor([c] * points.shape[2] + [0.0]).to(points))
+        self.ridge = torch.diag(points.new_tensor([c] * points.shape[2] + [0.0]))
 
     def value(self, x: Tensor) -> Tensor:
         return self._slack(x).square().mean(1) + ((x @ self.ridge) * x).sum(1) / 2

@@ -1,0 +1,66 @@
+"""ClusterOracle: FedAvg in each cluster, and nothing between them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_pfl.methods import ClusterOracle, FedAvg
+from lightning_pfl.testing import QuadraticModule, assert_trees_equal, descend, fit
+from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
+from tests.references.cluster_oracle import cluster_oracle
+
+LABELS = [7, 2, 7, 2]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+class TestClusterOracle:
+    @pytest.mark.parametrize("participation", [3, 2, 1])
+    def test_rounds_match_the_reference(self, engine: str, participation: int) -> None:
+        method = ClusterOracle(LABELS)
+        module = QuadraticModule(2, LR, 0.5)
+        run = fit(method, ragged(), module, 4, engine, participation=participation)
+
+        def train(k: int, w: np.ndarray) -> np.ndarray:
+            at = slice(k, k + 1)
+            found = descend(torch.from_numpy(w), A[at], C[at], LR, int(STEPS[k]))
+            return found[0].numpy()
+
+        drawn = [c.tolist() for c in cohorts(4, participation, eligible=torch.arange(3))]
+        expected = cluster_oracle(np.full(2, 0.5), train, LABELS, SAMPLES.tolist(), drawn)
+        models = np.stack([expected[label] for label in LABELS])
+        close(run.models["w"], torch.from_numpy(models))
+
+    def test_one_cluster_is_fedavg(self, engine: str) -> None:
+        a = fit(ClusterOracle([3] * 5), small_clients(), small_module(), 2, engine)
+        b = fit(FedAvg(), small_clients(), small_module(), 2, engine)
+        assert_trees_equal({n: leaf[0] for n, leaf in a.models.items()}, b.server["model"])
+
+    def test_uniform_weights(self, engine: str) -> None:
+        method = ClusterOracle([0, 0, 1, 1], weighting="uniform")
+        run = fit(method, ragged(), QuadraticModule(2, LR, 0.5), 1, engine)
+        start = torch.full((2,), 0.5, dtype=torch.float64)
+        trained = descend(start, A, C, LR, STEPS)
+        close(run.models["w"][:2], trained[:2].mean(0).expand(2, 2))
+        close(run.models["w"][2:], trained[2].expand(2, 2))
+
+    def test_a_model_each_way(self, engine: str) -> None:
+        run = fit(ClusterOracle([0, 1, 0, 1, 0]), small_clients(), plain_module(), 1, engine)
+        round = run.recorder.rounds[0]
+        assert round.bytes_down == round.bytes_up == 8 * SCALARS
+        assert run.server["models"]["head.weight"].shape[0] == 2
+
+    def test_a_function_says_the_clusters(self, engine: str) -> None:
+        a = fit(ClusterOracle(lambda k: k // 2), ragged(), QuadraticModule(2, LR), 2, engine)
+        b = fit(ClusterOracle([0, 0, 1, 1]), ragged(), QuadraticModule(2, LR), 2, engine)
+        assert_trees_equal(a.models, b.models)
+
+
+def test_every_client_needs_a_cluster() -> None:
+    with pytest.raises(
+        ValueError, match="Expected `clusters` to have one entry for each of 4 clients, but got 3"
+    ):
+        fit(ClusterOracle([0, 0, 1]), ragged(), QuadraticModule(2))
