@@ -12,7 +12,7 @@ from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset
 from lightning_pfl.groups import one_group
 from lightning_pfl.methods.base import Local, Method, Phase
-from lightning_pfl.tree import Model, Tree, is_expanded, tmap
+from lightning_pfl.tree import Model, Tree, tmap
 
 if TYPE_CHECKING:
     from lightning_pfl.federation import Federation
@@ -32,9 +32,8 @@ class Adaptation(Method):
         self.step = step or self.evaluation_step
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
-        """Begin with a copy of the given model; what all clients share isn't trained in place."""
-        own = tmap(lambda leaf: leaf if is_expanded(leaf) else leaf.clone(), received["model"])
-        return {"model": own}
+        """Begin with the given model."""
+        return {"model": received["model"]}
 
     def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
         """One step."""

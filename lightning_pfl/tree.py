@@ -88,6 +88,14 @@ def rows(tree: Tree, index: slice | Tensor) -> Tree:
     return tmap(take, tree)
 
 
+def unshared(tree: Tree) -> Tree:
+    """Copies of the leaves that each client has its own of, which local training may change.
+
+    Expanded leaves stay what they are: whoever trains one gives it memory first.
+    """
+    return tmap(lambda leaf: leaf if is_expanded(leaf) else leaf.clone(), tree)
+
+
 def stack(trees: list[Tree]) -> Tree:
     """Concatenate trees along their client axes; leaves that all share one tensor stay expanded."""
     if len(trees) == 1:

@@ -48,7 +48,7 @@ from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.mixture import shielded
 from lightning_pfl.randomness import derive
-from lightning_pfl.tree import Model, Tree, rows, stack, tmap
+from lightning_pfl.tree import Model, Tree, rows, stack, tmap, unshared
 
 
 class SequentialEngine:
@@ -140,7 +140,7 @@ class SequentialEngine:
     ) -> LocalResult:
         client = int(info.index)
         local = SequentialLocal(self, client, info.round, stream, getattr(data, "augment", None))
-        state = method.client_init(tmap(lambda leaf: leaf, received), own, info)
+        state = method.client_init(unshared(received), own, info)
         first_epoch = 0
         for number, phase in enumerate(phases):
             active = ActivePhase(phase, self.layout)

@@ -45,7 +45,7 @@ from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.randomness import derive
-from lightning_pfl.tree import Model, Tree, is_expanded, leaves, rows, stack, tmap
+from lightning_pfl.tree import Model, Tree, is_expanded, leaves, rows, stack, unshared
 
 COPIES = 5
 """Of a client's model during training: parameters, gradients, two moments, and what is received."""
@@ -208,7 +208,7 @@ class Chunk:
     def run(self, received: Tree, own: Tree, phases: tuple[Phase, ...]) -> LocalResult:
         """``client_init``, every phase, ``client_final``."""
         info = self.info
-        state = self.method.client_init(tmap(lambda leaf: leaf, received), own, info)
+        state = self.method.client_init(unshared(received), own, info)
         first_epoch = 0
         for number, phase in enumerate(phases):
             active = ActivePhase(phase, self.engine.layout)

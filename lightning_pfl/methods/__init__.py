@@ -14,6 +14,7 @@ from lightning_pfl.methods.fedmtl import FedMTL
 from lightning_pfl.methods.fedper import FedPer
 from lightning_pfl.methods.fedprox import FedProx
 from lightning_pfl.methods.fedrep import FedRep
+from lightning_pfl.methods.fedu import FedU
 from lightning_pfl.methods.gtvmin import GTVMin
 from lightning_pfl.methods.homological import HomologicalConstraints
 from lightning_pfl.methods.l2gd import L2GD
@@ -40,6 +41,7 @@ __all__ = [
     "FedPer",
     "FedProx",
     "FedRep",
+    "FedU",
     "GTVMin",
     "HomologicalConstraints",
     "LGFedAvg",

@@ -44,6 +44,7 @@ CASES: dict[str, Callable[[], Method]] = {
     "FedPer": lambda: methods.FedPer(),
     "FedProx": lambda: methods.FedProx(prox_weight=0.5),
     "FedRep": lambda: methods.FedRep(head_epochs=2, body_epochs=1, head_lr=0.1),
+    "FedU": lambda: methods.FedU("complete", 0.3),
     "GTVMin": lambda: methods.GTVMin("complete", 0.05),
     "HomologicalConstraints": lambda: methods.HomologicalConstraints(
         "complete", 0.02, 0.5, edge_dim_ratio=0.5, local_epochs=1, local_steps=None

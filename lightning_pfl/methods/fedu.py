@@ -1,0 +1,205 @@
+r"""FedU: neighbours' models are pulled together by the Laplacian of a graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
+
+import lightning as L
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.graphs import GraphLike, resolve_graph
+from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.methods.base import Method
+from lightning_pfl.peers import Exchange, Inbox, Postman
+from lightning_pfl.tree import Model, Tree, per_client, select, tmap
+
+MIX = Exchange("models", "sum")
+
+
+class FedU(Method):
+    r"""Every client has a model; a graph says whose models should be alike.
+
+    Minimises :math:`\sum_k F_k(w_k) + \frac{\eta}{2} \sum_k \sum_{l \in N_k} a_{kl} \lVert w_k -
+    w_l \rVert^2`. In a round each client of the cohort :math:`S` trains for :math:`R` epochs (or
+    steps) from its model, then
+
+    .. math::
+        w_k \leftarrow w_k - \tilde\mu\, \eta\, c \sum_{l \in N_k \cap S} a_{kl} (w_k - w_l), \qquad
+        \tilde\mu = \mu R
+
+    with the models as they are after local training, and :math:`\mu` the learning rate. The sum is
+    one sparse matrix product for all clients. Buffers never leave the client.
+
+    Args:
+        graph: Who is whose neighbour, with the weights :math:`a_{kl}`; see
+            ``lightning_pfl.graphs``.
+        regularization: :math:`\eta \ge 0`. 0 trains every client alone.
+        decentralized: False: the server holds all models and the graph, and does the combination;
+            a client sends and receives one model. True (dFedU): neighbours send each other their
+            models, and there is no server.
+        lap_factor: :math:`c > 0`. 1 is the published step; 2 the gradient of the objective above.
+        local_epochs: :math:`R`, passes over a client's data per round.
+        local_steps: Optimizer steps instead. Exactly one of the two.
+
+    State:
+        server: ``models``, every client's last model, each leaf ``(num_clients, *shape)``; empty
+        where decentralized. own: ``model``, the buffers, where decentralized the whole model; each
+        leaf ``(clients, *shape)``.
+
+    Deviation from the paper: :math:`R` counts epochs where local work is given in epochs, as in the
+    authors' code.
+
+    Example:
+        >>> FedU("ring", regularization=0.1).decentralized
+        False
+
+    References:
+        Dinh, Vu, Tran, Dao, Zhang. A new look and convergence rate of federated multitask learning
+        with Laplacian regularization. 2021. arXiv:2102.07148, Algorithms 1 and 2.
+    """
+
+    client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
+    state_settings: ClassVar[tuple[str, ...]] = ("decentralized",)
+
+    def __init__(
+        self,
+        graph: GraphLike,
+        regularization: float = 0.01,
+        decentralized: bool = False,
+        lap_factor: float = 1.0,
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+    ) -> None:
+        super().__init__(local_epochs, local_steps, weighting="uniform")
+        if not 0 <= regularization < math.inf:
+            raise ValueError(
+                "Expected `regularization` to be a finite number >= 0, but got "
+                f"regularization={regularization!r}. Use 0.01, for example."
+            )
+        if not 0 < lap_factor < math.inf:
+            raise ValueError(
+                f"Expected `lap_factor` to be a finite number > 0, but got {lap_factor=}. Use 1 "
+                "for the published step, 2 for the objective's gradient."
+            )
+        self.given_graph, self.regularization = graph, regularization
+        self.decentralized, self.lap_factor = decentralized, lap_factor
+        self._warned = False
+
+    def resolve_personal(self, layout: Layout) -> Spec:
+        """The buffers; all of the model where there is no server."""
+        return "all" if self.decentralized else sorted(layout.buffers)
+
+    def bind(
+        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+    ) -> None:
+        """Find the neighbours."""
+        super().bind(layout, num_clients, seed, num_samples)
+        self.graph = resolve_graph(self.given_graph, num_clients, seed)
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say that at 0 this is another method."""
+        return [] if self.regularization else ["regularization=0 makes FedU LocalOnly."]
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """Warn of a step that is too long for the graph, before the first one is taken."""
+        bound = self.step(round.info) * self.graph.largest_eigenvalue
+        if bound >= 2 and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                "Expected lr * R * regularization * lap_factor * (largest eigenvalue of the "
+                f"graph's Laplacian) to be below 2, but got {bound:.3g}, of which the eigenvalue "
+                f"is {self.graph.largest_eigenvalue:.3g}: mixing amplifies differences, and the "
+                "run will diverge. Make one of the first four smaller."
+            )
+
+    def step(self, info: ClientInfo) -> float:
+        r""":math:`\tilde\mu\, \eta\, c`."""
+        budget = self.local_epochs if self.local_steps is None else self.local_steps
+        return float(info.lr * (budget or 0) * self.regularization * self.lap_factor)
+
+    # --- state ---
+
+    def init_server(self, model: Model) -> Tree:
+        """Every client's parameters, which begin alike."""
+        if self.decentralized:
+            return {}
+        mine = select(model, self.layout.shared)
+        return {"models": tmap(lambda leaf: torch.stack([leaf] * self.num_clients), mine)}
+
+    def download(self, server: Tree, info: ClientInfo) -> Tree:
+        """Nothing is the same for all."""
+        return {}
+
+    def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
+        """To each client its own model, as the server has combined it; to a new one the mean."""
+        if self.decentralized:
+            return {}
+
+        def take(leaf: Tensor) -> Tensor:
+            index = info.index.to(leaf.device)
+            known = leaf[index.clamp_max(self.num_clients - 1)]
+            new = (index >= self.num_clients).view(-1, *[1] * (leaf.ndim - 1))
+            return known if not new.any() else torch.where(new, leaf.mean(0), known)
+
+        return {"model": tmap(take, server["models"])}
+
+    # --- a client's round ---
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """Go on with the own model."""
+        return {"model": {**own["model"], **received.get("model", {})}}
+
+    # --- the combination ---
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """Pull the cohort's models together and store them."""
+        if self.decentralized:
+            return server
+        models = uploads["model"]
+        at = info.index.to(next(iter(models.values())).device)
+        inbox = Postman(self.graph, info.index, at.device).deliver(MIX, models)
+        mixed = self._mixed(models, inbox, info)
+
+        def store(old: Tensor, new: Tensor) -> Tensor:
+            return old.index_copy(0, at, new)
+
+        return {"models": tmap(store, server["models"], mixed)}
+
+    def exchanges(self, round: int) -> tuple[Exchange, ...]:
+        """Where there is no server, neighbours send each other their models."""
+        return (MIX,) if self.decentralized else ()
+
+    def send(self, exchange: str, own: Tree, info: ClientInfo) -> Tree:
+        """The model after local training."""
+        return select(own["model"], self.layout.trainable)
+
+    def receive(self, exchange: str, own: Tree, inbox: Inbox, info: ClientInfo) -> Tree:
+        """The combination, on the client."""
+        model = own["model"]
+        mine = select(model, self.layout.trainable)
+        return {"model": {**model, **self._mixed(mine, inbox, info)}}
+
+    def _mixed(self, models: Model, inbox: Inbox, info: ClientInfo) -> Model:
+        step, degrees = self.step(info), inbox.weights.sum(1)
+
+        def pull(own: Tensor, others: Tensor) -> Tensor:
+            return own - step * (per_client(degrees, own) * own - others)
+
+        mixed: Model = tmap(pull, models, inbox.messages)
+        return mixed
+
+    # --- what is evaluated and handed out ---
+
+    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+        """The client's own model."""
+        return {**own["model"], **received.get("model", {})}
+
+    def global_model(self, server: Tree) -> Model | None:
+        """There is none."""
+        return None
