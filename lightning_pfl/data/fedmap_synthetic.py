@@ -8,7 +8,7 @@ import torch
 from .source import Arrays, Fields, Labels, Source
 
 Scenario = Literal["iid", "feature", "quantity", "label"]
-SCENARIOS = ("iid", "feature", "quantity", "label")
+SCENARIOS: tuple[Scenario, ...] = ("iid", "feature", "quantity", "label")
 # Purposes of the independent random streams of one seed.
 ROTATION, SAMPLES, MAP, SPLIT = range(4)
 

@@ -88,20 +88,17 @@ def train(
 ) -> Curve:
     """Run a method; each client's balanced accuracy on its held-out samples, by round."""
     build, choices = LINES[line]
-    setting = dict(setting)
-    model = {
-        name: setting.pop(name)
-        for name in ("lr", "weight_decay")
-        if name in setting or name == "lr"
-    }
+    arguments = dict(setting)
+    model: dict[str, Any] = {"lr": arguments.pop("lr"), "batch_norm": choices.batch_norm}
+    model["weight_decay"] = arguments.pop("weight_decay", 0.0)
     L.seed_everything(seed, verbose=False)
-    size = {"samples": 60, "small_samples": 30} if small else {}
+    size: dict[str, Any] = {"samples": 60, "small_samples": 30} if small else {}
     source = FedMAPSynthetic(scenario, nuisance_variance=NUISANCE, seed=seed, **size)
     data = FederatedDataModule(source, batch_size=BATCH, val_split="test", seed=seed)
     recorder = Recorder()
     trainer = L.Trainer(
         max_epochs=rounds,
-        strategy=FederatedStrategy(build(**setting)),
+        strategy=FederatedStrategy(build(**arguments)),
         callbacks=[recorder],
         check_val_every_n_epoch=min(EVERY, rounds) if seed in TUNING else rounds,
         num_sanity_val_steps=0,
@@ -111,10 +108,7 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    network = FedMAPMLP(
-        batch_norm=choices.batch_norm, optimizer="adam", **{"weight_decay": 0.0, **model}
-    )
-    trainer.fit(network, data)
+    trainer.fit(FedMAPMLP(optimizer="adam", **model), data)
     return recorder.curve
 
 
