@@ -144,15 +144,21 @@ def main(arguments: list[str] | None = None) -> None:
     if options.worker:
         runs[0].work()
         return
+    failed = []
     for run in runs:
         if options.fresh:
             run.forget()
-        if not run.is_done():
-            run.start()
+        try:
+            if not run.is_done():
+                run.start()
+        except subprocess.CalledProcessError:  # such as data that can't be downloaded here
+            failed.append(f"{run.recipe.name} with seed {run.seed}")
     stored = [json.loads(path.read_text()) for path in sorted(options.results.glob("*-seed*.json"))]
     print_comparison(options.recipes, stored)
     if options.readme:
         write_readme(RECIPES, stored)
+    if failed:
+        raise SystemExit(f"Not run, for the reasons above: {', '.join(failed)}.")
 
 
 if __name__ == "__main__":

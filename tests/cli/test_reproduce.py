@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,26 @@ def test_a_run_resumes_from_the_last_checkpoint_of_the_same_settings(recipe: Pat
     other = make_run(recipe, "--trainer.max_epochs=4")
     assert other.version != run.version
     assert "--ckpt_path" not in other.arguments()
+
+
+def test_a_run_that_fails_is_named_at_the_end_and_stops_no_other(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data that can't be downloaded here are no reason to leave out the other recipes."""
+    other = recipe.with_name("missing.yaml")
+    other.write_text(RECIPE)
+
+    def start(run: Run) -> None:
+        if run.recipe == other:
+            raise subprocess.CalledProcessError(1, "recipes.reproduce")
+        stored = {**outcome(run.seed, 0.9, 0.5), "fingerprint": run.fingerprint}
+        run.outcome.write_text(json.dumps(stored))
+
+    monkeypatch.setattr(Run, "start", start)
+    folder = str(recipe.parent)
+    with pytest.raises(SystemExit, match=r"missing.yaml with seed 0, missing.yaml with seed 1\.$"):
+        main(
+            [str(other), str(recipe), *("--seeds", "0", "1"), *("--logs", folder)]
+            + ["--results", folder]
+        )
+    assert "90.00" in capsys.readouterr().out
