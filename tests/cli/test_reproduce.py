@@ -148,9 +148,7 @@ def test_a_run_that_fails_is_named_at_the_end_and_stops_no_other(
 
     monkeypatch.setattr(Run, "start", start)
     folder = str(recipe.parent)
+    arguments = [*map(str, (other, recipe)), "--seeds", "0", "1"]
     with pytest.raises(SystemExit, match=r"missing.yaml with seed 0, missing.yaml with seed 1\.$"):
-        main(
-            [str(other), str(recipe), *("--seeds", "0", "1"), *("--logs", folder)]
-            + ["--results", folder]
-        )
+        main([*arguments, "--logs", folder, "--results", folder])
     assert "90.00" in capsys.readouterr().out
