@@ -46,6 +46,10 @@ def rate(variance: float) -> float:
     return 1 / (2 + 1 / variance)
 
 
+EXACT = exact(1.0, local_steps=20)
+"""With variance 1 each step leaves a third, and rounds begin where the last one ended."""
+
+
 def fixed_point(variance: float) -> tuple[float, list[float]]:
     """gamma = sum(w A a) / sum(w A), A = H / (variance H + 1), and theta there."""
     weight = [h / (variance * h + 1) for h in (1.0, 3.0)]
@@ -86,7 +90,7 @@ class TestQ2:
             assert again.models["w"].flatten().tolist() == pytest.approx(theta, abs=1e-9)
 
     def test_rounds_converge_to_it(self, engine: str) -> None:
-        run = fit(**exact(1.0), module=QuadraticModule(1, rate(1.0)), rounds=32, engine=engine)
+        run = fit(**EXACT, module=QuadraticModule(1, rate(1.0)), rounds=20, engine=engine)
         assert float(run.server["model"]["w"]) == pytest.approx(0.6, abs=1e-8)
         assert run.models["w"].flatten().tolist() == pytest.approx([0.3, 0.9], abs=1e-8)
 
@@ -107,24 +111,24 @@ class TestQ2:
     def test_personal_models_are_those_of_pfedme_and_l2gd(self, engine: str) -> None:
         """For moreau_weight = 1 / variance all have one optimum: L2GD's is where each model is its
         mean minus the client's gradient over the mixing weight."""
-        ours = fit(**exact(0.5), module=QuadraticModule(1, rate(0.5)), rounds=32, engine=engine)
-        theirs = PFedMe(2.0, 25, 0.2, local_epochs=None, local_steps=1)
-        other = fit(theirs, q2(), QuadraticModule(lr=0.6), 25, engine)
+        ours = fit(**EXACT, module=QuadraticModule(1, rate(1.0)), rounds=20, engine=engine)
+        theirs = PFedMe(1.0, 22, 0.3, local_epochs=None, local_steps=1)
+        other = fit(theirs, q2(), QuadraticModule(lr=1.5), 9, engine)
         assert_trees_close(ours.models, other.models, rtol=1e-8, atol=1e-8)
         theta = ours.models["w"].flatten()
         slope = torch.tensor([1.0, 3.0]) * (theta - torch.tensor([0.0, 1.0]))
-        torch.testing.assert_close(theta, theta.mean() - slope / 2.0, rtol=0, atol=1e-8)
+        torch.testing.assert_close(theta, theta.mean() - slope, rtol=0, atol=1e-8)
 
     def test_one_client_takes_proximal_points(self, engine: str) -> None:
         """x <- (a c + x / variance) / (a + 1 / variance), which ends at c."""
         data = quadratic_clients([2.0], [[3.0]])
         method = FedMAP(GaussianPrior(0.5), local_epochs=None, local_steps=15)
-        recorder = fit(method, data, QuadraticModule(1, 0.2), 30, engine).recorder
+        recorder = fit(method, data, QuadraticModule(1, 0.2), 20, engine).recorder
         x = 0.0
         for server in recorder.servers[1:]:
             x = (2.0 * 3.0 + x / 0.5) / (2.0 + 1 / 0.5)
             assert float(server["model"]["w"]) == pytest.approx(x, abs=1e-10)
-        assert x == pytest.approx(3.0, abs=1e-8)
+        assert x == pytest.approx(3.0, abs=1e-5)
 
 
 def by_formula(in_rounds: list[Tensor], variance: float) -> tuple[Tensor, Tensor]:
