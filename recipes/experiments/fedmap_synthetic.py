@@ -27,7 +27,7 @@ from lightning_pfl.methods import FedAvg, FedBN, FedMAP, FedProx, LocalOnly
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import FedMAPMLP
 from lightning_pfl.priors import GaussianPrior
-from recipes.experiments.fedmap_tables import Curve, Line, draw, section
+from recipes.experiments.fedmap_tables import Choices, Curve, Curves, Found, Line, draw, section
 from recipes.plan import README, Plan
 from recipes.reproduce import RECIPES
 
@@ -130,11 +130,19 @@ def run(
     return found
 
 
+def tuning(
+    plan: Plan, line: str, setting: dict[str, float], scenario: Scenario, options: Any
+) -> list[Curve]:
+    """A setting's curves, to the last round, on the draws that choose."""
+    setting = {name: value for name, value in setting.items() if name != "rounds"}
+    return [run(plan, line, setting, scenario, seed, options) for seed in TUNING]
+
+
 def choose(plan: Plan, line: str, scenario: Scenario, options: Any) -> dict[str, float]:
     """The setting and the number of rounds with the best mean over clients and tuning draws."""
     best: tuple[float, dict[str, float]] = (-1.0, {})
-    for setting in LINES[line][1].grid:
-        curves = [run(plan, line, setting, scenario, seed, options) for seed in TUNING]
+    for setting in LINES[line][1].grid[: 2 if options.small else None]:
+        curves = tuning(plan, line, setting, scenario, options)
         for rounds in curves[0]:
             score = float(np.mean([curve[rounds] for curve in curves]))
             if score > best[0]:
@@ -142,36 +150,24 @@ def choose(plan: Plan, line: str, scenario: Scenario, options: Any) -> dict[str,
     return best[1]
 
 
-def measure(options: argparse.Namespace) -> tuple[Any, Any, Any]:
+def measure(options: argparse.Namespace) -> tuple[Choices, Found, dict[str, Curves]]:
     """Choose, then run every cell: choices, results by scenario and line, tuning curves."""
     plan = Plan("fedmap_synthetic", options.results)
     lines = [line for line in LINES if options.lines is None or line in options.lines]
-    choices: dict[str, dict[str, dict[str, float]]] = {scenario: {} for scenario in SCENARIOS}
+    choices: Choices = {scenario: {} for scenario in SCENARIOS}
     for line in lines:
         for scenario in SCENARIOS:
             choices[scenario][line] = choose(plan, line, scenario, options)
-    found: dict[str, dict[str, list[list[float]]]] = {
-        scenario: {line: [] for line in lines} for scenario in SCENARIOS
-    }
+    found: Found = {scenario: {line: [] for line in lines} for scenario in SCENARIOS}
     for seed in options.seeds:
         for scenario in SCENARIOS:
             for line in lines:
                 chosen = choices[scenario][line]
                 curve = run(plan, line, chosen, scenario, seed, options)
                 found[scenario][line].append(curve[str(chosen["rounds"])])
-    curves = {
+    curves: dict[str, Curves] = {
         scenario: {
-            line: [
-                run(
-                    plan,
-                    line,
-                    {k: v for k, v in chosen.items() if k != "rounds"},
-                    scenario,
-                    seed,
-                    options,
-                )
-                for seed in TUNING
-            ]
+            line: tuning(plan, line, chosen, scenario, options)
             for line, chosen in choices[scenario].items()
         }
         for scenario in SCENARIOS

@@ -11,6 +11,8 @@ from recipes.results_table import spread
 
 #: Balanced accuracy of every client, by the number of rounds.
 Curve = dict[str, list[float]]
+#: Curves by line, one for each draw.
+Curves = dict[str, list[Curve]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
 #: Differences that are shown.
 GAINS = (("FedMAP", "Individual"), ("FedMAP + decay", "Individual + decay"))
 NOTE = ""
+#: Balanced accuracies by scenario and line, for each seed that of every client.
 Found = dict[str, dict[str, list[list[float]]]]
+#: Settings by scenario and line.
 Choices = dict[str, dict[str, dict[str, float]]]
 
 
@@ -127,7 +131,7 @@ def section(
 DRAWN = ("Individual", "FedMAP", "FedMAP, variance 15", "FedAvg")
 
 
-def draw(curves: dict[str, dict[str, list[Curve]]], epochs: int, path: Path) -> None:
+def draw(curves: dict[str, Curves], epochs: int, path: Path) -> None:
     """Mean balanced accuracy of the two halves of the clients against local epochs, by scenario."""
     from matplotlib.figure import Figure
 
