@@ -1,13 +1,18 @@
 """Random resized crops: the resizing is torchvision's, the draws have its distribution."""
 
-from typing import Any
+from typing import Any, Literal
 
+import lightning as L
 import pytest
 import torch
+from torch import nn
 from torchvision import transforms
 from torchvision.transforms import functional
 
+from lightning_pfl import FederatedStrategy, PersonalizedModule
+from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.data.resized_crop import RandomResizedCrop, weights
+from lightning_pfl.methods import FedAvg
 
 
 @pytest.mark.parametrize("size", [12, 40])
@@ -79,3 +84,30 @@ def test_an_image_in_which_nothing_fits_is_taken_whole() -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RandomResizedCrop(**settings)
+
+
+def test_both_engines_crop_alike_in_training() -> None:
+    torch.manual_seed(3)
+    fields = torch.rand(22, 3, 12, 12), torch.arange(22) % 2
+    rows = [*torch.arange(22).split([10, 5, 7])]
+    found = []
+    engines: list[Literal["vectorized", "sequential"]] = ["vectorized", "sequential"]
+    for engine in engines:
+        L.seed_everything(4, verbose=False)
+        module = PersonalizedModule(nn.Flatten(), nn.Linear(3 * 8 * 8, 2), lr=0.1)
+        run = L.Trainer(
+            max_epochs=2,
+            strategy=FederatedStrategy(FedAvg(), engine=engine),
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+        )
+        data = FederatedTensorDataset(fields, rows, batch_size=4, augment=RandomResizedCrop(8))
+        validation = FederatedTensorDataset((fields[0][..., :8, :8], fields[1]), rows)
+        run.fit(module, train_dataloaders=data, val_dataloaders=validation)
+        strategy: Any = run.strategy
+        found.append(strategy.global_state_dict())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
