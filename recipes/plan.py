@@ -53,6 +53,11 @@ class Plan:
                 found[cell["key"]] = cell
         return found
 
+    def stored(self, key: str, settings: dict[str, Any]) -> Any | None:
+        """The stored result of a cell, if it is that of these settings; None otherwise."""
+        cell = self.cells().get(key)
+        return cell["result"] if cell and cell["fingerprint"] == _digest(settings) else None
+
     def cell(self, key: str, settings: dict[str, Any], work: Callable[[], Any]) -> Any:
         """The stored result of a cell, or that of ``work()``, which is stored.
 
@@ -61,15 +66,14 @@ class Plan:
             settings: All that the result depends on, in JSON's types.
             work: Computes the result, in JSON's types.
         """
-        fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-        stored = self.cells().get(key)
-        if stored is not None and stored["fingerprint"] == fingerprint:
-            return stored["result"]
+        found = self.stored(key, settings)
+        if found is not None:
+            return found
         begin = time.perf_counter()
         result = work()
         line = {
             "key": key,
-            "fingerprint": fingerprint,
+            "fingerprint": _digest(settings),
             "settings": settings,
             "result": result,
             "seconds": round(time.perf_counter() - begin, 2),
@@ -91,12 +95,7 @@ class Plan:
             seed: The seed in place of the recipe's own.
             extra: Settings for the command line, such as ``--method.init_args.local_epochs=5``.
         """
-        options = argparse.Namespace(extra=extra, logs=self.logs / self.name)
-        options.results = self.results
-        run = Run(recipe, seed, options)
-        # A folder of its own: runs of one recipe may go on side by side.
-        options.results = options.logs / recipe.stem / run.version
-        run.outcome = options.results / run.outcome.name
+        run = self._run(recipe, seed, extra)
 
         def work() -> dict[str, Any]:
             run.start()
@@ -105,6 +104,22 @@ class Plan:
 
         outcome: dict[str, Any] = self.cell(key, {"run": run.fingerprint, "seed": seed}, work)
         return outcome
+
+    def stored_recipe(
+        self, key: str, recipe: Path, seed: int, extra: list[str]
+    ) -> dict[str, Any] | None:
+        """The stored outcome of a recipe with settings; None if there is none yet."""
+        run = self._run(recipe, seed, extra)
+        return self.stored(key, {"run": run.fingerprint, "seed": seed})
+
+    def _run(self, recipe: Path, seed: int, extra: list[str]) -> Run:
+        options = argparse.Namespace(extra=extra, logs=self.logs / self.name)
+        options.results = self.results
+        run = Run(recipe, seed, options)
+        # A folder of its own: runs of one recipe may go on side by side.
+        options.results = options.logs / recipe.stem / run.version
+        run.outcome = options.results / run.outcome.name
+        return run
 
     def write_section(self, text: str, readme: Path = README) -> None:
         """Replace the experiment's section between its markers in ``README.md``.
@@ -128,3 +143,7 @@ class Plan:
         cut = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
         with self.path.open("a") as file:
             file.write(("\n" if cut else "") + line + "\n")
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]

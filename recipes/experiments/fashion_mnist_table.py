@@ -1,0 +1,249 @@
+"""All methods of the FedRep paper's Table 1 on Fashion-MNIST, at three splits over clients.
+
+    python -m recipes.experiments.fashion_mnist_table
+    python -m recipes.experiments.fashion_mnist_table --splits 100,5 --methods FedRep --seeds 0
+
+A split (n, S) has n clients with S classes each; a tenth of them takes part in a round. At (100, 2)
+the runs are those of the recipes themselves. A subset runs what is missing of it; the section in
+README.md always shows all that is stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.plan import README, Plan
+from recipes.reproduce import RECIPES, Run
+from recipes.results_table import spread
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the data are split, and how much is trained.
+
+    Args:
+        settings: For the command line; empty for the recipes as they are.
+        seeds: Of the runs.
+        passes: How often as many passes over the data a round as in the recipes.
+    """
+
+    settings: tuple[str, ...]
+    seeds: tuple[int, ...]
+    passes: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Args:
+        recipe: The recipe without ``_fashion_mnist.yaml``.
+        paper: Accuracies of Table 1 on CIFAR-10 at the three splits.
+        passes: The argument that says how often a round passes over the body.
+        tuned: Whether the models are the fine-tuned ones.
+    """
+
+    recipe: str
+    paper: tuple[str, str, str] = ("-", "-", "-")
+    passes: str | None = "local_epochs"
+    tuned: bool = False
+
+
+SPLITS = {
+    "100,2": Split((), (0, 1, 2)),
+    "100,5": Split(("--data.partition.classes_per_client=5", "--trainer.max_epochs=50"), (0,)),
+    "1000,2": Split(
+        (
+            "--data.num_clients=1000",
+            "--trainer.strategy.participation=100",
+            "--trainer.max_epochs=50",
+        ),
+        (0,),
+        passes=2,
+    ),
+}
+ROWS = {
+    "LocalOnly": Row("local", ("89.79", "70.68", "78.30"), passes=None),
+    "FedAvg": Row("fedavg_ft", ("42.65", "51.78", "44.31")),
+    "FedAvg + FT": Row("fedavg_ft", ("87.65", "73.68", "82.04"), tuned=True),
+    "FedProx": Row("fedprox_ft", ("39.92", "50.99", "21.93")),
+    "FedProx + FT": Row("fedprox_ft", ("85.81", "72.75", "75.41"), tuned=True),
+    "SCAFFOLD": Row("scaffold_ft", ("37.72", "47.33", "33.79")),
+    "SCAFFOLD + FT": Row("scaffold_ft", ("86.35", "68.23", "78.24"), tuned=True),
+    "FedMTL": Row("fedmtl", ("80.46", "58.31", "76.53")),
+    "MOCHA": Row("mocha", passes="local_fraction"),
+    "PerFedAvg": Row("per_fedavg", ("82.27", "67.20", "67.36")),
+    "LGFedAvg": Row("lg_fedavg", ("84.14", "63.02", "77.48")),
+    "L2GD": Row("l2gd", ("81.04", "59.98", "71.96")),
+    "APFL": Row("apfl", ("83.77", "72.29", "82.39")),
+    "Ditto": Row("ditto", ("85.39", "70.34", "80.36")),
+    "FedPer": Row("fedper", ("87.13", "73.84", "81.73")),
+    "FedRep": Row("fedrep", ("87.70", "75.68", "83.27"), passes="body_epochs"),
+    "FedBN": Row("fedbn"),
+    "PFedMe": Row("pfedme"),
+}
+#: Not in the paper's table, and run at its first split alone.
+FIRST_SPLIT_ONLY = ("FedBN", "PFedMe")
+SMALL_METHODS = ("FedAvg", "FedAvg + FT", "FedRep")
+
+
+class Grid:
+    """The runs behind the table.
+
+    Args:
+        options: The command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.plan = Plan("fashion_mnist_table", options.results, options.logs)
+
+    def run(self, name: str, split: str, seed: int) -> None:
+        """Run a cell that isn't stored."""
+        recipe, extra = self._recipe(name), self._settings(name, split)
+        if not self._is_own(split):
+            self.plan.recipe(self._key(name, split, seed), recipe, seed, extra)
+        elif not (run := self._own_run(recipe, seed, extra)).is_done():
+            run.start()
+
+    def stored(self, name: str, split: str) -> list[dict[str, Any]]:
+        """The outcomes that there are, one per seed."""
+        recipe, extra = self._recipe(name), self._settings(name, split)
+        found = []
+        for seed in SPLITS[split].seeds:
+            if self._is_own(split):
+                run = self._own_run(recipe, seed, extra)
+                found.append(json.loads(run.outcome.read_text()) if run.is_done() else None)
+            else:
+                key = self._key(name, split, seed)
+                found.append(self.plan.stored_recipe(key, recipe, seed, extra))
+        return [outcome for outcome in found if outcome is not None]
+
+    def _is_own(self, split: str) -> bool:
+        """Whether a run of the recipe itself is meant, which other tables show as well."""
+        return not SPLITS[split].settings
+
+    def _own_run(self, recipe: Path, seed: int, extra: list[str]) -> Run:
+        options = argparse.Namespace(logs=self.options.logs, results=self.options.results)
+        options.extra = extra
+        return Run(recipe, seed, options)
+
+    def _key(self, name: str, split: str, seed: int) -> str:
+        return f"{ROWS[name].recipe} ({split}) seed={seed}"
+
+    def _recipe(self, name: str) -> Path:
+        return RECIPES / f"{ROWS[name].recipe}_fashion_mnist.yaml"
+
+    def _settings(self, name: str, split: str) -> list[str]:
+        extra, argument = list(SPLITS[split].settings), ROWS[name].passes
+        if SPLITS[split].passes > 1 and argument is not None:
+            own = yaml.safe_load(self._recipe(name).read_text())["method"]["init_args"][argument]
+            extra.append(f"--method.{argument}={SPLITS[split].passes * own}")
+        if self.options.small:
+            extra.append("--trainer.max_epochs=2")
+        if self.options.data_dir is not None:
+            extra.append(f"--data.source.data_dir={self.options.data_dir}")
+        return extra
+
+
+def planned(options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Cells in the order in which they run: first seeds first, then split by split."""
+    chosen = options.methods or (SMALL_METHODS if options.small else tuple(ROWS))
+    seeds = sorted({seed for split in options.splits for seed in SPLITS[split].seeds})
+    return [
+        (name, split, seed)
+        for seed in seeds
+        for split in options.splits
+        for name in chosen
+        if seed in SPLITS[split].seeds and (options.seeds is None or seed in options.seeds)
+        if split == next(iter(SPLITS)) or name not in FIRST_SPLIT_ONLY
+    ]
+
+
+def value(name: str, outcomes: list[dict[str, Any]], statistic: str) -> str:
+    """Mean and deviation over seeds, in percent."""
+    metric = "ft/val_acc" if ROWS[name].tuned else "val_acc"
+    return spread([outcome["last10"][metric][statistic] for outcome in outcomes])
+
+
+def seconds(outcomes: list[dict[str, Any]]) -> str:
+    """Processor seconds of a round with its evaluation."""
+    found = [o["cpu_seconds"] / o["rounds"] for o in outcomes if "cpu_seconds" in o]
+    return f"{statistics.mean(found):.2f}" if found else "-"
+
+
+def accuracies(grid: Grid) -> str:
+    """Mean accuracies beside the paper's."""
+    splits = [f"({split})".replace(",", ", ") for split in SPLITS]
+    titles = [title for split in splits for title in (split, "paper")]
+    lines = ["| method | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
+    for name, row in ROWS.items():
+        cells = []
+        for split, paper in zip(SPLITS, row.paper, strict=True):
+            cells += [value(name, grid.stored(name, split), "mean"), paper]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def costs(grid: Grid) -> str:
+    """Worst decile and time of a round."""
+    splits = [f"({split})".replace(",", ", ") for split in SPLITS]
+    titles = [f"worst decile {split}" for split in splits]
+    titles += [f"s/round {split}" for split in splits] + ["seeds"]
+    lines = ["| method | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
+    for name in ROWS:
+        stored = [grid.stored(name, split) for split in SPLITS]
+        cells = [value(name, outcomes, "worst_decile") for outcomes in stored]
+        cells += [seconds(outcomes) for outcomes in stored]
+        cells.append(", ".join(str(len(outcomes)) for outcomes in stored))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def section(grid: Grid) -> str:
+    """What stands in README.md."""
+    return (
+        "Mean over clients and the last 10 rounds in percent, mean ± standard deviation over "
+        "seeds; *paper*: Table 1, CIFAR-10.\n\n"
+        f"{accuracies(grid)}\n\n"
+        "Worst tenth of the clients in the same rounds; processor seconds of a round on one core, "
+        "with the evaluation of all clients; number of seeds at the three splits.\n\n"
+        f"{costs(grid)}"
+    )
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Table 1 of the FedRep paper on Fashion-MNIST")
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
+    parser.add_argument("--methods", nargs="+", choices=ROWS, help="Not all.")
+    parser.add_argument("--seeds", nargs="+", type=int, help="Not all; each split has its own.")
+    parser.add_argument("--small", action="store_true", help="Two rounds of three methods.")
+    parser.add_argument("--results", type=Path, default=RECIPES / "results")
+    parser.add_argument("--logs", type=Path, default=Path("logs/reproduce"))
+    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
+    parser.add_argument("--data-dir", type=Path, help="Folder of Fashion-MNIST, if not the usual.")
+    options = parser.parse_args(arguments)
+    options.logs, options.results = options.logs.resolve(), options.results.resolve()
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing of what was asked for, and write the section."""
+    options = parse(arguments)
+    grid = Grid(options)
+    for cell in planned(options):
+        grid.run(*cell)
+    grid.plan.write_section(section(grid), options.readme)
+    print(accuracies(grid), costs(grid), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
