@@ -196,6 +196,18 @@ class TestFourPointsOnALine:
         assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 1, 1]  # type: ignore[attr-defined]
 
 
+def test_on_a_weighted_graph_it_is_total_variation() -> None:
+    """A path 0 - 1 - 2 - 3: x_i = a_i - weight times the signed weights of its edges."""
+    path = np.zeros((4, 4))
+    for i, weight in enumerate((1.0, 2.0, 0.5)):
+        path[i, i + 1] = path[i + 1, i] = weight
+    run = fit(exact(0.04, penalty=0.6, graph=path), *line(), 80)
+    # 1 and 2 are far apart; 0 and 1 meet, 2 and 3 don't: 0.02 < 0.1 / 2.
+    pulls = torch.tensor([[0.04], [-0.04 + 0.08], [-0.08 + 0.02], [-0.02]], dtype=torch.float64)
+    torch.testing.assert_close(run.models["w"], L4 + pulls, rtol=0, atol=1e-4)
+    assert run.server["split"].shape == (4, 2, 1)
+
+
 def test_engines_agree_on_a_sparse_graph_with_drawn_blocks() -> None:
     runs = [
         fit(
