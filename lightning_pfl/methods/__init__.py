@@ -4,6 +4,7 @@ The conformance suite and the docs go by it.
 """
 
 from lightning_pfl.methods.apfl import APFL
+from lightning_pfl.methods.cfl import CFL
 from lightning_pfl.methods.cluster_oracle import ClusterOracle
 from lightning_pfl.methods.convex_clustering import ConvexClustering
 from lightning_pfl.methods.ditto import Ditto
@@ -17,6 +18,7 @@ from lightning_pfl.methods.fedrep import FedRep
 from lightning_pfl.methods.fedu import FedU
 from lightning_pfl.methods.gtvmin import GTVMin
 from lightning_pfl.methods.homological import HomologicalConstraints
+from lightning_pfl.methods.ifca import IFCA
 from lightning_pfl.methods.l2gd import L2GD
 from lightning_pfl.methods.lg_fedavg import LGFedAvg
 from lightning_pfl.methods.local import LocalOnly
@@ -29,8 +31,10 @@ from lightning_pfl.methods.squared_penalty import SquaredPenalty
 
 __all__ = [
     "APFL",
+    "CFL",
     "ClusterOracle",
     "ConvexClustering",
+    "IFCA",
     "L2GD",
     "MOCHA",
     "Ditto",

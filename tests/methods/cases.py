@@ -34,6 +34,7 @@ def even_clients(
 
 CASES: dict[str, Callable[[], Method]] = {
     "APFL": lambda: methods.APFL(mixing=0.3, adaptive=True),
+    "CFL": lambda: methods.CFL(eps_mean=10.0, eps_max=1e-6, start_round=0),
     "ClusterOracle": lambda: methods.ClusterOracle(lambda client: client % 2),
     "ConvexClustering": lambda: methods.ConvexClustering(0.2, local_epochs=2),
     "Ditto": lambda: methods.Ditto(prox_weight=0.5),
@@ -49,6 +50,7 @@ CASES: dict[str, Callable[[], Method]] = {
     "HomologicalConstraints": lambda: methods.HomologicalConstraints(
         "complete", 0.02, 0.5, edge_dim_ratio=0.5, local_epochs=1, local_steps=None
     ),
+    "IFCA": lambda: methods.IFCA(2),
     "L2GD": lambda: methods.L2GD(2.0, 0.5, local_epochs=2),
     "LGFedAvg": lambda: methods.LGFedAvg(local_epochs=None, local_steps=3),
     "LocalOnly": lambda: methods.LocalOnly(),

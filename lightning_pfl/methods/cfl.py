@@ -1,0 +1,227 @@
+r"""CFL: clusters are split in two where their clients pull in opposite directions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Method
+from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
+from lightning_pfl.tree import Model, Tree, select, tmap
+
+
+class CFL(Method):
+    r"""Clustered federated learning: federated averaging that splits its clusters.
+
+    Every client trains from its cluster's model and sends :math:`\Delta_k`. With the last
+    :math:`\Delta_k` of each client, a cluster :math:`C` of more than two clients is split where
+
+    .. math::
+        \Bigl\lVert \frac1{|C|} \sum_{k \in C} \Delta_k \Bigr\rVert < \varepsilon_1, \qquad
+        \max_{k \in C} \lVert \Delta_k \rVert > \varepsilon_2
+
+    after ``start_round`` rounds: the cluster is near a stationary point, but some of its clients
+    are not. Complete linkage on :math:`1 - \cos(\Delta_i, \Delta_j)` gives the two parts. Then
+    :math:`W_C \leftarrow W_C + \operatorname{mean}_{k \in C} \Delta_k` in each resulting cluster,
+    over its clients of the round.
+
+    Args:
+        eps_mean: :math:`\varepsilon_1 \ge 0`. 0 never splits, which is FedAvg with uniform weights.
+        eps_max: :math:`\varepsilon_2 \ge 0`. Both are norms of one round's change of the trainable
+            parameters, so they depend on the model, the learning rate and the local work.
+        start_round: Rounds before the first split.
+        min_gap: A split counts only if the smallest similarity inside the parts exceeds the largest
+            one between them by more than this; None: every split counts. 0 is the paper's optional
+            check.
+        local_epochs: Passes over a client's data per round.
+        local_steps: Optimizer steps per round instead. Exactly one of the two.
+
+    State:
+        server: ``models``, that of each client's cluster, each leaf ``(num_clients, *shape)``;
+        ``together``, which clients are in one cluster, bool ``(num_clients, num_clients)``;
+        ``change``, the last :math:`\Delta_k`, ``(num_clients, d)`` over the trainable parameters;
+        ``fresh``, whether it was made since the cluster's last split, bool ``(num_clients,)``.
+
+    Deviation from the paper: all clients take part there. Here a cluster is split only when every
+    member with samples has trained since its last split, so that no change is judged that was
+    made from another model; clients without samples stay with the larger part. A client that is
+    new to the federation is evaluated with the model of the largest cluster.
+
+    Example:
+        >>> CFL(start_round=5).eps_mean
+        0.4
+
+    References:
+        Sattler, Müller, Samek. Clustered federated learning: model-agnostic distributed multi-task
+        optimization under privacy constraints. IEEE TNNLS 2021. arXiv:1910.01991, Algorithms 1
+        and 2.
+    """
+
+    client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
+        {"models": 1, "together": 2, "change": 1, "fresh": 1}
+    )
+
+    def __init__(
+        self,
+        eps_mean: float = 0.4,
+        eps_max: float = 1.6,
+        start_round: int = 20,
+        min_gap: float | None = None,
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+    ) -> None:
+        super().__init__(local_epochs, local_steps, weighting="uniform")
+        for name, value in (("eps_mean", eps_mean), ("eps_max", eps_max)):
+            if not 0 <= value < math.inf:
+                raise ValueError(
+                    f"Expected `{name}` to be a finite number >= 0, but got {name}={value!r}. Use "
+                    "a norm of a round's change of the model."
+                )
+        if not isinstance(start_round, int) or start_round < 0:
+            raise ValueError(
+                f"Expected `start_round` to be a whole number >= 0, but got {start_round=}. Use 20."
+            )
+        if min_gap is not None and not -2 <= min_gap <= 2:
+            raise ValueError(
+                "Expected `min_gap` to be None or a difference of two cosines, in [-2, 2], but got "
+                f"{min_gap=}. Use 0."
+            )
+        self.eps_mean, self.eps_max, self.start_round = eps_mean, eps_max, start_round
+        self.min_gap = min_gap
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say that without splits this is another method."""
+        return [] if self.eps_mean else ["eps_mean=0 makes CFL FedAvg with uniform weights."]
+
+    # --- state ---
+
+    def init_server(self, model: Model) -> Tree:
+        """One cluster of all clients."""
+        shared = select(model, self.layout.shared)
+        size = sum(model[name].numel() for name in self.layout.trainable)
+        like = next(iter(model.values()))
+        n, device = self.num_clients, like.device
+        return {
+            "models": tmap(lambda leaf: torch.stack([leaf] * n), shared),
+            "together": torch.ones(n, n, dtype=torch.bool, device=device),
+            "change": torch.zeros(n, size, dtype=like.dtype, device=device),
+            "fresh": torch.zeros(n, dtype=torch.bool, device=device),
+        }
+
+    # --- a client's round ---
+
+    def download(self, server: Tree, info: ClientInfo) -> Tree:
+        """Nothing is the same for all."""
+        return {}
+
+    def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
+        """To each client the model of its cluster."""
+        index = info.index.to(server["together"].device)
+        largest = server["together"].sum(1).argmax()
+        at = torch.where(index < self.num_clients, index, largest)
+        return {"model": tmap(lambda leaf: leaf[at], server["models"])}
+
+    # --- the server's round ---
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """Split what is to be split, then average in each cluster."""
+        label = first_member(server["together"])
+        at = info.index.to(label.device)
+        change, fresh = server["change"].clone(), server["fresh"].clone()
+        change[at] = self._changes(server["models"], uploads["model"], at)
+        fresh[at] = True
+        late = info.round + 1 > self.start_round
+        for cluster in label.unique() if late else ():
+            members = (label == cluster).nonzero().flatten()
+            second = self._split(members, change, fresh)
+            if second is not None:
+                fresh[members] = False
+                label[members[second]] = members[second].min()
+                label[members[~second]] = members[~second].min()
+        return {
+            "models": self._averaged(server["models"], uploads["model"], label, at, info.weights),
+            "together": label.unsqueeze(0) == label.unsqueeze(1),
+            "change": change,
+            "fresh": fresh,
+        }
+
+    def _changes(self, models: Model, uploads: Model, at: Tensor) -> Tensor:
+        """The trainable parameters' change of each client of the cohort, ``(clients, d)``."""
+        names = self.layout.trainable
+        return torch.cat([(uploads[n] - models[n][at]).flatten(1) for n in names], 1)
+
+    def _split(self, members: Tensor, change: Tensor, fresh: Tensor) -> Tensor | None:
+        """The part that leaves a cluster, bool ``(members,)``; None if it stays together."""
+        learns = self.num_samples.to(members.device)[members] > 0
+        some = change[members[learns]].double()
+        if len(some) <= 2 or not fresh[members[learns]].all():
+            return None
+        if some.mean(0).norm() >= self.eps_mean or some.norm(dim=1).max() <= self.eps_max:
+            return None
+        unit = torch.nn.functional.normalize(some, dim=1)
+        similarity = (unit @ unit.T).clamp(-1, 1)
+        part = bipartition(similarity)
+        if self.min_gap is not None and gap(similarity, part) <= self.min_gap:
+            return None
+        second = torch.zeros_like(learns)
+        second[learns] = _smaller(part, some)
+        return second
+
+    def _averaged(
+        self, models: Model, uploads: Model, label: Tensor, at: Tensor, weights: Tensor
+    ) -> Model:
+        """Each client's model, after its cluster's mean over the cohort."""
+        clusters, inside = label[at].unique(return_inverse=True)
+        member = torch.nn.functional.one_hot(inside, len(clusters)).T.double()
+        before = tmap(lambda leaf: leaf[clusters], models)
+        means = cluster_means(before, uploads, member, weights)
+        some = torch.isin(label, clusters)
+        row = torch.searchsorted(clusters, label[some])
+
+        def store(old: Tensor, new: Tensor) -> Tensor:
+            stored = old.clone()
+            stored[some] = new[row]
+            return stored
+
+        kept: Model = tmap(store, models, means)
+        return kept
+
+    def global_model(self, server: Tree) -> Model | None:
+        """There is none, once there is more than one cluster."""
+        if not server["together"].all():
+            return None
+        model: Model = tmap(lambda leaf: leaf[0], server["models"])
+        return model
+
+    def clusters(self, server: Tree) -> Tensor:
+        """Each client's cluster, int64 ``(num_clients,)``, in the order of their first clients."""
+        numbered: Tensor = first_member(server["together"]).unique(return_inverse=True)[1]
+        return numbered
+
+
+def first_member(together: Tensor) -> Tensor:
+    """The smallest id in each client's cluster, int64 ``(clients,)``.
+
+    Args:
+        together: Which clients are in one cluster, bool ``(clients, clients)``.
+    """
+    first: Tensor = together.int().argmax(1)
+    return first
+
+
+def _smaller(part: Tensor, change: Tensor) -> Tensor:
+    """The smaller part; of equal ones that of the larger mean change. No order of clients counts.
+
+    Args:
+        part: One of the parts, bool ``(clients,)``.
+        change: ``(clients, d)``.
+    """
+    rank = [(int(side.sum()), -float(change[side].mean(0).norm())) for side in (part, ~part)]
+    return part if rank[0] <= rank[1] else ~part

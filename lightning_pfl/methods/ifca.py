@@ -1,0 +1,267 @@
+r"""IFCA: every client picks, of several models, the one that fits its data, and trains that one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Local, Method, Phase, Weighting
+from lightning_pfl.randomness import derive, seeded
+from lightning_pfl.solvers.clusters import cluster_means
+from lightning_pfl.tree import Model, Tree, select, tmap
+
+Averaging = Literal["models", "gradients"]
+CHOICE = "choose"
+
+
+class IFCA(Method):
+    r"""Iterative federated clustering: a model for each of a given number of clusters.
+
+    The server sends all models; in a round every client :math:`k`
+
+    .. math::
+        \hat\jmath_k = \arg\min_j F_k(\theta_j), \qquad
+        \tilde\theta_k = \operatorname{LocalUpdate}(\theta_{\hat\jmath_k})
+
+    and sends :math:`\tilde\theta_k` and :math:`\hat\jmath_k`. Each model becomes the mean of what
+    its clients sent; a model that nobody chose stays. With ``averaging="gradients"`` a client sends
+    :math:`\nabla F_k(\theta_{\hat\jmath_k})`, and :math:`\theta_j \leftarrow \theta_j -
+    \frac{\eta}{m} \sum_{k: \hat\jmath_k = j} \nabla F_k`, with :math:`m` clients in the cohort and
+    :math:`\eta` the learning rate. :math:`F_k` is the client's training loss, measured in eval mode
+    in a pass over its data with each model.
+
+    Args:
+        num_clusters: Number of models, at least 1. 1 is FedAvg.
+        averaging: ``"models"`` or ``"gradients"``. The latter is one step on all samples of a
+            client; it doesn't use ``local_epochs`` and ``local_steps``.
+        initial: The models at the start, as ``state_dict``\ s of the module. None: the module, and
+            copies whose layers are drawn anew; what no layer can draw anew gets normal noise of
+            its own root mean square. Models that are alike would all stay alike.
+        local_epochs: Passes over a client's data per round.
+        local_steps: Optimizer steps per round instead. Exactly one of the two.
+        weighting: ``"uniform"`` as in the paper, or ``"samples"``, inside each cluster.
+
+    State:
+        server: ``models``, each leaf ``(num_clusters, *shape)``; ``cluster``, every client's last
+        choice, int64 ``(num_clients,)``, -1 before the first. own: ``cluster``, int64
+        ``(clients,)``.
+
+    Deviation from the paper: none in a round. A client that has never taken part is evaluated with
+    the model that most clients have chosen.
+
+    Example:
+        >>> IFCA(num_clusters=4).averaging
+        'models'
+
+    References:
+        Ghosh, Chung, Yin, Ramchandran. An efficient framework for clustered federated learning.
+        NeurIPS 2020. arXiv:2006.04088, Algorithm 1.
+    """
+
+    client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"cluster": 1})
+    state_settings: ClassVar[tuple[str, ...]] = ("num_clusters",)
+
+    def __init__(
+        self,
+        num_clusters: int = 2,
+        averaging: Averaging = "models",
+        initial: Sequence[Mapping[str, Any]] | None = None,
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+        weighting: Weighting = "uniform",
+    ) -> None:
+        super().__init__(local_epochs, local_steps, weighting)
+        if not isinstance(num_clusters, int) or isinstance(num_clusters, bool) or num_clusters < 1:
+            raise ValueError(
+                f"Expected `num_clusters` to be a whole number >= 1, but got {num_clusters=}. Use "
+                "the number of groups that you expect, or a few more."
+            )
+        if averaging not in ("models", "gradients"):
+            raise ValueError(
+                f"Expected `averaging` to be 'models' or 'gradients', but got {averaging=}. Use "
+                "'models'."
+            )
+        if initial is not None and len(initial) != num_clusters:
+            raise ValueError(
+                f"Expected `initial` to have {num_clusters} models, one for each cluster, but got "
+                f"{len(initial)}. Give one state_dict per cluster, or None."
+            )
+        self.num_clusters, self.initial = num_clusters, initial
+        self.averaging: Averaging = averaging
+
+    def notes(self, layout: Layout) -> list[str]:
+        """Say that one cluster is another method."""
+        return ["num_clusters=1 makes IFCA FedAvg."] if self.num_clusters == 1 else []
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        """A pass that measures, where there is a choice; then local training, or one gradient."""
+        choose = (Phase(epochs=1, name=CHOICE, measure=True),) if self.num_clusters > 1 else ()
+        if self.averaging == "gradients":
+            return (*choose, Phase("all", steps=1, whole=True, name="gradient"))
+        return (*choose, Phase("all", epochs=self.local_epochs, steps=self.local_steps))
+
+    # --- state ---
+
+    def init_server(self, model: Model) -> Tree:
+        """Different models, and no choices."""
+        device = next(iter(model.values())).device
+        shared = [select(each, self.layout.shared) for each in self._starts(model)]
+        names = list(shared[0])
+        return {
+            "models": {name: torch.stack([each[name] for each in shared]) for name in names},
+            "cluster": torch.full((self.num_clients,), -1, dtype=torch.int64, device=device),
+        }
+
+    def init_own(self, model: Model) -> Tree:
+        """No choice yet."""
+        device = next(iter(model.values())).device
+        return {"cluster": torch.full((), -1, dtype=torch.int64, device=device)}
+
+    def _starts(self, model: Model) -> list[Model]:
+        if self.initial is None:
+            drawn = (self._drawn(model, number) for number in range(1, self.num_clusters))
+            return [model, *drawn]
+        for number, given in enumerate(self.initial):
+            if missing := [name for name in model if name not in given]:
+                raise ValueError(
+                    f"Expected `initial[{number}]` to be a state_dict of the module, but it has no "
+                    f"{missing[0]!r}. Use module.state_dict()."
+                )
+        return [
+            {name: torch.as_tensor(given[name]).to(leaf) for name, leaf in model.items()}
+            for given in self.initial
+        ]
+
+    def _drawn(self, model: Model, number: int) -> Model:
+        """A model whose layers are drawn anew."""
+        original: Any = self.layout.module
+        trainer, original._trainer = original._trainer, None
+        try:
+            module = deepcopy(original)
+        finally:
+            original._trainer = trainer
+        with seeded(derive(self.seed, "cluster", number)), torch.no_grad():
+            reached = set()
+            for prefix, layer in module.named_modules():
+                if callable(getattr(layer, "reset_parameters", None)):
+                    layer.reset_parameters()
+                    reached |= {
+                        f"{prefix}.{name}" if prefix else name for name in layer.state_dict()
+                    }
+            drawn = {name: module.state_dict()[name].to(leaf) for name, leaf in model.items()}
+            for name in self.layout.trainable:
+                if name not in reached:
+                    leaf = model[name]
+                    drawn[name] = leaf + leaf.square().mean().sqrt() * torch.randn_like(leaf)
+        return drawn
+
+    # --- a client's round ---
+
+    def download(self, server: Tree, info: ClientInfo) -> Tree:
+        """All models, and for clients without a choice the one that most others have chosen."""
+        chosen = server["cluster"][server["cluster"] >= 0]
+        counts = torch.bincount(chosen, minlength=self.num_clusters)
+        return {"models": server["models"], "popular": counts.argmax()}
+
+    def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor:
+        """All models; a client of a round has no use for what is popular."""
+        size = sum(leaf.numel() * leaf.element_size() for leaf in server["models"].values())
+        return torch.full((len(info),), size, dtype=torch.int64)
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """The first model, before any is measured."""
+        first = torch.zeros_like(own["cluster"])
+        losses = torch.zeros(len(first), self.num_clusters, dtype=torch.float64)
+        model = pick(received["models"], first)
+        state = {
+            "models": received["models"],
+            "losses": losses.to(first.device),
+            "cluster": first,
+            "model": model,
+        }
+        if self.averaging == "gradients":
+            state["gradient"] = tmap(torch.zeros_like, select(model, self.layout.trainable))
+        return state
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        """Measure all models on a minibatch, and take the best so far; or train the chosen one."""
+        if local.phase == CHOICE:
+            losses = []
+            for number in range(self.num_clusters):
+                model = tmap(lambda leaf, j=number: leaf[:, j], state["models"])
+                loss, count = local.loss(model, batch)
+                losses.append(loss * count)
+            total = state["losses"] + torch.stack(losses, 1)
+            cluster = total.argmin(1)
+            chosen = {"cluster": cluster, "model": pick(state["models"], cluster)}
+            return {**state, "losses": total, **chosen}
+        if local.phase == "gradient":
+            return {**state, "gradient": {**state["gradient"], **local.grad(state["model"], batch)}}
+        return {**state, "model": local.update(state["model"], local.grad(state["model"], batch))}
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Send the trained model, or the gradient, and the choice."""
+        sent = state["gradient"] if self.averaging == "gradients" else state["model"]
+        memory = {"cluster": state["cluster"]}
+        return {"model": dict(sent), "cluster": state["cluster"]}, memory
+
+    # --- the server's round ---
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """A mean in each cluster, or a gradient step; the choices."""
+        choice = uploads["cluster"]
+        member = torch.nn.functional.one_hot(choice, self.num_clusters).T.double()
+        if self.averaging == "gradients":
+            moved = self._descend(server["models"], uploads["model"], member, info)
+        else:
+            moved = cluster_means(server["models"], uploads["model"], member, info.weights)
+        cluster = server["cluster"].clone()
+        cluster[info.index.to(cluster.device)] = choice
+        return {"models": moved, "cluster": cluster}
+
+    def _descend(self, models: Model, grads: Model, member: Tensor, info: ClientInfo) -> Model:
+        def step(leaf: Tensor, grad: Tensor) -> Tensor:
+            total = torch.tensordot(member.to(grad), grad, 1)
+            moved: Tensor = leaf - info.lr / len(info) * total
+            return moved
+
+        return {n: step(leaf, grads[n]) if n in grads else leaf for n, leaf in models.items()}
+
+    # --- what is evaluated and handed out ---
+
+    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+        """The model of the client's last choice."""
+        chosen = own["cluster"]
+        return pick(received["models"], torch.where(chosen < 0, received["popular"], chosen))
+
+    def global_model(self, server: Tree) -> Model | None:
+        """There is none, but for one cluster."""
+        if self.num_clusters > 1:
+            return None
+        model: Model = tmap(lambda leaf: leaf[0], server["models"])
+        return model
+
+    def clusters(self, server: Tree) -> Tensor:
+        """Each client's cluster, int64 ``(num_clients,)``; -1 where none is known."""
+        found: Tensor = server["cluster"]
+        return found
+
+
+def pick(models: Model, cluster: Tensor) -> Model:
+    """Each client's model of ``(clients, clusters, ...)``, ``(clients, ...)``.
+
+    Args:
+        models: All clients' choices.
+        cluster: Which one, int64 ``(clients,)``.
+    """
+    row = torch.arange(len(cluster), device=cluster.device)
+    return {name: leaf[row, cluster] for name, leaf in models.items()}

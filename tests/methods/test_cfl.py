@@ -1,0 +1,196 @@
+"""CFL: federated averaging until a cluster's clients disagree at its stationary point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods import CFL, FedAvg
+from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
+from lightning_pfl.testing import QuadraticModule, assert_trees_close, fit, quadratic_clients
+from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.quadratics import ENGINES, LR
+from tests.references.cfl import cfl_round, complete_linkage
+
+CENTERS = np.array([[3.0, 0.1], [3.2, 0.0], [-3.0, 0.3], [2.9, -0.2], [-3.1, 0.1], [-0.5, 9.0]])
+
+
+def quadratics(centers: Any = CENTERS) -> Any:
+    return quadratic_clients([1.0] * len(centers), torch.as_tensor(centers), 2, batch_size=1)
+
+
+def descended(k: int, w: Any) -> Any:
+    return CENTERS[k] + (1 - LR) ** 2 * (w - CENTERS[k])
+
+
+def count(server: Any) -> int:
+    """Number of clusters."""
+    return len(server["together"].unique(dim=0))
+
+
+def partition(run: Any) -> list[list[int]]:
+    labels = run.strategy.method.clusters(run.server).tolist()
+    return sorted([k for k, one in enumerate(labels) if one == label] for label in set(labels))
+
+
+def run_cfl(method: CFL, rounds: int, engine: str = "vectorized", **settings: Any) -> Any:
+    return fit(method, quadratics(), QuadraticModule(dim=2, lr=LR), rounds, engine, **settings)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rounds_follow_the_algorithm_box(engine: str) -> None:
+    """Two splits: the lonely client leaves, then the others part by sign."""
+    run = run_cfl(CFL(0.2, 0.4, start_round=3), 40, engine)
+    models, clusters = [np.zeros(2)], [list(range(6))]
+    sizes = []
+    for number in range(40):
+        models, clusters = cfl_round(models, clusters, descended, 0.2, 0.4, number + 1 > 3)
+        server = run.recorder.servers[number + 1]
+        for model, members in zip(models, clusters, strict=True):
+            for k in members:
+                assert server["together"][k].nonzero().flatten().tolist() == members
+                found = server["models"]["w"][k]
+                np.testing.assert_allclose(found, model, rtol=1e-10, atol=1e-12)
+        sizes.append(len(models))
+    assert sizes[0] == 1
+    assert sizes[-1] >= 3
+    assert partition(run) == sorted(clusters)
+    found = [run.strategy.client_state_dict(k)["w"].numpy() for k in range(6)]
+    for model, members in zip(models, clusters, strict=True):
+        for k in members:
+            np.testing.assert_allclose(found[k], model, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_without_splits_it_is_fedavg(engine: str) -> None:
+    method = CFL(eps_mean=0.0, start_round=0)
+    assert method.notes(Layout(small_module())) == [
+        "eps_mean=0 makes CFL FedAvg with uniform weights."
+    ]
+    run = fit(method, small_clients(), small_module(), 3, engine, participation=3)
+    average = FedAvg(weighting="uniform")
+    expected = fit(average, small_clients(), small_module(), 3, engine, participation=3)
+    assert_trees_close(run.strategy.global_state_dict(), expected.strategy.global_state_dict())
+
+
+def test_opposite_groups_are_split_exactly() -> None:
+    centers = np.array([[1.0], [-1.0], [1.1], [-0.9], [1.2], [-1.2], [-1.1], [0.9]])
+    method = CFL(0.1, 0.15, start_round=0)
+    run = fit(method, quadratics(centers), QuadraticModule(lr=LR), 3)
+    assert partition(run) == [[0, 2, 4, 7], [1, 3, 5, 6]]
+
+
+def test_the_round_of_the_first_split_is_the_one_after_start_round() -> None:
+    centers = np.array([[1.0], [-1.0], [1.0], [-1.0]])
+    for start in (0, 2, 4):
+        method = CFL(0.1, 0.15, start_round=start)
+        run = fit(method, quadratics(centers), QuadraticModule(lr=LR), 6)
+        counts = [count(server) for server in run.recorder.servers]
+        # Before round 0, and after rounds 0..start-1, there is one cluster.
+        assert counts[: start + 2] == [1] * (start + 1) + [2]
+
+
+def test_two_clients_stay_together() -> None:
+    centers = np.array([[1.0], [-1.0]])
+    run = fit(CFL(0.1, 0.1, 0), quadratics(centers), QuadraticModule(lr=LR), 3)
+    assert partition(run) == [[0, 1]]
+
+
+def test_the_split_does_not_depend_on_the_lengths_of_the_changes() -> None:
+    """Scaling a client's Delta by a positive number changes no cosine."""
+    generator = torch.Generator().manual_seed(0)
+    change = torch.randn(9, 5, generator=generator, dtype=torch.float64)
+    scale = torch.rand(9, 1, generator=generator, dtype=torch.float64) * 100 + 0.01
+    parts = []
+    for each in (change, change * scale):
+        unit = torch.nn.functional.normalize(each, dim=1)
+        parts.append(bipartition(unit @ unit.T).tolist())
+    assert parts[0] == parts[1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_partition_is_that_of_complete_linkage(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    change = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    unit = torch.nn.functional.normalize(change, dim=1)
+    second = bipartition(unit @ unit.T)
+    first, other = complete_linkage((unit @ unit.T).numpy())
+    assert second.nonzero().flatten().tolist() == other
+    assert (~second).nonzero().flatten().tolist() == first
+
+
+def test_a_split_without_a_gap_is_refused_on_request() -> None:
+    """Six directions around a circle, 60 degrees apart: parts of three span 120 degrees."""
+    angles = torch.arange(6, dtype=torch.float64) * torch.pi / 3
+    centers = torch.stack([angles.cos(), angles.sin()], 1)
+    similarity = centers @ centers.T
+    second = bipartition(similarity)
+    assert gap(similarity, second) == pytest.approx(np.cos(2 * np.pi / 3) - np.cos(np.pi / 3))
+    for min_gap, parts in ((None, 2), (0.0, 1)):
+        method = CFL(0.01, 0.1, 0, min_gap=min_gap)
+        run = fit(method, quadratics(centers), QuadraticModule(dim=2, lr=LR), 1)
+        assert count(run.server) == parts
+
+
+def test_a_cluster_waits_for_all_of_its_clients() -> None:
+    """With two of four clients a round, changes since the last split are complete later."""
+    centers = np.array([[1.0], [-1.0], [1.0], [-1.0]])
+    method = CFL(0.5, 0.15, start_round=0)
+    run = fit(method, quadratics(centers), QuadraticModule(lr=LR), 12, participation=2)
+    seen: set[int] = set()
+    waited = 0
+    for number, cohort in enumerate(cohorts(12, 2, eligible=torch.arange(4))):
+        seen |= set(cohort.tolist())
+        server = run.recorder.servers[number + 1]
+        if len(seen) < 4:
+            waited += 1
+            assert count(server) == 1
+            assert server["fresh"].nonzero().flatten().tolist() == sorted(seen)
+        else:
+            assert count(server) == 2
+            break
+    assert waited > 0
+    assert partition(run) == [[0, 2], [1, 3]]
+
+
+def test_a_client_without_data_stops_no_split_and_stays_with_the_larger_part() -> None:
+    centers = np.array([[1.0], [-1.0], [1.0], [-1.0], [7.0], [-1.0]])
+    data = quadratic_clients([1.0] * 6, centers.tolist(), [2, 2, 2, 2, 0, 2], batch_size=1)
+    run = fit(CFL(0.1, 0.15, 0), data, QuadraticModule(lr=LR), 2)
+    assert partition(run) == [[0, 2], [1, 3, 4, 5]]
+
+
+def test_means_are_inside_the_clusters_and_counters_take_the_maximum() -> None:
+    models = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor([5, 6, 7])}
+    uploads = {"w": torch.tensor([10.0, 20.0, 40.0]), "n": torch.tensor([8, 2, 9])}
+    member = torch.tensor([[1, 0, 1], [0, 1, 0], [0, 0, 0]]).double()
+    weights = torch.tensor([0.2, 0.5, 0.3]).double()
+    means = cluster_means(models, uploads, member, weights)
+    expected = torch.tensor([(10 * 0.2 + 40 * 0.3) / 0.5, 20.0, 3.0])
+    torch.testing.assert_close(means["w"], expected)
+    assert means["n"].tolist() == [9, 2, 7]
+
+
+def test_a_client_sends_and_receives_one_model() -> None:
+    run = fit(CFL(), small_clients(), plain_module(), 1)
+    (round,) = run.recorder.rounds
+    assert (round.bytes_down, round.bytes_up) == (8 * SCALARS, 8 * SCALARS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"eps_mean": -1.0}, "finite number >= 0, but got eps_mean=-1.0"),
+        ({"eps_max": np.inf}, "finite number >= 0, but got eps_max=inf"),
+        ({"start_round": -1}, "whole number >= 0, but got start_round=-1"),
+        ({"min_gap": 3.0}, r"in \[-2, 2\], but got min_gap=3.0"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        CFL(**settings)

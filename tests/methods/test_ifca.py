@@ -1,0 +1,192 @@
+"""IFCA: the choice is by training loss, and each model is averaged over those who chose it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_pfl.layout import Layout
+from lightning_pfl.methods import IFCA, FedAvg
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_close,
+    assert_trees_equal,
+    fit,
+    quadratic_clients,
+)
+from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
+from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.quadratics import ENGINES, LR
+from tests.references.ifca import ifca_gradient_round, ifca_round
+from tests.references.training import batches, load, train
+
+A = np.array([1.0, 3.0, 0.5, 2.0, 1.5])
+C = np.array([[0.0], [0.2], [4.0], [5.0], [-0.3]])
+STARTS = (-1.0, 6.0, 100.0)
+"""The last one is far from everybody: its cluster stays empty."""
+
+
+def given(*values: float) -> list[dict[str, Tensor]]:
+    return [{"w": torch.tensor([value], dtype=torch.float64)} for value in values]
+
+
+def quadratics() -> Any:
+    return quadratic_clients(A.tolist(), C.tolist(), [4, 1, 7, 2, 3], batch_size=3, shuffle=True)
+
+
+def loss(k: int, w: Any) -> float:
+    return float(A[k] / 2 * ((w - C[k]) ** 2).sum())
+
+
+def descended(k: int, w: Any) -> Any:
+    steps = -(-[4, 1, 7, 2, 3][k] // 3)
+    return C[k] + (1 - LR * A[k]) ** steps * (w - C[k])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+class TestIFCA:
+    @pytest.mark.parametrize("participation", [5, 3])
+    def test_rounds_follow_the_algorithm_box(self, engine: str, participation: int) -> None:
+        method = IFCA(3, initial=given(*STARTS))
+        module = QuadraticModule(lr=LR)
+        run = fit(method, quadratics(), module, 4, engine, participation=participation)
+        models = [np.array([value]) for value in STARTS]
+        last = dict.fromkeys(range(5), -1)
+        for number in range(4):
+            cohort = cohorts(4, participation, eligible=torch.arange(5))[number].tolist()
+            models, choice = ifca_round(models, cohort, loss, descended)
+            last |= choice
+            server = run.recorder.servers[number + 1]
+            np.testing.assert_allclose(server["models"]["w"], np.stack(models), rtol=1e-10)
+            assert server["cluster"].tolist() == [last[k] for k in range(5)]
+        assert models[2] == STARTS[2]
+        popular = np.bincount([j for j in last.values() if j >= 0]).argmax()
+        for client in range(5):
+            chosen = last[client] if last[client] >= 0 else popular
+            found = run.strategy.client_state_dict(client)["w"].numpy()
+            np.testing.assert_allclose(found, models[chosen], rtol=1e-10)
+
+    def test_gradient_averaging_follows_the_algorithm_box(self, engine: str) -> None:
+        run = fit(
+            IFCA(3, averaging="gradients", initial=given(*STARTS)),
+            quadratics(),
+            QuadraticModule(lr=LR),
+            5,
+            engine,
+        )
+        models = [np.array([value]) for value in STARTS]
+        for number in range(5):
+            models, choice = ifca_gradient_round(
+                models, range(5), loss, lambda k, w: A[k] * (w - C[k]), LR
+            )
+            server = run.recorder.servers[number + 1]
+            np.testing.assert_allclose(server["models"]["w"], np.stack(models), rtol=1e-10)
+            assert server["cluster"].tolist() == [choice[k] for k in range(5)]
+
+    def test_a_network_trains_as_the_reference(self, engine: str) -> None:
+        data = small_clients(shuffle=True)
+        run = fit(IFCA(2, local_epochs=2), data, plain_module(), 3, engine, participation=3)
+        start = plain_module()
+        first = run.recorder.servers[0]["models"]
+        models: Any = [{name: leaf[j] for name, leaf in first.items()} for j in range(2)]
+        for number, cohort in enumerate(cohorts(3, 3)):
+            choice, trained = {}, {}
+            for k in cohort.tolist():
+                x, y = data.gather(data.indices[k])
+                with torch.no_grad():
+                    losses = [F.cross_entropy(load(start, m).eval()(x), y).item() for m in models]
+                choice[k] = int(np.argmin(losses))
+                # Data are counted through the round: the measuring pass was its first.
+                minibatches = batches(data, k, number, 2, first_epoch=1)
+                trained[k] = dict(train(load(start, models[choice[k]]), minibatches).state_dict())
+            for j in range(2):
+                mine = [trained[k] for k in cohort.tolist() if choice[k] == j]
+                if mine:
+                    models[j] = {n: torch.stack([m[n] for m in mine]).mean(0) for n in mine[0]}
+            found = run.recorder.servers[number + 1]["models"]
+            expected = {n: torch.stack([m[n] for m in models]) for n in found}
+            assert_trees_close(found, expected)
+
+    def test_one_cluster_is_fedavg(self, engine: str) -> None:
+        method = IFCA(1)
+        assert method.notes(Layout(small_module())) == ["num_clusters=1 makes IFCA FedAvg."]
+        run = fit(method, small_clients(), small_module(), 2, engine, participation=3)
+        average = FedAvg(weighting="uniform")
+        expected = fit(average, small_clients(), small_module(), 2, engine, participation=3)
+        assert_trees_close(run.strategy.global_state_dict(), expected.strategy.global_state_dict())
+
+    def test_planted_groups_are_found_in_one_round(self, engine: str) -> None:
+        """Ten clients of two regressions; the models begin nearer to one each."""
+        centers = torch.tensor([[2.0, 2.0]] * 5 + [[-2.0, -2.0]] * 5, dtype=torch.float64)
+        starts = [{"w": torch.tensor([0.5 * s] * 2, dtype=torch.float64)} for s in (-1, 1)]
+        data = quadratic_clients([1.0] * 10, centers)
+        run = fit(IFCA(2, initial=starts), data, QuadraticModule(dim=2), 60, engine)
+        method: Any = run.strategy.method
+        assert method.clusters(run.server).tolist() == [1] * 5 + [0] * 5
+        for client in (0, 9):
+            found = run.strategy.client_state_dict(client)["w"]
+            torch.testing.assert_close(found, centers[client], rtol=1e-2, atol=0)
+
+
+def test_models_that_are_alike_are_all_the_first() -> None:
+    run = fit(IFCA(2, initial=given(1.0, 1.0)), quadratics(), QuadraticModule(lr=LR), 1)
+    assert run.server["cluster"].tolist() == [0] * 5
+
+
+def test_models_begin_different_and_follow_the_seed() -> None:
+    def starts(seed: int) -> Any:
+        return fit(IFCA(3), small_clients(), small_module(), 1, seed=seed).recorder.servers[0]
+
+    first = starts(0)["models"]
+    module = small_module()
+    for name, leaf in first.items():
+        assert torch.equal(leaf[0], module.state_dict()[name])
+    layers = [name for name in first if name.endswith("weight") and first[name].ndim > 2]
+    assert layers
+    for name in layers:
+        for i in range(3):
+            for j in range(i):
+                assert not torch.equal(first[name][i], first[name][j])
+    assert_trees_equal(starts(0), starts(0))
+    assert not torch.equal(starts(1)["models"][layers[0]][1], first[layers[0]][1])
+
+
+def test_what_no_layer_draws_anew_gets_noise_of_its_size() -> None:
+    module = QuadraticModule(dim=4000, start=2.0)
+    data = quadratic_clients([1.0], torch.zeros(1, 4000))
+    first, second = fit(IFCA(2), data, module, 1).recorder.servers[0]["models"]["w"]
+    assert torch.equal(first, torch.full_like(first, 2.0))
+    assert float((second - first).std()) == pytest.approx(2.0, rel=0.1)
+
+
+def test_all_models_go_down_and_one_with_its_number_up() -> None:
+    run = fit(IFCA(3), small_clients(), plain_module(), 1)
+    (round,) = run.recorder.rounds
+    cohort = sum(size > 0 for size in SIZES)
+    assert round.bytes_up == 8 * SCALARS + 8
+    assert run.metrics["round/bytes_down"] == cohort * 3 * 8 * SCALARS
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"num_clusters": 0}, "whole number >= 1, but got num_clusters=0"),
+        ({"num_clusters": 2.0}, "whole number >= 1, but got num_clusters=2.0"),
+        ({"averaging": "mean"}, "'models' or 'gradients', but got averaging='mean'"),
+        ({"initial": given(1.0)}, "to have 2 models, one for each cluster, but got 1"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        IFCA(**{"num_clusters": 2, **settings})
+
+
+def test_models_of_another_module_are_refused() -> None:
+    method = IFCA(2, initial=[{}, {}])
+    with pytest.raises(ValueError, match=r"`initial\[0\]` to be a state_dict .* it has no 'w'"):
+        fit(method, quadratics(), QuadraticModule(), 1)
