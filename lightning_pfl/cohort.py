@@ -69,24 +69,30 @@ class Cohort:
         """Local training; the uploads and logged values of the whole cohort."""
         received = self.part.rows(self.received)
         for share in self.shares:
-            info, names = self.mine.rows(share.at), share.group.method.edge_state
-            edges = {name: share.own[name] for name in names if name in share.own}
-            share.own = {name: leaf for name, leaf in share.own.items() if name not in edges}
-            if not len(info):
-                nothing = torch.empty(0, dtype=torch.float64, device=self.device)
-                share.work = LocalResult({}, share.own, loss=nothing)
-                continue
-            share.work = share.group.engine.train(
-                share.group.method,
-                split_rows(received, share.at),
-                share.own,
-                info,
-                data,
-                phases,
-                _told(on_clients, share.at),
+            edges = {k: v for k, v in share.own.items() if k in share.group.method.edge_state}
+            own = {k: v for k, v in share.own.items() if k not in edges}
+            share.work = self._train(
+                share, own, split_rows(received, share.at), data, phases, on_clients
             )
             share.own = {**share.work.own, **edges}
         return whole_work(self.part, self._joined())
+
+    def _train(
+        self,
+        share: Share,
+        own: Tree,
+        received: Tree,
+        data: FederatedDataset,
+        phases: tuple[Phase, ...],
+        on_clients: OnClients,
+    ) -> LocalResult:
+        """One architecture's clients; nothing where there are none."""
+        info, told = self.mine.rows(share.at), _told(on_clients, share.at)
+        if not len(info):
+            nothing = torch.empty(0, dtype=torch.float64, device=self.device)
+            return LocalResult({}, own, loss=nothing)
+        engine, method = share.group.engine, share.group.method
+        return engine.train(method, received, own, info, data, phases, told)
 
     def _joined(self) -> LocalResult:
         """The work of this process's clients, in their order."""

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from lightning_pfl.federation import Federation
     from lightning_pfl.methods.sheaf_fmtl import SheafFMTL
 
-CHECK_EVERY = 10
+CHECK_EVERY = 25
 """Rounds between two estimates of the Laplacian's largest eigenvalue."""
-ITERATIONS = 20
+ITERATIONS = 10
 """Of the power method."""
 
 
