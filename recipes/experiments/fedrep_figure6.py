@@ -42,12 +42,20 @@ LINES: dict[str, tuple[type[Method], dict[str, Any], Any]] = {
 NEW_CLASSES = (5, 6, 7, 8, 9)
 ROUNDS, SAMPLES, EPOCHS = 50, 500, (1, 2, 5, 10, 20, 50)
 SMALL_ROUNDS, SMALL_EPOCHS = 1, (1, 2)
+#: A line for comparison, and one that lies on that of FedAvg.
+STYLES: dict[str, dict[str, Any]] = {
+    "untrained body": {"color": "black", "linestyle": ":"},
+    "APFL": {"linestyle": "--"},
+}
 #: Accuracies by line and number of passes, one per seed.
 Curves = dict[str, dict[int, list[float]]]
 
 NOTE = """
 The paper trains on ten letters of FEMNIST and adapts to its ten digits; it shows curves without
-numbers, FedRep far above the others.
+numbers, FedRep far above the others. It doesn't say what a new client begins with. Here that is the
+head of round 0 for FedRep, whose heads stay with the clients, and the trained model of the server
+for the methods that have one; the mean of the clients' models for LGFedAvg, whose representations
+stay with them. APFL's server has the model of FedAvg, and so the same line.
 """
 
 
