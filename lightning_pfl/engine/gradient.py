@@ -70,12 +70,13 @@ class BatchedGradient:
     def loss(self, model: Model, inputs: Inputs) -> Tensor:
         """Losses ``(clients,)`` of the minibatches as they are, without gradients."""
         with torch.no_grad():
+            losses: Tensor
             if self.transform == "grad":
-                losses: Tensor = torch.vmap(inside_gradient(self._measured))(model, inputs)
-                return losses
-            plain, dims = unbatch(model)
-            losses = torch.vmap(self._measured, in_dims=(dims, 0))(plain, inputs)
-            return losses
+                losses = torch.vmap(inside_gradient(self._measured))(model, inputs)
+            else:
+                plain, dims = unbatch(model)
+                losses = torch.vmap(self._measured, in_dims=(dims, 0))(plain, inputs)
+        return losses
 
     def _measured(self, model: Model, inputs: Inputs) -> Tensor:
         given = (inputs["data"], inputs.get("key"), self.number, inputs.get("mask"))
