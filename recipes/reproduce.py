@@ -29,6 +29,8 @@ from lightning_pfl.cli import PFLCLI, evaluated
 from recipes.results_table import print_comparison, write_readme
 
 RECIPES = Path(__file__).resolve().parent
+#: Exit status of a run whose data are nowhere (EX_UNAVAILABLE of sysexits.h).
+NO_DATA = 69
 
 
 class ProcessTimer(Callback):
@@ -164,26 +166,52 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def work(run: Run) -> None:
+    """Run in this process; leave with :data:`NO_DATA` where the source finds no data."""
+    try:
+        run.work()
+    except FileNotFoundError as error:
+        print(f"{run.recipe.name} is skipped. {error}", file=sys.stderr)
+        raise SystemExit(NO_DATA) from None
+
+
+def run_all(runs: list[Run], fresh: bool) -> tuple[list[str], list[str]]:
+    """Run what isn't done yet, whatever fails.
+
+    Returns:
+        Recipes whose data are not here, and runs that failed.
+    """
+    skipped: list[str] = []
+    failed: list[str] = []
+    for run in runs:
+        if fresh:
+            run.forget()
+        if run.recipe.name in skipped or run.is_done():
+            continue
+        try:
+            run.start()
+        except subprocess.CalledProcessError as error:
+            if error.returncode == NO_DATA:
+                skipped.append(run.recipe.name)
+            else:
+                failed.append(f"{run.recipe.name} with seed {run.seed}")
+    return skipped, failed
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run what isn't done yet, then print the comparison."""
     options = parse(arguments)
     runs = [Run(recipe, seed, options) for seed in options.seeds for recipe in options.recipes]
     if options.worker:
-        runs[0].work()
+        work(runs[0])
         return
-    failed = []
-    for run in runs:
-        if options.fresh:
-            run.forget()
-        try:
-            if not run.is_done():
-                run.start()
-        except subprocess.CalledProcessError:  # such as data that can't be downloaded here
-            failed.append(f"{run.recipe.name} with seed {run.seed}")
+    skipped, failed = run_all(runs, options.fresh)
     stored = [json.loads(path.read_text()) for path in sorted(options.results.glob("*-seed*.json"))]
     print_comparison(options.recipes, stored)
     if options.readme:
         write_readme(RECIPES, stored)
+    if skipped:
+        print(f"Skipped, as their data are not here: {', '.join(skipped)}.")
     if failed:
         raise SystemExit(f"Not run, for the reasons above: {', '.join(failed)}.")
 

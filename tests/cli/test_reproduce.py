@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipes import results_table
-from recipes.reproduce import Run, main, parse
+from recipes.reproduce import NO_DATA, ProcessTimer, Run, main, parse, work
 
 RECIPE = """# A recipe.
 method:
@@ -152,3 +152,46 @@ def test_a_run_that_fails_is_named_at_the_end_and_stops_no_other(
     with pytest.raises(SystemExit, match=r"missing.yaml with seed 0, missing.yaml with seed 1\.$"):
         main([*arguments, "--logs", folder, "--results", folder])
     assert "90.00" in capsys.readouterr().out
+
+
+def test_recipes_without_their_data_are_skipped_and_said_so(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def start(run: Run) -> None:
+        started.append(run.seed)
+        raise subprocess.CalledProcessError(NO_DATA, "recipes.reproduce")
+
+    monkeypatch.setattr(Run, "start", start)
+    folder = str(recipe.parent)
+    main([str(recipe), *("--seeds", "0", "1"), *("--logs", folder), *("--results", folder)])
+    assert started == [0]  # another seed needs the same data
+    assert "Skipped, as their data are not here: fedper.yaml." in capsys.readouterr().out
+
+
+def test_a_source_without_data_ends_the_run_with_a_status_of_its_own(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere(run: Run) -> None:
+        raise FileNotFoundError("Expected the images in one of these places")
+
+    monkeypatch.setattr(Run, "work", nowhere)
+    with pytest.raises(SystemExit) as stopped:
+        work(make_run(recipe))
+    assert stopped.value.code == NO_DATA
+    assert "fedper.yaml is skipped. Expected the images in" in capsys.readouterr().err
+
+
+def test_processor_time_goes_on_where_a_resumed_run_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 12.5, 100.0, 101.0, 103.0])
+    monkeypatch.setattr("time.process_time", lambda: next(clock))
+    trainer: Any = None
+    first, second = ProcessTimer(), ProcessTimer()
+    first.on_train_start(trainer, trainer)
+    first.on_train_epoch_end(trainer, trainer)
+    second.load_state_dict(first.state_dict())
+    second.on_train_start(trainer, trainer)
+    for expected in (2.5 + 1, 2.5 + 3):
+        second.on_train_epoch_end(trainer, trainer)
+        assert second.seconds == expected
