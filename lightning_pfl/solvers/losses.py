@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,8 @@ class ClientLosses:
     A model is the vector of all parameters, in the order of the module's ``named_parameters``.
 
     Args:
-        module: With ``per_sample``, such as a PersonalizedModule. Without dropout and BatchNorm.
+        module: With ``per_sample``, such as a PersonalizedModule; without dropout and BatchNorm.
+            It must read nothing that changes but the batch and the parameters.
         data: The clients, in memory.
         dtype: Type to compute in.
 
@@ -52,6 +54,7 @@ class ClientLosses:
                 f"{data.num_samples.tolist()}. Use `data.subset` of those that have."
             )
         self.num_clients = data.num_clients
+        self._recorded: dict[str, Callable[[Tensor], Tensor]] = {}
         self._call = _PerSample(module)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         longest = int(data.num_samples.max())
@@ -71,31 +74,28 @@ class ClientLosses:
 
     def value(self, models: Tensor) -> Tensor:
         """:math:`f_i(x_i)`, ``(clients,)``, at ``(clients, dim)``."""
-        return torch.vmap(self._loss)(models, self._batch, self._mask)
+        return self._run("value", self._loss, models)
 
     def gradient(self, models: Tensor) -> Tensor:
         r""":math:`\nabla f_i(x_i)`, ``(clients, dim)``."""
-        return self._gradient(models.detach().requires_grad_(), False)
+        return self._run("gradient", torch.func.grad(self._loss), models)
 
     def hessian(self, models: Tensor) -> Tensor:
         r""":math:`\nabla^2 f_i(x_i)`, ``(clients, dim, dim)``."""
-        x = models.detach().requires_grad_()
-        gradient = self._gradient(x, True)
-        if not gradient.requires_grad:  # linear losses
-            return x.new_zeros(*x.shape, x.shape[1])
-        # One backward pass per entry for all clients: cheaper than nested transforms.
-        rows = [
-            torch.autograd.grad(gradient[:, k].sum(), x, retain_graph=True, materialize_grads=True)[
-                0
-            ]
-            for k in range(x.shape[1])
-        ]
-        return torch.stack(rows, 1)
+        function = torch.func.jacrev(torch.func.grad(self._loss))
+        return self._run("hessian", function, models)
 
-    def _gradient(self, x: Tensor, keep: bool) -> Tensor:
-        with torch.enable_grad():
-            total = self.value(x).sum()
-        found: Tensor = torch.autograd.grad(total, x, create_graph=keep, materialize_grads=True)[0]
+    def _run(self, name: str, function: Callable[..., Tensor], models: Tensor) -> Tensor:
+        """Record the operators at the first call and replay them.
+
+        A solver calls thousands of times; Python's own work would take most of the time.
+        """
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        if name not in self._recorded:
+            batched = torch.vmap(function)
+            self._recorded[name] = make_fx(lambda x: batched(x, self._batch, self._mask))(models)
+        found: Tensor = self._recorded[name](models)
         return found
 
     def _loss(self, model: Tensor, batch: Any, mask: Tensor) -> Tensor:

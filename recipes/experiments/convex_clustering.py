@@ -40,13 +40,13 @@ from recipes.reproduce import RECIPES
 
 NAME = "convex_clustering"
 SETTINGS = ("overlap", "recovery")
-GRID = [10 ** (-4 + step / 6) for step in range(25)]
-EXTRA = [0.01, 0.05, 0.06, 0.08, 0.09, 0.12, 0.13, 0.14, 0.17, 0.2, 0.25, 0.3]
+GRID = [10 ** (-4 + step / 4) for step in range(17)]
+EXTRA = [0.003, 0.02, 0.05, 0.07, 0.09, 0.12, 0.13, 0.14, 0.17, 0.2, 0.25, 0.3]
 WEIGHTS = sorted({round(w, 6) for w in [*GRID, *EXTRA]})
 SMALL_WEIGHTS = [0.01, 0.3]
 #: Weights at which the federated methods run: of the norms, and of their squares.
 FEDERATED = {"overlap": ([0.01, 0.14], [0.001]), "recovery": ([0.14, 0.2], [0.001])}
-ROUNDS, SMALL_ROUNDS = 600, 3
+ROUNDS, SMALL_ROUNDS = 400, 3
 PENALTY = 0.3
 
 
@@ -130,7 +130,7 @@ def norms(problem: Problem, weights: list[float], iterations: int) -> list[dict[
     found: Any = problem.alone
     rows = []
     for weight in weights:
-        found = solver.solve(weight, found, iterations, tolerance=1e-7)
+        found = solver.solve(weight, found, iterations, tolerance=1e-6)
         exact = {"weight": weight, "exact_clusters": int(found.clusters.max()) + 1}
         exact |= {"value": solver.value(found.models, weight), "residual": found.residual}
         rows.append({**exact, **problem.measured(found.models)})
@@ -164,7 +164,7 @@ def federated(
     pairs = Pairs.complete(len(problem.truth))
     solver = SumOfNorms(problem.losses, pairs)
     if isinstance(method, ConvexClustering):
-        best = solver.solve(weight, problem.alone, iterations, tolerance=1e-8).models
+        best = solver.solve(weight, problem.alone, iterations, tolerance=1e-7).models
         values = [solver.value(x, weight) for x in (models, best)]
         clusters = method.clusters(run.server)
         extra = {"exact_clusters": int(clusters.max()) + 1}
@@ -184,7 +184,7 @@ def measure(options: argparse.Namespace) -> Cells:
     """Run every cell; by setting and seed."""
     plan, small = Plan(NAME, options.results), options.small
     weights, per_cluster = (SMALL_WEIGHTS, 2) if small else (WEIGHTS, 20)
-    rounds, iterations = (SMALL_ROUNDS, 100) if small else (ROUNDS, 2000)
+    rounds, iterations = (SMALL_ROUNDS, 100) if small else (ROUNDS, 1000)
     cells: Cells = {}
     for setting in SETTINGS:
         for seed in options.seeds:
