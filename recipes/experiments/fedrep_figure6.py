@@ -134,10 +134,7 @@ def draw(curves: Curves, path: Path) -> None:
     for line in ranked:
         accuracies = 100 * np.array([*curves[line].values()])
         mean = accuracies.mean(1)
-        style: dict[str, Any] = (
-            {"color": "black", "linestyle": ":"} if line == "untrained body" else {}
-        )
-        (drawn,) = axes.plot(epochs, mean, label=line, **style)
+        (drawn,) = axes.plot(epochs, mean, label=line, **STYLES.get(line, {}))
         if accuracies.shape[1] > 1:
             error = accuracies.std(1, ddof=1) / accuracies.shape[1] ** 0.5
             low, high = mean - error, mean + error
