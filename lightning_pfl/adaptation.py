@@ -17,7 +17,8 @@ from lightning_pfl.tree import Model, Tree, tmap
 if TYPE_CHECKING:
     from lightning_pfl.federation import Federation
 
-Step = Callable[[Model, Any, Local], Model]
+Step = Callable[[Model, Any, Local, Tensor], Model]
+"""One step of models on a batch; the last argument is the clients' samples, ``(clients,)``."""
 
 
 class Adaptation(Method):
@@ -29,15 +30,19 @@ class Adaptation(Method):
 
     def __init__(self, step: Step | None = None) -> None:
         super().__init__(weighting="uniform")
-        self.step = step or self.evaluation_step
+        self.step = step or (
+            lambda model, batch, local, _: self.evaluation_step(model, batch, local)
+        )
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
         """Begin with the given model."""
-        return {"model": received["model"]}
+        model: Model = received["model"]
+        device = next(iter(model.values())).device
+        return {"model": model, "samples": info.num_samples.to(device).double()}
 
     def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
         """One step."""
-        return {"model": self.step(state["model"], batch, local)}
+        return {**state, "model": self.step(state["model"], batch, local, state["samples"])}
 
     def client_final(
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo

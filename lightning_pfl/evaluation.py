@@ -74,7 +74,11 @@ def _own_models(federation: Federation, clients: Tensor) -> Model:
     phases = method.evaluation_phases()
     if not phases:
         return models
-    return adapt(federation, models, clients, phases, step=method.evaluation_step)
+
+    def step(model: Model, batch: Any, local: Any, _: Tensor) -> Model:
+        return method.evaluation_step(model, batch, local)
+
+    return adapt(federation, models, clients, phases, step=step)
 
 
 def evaluate_clients(

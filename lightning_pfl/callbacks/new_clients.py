@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -152,8 +153,8 @@ class NewClientAdaptation(FederatedCallback):
         train, test = (place(data, trainer) for data in self._data(trainer))
         federation.settings.limit_eval_batches = trainer.limit_test_batches
         module = federation.require_module()
-        step = "test_step" if is_overridden("test_step", module) else "validation_step"
-        names = self._resolved(federation)
+        evaluate = "test_step" if is_overridden("test_step", module) else "validation_step"
+        method, names = federation.method, self._resolved(federation)
         found = []
         # Models that are trained must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad(), evaluating(module):
@@ -168,9 +169,12 @@ class NewClientAdaptation(FederatedCallback):
                         # From the start each time: one optimizer for all passes, and their order
                         # of samples, so that fewer passes are the beginning of more.
                         phase = replace(phase, train=sorted(names))
-                        models = adapt(federation, begin, clients, (phase,), data, "new clients")
+                        step = partial(method.adaptation_step, federation.server)
+                        models = adapt(
+                            federation, begin, clients, (phase,), data, "new clients", step
+                        )
                     with seeded(derive(federation.seed, "evaluation", PREFIX, samples)):
-                        evaluation = federation.engine.evaluate(models, clients, test, step)
+                        evaluation = federation.engine.evaluate(models, clients, test, evaluate)
                     found.append(Adapted(samples, epochs, clients, trained_on, models, evaluation))
         return tuple(found)
 

@@ -13,7 +13,7 @@ from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, Phase
 from lightning_pfl.priors import GaussianPrior, Prior
-from lightning_pfl.tree import Model, Tree, per_client, rows, select, tmap, weighted_mean
+from lightning_pfl.tree import Model, Tree, expand, per_client, rows, select, tmap, weighted_mean
 
 PosteriorWeighting = Literal["posterior", "exact", "per_sample", "samples", "uniform"]
 DataTerm = Literal["mean", "sum"]
@@ -182,12 +182,22 @@ class FedMAP(Method):
         if local.phase == MEASURE:
             loss, count = local.loss(model, batch)
             return {**state, "loss": state["loss"] + loss * count, "count": state["count"] + count}
+        return {**state, "model": self._step(model, state["gamma"], batch, local, state["samples"])}
+
+    def _step(self, model: Model, gamma: Tree, batch: Any, local: Local, samples: Tensor) -> Model:
         grads = local.grad(model, batch)
-        pull = self.prior.theta_gradient(select(model, self.under), state["gamma"])
+        pull = self.prior.theta_gradient(select(model, self.under), gamma)
         if self.data_term == "sum":
-            pull = tmap(lambda leaf: leaf / per_client(state["samples"], leaf), pull)
+            pull = tmap(lambda leaf: leaf / per_client(samples, leaf), pull)
         both = {name: g + pull[name] if name in pull else g for name, g in grads.items()}
-        return {**state, "model": local.update(model, both)}
+        return local.update(model, both)
+
+    def adaptation_step(
+        self, server: Tree, model: Model, batch: Any, local: Local, samples: Tensor
+    ) -> Model:
+        """A new client adapts under the prior as it is now."""
+        gamma = expand(self.gamma(server), len(samples))
+        return self._step(model, gamma, batch, local, samples.clamp_min(1))
 
     def client_final(
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo

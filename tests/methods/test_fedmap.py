@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_pfl.callbacks import NewClientAdaptation
 from lightning_pfl.layout import Spec
 from lightning_pfl.methods import FedMAP, LocalOnly, PFedMe
 from lightning_pfl.priors import DiagonalGaussianPrior, GaussianPrior, LaplacePrior, Prior
@@ -353,3 +354,22 @@ def test_nothing_is_personal_and_under_the_prior(personal: Spec) -> None:
     method = FedMAP(GaussianPrior(parameters="head"), personal=personal)
     with pytest.raises(ValueError, match=r"Expected `personal` to be apart .*both have head\.bias"):
         local_round(method, plain_module(), small_clients())
+
+
+@pytest.mark.parametrize("data_term", ["mean", "sum"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_new_client_adapts_under_the_prior(engine: Any, data_term: Any) -> None:
+    """Many steps from the prior's mean m end at (a c + r m) / (a + r), r = 1 / (variance [N])."""
+    curvature, center, samples, variance = 2.0, 5.0, 4, 0.5
+    train = quadratic_clients([curvature], [center], samples)
+    adaptation = NewClientAdaptation(
+        samples=[samples], scope="all", epochs=400, clients=(train, train)
+    )
+    method = FedMAP(GaussianPrior(variance), weighting="uniform", data_term=data_term)
+    run = fit(method, q2(), QuadraticModule(lr=0.1), 1, engine, callbacks=[adaptation])
+    mean = float(run.server["model"]["w"])
+    pull = 1 / variance / (samples if data_term == "sum" else 1)
+    expected = (curvature * center + pull * mean) / (curvature + pull)
+    found = adaptation.results[0].models["w"]
+    assert found.flatten().tolist() == pytest.approx([expected], rel=1e-9)
+    assert abs(expected - center) > 0.1
