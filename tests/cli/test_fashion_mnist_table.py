@@ -1,0 +1,128 @@
+"""Small versions of Table 1 on Fashion-MNIST and of the choice of its hyper-parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from recipes.experiments import fashion_mnist_table, fashion_mnist_tuning
+from recipes.experiments.fashion_mnist_table import ROWS, SPLITS, parse, planned
+from recipes.experiments.fashion_mnist_tuning import GRIDS
+from recipes.reproduce import RECIPES, Run
+from recipes.results_table import spread
+
+MARKERS = "above\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\nbelow\n"
+
+
+def small(name: str, folder: Path, data: Path) -> list[str]:
+    """The command line of a small version that writes into ``folder`` alone."""
+    (folder / "README.md").write_text(MARKERS.format(name))
+    return [
+        *("--small", "--data-dir", str(data), "--readme", f"{folder}/README.md"),
+        *("--results", str(folder), "--logs", f"{folder}/logs"),
+    ]
+
+
+def test_the_table_runs_what_is_missing_and_shows_all_that_is_stored(
+    tmp_path: Path, fashion_mnist_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def start(run: Run) -> None:
+        started.append(run.recipe.stem)
+        run.work()
+
+    monkeypatch.setattr(Run, "start", start)
+    arguments = small("fashion_mnist_table", tmp_path, fashion_mnist_dir)
+    some = ["--splits", "100,2", "100,5", "--seeds", "0"]
+    fashion_mnist_table.main([*arguments, *some, "--methods", "FedAvg", "FedAvg + FT"])
+    # Two lines of one run at each split.
+    assert started == ["fedavg_ft_fashion_mnist"] * 2
+    own = json.loads((tmp_path / "fedavg_ft_fashion_mnist-seed0.json").read_text())
+    (line,) = (tmp_path / "fashion_mnist_table.jsonl").read_text().splitlines()
+    other = json.loads(line)["result"]
+    for name, metric in (("FedAvg", "val_acc"), ("FedAvg + FT", "ft/val_acc")):
+        here, there = (spread([o["last10"][metric]["mean"]]) for o in (own, other))
+        paper = ROWS[name].paper
+        row = f"| {name} | {here} | {paper[0]} | {there} | {paper[1]} | - | {paper[2]} |"
+        assert row in (tmp_path / "README.md").read_text()
+    assert own["last10"]["val_acc"] != other["last10"]["val_acc"]
+
+    fashion_mnist_table.main([*arguments, *some, "--methods", "FedRep"])
+    assert started[2:] == ["fedrep_fashion_mnist"] * 2
+    assert row in (tmp_path / "README.md").read_text()
+    fashion_mnist_table.main([*arguments, *some, "--methods", "FedRep", "FedAvg"])
+    assert len(started) == 4  # nothing was left to run
+
+
+def test_the_plan_has_every_method_once_for_each_seed_of_a_split() -> None:
+    cells = planned(parse([]))
+    assert len(cells) == len(set(cells))
+    for name in set(ROWS) - set(fashion_mnist_table.FIRST_SPLIT_ONLY):
+        for split, how in SPLITS.items():
+            assert [seed for n, s, seed in cells if (n, s) == (name, split)] == list(how.seeds)
+
+
+def test_more_passes_are_those_of_the_method_itself() -> None:
+    """FedRep's passes are those of its body, L2GD has as many times its own."""
+    grid = fashion_mnist_table.Grid(parse([]))
+    passes = SPLITS["1000,2"].passes
+    own = yaml.safe_load((RECIPES / "l2gd_fashion_mnist.yaml").read_text())["method"]["init_args"]
+    assert passes > 1
+    for name, expected in {
+        "FedRep": [f"--method.body_epochs={passes}"],
+        "L2GD": [f"--method.local_epochs={passes * own['local_epochs']}"],
+        "LocalOnly": [],
+    }.items():
+        extra = [part for part in grid._settings(name, "1000,2") if "method" in part]
+        assert extra == expected
+
+
+def test_the_best_setting_on_validation_data_is_shown(
+    tmp_path: Path, fashion_mnist_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    def start(run: Run) -> None:
+        seen.append(run.options.extra)
+        run.work()
+
+    monkeypatch.setattr(Run, "start", start)
+    arguments = small("fashion_mnist_tuning", tmp_path, fashion_mnist_dir)
+    fashion_mnist_tuning.main(arguments)
+    assert len(seen) == 4  # two methods, two values
+    assert all({"--data.val_split=train", "--data.val_fraction=0.2"} < set(extra) for extra in seen)
+    stored = (tmp_path / "fashion_mnist_tuning.jsonl").read_text().splitlines()
+    scores = {c["key"]: c["result"]["last10"]["val_acc"]["mean"] for c in map(json.loads, stored)}
+    best = max((k for k in scores if "MOCHA" in k), key=lambda key: scores[key])
+    text = (tmp_path / "README.md").read_text()
+    assert f"**{best.removeprefix('MOCHA ')}: {spread([scores[best]])}**" in text
+
+    monkeypatch.setattr(Run, "start", None)  # nothing is left to run
+    fashion_mnist_tuning.main(arguments)
+    assert (tmp_path / "README.md").read_text() == text
+
+
+def chosen(name: str) -> dict[str, Any]:
+    """The setting with the best stored score."""
+    path = RECIPES / "results" / "fashion_mnist_tuning.jsonl"
+    cells = [json.loads(line) for line in path.read_text().splitlines()]
+    scores = {
+        cell["key"].removeprefix(f"{name} "): cell["result"]["last10"]["val_acc"]["mean"]
+        for cell in cells
+        if cell["key"].startswith(f"{name} ")
+    }
+    best = max(scores, key=lambda key: scores[key])
+    return dict(pair.split("=") for pair in best.split(", "))
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_recipes_have_the_chosen_settings(name: str) -> None:
+    recipe = yaml.safe_load((RECIPES / f"{GRIDS[name][0]}_fashion_mnist.yaml").read_text())
+    for where, value in chosen(name).items():
+        part, argument = where.split(".")
+        assert recipe[part]["init_args"][argument] == yaml.safe_load(value)
