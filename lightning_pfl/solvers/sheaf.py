@@ -205,6 +205,9 @@ class Restrictions:
 
 # --- projections ---
 
+# A slot of all clients at a time, elementwise: batched matrix products are no faster here, and
+# round differently for another number of clients, which would show how many processes there are.
+
 
 def inside(dims: Tensor, width: int) -> Tensor:
     """Which of ``width`` rows an edge has, bool ``(..., width)``."""
@@ -224,7 +227,10 @@ def project(theta: Tensor, maps: Tensor | None, dims: Tensor, width: int) -> Ten
         ``(clients, slots, width)``, zeros from :math:`d_{ij}` on.
     """
     if maps is not None:
-        return torch.bmm(maps.flatten(1, 2), theta.unsqueeze(2)).view(maps.shape[:3])
+        found = theta.new_zeros(maps.shape[:3])
+        for slot, of_slot in enumerate(maps.unbind(1)):
+            found[:, slot] = (of_slot * theta.unsqueeze(1)).sum(2)
+        return found
     first = torch.nn.functional.pad(theta, (0, max(0, width - theta.shape[1])))[:, :width]
     kept = inside(dims.to(theta.device), width)
     return torch.where(kept, first.unsqueeze(1), torch.zeros_like(first).unsqueeze(1))
@@ -242,9 +248,12 @@ def lift(residual: Tensor, maps: Tensor | None, scalars: int) -> Tensor:
         ``(clients, scalars)``.
     """
     if maps is not None:
-        return torch.bmm(residual.flatten(1).unsqueeze(1), maps.flatten(1, 2)).squeeze(1)
-    total = residual.sum(1)
-    return torch.nn.functional.pad(total, (0, max(0, scalars - total.shape[1])))[:, :scalars]
+        total = residual.new_zeros(len(residual), scalars)
+        for of_slot, part in zip(maps.unbind(1), residual.unbind(1), strict=True):
+            total += (of_slot * part.unsqueeze(2)).sum(1)
+        return total
+    first = residual.sum(1)
+    return torch.nn.functional.pad(first, (0, max(0, scalars - first.shape[1])))[:, :scalars]
 
 
 def disagreement(ours: Tensor, theirs: Tensor, weights: Tensor) -> Tensor:
@@ -267,9 +276,7 @@ def move_maps(maps: Tensor, residual: Tensor, theta: Tensor, step: float) -> Ten
         theta: ``(clients, scalars)``.
         step: :math:`s`.
     """
-    rows = residual.flatten(1).unsqueeze(2)
-    moved = torch.baddbmm(maps.flatten(1, 2), rows, theta.unsqueeze(1), alpha=-step)
-    return moved.view(maps.shape)
+    return torch.addcmul(maps, residual.unsqueeze(3), theta[:, None, None], value=-step)
 
 
 # --- the Laplacian ---

@@ -34,7 +34,7 @@ def on_the_line(method: GTVMin) -> list[float]:
     # With curvature 1 + degree, a step of 1/4 solves the primal update exactly.
     data = quadratic_clients([1.0] * 4, LINE)
     found: list[float] = (
-        fit(method, data, QuadraticModule(lr=0.25), 80).models["w"].flatten().tolist()
+        fit(method, data, QuadraticModule(lr=0.25), 60).models["w"].flatten().tolist()
     )
     return found
 
@@ -106,7 +106,7 @@ def test_the_exact_update_solves_convex_clustering() -> None:
     points = centres.repeat(2, 1) + 0.3 * torch.randn(6, 2, generator=generator).double()
     weight = 0.3
     method = GTVMin("complete", weight, local_solver="exact")
-    run = fit(method, quadratic_clients([1.0] * 6, points), QuadraticModule(2), 100)
+    run = fit(method, quadratic_clients([1.0] * 6, points), QuadraticModule(2), 90)
     w, duals, graph = run.models["w"], run.own["duals"], run.strategy.method.graph
     torch.testing.assert_close(w + duals.sum(1), points, rtol=0, atol=1e-5)
     apart = w.unsqueeze(1) - w[graph.neighbours]
