@@ -39,7 +39,7 @@ class ClusterOracle(Method):
     (``weighting="uniform"``, with one local step).
 
     Example:
-        >>> ClusterOracle([0, 0, 1, 1]).clusters
+        >>> ClusterOracle([0, 0, 1, 1]).given_clusters
         [0, 0, 1, 1]
 
     References:
@@ -55,14 +55,14 @@ class ClusterOracle(Method):
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        self.clusters = clusters if callable(clusters) else [int(label) for label in clusters]
+        self.given_clusters = clusters if callable(clusters) else [int(label) for label in clusters]
 
     def bind(
         self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
     ) -> None:
         """Number the clusters from 0."""
         super().bind(layout, num_clients, seed, num_samples)
-        known = self.clusters
+        known = self.given_clusters
         labels = [known(k) for k in range(num_clients)] if callable(known) else known
         if len(labels) != num_clients:
             raise ValueError(
@@ -104,3 +104,13 @@ class ClusterOracle(Method):
     def global_model(self, server: Tree) -> Model | None:
         """There is none."""
         return None
+
+    def clusters(self, server: Tree) -> Tensor:
+        """Each client's cluster, int64 ``(num_clients,)``, in the order of the names."""
+        found: Tensor = self._cluster
+        return found
+
+    def settings(self) -> dict[str, str]:
+        """With the clusters, where they are given one by one."""
+        known = {} if callable(self.given_clusters) else {"clusters": repr(self.given_clusters)}
+        return {**super().settings(), **known}

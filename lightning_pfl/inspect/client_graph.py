@@ -1,0 +1,180 @@
+"""ClientGraph: who is whose neighbour."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pfl.callback import FederatedCallback
+from lightning_pfl.federation import require_federation
+from lightning_pfl.graphs import Graph
+from lightning_pfl.inspect.board import boards, new_figure, require_board, show
+from lightning_pfl.inspect.known_groups import Groups, resolve_groups
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAMED = 60
+"""Clients up to which each has its name beside it."""
+SPRINGS = 150
+"""Clients up to which distances in the picture follow those in the graph."""
+
+
+class ClientGraph(FederatedCallback):
+    """Draws the graph of a method over one, ``graph`` in TensorBoard, at the start of a fit.
+
+    Edges with larger weights are thicker and darker. Clients are coloured by known groups, or else
+    by connected component.
+
+    Args:
+        groups: Known groups: one for each client, or the number of equal blocks of clients.
+        max_clients: The first so many clients are drawn, at least 2; more can't be told apart.
+
+    Raises:
+        ValueError: If ``max_clients`` is below 2, or ``groups`` don't fit the clients.
+        MisconfigurationException: At the start of a run without TensorBoardLogger, or with a method
+            that has no graph.
+
+    Example:
+        >>> ClientGraph(groups=4).max_clients
+        300
+    """
+
+    def __init__(self, groups: Groups = None, max_clients: int = 300) -> None:
+        if max_clients < 2:
+            raise ValueError(
+                f"Expected `max_clients` to be at least 2, but got {max_clients=}. Use 300, for "
+                "example."
+            )
+        self.groups, self.max_clients = groups, max_clients
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Require a board."""
+        require_federation(trainer, self)
+        if stage == "fit":
+            require_board(trainer, self)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the graph."""
+        federation = require_federation(trainer, self)
+        graph = getattr(federation.method, "graph", None)
+        if not isinstance(graph, Graph):
+            raise MisconfigurationException(
+                "Expected a method over a graph for ClientGraph, but got "
+                f"{type(federation.method).__name__}. Use FedU, GTVMin, SheafFMTL or "
+                "HomologicalConstraints, or remove ClientGraph."
+            )
+        groups = resolve_groups(self.groups, federation.num_clients)
+        if not boards(trainer):
+            return
+        count = min(federation.num_clients, self.max_clients)
+        names = federation.client_names[:count]
+        figure = draw_graph(graph, names, None if groups is None else groups[:count])
+        show(trainer, "graph", figure, federation.rounds)
+
+
+def draw_graph(graph: Graph, names: tuple[str, ...], groups: Tensor | None = None) -> Figure:
+    """Draw the first clients of a graph and the edges between them.
+
+    Args:
+        graph: All clients.
+        names: Of the clients that are drawn, in the order of their ids.
+        groups: Known groups from 0, ``(drawn,)``, which colour them; None: connected components.
+    """
+    import networkx
+    from matplotlib import colormaps
+
+    count = len(names)
+    drawn = graph.to_networkx().subgraph(range(count))
+    if groups is None:
+        groups = _components(drawn, count)
+    places = _places(drawn)
+    edges = list(drawn.edges)
+    weights = np.array([drawn.edges[edge]["weight"] for edge in edges])
+    equal = not len(weights) or weights.min() == weights.max()
+    strength = np.full(len(weights), 0.4) if equal else weights / weights.max()
+    # Many lines on top of each other would be one black spot.
+    depth = min(0.7, 0.2 + 20 / max(len(edges), 1))
+    figure, axes = new_figure(7.0, 6.0)
+    networkx.draw_networkx_edges(
+        drawn,
+        places,
+        edges,
+        ax=axes,
+        width=list(0.4 + 1.8 * strength),
+        edge_color=[(0.0, 0.0, 0.0, depth * (0.4 + 0.6 * share)) for share in strength],
+    )
+    palette = colormaps["tab10"]
+    networkx.draw_networkx_nodes(
+        drawn,
+        places,
+        range(count),
+        ax=axes,
+        node_size=260 if count <= NAMED else max(12, 9000 // count),
+        node_color=[palette(group % 10) for group in groups.tolist()],
+    )
+    if count <= NAMED:
+        labels = dict(enumerate(names))
+        networkx.draw_networkx_labels(drawn, places, labels, ax=axes, font_size=8)
+    axes.set_axis_off()
+    axes.set_title(_title(graph, count))
+    return figure
+
+
+def _components(drawn: Any, count: int) -> Tensor:
+    import networkx
+
+    found = torch.zeros(count, dtype=torch.int64)
+    for number, members in enumerate(networkx.connected_components(drawn)):
+        found[list(members)] = number
+    return found
+
+
+def _places(drawn: Any) -> dict[int, np.ndarray]:
+    """Where the clients are: the components beside each other, the largest first."""
+    import networkx
+
+    parts = [drawn.subgraph(part) for part in networkx.connected_components(drawn)]
+    width = max(np.sqrt(1.5 * len(drawn)), *(np.sqrt(len(part)) for part in parts), 1.0)
+    found: dict[int, np.ndarray] = {}
+    left = bottom = height = 0.0
+    for part in sorted(parts, key=len, reverse=True):
+        side = float(np.sqrt(len(part)))
+        if left > 0 and left + side > width:
+            left, bottom, height = 0.0, bottom - height, 0.0
+        height = max(height, 1.2 * side)
+        corner = np.array([left + side / 2, bottom - side / 2])
+        for client, place in _layout(part).items():
+            found[client] = corner + 0.5 * side * np.asarray(place)
+        left += 1.2 * side
+    return found
+
+
+def _layout(part: Any) -> Any:
+    """A connected graph in a square from -1 to 1: on a circle if dense, else by distances in it."""
+    import networkx
+
+    count = len(part)
+    if count == 1:
+        return dict.fromkeys(part, np.zeros(2))
+    if 4 * part.number_of_edges() > count * (count - 1):
+        return networkx.circular_layout(part)
+    if count <= SPRINGS:
+        return networkx.kamada_kawai_layout(part, weight=None)
+    return networkx.spring_layout(part, seed=0, weight=None)
+
+
+def _title(graph: Graph, count: int) -> str:
+    neighbours = graph.mask.sum(1)
+    few, many = (int(neighbours.min()), int(neighbours.max())) if len(graph) else (0, 0)
+    parts = "1 component" if graph.components == 1 else f"{graph.components} components"
+    each = f"{few}" if few == many else f"{few} to {many}"
+    first = "" if count == len(graph) else f"the first {count} of "
+    return (
+        f"{first}{len(graph)} clients with {each} neighbours: {graph.edges.shape[1]} edges, {parts}"
+    )

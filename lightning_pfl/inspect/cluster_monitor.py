@@ -1,0 +1,220 @@
+"""ClusterMonitor: who is in whose cluster, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.federation import require_federation
+from lightning_pfl.inspect.board import (
+    boards,
+    check_every,
+    new_figure,
+    require_board,
+    show,
+    whole_numbers,
+)
+from lightning_pfl.inspect.known_groups import Groups, resolve_groups
+from lightning_pfl.metrics import adjusted_rand_index
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = 20
+"""Clusters that have a colour of their own; further ones share them."""
+
+
+class ClusterMonitor(FederatedCallback):
+    """Shows the clusters of a method that forms some, such as CFL, IFCA or ConvexClustering.
+
+    Logs, once a round and to every logger, ``clusters/number`` and, where the groups are known,
+    ``clusters/ari``: the adjusted Rand index, 1 for the groups themselves and about 0 for chance.
+    Clients whose cluster isn't known yet don't count. TensorBoard also gets the picture
+    ``clusters``: clients against rounds, coloured by cluster, in every ``every_n_rounds`` th round
+    and after the last one. A cluster keeps its colour as long as it keeps most of its clients.
+
+    Args:
+        groups: Known groups, to compare with: one for each client, or the number of equal blocks
+            of clients. The picture then lists the clients group by group.
+        every_n_rounds: Rounds between pictures, at least 1.
+
+    Raises:
+        ValueError: If ``every_n_rounds`` is below 1, or ``groups`` don't fit the clients.
+        MisconfigurationException: At the start of a run with a method that forms no clusters.
+
+    Example:
+        >>> ClusterMonitor(groups=4).groups
+        4
+    """
+
+    def __init__(self, groups: Groups = None, every_n_rounds: int = 10) -> None:
+        check_every(every_n_rounds)
+        self.groups, self.every_n_rounds = groups, every_n_rounds
+        self.rounds: dict[int, Tensor] = {}
+        """Each client's cluster, int64 ``(clients,)``, after the rounds in which it changed."""
+        self._last = self._drawn = -1
+        self._values: dict[str, float] = {}
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the rounds of another fit."""
+        require_federation(trainer, self)
+        if stage == "fit":
+            self.rounds, self._values, self._last, self._drawn = {}, {}, -1, -1
+            if boards(trainer):
+                require_board(trainer, self)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Require a method with clusters, and groups that fit."""
+        federation = require_federation(trainer, self)
+        if not callable(getattr(federation.method, "clusters", None)):
+            raise MisconfigurationException(
+                "Expected a method that forms clusters for ClusterMonitor, but got "
+                f"{type(federation.method).__name__}. Use CFL, IFCA, ClusterOracle or "
+                "ConvexClustering, or remove ClusterMonitor."
+            )
+        resolve_groups(self.groups, federation.num_clients)
+
+    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """Look at the clusters."""
+        federation = require_federation(trainer, self)
+        method: Any = federation.method
+        found: Tensor = method.clusters(federation.server).cpu()
+        before = self.rounds.get(max(self.rounds, default=-1))
+        if before is None or not torch.equal(before, found):
+            self.rounds[round.number] = found
+        self._last = round.number
+        known = found >= 0
+        self._values = {"clusters/number": float(len(found[known].unique()))}
+        groups = resolve_groups(self.groups, federation.num_clients)
+        if groups is not None and known.any():
+            self._values["clusters/ari"] = adjusted_rand_index(found[known], groups[known])
+        if (round.number + 1) % self.every_n_rounds == 0:
+            self._draw(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the round's values."""
+        pl_module.log_dict(self._values, on_step=False, on_epoch=True, batch_size=1)
+        self._values = {}
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the last round, if it wasn't."""
+        self._draw(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rounds so far, for a run that is resumed."""
+        return {"rounds": dict(self.rounds), "last": self._last, "values": dict(self._values)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the rounds of the checkpoint."""
+        self.rounds, self._last = dict(state_dict["rounds"]), state_dict["last"]
+        self._values = dict(state_dict["values"])
+
+    def _draw(self, trainer: Any) -> None:
+        if self._last == self._drawn or not boards(trainer) or not self.rounds:
+            return
+        self._drawn = self._last
+        groups = resolve_groups(self.groups, require_federation(trainer, self).num_clients)
+        show(trainer, "clusters", draw_clusters(self.rounds, self._last, groups), self._last)
+
+
+def recoloured(history: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The same clusters, numbered so that one that keeps most of its clients keeps its number.
+
+    From each round to the next the numbers are matched so that as many clients as possible keep
+    theirs; a new cluster gets the smallest number that isn't in use.
+
+    Args:
+        history: Each client's cluster by round, int64 ``(clients,)``; -1 where it isn't known.
+
+    Example:
+        >>> recoloured({0: torch.tensor([0, 0, 1, 1]), 1: torch.tensor([0, 1, 2, 2])})
+        {0: tensor([0, 0, 1, 1]), 1: tensor([0, 2, 1, 1])}
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    found: dict[int, Tensor] = {}
+    before: Tensor | None = None
+    for number in sorted(history):
+        labels = history[number]
+        names, at = labels.unique(return_inverse=True)
+        new = torch.full((len(names),), -1)
+        if before is not None:
+            old, where = before.unique(return_inverse=True)
+            shared = torch.zeros(len(names), len(old), dtype=torch.int64)
+            shared.index_put_((at, where), torch.ones_like(at), accumulate=True)
+            shared[names < 0], shared[:, old < 0] = 0, 0
+            for row, column in zip(*linear_sum_assignment(-shared.numpy()), strict=True):
+                if shared[row, column] > 0:
+                    new[row] = old[column]
+        # Numbers from 0 that no matched cluster has, for the others in their order.
+        waiting = (names >= 0) & (new < 0)
+        free = [color for color in range(len(names)) if color not in new.tolist()]
+        new[waiting] = torch.tensor(free[: int(waiting.sum())], dtype=torch.int64)
+        before = new[at]
+        found[number] = before
+    return found
+
+
+def draw_clusters(history: Mapping[int, Tensor], last: int, groups: Tensor | None = None) -> Figure:
+    """Draw each client's cluster against the rounds; grey where it isn't known.
+
+    Args:
+        history: Each client's cluster after the rounds in which one changed, ``(clients,)``.
+        last: The last round.
+        groups: Known groups ``(clients,)``, by which the clients are sorted.
+    """
+    colored, first = recoloured(history), min(history)
+    columns, current = [], colored[first]
+    for number in range(first, last + 1):
+        current = colored.get(number, current)
+        columns.append(current)
+    matrix = torch.stack(columns, 1)
+    order = torch.arange(len(matrix)) if groups is None else groups.argsort(stable=True)
+    figure, axes = new_figure(8.0, 5.0)
+    axes.imshow(
+        _colors(matrix[order].numpy()),
+        aspect="auto",
+        interpolation="nearest",
+        # Half a cell on each side, so that cells are centred on their round and client.
+        extent=(first - 0.5, last + 0.5, len(matrix) - 0.5, -0.5),
+    )
+    whole_numbers(axes.xaxis)
+    whole_numbers(axes.yaxis)
+    if groups is not None:
+        _mark_groups(axes, groups[order].numpy())
+    number = len(matrix[:, -1][matrix[:, -1] >= 0].unique())
+    axes.set(xlabel="round", ylabel="client")
+    axes.set_title(f"clusters: {number} after round {last}" + (", grey: unknown" * bool(
+        (matrix < 0).any())))  # fmt: skip
+    return figure
+
+
+def _colors(matrix: np.ndarray) -> np.ndarray:
+    """A colour for each entry, ``(..., 3)``; light grey for -1."""
+    from matplotlib import colormaps
+
+    # The strong half of the colours first, so that neighbours in number are easy to tell apart.
+    table = np.asarray([colormaps["tab20"](color)[:3] for color in range(COLORS)])
+    table = np.concatenate([table[::2], table[1::2]])
+    painted: np.ndarray = np.where(
+        matrix[..., None] < 0, np.full(3, 0.9), table[matrix.clip(0) % COLORS]
+    )
+    return painted
+
+
+def _mark_groups(axes: Axes, groups: np.ndarray) -> None:
+    """Lines between groups that follow each other, and their numbers in place of the clients'."""
+    ends = np.flatnonzero(np.diff(groups)) + 0.5
+    axes.hlines(ends, *axes.get_xlim(), color="white", linewidth=2)
+    borders = np.concatenate([[-0.5], ends, [len(groups) - 0.5]])
+    axes.set_yticks((borders[1:] + borders[:-1]) / 2, [f"group {g}" for g in np.unique(groups)])
