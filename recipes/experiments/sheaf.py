@@ -51,10 +51,10 @@ Cell = tuple[str, Settings]
 # --- the two federations ---
 
 
-def rotated(seed: int, lr: float) -> tuple[MLP, tuple[Any, Any, Any]]:
+def rotated(seed: int, lr: float, data_dir: str) -> tuple[MLP, tuple[Any, Any, Any]]:
     """Small clients of Fashion-MNIST in four rotations; 1350 further samples each to choose by."""
     data = FederatedDataModule(
-        FashionMNIST(),
+        FashionMNIST(data_dir),
         FeatureSkew("rotate90"),
         CLIENTS,
         val_fraction=0.9,
@@ -66,7 +66,7 @@ def rotated(seed: int, lr: float) -> tuple[MLP, tuple[Any, Any, Any]]:
     return MLP([49, 16, 10], pool=4, lr=lr, **PLAIN), loaders
 
 
-def partly_seen(seed: int, lr: float) -> tuple[ClientModules, tuple[Any, Any, Any]]:
+def partly_seen(seed: int, lr: float, data_dir: str) -> tuple[ClientModules, tuple[Any, Any, Any]]:
     """Clients of the digits that see 24, 32 or 40 random pixels each; 45 training samples each."""
     source = Digits().load()
     x, y = source.fields[0].flatten(1), source.fields[1]
@@ -89,7 +89,7 @@ def size_of(client: int) -> int:
     return FEATURES[client // CLIENTS_PER_SIZE]
 
 
-PROBLEMS: dict[str, Callable[[int, float], tuple[Any, tuple[Any, Any, Any]]]] = {
+PROBLEMS: dict[str, Callable[[int, float, str], tuple[Any, tuple[Any, Any, Any]]]] = {
     "features": partly_seen,
     "rotated": rotated,
 }
@@ -130,12 +130,12 @@ def grid(problem: str, lr: float, small: bool) -> dict[str, list[Settings]]:
 # --- the runs ---
 
 
-def run(problem: str, cell: Cell, seed: int, rounds: int) -> dict[str, Any]:
+def run(problem: str, cell: Cell, seed: int, rounds: int, data_dir: str) -> dict[str, Any]:
     """Train; accuracies on validation and test data at the end, and what was sent."""
     name, settings = cell
     L.seed_everything(seed, verbose=False)
     torch.set_num_threads(1)
-    module, (train, val, test) = PROBLEMS[problem](seed, settings["lr"])
+    module, (train, val, test) = PROBLEMS[problem](seed, settings["lr"], data_dir)
     trainer: Any = L.Trainer(
         max_epochs=rounds,
         strategy=FederatedStrategy(make(name, settings), seed=seed),
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         name, given = cell
         shown = " ".join(f"{key}={value}" for key, value in given.items())
         settings = {"problem": problem, "method": name, "seed": seed, "rounds": rounds, **given}
-        work = partial(run, problem, cell, seed, rounds)
+        work = partial(run, problem, cell, seed, rounds, options.data_dir)
         found: dict[str, Any] = plan.cell(f"{problem} {name} {shown} {seed}", settings, work)
         return found
 
@@ -243,6 +243,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sheaf-FMTL beside dFedU and LocalOnly")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--small", action="store_true", help="Two rounds, one setting a method.")
+    parser.add_argument("--data-dir", default="data", help="Where Fashion-MNIST is.")
     parser.add_argument("--results", type=Path, default=RECIPES / "results")
     parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
     return parser.parse_args(arguments)
