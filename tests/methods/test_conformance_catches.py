@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.methods.base import Local, Method
+from lightning_pfl.methods.base import Local, Method, Phase
 from lightning_pfl.testing import conformance
 from lightning_pfl.testing.conformance import Problem
-from lightning_pfl.tree import Model, Tree, select, tmap
+from lightning_pfl.tree import Model, Tree, rows, select, tmap, weighted_mean
 
 
 class MixesClients(Method):
@@ -98,6 +99,109 @@ class IgnoresTheSeed(Method):
         return state
 
 
+class RemembersClients(Method):
+    """The server keeps every client's last model and sends each its own; nothing is wrong yet."""
+
+    client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
+
+    def init_server(self, model: Model) -> Tree:
+        return {"models": tmap(lambda leaf: torch.stack([leaf] * self.num_clients), model)}
+
+    def download(self, server: Tree, info: ClientInfo) -> Tree:
+        return {}
+
+    def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
+        return {"model": rows(server["models"], info.index)}
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        store = self.places(info)
+        return {
+            "models": tmap(
+                lambda old, new: old.index_copy(0, store, new), server["models"], uploads["model"]
+            )
+        }
+
+    def places(self, info: ClientInfo) -> torch.Tensor:
+        return info.index
+
+    def global_model(self, server: Tree) -> Model | None:
+        return None
+
+
+class StoresByPosition(RemembersClients):
+    """Takes the position in the cohort for the client's number."""
+
+    def places(self, info: ClientInfo) -> torch.Tensor:
+        return torch.arange(len(info.index))
+
+
+class SendsTheFirstRow(RemembersClients):
+    """Everybody gets what belongs to client 0."""
+
+    def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
+        return {"model": rows(server["models"], torch.zeros_like(info.index))}
+
+
+class HidesItsClients(RemembersClients):
+    """Doesn't say that its server knows clients one by one."""
+
+    client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
+
+
+class WritesToItsRow(RemembersClients):
+    """Moves what was sent to the client alone, at the end of its round."""
+
+    def client_final(self, received: Tree, own: Tree, state: Tree, info: ClientInfo) -> Any:
+        received["model"]["head.bias"].add_(1.0)
+        return super().client_final(received, own, state, info)
+
+
+class SpeaksOfSomethingElse(Method):
+    """Silent in every other round, and then it sends another kind of thing."""
+
+    def client_final(self, received: Tree, own: Tree, state: Tree, info: ClientInfo) -> Any:
+        upload, own = super().client_final(received, own, state, info)
+        if info.round % 2:
+            return {}, own
+        return (upload if info.round else {"model": select(upload["model"], ["head.bias"])}), own
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        moved = weighted_mean(uploads["model"], info.weights) if uploads else {}
+        return {"model": {**server["model"], **moved}}
+
+
+class SaysThatItSendsMore(Method):
+    """Counts bytes that its trees don't hold."""
+
+    def upload_nbytes(self, uploads: Tree, info: ClientInfo) -> torch.Tensor | None:
+        return torch.full((len(info),), 10**6)
+
+
+class NeverTrains(Method):
+    """No round has a step."""
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        return ()
+
+
+class TrainsOnce(Method):
+    """Rests after the first round."""
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        return () if round else super().phases(round)
+
+
+class Ascends(Method):
+    """Steps up the gradient in the rounds in which it trains at all."""
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        return () if round % 2 else super().phases(round)
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        up = tmap(lambda leaf: -10 * leaf, local.grad(state["model"], batch))
+        return {**state, "model": local.update(state["model"], up)}
+
+
 CASES: list[tuple[type[Method], Callable[..., None]]] = [
     (MixesClients, conformance.check_engines_agree),
     (DependsOnTheOrder, conformance.check_relabelling_permutes_the_result),
@@ -107,6 +211,15 @@ CASES: list[tuple[type[Method], Callable[..., None]]] = [
     (HidesState, conformance.check_resume_is_exact),
     (ChangesTypes, conformance.check_types_and_shapes_are_stable),
     (IgnoresTheSeed, conformance.check_seed_decides),
+    (StoresByPosition, conformance.check_relabelling_permutes_the_result),
+    (SendsTheFirstRow, conformance.check_relabelling_permutes_the_result),
+    (HidesItsClients, conformance.check_relabelling_permutes_the_result),
+    (WritesToItsRow, conformance.check_received_is_not_changed),
+    (SpeaksOfSomethingElse, conformance.check_upload_is_what_the_method_declares),
+    (SaysThatItSendsMore, conformance.check_upload_is_what_the_method_declares),
+    (NeverTrains, conformance.check_trains_through_the_trainer),
+    (TrainsOnce, conformance.check_trains_through_the_trainer),
+    (Ascends, conformance.check_trains_through_the_trainer),
 ]
 
 
@@ -114,5 +227,15 @@ CASES: list[tuple[type[Method], Callable[..., None]]] = [
 def test_a_wrong_method_is_caught(
     method: type[Method], check: Callable[..., None], tmp_path: Path
 ) -> None:
+    # The vectorized engine works on a copy of rows, so that writing to them harms nobody there.
+    engine = "sequential" if method is WritesToItsRow else "vectorized"
     with pytest.raises(AssertionError):
-        check(method, Problem(folder=tmp_path))
+        check(method, Problem(engine, tmp_path))
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
+def test_the_method_beneath_the_wrong_ones_is_right(
+    check: Callable[..., None], tmp_path: Path
+) -> None:
+    """So that what is caught above is the fault and nothing else."""
+    check(RemembersClients, Problem(folder=tmp_path))
