@@ -107,8 +107,14 @@ class Run:
     def work(self) -> None:
         """Train, test every client, and store what the table needs."""
         timer, processor = Timer(), ProcessTimer()  # count on when a run resumes
+        resumed = self.was_begun()
         cli = PFLCLI(self.arguments(), extra_callbacks=[timer, processor])
         fitted = evaluated(cli.trainer.callback_metrics)
+        if resumed and not any(name.startswith("last10/") for name in fitted):
+            # Stopped between its last round and its outcome: no round is left that would evaluate.
+            self.forget()
+            self.work()
+            return
         rounds = cli.trainer.current_epoch
         cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
         device = cli.trainer.strategy.root_device.type

@@ -26,24 +26,25 @@ GRIDS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
         "scaffold",
         {"method.server_lr": (0.1, 1.0), "model.momentum": (0.0, 0.5)},
     ),
-    "PerFedAvg": ("per_fedavg", {"method.inner_lr": (0.01, 0.03, 0.1)}),
+    "PerFedAvg": ("per_fedavg", {"method.inner_lr": (0.003, 0.01, 0.03, 0.1)}),
     "Ditto": ("ditto", {"method.prox_weight": (0.01, 0.1, 1.0)}),
     "APFL": ("apfl", {"method.mixing": (0.25, 0.5, 0.75)}),
     # As many expected passes in each: one epoch in nine of ten rounds, or two in every other. The
-    # weights move a client by about a tenth or half of its distance to the mean.
+    # weights move a client by a tenth, half or nearly all of its distance to the mean.
     "L2GD": (
         "l2gd",
         {
             "method.aggregation_probability,method.local_epochs,method.mixing_weight": (
                 (0.1, 1, 1.0),
                 (0.1, 1, 5.0),
+                (0.1, 1, 10.0),
                 (0.5, 2, 10.0),
                 (0.5, 2, 50.0),
             )
         },
     ),
     "FedMTL": ("fedmtl", {"method.regularization": (0.0001, 0.001, 0.01)}),
-    "MOCHA": ("mocha", {"method.regularization": (0.0001, 0.001, 0.01, 0.1)}),
+    "MOCHA": ("mocha", {"method.regularization": (0.00001, 0.0001, 0.001, 0.01, 0.1)}),
     "PFedMe": (
         "pfedme",
         {"method.moreau_weight": (1.0, 15.0), "method.inner_lr": (0.01, 0.05)},

@@ -125,4 +125,4 @@ def test_recipes_have_the_chosen_settings(name: str) -> None:
     recipe = yaml.safe_load((RECIPES / f"{GRIDS[name][0]}_fashion_mnist.yaml").read_text())
     for where, value in chosen(name).items():
         part, argument = where.split(".")
-        assert recipe[part]["init_args"][argument] == yaml.safe_load(value)
+        assert recipe[part]["init_args"][argument] == float(value)

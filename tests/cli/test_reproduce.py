@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipes import results_table
-from recipes.reproduce import NO_DATA, ProcessTimer, Run, main, parse, work
+from recipes.reproduce import NO_DATA, RECIPES, ProcessTimer, Run, main, parse, work
 
 RECIPE = """# A recipe.
 method:
@@ -195,3 +195,26 @@ def test_processor_time_goes_on_where_a_resumed_run_began(monkeypatch: pytest.Mo
     for expected in (2.5 + 1, 2.5 + 3):
         second.on_train_epoch_end(trainer, trainer)
         assert second.seconds == expected
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_run_that_was_stopped_after_its_last_round_has_the_same_outcome(
+    tmp_path: Path, fashion_mnist_dir: Path
+) -> None:
+    """No round is left that would evaluate anything."""
+    options = parse(
+        [
+            *(str(RECIPES / "fedper_fashion_mnist.yaml"), "--trainer.max_epochs=10"),
+            *("--logs", str(tmp_path), "--results", str(tmp_path)),
+            f"--data.source.data_dir={fashion_mnist_dir}",
+        ]
+    )
+    run = Run(options.recipes[0], 0, options)
+    run.work()
+    assert run.was_begun()
+    expected = json.loads(run.outcome.read_text())
+    run.outcome.unlink()
+    run.work()
+    for part in ("last10", "test", "rounds"):
+        assert json.loads(run.outcome.read_text())[part] == expected[part]
+    assert expected["last10"]["val_acc"]["mean"] > 0
