@@ -111,7 +111,7 @@ def make(name: str, settings: Settings) -> Method:
 
 def grid(problem: str, lr: float, small: bool) -> dict[str, list[Settings]]:
     """The settings that are tried, by method; the learning rate is LocalOnly's best."""
-    strengths = (0.01, 0.1, 1.0)
+    strengths = (0.01, 0.1, 1.0) if problem == "features" else (0.01, 0.1)
     sheaf = [
         {"lr": lr, "regularization": strength, "map_lr": map_lr, "edge_dim_ratio": 0.1}
         for strength in strengths
