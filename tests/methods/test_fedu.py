@@ -130,7 +130,8 @@ def fixed_point(lr: float, eta: float, factor: float) -> Tensor:
     """Where a step on (w - a)^2 / 2 and the combination cancel, on the complete graph."""
     eye = torch.eye(4, dtype=torch.float64)
     mix = eye - lr * eta * factor * (4 * eye - 1)
-    return torch.linalg.solve(eye - (1 - lr) * mix, lr * mix @ L4)
+    point: Tensor = torch.linalg.solve(eye - (1 - lr) * mix, lr * mix @ L4)
+    return point
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
