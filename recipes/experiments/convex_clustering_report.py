@@ -21,7 +21,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "local": {"color": "tab:gray", "linestyle": "--", "label": "local"},
     "global": {"color": "black", "linestyle": ":", "label": "global"},
     "oracle": {"color": "tab:green", "linestyle": "-.", "label": "oracle"},
-    "norms": {"color": "tab:blue", "marker": "o", "label": "sum of norms (ConvexClustering)"},
+    "norms": {"color": "tab:blue", "marker": "o", "label": "ConvexClustering"},
     "squares": {"color": "tab:orange", "marker": "s", "label": "SquaredPenalty"},
 }
 SMALLEST = 1e-6
@@ -60,14 +60,36 @@ def draw(cells: Cells, value: str, label: str, path: Path) -> None:
             if value == "accuracy" or row[value] > SMALLEST:
                 axes.axhline(shown(row, value), **STYLES[name])
         if interval := cell["bounds"]["interval"]:
-            axes.axvspan(*interval, color="tab:blue", alpha=0.15, label="promised by the theorems")
+            axes.axvspan(*interval, color="tab:blue", alpha=0.15, label="theorems 1 and 2")
         axes.set(xscale="log", xlabel="weight over unordered pairs", ylabel=label)
+        axes.set_title(TITLES[setting], fontsize=10)
         if value != "accuracy":
             axes.set_yscale("log")
-        axes.set_title(TITLES[setting], fontsize=10)
+            axes.text(1e-4, 1.3 * SMALLEST, "zero", fontsize=8)
         axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    if value == "accuracy":
+        magnify(axes, cell)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=6, loc="outside lower center")
     figure.savefig(path)
+
+
+def magnify(axes: Any, cell: Cell) -> None:
+    """What lies between local training and the best, which the fall to one model makes small."""
+    inset = axes.inset_axes((0.12, 0.14, 0.6, 0.55))
+    for name in ("norms", "squares"):
+        at = [row["weight"] for row in cell[name]]
+        inset.plot(at, [shown(r, "accuracy") for r in cell[name]], **STYLES[name], markersize=2)
+    for name in ("local", "oracle"):
+        inset.axhline(shown(cell["reference"][name], "accuracy"), **STYLES[name])
+    low = shown(cell["reference"]["local"], "accuracy")
+    high = max(
+        shown(best(cell["norms"]), "accuracy"), shown(cell["reference"]["oracle"], "accuracy")
+    )
+    room = max((high - low) / 8, 0.1)
+    inset.set(xscale="log", ylim=(low - room, high + room))
+    inset.tick_params(labelsize=7)
+    inset.grid(alpha=0.3)
 
 
 def shown(row: Cell, value: str) -> float:
@@ -156,11 +178,11 @@ def section(cells: Cells) -> str:
     seeds = ", ".join(str(seed) for seed in next(iter(cells.values())))
     return f"""
 **Accuracy and distance against the weight (convex clustering, Figures 1 and 2)**: 60 clients of
-three clusters, 10 samples each, squared hinge loss, seeds {seeds}. Test accuracy in percent, mean
-over clients, each on all test samples of its cluster; at the best weight of a grid for the two
-penalties, which is what the paper reports too: no validation data choose it. Weights are over
-unordered pairs. Several numbers are of the seeds in turn; models count as equal within a thousandth
-of their median length.
+three clusters, 10 samples each, squared hinge loss, seed {seeds}. Test accuracy in percent, mean
+over clients, each on all test samples of its cluster. The two penalties are shown at the weight that
+is best on these same test samples, as in the paper: an upper bound, not an estimate. Weights are
+over unordered pairs. Several numbers are of the seeds in turn; models count as equal within a
+thousandth of their median length.
 
 {table(cells)}
 
@@ -184,7 +206,13 @@ The sweep is solved directly. The federated methods, in the Trainer, with all bl
 
 
 NOTE = """
-The paper's ellipses are not published: these are ours. It reports 86.8 for the sum of norms and
-86.6 for the squared penalty at their best weights, and its three clusters for weights in (0.0892,
-0.0919) of one draw.
+Beside the paper: its ellipses are not published, these are ours, so only the shape can be compared.
+It reports 86.8 for the sum of norms and 86.6 for the squared penalty at their best weights, nearly
+a tie as here, both above the local and the global models. It finds three clusters for weights in
+(0.0892, 0.0919) of one draw; here the overlapping clusters are found at no weight, and the far ones
+on an interval that is wider than the theorems promise. Its Figure 2 has the sum of norms more
+compact at every weight; here, at the same weight, that holds from 0.01 (overlapping) and 0.004
+(far) on. As in the paper the sum of norms ends in exactly one model and the squared penalty does
+not. Up to a weight of 0.0006 the direct solver stopped at its limit of iterations, with a
+residual up to 0.01.
 """
