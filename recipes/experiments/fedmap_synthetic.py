@@ -38,9 +38,18 @@ EPOCHS, ROUNDS, BATCH, EVERY = 5, 20, 64, 5
 TUNING = (100,)
 NUISANCE = 9.0
 LR = ({"lr": 1e-3}, {"lr": 3e-3})
-DECAY = ({"lr": 1e-3, "weight_decay": 3e-3}, {"lr": 1e-3, "weight_decay": 1e-2})
+DECAY = ({"lr": 3e-3, "weight_decay": 3e-3}, {"lr": 3e-3, "weight_decay": 1e-2})
 PAPER_VARIANCE = 15.0
-PROTOCOL = "**Synthetic data (FedMAP, Tables 1, 5 and 6)**, ten clients, perceptron 30-32-16-1."
+PROTOCOL = """
+**Synthetic data with skew (FedMAP, Tables 1, 5 and 6)**: ten clients, perceptron 30-32-16-1,
+nuisance variance 9 as in the authors' code (2 in their text). Balanced accuracy in percent on the
+30 % of its samples that a client doesn't train on: mean ± standard deviation over {seeds} seeds,
+each with new data and a new network, the same for all lines. In parentheses the paper's mean over
+ten runs. Adam, minibatches of 64, 5 local epochs a round, at most 20 rounds, for every line:
+Individual too passes over its data up to 100 times. The step size, the prior's variance, the
+proximal weight and the number of rounds are those with the best mean on one more draw of the data
+(seed 100), which no reported number uses.
+"""
 
 
 def fedmap(variance: float) -> Method:
@@ -68,6 +77,9 @@ LINES: dict[str, tuple[Callable[..., Method], Line]] = {
         Line(tuple({**decay, "variance": v} for decay in DECAY for v in (PAPER_VARIANCE, 60.0))),
     ),
 }
+
+#: Lines beyond the paper, with seeds of their own.
+DECAYED = ("Individual + decay", "FedMAP + decay")
 
 
 class Recorder(L.Callback):
@@ -159,9 +171,11 @@ def measure(options: argparse.Namespace) -> tuple[Choices, Found, dict[str, Curv
         for scenario in SCENARIOS:
             choices[scenario][line] = choose(plan, line, scenario, options)
     found: Found = {scenario: {line: [] for line in lines} for scenario in SCENARIOS}
-    for seed in options.seeds:
+    for seed in sorted({*options.seeds, *options.decay_seeds}):
         for scenario in SCENARIOS:
             for line in lines:
+                if seed not in (options.decay_seeds if line in DECAYED else options.seeds):
+                    continue
                 chosen = choices[scenario][line]
                 curve = run(plan, line, chosen, scenario, seed, options)
                 found[scenario][line].append(curve[str(chosen["rounds"])])
@@ -179,6 +193,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Tables 1, 5 and 6 of the FedMAP paper")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
+    parser.add_argument("--decay-seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--lines", nargs="+", choices=[*LINES], help="Only these lines.")
     parser.add_argument("--small", action="store_true", help="Tiny clients, two rounds.")
     parser.add_argument("--results", type=Path, default=RECIPES / "results")
@@ -193,7 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
     choices, found, curves = measure(options)
     draw(curves, EPOCHS, options.figures / "fedmap_synthetic.png")
     grids = {line: LINES[line][1].grid for line in choices[SCENARIOS[0]]}
-    text = section(choices, found, grids, PROTOCOL.format(seeds=len(options.seeds)))
+    text = section(choices, found, grids, PROTOCOL.strip().format(seeds=len(options.seeds)))
     Plan("fedmap_synthetic", options.results).write_section(text, options.readme)
 
 

@@ -57,9 +57,31 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
         "FedAvg": (66.45, 70.22, 71.08, 68.82, 62.76, 53.96, 55.02, 46.33, 61.03, 59.73),
     },
 }
+#: Groups of clients; the last five are the skewed ones where there are such.
+GROUPS = {"1 to 5": [*range(5)], "6 to 10": [*range(5, 10)], "**mean**": [*range(10)]}
 #: Differences that are shown.
 GAINS = (("FedMAP", "Individual"), ("FedMAP + decay", "Individual + decay"))
-NOTE = ""
+#: How a line is called in the tables.
+NAMES = {"FedBN": "FedBN (network with BatchNorm)"}
+NOTE = """
+The figure shows the draw that settings were chosen on.
+
+*Label skew* is as in the paper: FedMAP is within a point of its mean, and gains at the skewed
+clients alone. *Feature and quantity skew* are not: FedMAP and Individual differ by less than the
+spread over seeds, where the paper has FedMAP ahead by 2.5 and 4.0 points. FedMAP is better here
+than in the paper by some 2 points, Individual by 5 and 6. The paper doesn't say how long Individual
+trained. With a step size of 0.001 it passes the paper's means of Tables 5 and 6 within 50 epochs;
+FedMAP with variance 15 passes its own within 100. At the step size and length chosen here, variance
+15 does as well as the chosen one under label and feature skew, and loses about a point to
+Individual under quantity skew, where it holds back the large clients.
+
+The global methods are far below, as in the paper: every client has an affine map of its own. FedBN
+is the only line whose network has BatchNorm; the network of the paper's Table 3 has none, with
+which FedBN is FedAvg exactly. FedProx is best with the smallest weight. Deviations are larger than
+the paper's, as each seed draws new data here. The paper's averages for Table 6 (75.37, 79.06,
+63.80, 61.54, 61.88) and for Individual and FedAvg in Table 5 (83.38, 63.10) aren't the means of the
+clients that it prints, which the last rows have.
+"""
 #: Balanced accuracies by scenario and line, for each seed that of every client.
 Found = dict[str, dict[str, list[list[float]]]]
 #: Settings by scenario and line.
@@ -69,27 +91,41 @@ Choices = dict[str, dict[str, dict[str, float]]]
 def table(scenario: str, found: dict[str, list[list[float]]]) -> str:
     """One of the paper's tables: ours, and the paper's mean in parentheses."""
     published = PAPER[scenario]
-    lines = ["| client | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
-    groups: list[tuple[str, list[int]]] = [(str(k + 1), [k]) for k in range(10)]
-    groups += [("1 to 5", [*range(5)]), ("6 to 10", [*range(5, 10)]), ("**mean**", [*range(10)])]
-    for title, clients in groups:
-        cells = []
-        for line, seeds in found.items():
-            ours = spread([float(np.mean([values[k] for k in clients])) for values in seeds])
-            if line in published:
-                ours += f" ({np.mean([published[line][k] for k in clients]):.2f})"
-            cells.append(ours)
+    names = [NAMES.get(line, line) for line in published if line in found]
+    lines = ["| client | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    groups = {str(client + 1): [client] for client in range(10)} | GROUPS
+    for title, clients in groups.items():
+        cells = [
+            f"{of_group(found[line], clients)} ({np.mean([values[k] for k in clients]):.2f})"
+            for line, values in published.items()
+            if line in found
+        ]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def beyond(found: Found) -> str:
+    """The lines that the paper doesn't have, by groups of clients, beside the two it is about."""
+    lines = ["| skew | line | seeds | " + " | ".join(GROUPS) + " |", "|---" * 6 + "|"]
+    for scenario, by_line in found.items():
+        for line, seeds in by_line.items():
+            if line in ("Individual", "FedMAP") or line not in PAPER[scenario]:
+                cells = [of_group(seeds, clients) for clients in GROUPS.values()]
+                lines.append(f"| {scenario} | {line} | {len(seeds)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def of_group(seeds: list[list[float]], clients: list[int]) -> str:
+    """Mean and deviation over seeds of the mean over some clients."""
+    return spread([float(np.mean([values[k] for k in clients])) for values in seeds])
+
+
 def gains(found: Found, line: str, base: str) -> str:
     """The differences of two lines in percentage points, seed by seed on the same data."""
-    lines = ["| skew | clients 1 to 5 | clients 6 to 10 | mean |", "|---|---|---|---|"]
+    lines = ["| skew | " + " | ".join(GROUPS) + " |", "|---" * (len(GROUPS) + 1) + "|"]
     for scenario, by_line in found.items():
-        difference = np.array(by_line[line]) - np.array(by_line[base])
-        parts = [difference[:, :5], difference[:, 5:], difference]
-        cells = [spread([float(seed.mean()) for seed in part]) for part in parts]
+        difference = (np.array(by_line[line]) - np.array(by_line[base])).tolist()
+        cells = [of_group(difference, clients) for clients in GROUPS.values()]
         lines.append(f"| {scenario} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -122,6 +158,7 @@ def section(
     for line, base in GAINS:
         if all(line in by_line and base in by_line for by_line in found.values()):
             parts.append(f"{line} minus {base}, on the same data:\n\n{gains(found, line, base)}")
+    parts.append(f"Lines beyond the paper:\n\n{beyond(found)}")
     parts.append(f"What was chosen:\n\n{choices_table(choices, grids)}")
     parts += ["![Learning curves](figures/fedmap_synthetic.png)", NOTE.strip()]
     return "\n\n".join(parts)
