@@ -41,7 +41,19 @@ CLIENTS, PROBABILITY = 40, 0.15
 FEATURES, CLIENTS_PER_SIZE = (24, 32, 40), 8
 
 NOTE = """
-(to be written)
+Grids, chosen from by validation accuracy of seed 0: learning rate 0.1, 0.3, 1.0 (LocalOnly's best
+for all methods); Sheaf-FMTL's regularization 0.01 and 0.1 (on the digits also 1.0) and map_lr 0.01
+and 0.1; dFedU's regularization 0.003, 0.01, 0.03, 0.1.
+
+Sheaf-FMTL is not above LocalOnly in either experiment: the differences are within what seeds make.
+Beside dFedU it has the same accuracy for a fifth of the bits (a tenth of a model in each of two
+messages a round), which says little where LocalOnly has it for none. dFedU is not above LocalOnly
+either: three of four neighbours see other rotations, and the validation data chose its weakest
+pull; stronger ones cost accuracy. Where features differ, FedAvg is refused; LGFedAvg, which shares
+the head, runs, and is above LocalOnly for one seed of three. On the images the chosen maps keep
+their norm to three digits, so nothing collapsed. The two settings that the method reported as
+unstable fell to 40 and 16 percent on the digits. The paper's tables could not be read for this
+comparison; the result files of its public code show gains over local training within noise as well.
 """
 
 Cell = tuple[str, Settings]
@@ -159,7 +171,7 @@ def run(problem: str, cell: Cell, seed: int, rounds: int, data_dir: str) -> dict
         "worst": float(tested["test_acc/worst_decile"]),
         "megabits": 8 * rounds * float(values["round/bytes_up"]) / 1e6,
         "unstable": unstable,
-        "map_norm": float(values.get("sheaf/map_norm", torch.tensor(torch.nan))),
+        "map_norm": float(values["sheaf/map_norm"]) if "sheaf/map_norm" in values else None,
     }
 
 
