@@ -204,6 +204,24 @@ def run_all(runs: list[Run], fresh: bool) -> tuple[list[str], list[str]]:
     return skipped, failed
 
 
+def stored_outcomes(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The outcomes of recipes as they are now: not of settings that have changed since."""
+    found = []
+    for path in sorted(options.results.glob("*-seed*.json")):
+        outcome = json.loads(path.read_text())
+        recipe = next(
+            (
+                p
+                for p in {*options.recipes, *RECIPES.rglob("*.yaml")}
+                if p.name == outcome["recipe"]
+            ),
+            None,
+        )
+        if recipe is not None and Run(recipe, outcome["seed"], options).is_done():
+            found.append(outcome)
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run what isn't done yet, then print the comparison."""
     options = parse(arguments)
@@ -212,7 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
         work(runs[0])
         return
     skipped, failed = run_all(runs, options.fresh)
-    stored = [json.loads(path.read_text()) for path in sorted(options.results.glob("*-seed*.json"))]
+    stored = stored_outcomes(options)
     print_comparison(options.recipes, stored)
     if options.readme:
         write_readme(RECIPES, stored)

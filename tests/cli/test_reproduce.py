@@ -218,3 +218,16 @@ def test_a_run_that_was_stopped_after_its_last_round_has_the_same_outcome(
     for part in ("last10", "test", "rounds"):
         assert json.loads(run.outcome.read_text())[part] == expected[part]
     assert expected["last10"]["val_acc"]["mean"] > 0
+
+
+def test_outcomes_of_settings_that_have_changed_are_not_shown(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "start", lambda run: None)
+    run = make_run(recipe)
+    run.outcome.write_text(json.dumps({**outcome(0, 0.9, 0.5), "fingerprint": run.fingerprint}))
+    folder = str(recipe.parent)
+    for text, shown in ((RECIPE, True), (RECIPE.replace("7", "8"), False)):
+        recipe.write_text(text)
+        main([str(recipe), "--logs", folder, "--results", folder])
+        assert ("90.00" in capsys.readouterr().out) == shown
