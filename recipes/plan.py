@@ -84,7 +84,14 @@ class Plan:
         self._append(json.dumps(line))
         return result
 
-    def recipe(self, key: str, recipe: Path, seed: int, extra: list[str]) -> dict[str, Any]:
+    def recipe(
+        self,
+        key: str,
+        recipe: Path,
+        seed: int,
+        extra: list[str],
+        settings: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """The stored outcome of a recipe with settings, or of a run in a process of its own.
 
         A run that was interrupted resumes from its last checkpoint.
@@ -94,6 +101,7 @@ class Plan:
             recipe: The recipe's file.
             seed: The seed in place of the recipe's own.
             extra: Settings for the command line, such as ``--method.init_args.local_epochs=5``.
+            settings: All that the outcome depends on, where that is less than the recipe's text.
         """
         run = self._run(recipe, seed, extra)
 
@@ -102,7 +110,8 @@ class Plan:
             outcome: dict[str, Any] = json.loads(run.outcome.read_text())
             return outcome
 
-        outcome: dict[str, Any] = self.cell(key, {"run": run.fingerprint, "seed": seed}, work)
+        settings = settings or {"run": run.fingerprint, "seed": seed}
+        outcome: dict[str, Any] = self.cell(key, settings, work)
         return outcome
 
     def stored_recipe(

@@ -92,6 +92,23 @@ ROWS = {
 #: Not in the paper's table, and run at its first split alone.
 FIRST_SPLIT_ONLY = ("FedBN", "PFedMe")
 SMALL_METHODS = ("FedAvg", "FedAvg + FT", "FedRep")
+SUMMARY = """
+Fashion-MNIST, 100 or 1000 clients with 2 or 5 classes, a tenth of them a round: accuracy in
+percent, mean over clients and the last 10 rounds, the best of a split in bold; processor seconds of
+a round at (100, 5), with the evaluation of all clients. Written by
+`python -m recipes.experiments.fashion_mnist_table`; rounds, seeds, deviations, the worst clients
+and the paper's figures are in [recipes/README.md](../recipes/README.md).
+"""
+MEANS = """
+Fashion-MNIST, a tenth of the clients in a round; {how} over a client's data a round. LocalOnly
+trains all clients, one pass a round. Mean over clients and the last 10 rounds in percent, mean ±
+standard deviation over seeds. *Paper*: Table 1, CIFAR-10.
+"""
+COSTS = """
+The worst tenth of the clients in the same rounds; processor seconds of a round with the evaluation
+of all clients, where they were measured; seeds at the three splits.
+"""
+CHOOSING = RECIPES.parent / "docs" / "choosing.md"
 
 
 class Grid:
@@ -153,6 +170,15 @@ class Grid:
         return extra
 
 
+def rounds(split: str) -> int:
+    """Rounds of a split: its own, or those of the recipes."""
+    for setting in SPLITS[split].settings:
+        if setting.startswith("--trainer.max_epochs="):
+            return int(setting.partition("=")[2])
+    recipe = RECIPES / f"{ROWS['FedRep'].recipe}_fashion_mnist.yaml"
+    return int(yaml.safe_load(recipe.read_text())["trainer"]["max_epochs"])
+
+
 def planned(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     """Cells in the order in which they run: first seeds first, then split by split."""
     chosen = options.methods or (SMALL_METHODS if options.small else tuple(ROWS))
@@ -165,6 +191,11 @@ def planned(options: argparse.Namespace) -> list[tuple[str, str, int]]:
         if seed in SPLITS[split].seeds and (options.seeds is None or seed in options.seeds)
         if split == next(iter(SPLITS)) or name not in FIRST_SPLIT_ONLY
     ]
+
+
+def shown(split: str) -> str:
+    """A split as the paper writes it."""
+    return f"({split})".replace(",", ", ")
 
 
 def value(name: str, outcomes: list[dict[str, Any]], statistic: str) -> str:
@@ -181,8 +212,7 @@ def seconds(outcomes: list[dict[str, Any]]) -> str:
 
 def accuracies(grid: Grid) -> str:
     """Mean accuracies beside the paper's."""
-    splits = [f"({split})".replace(",", ", ") for split in SPLITS]
-    titles = [title for split in splits for title in (split, "paper")]
+    titles = [title for split in SPLITS for title in (shown(split), "paper")]
     lines = ["| method | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     for name, row in ROWS.items():
         cells = []
@@ -194,9 +224,8 @@ def accuracies(grid: Grid) -> str:
 
 def costs(grid: Grid) -> str:
     """Worst decile and time of a round."""
-    splits = [f"({split})".replace(",", ", ") for split in SPLITS]
-    titles = [f"worst decile {split}" for split in splits]
-    titles += [f"s/round {split}" for split in splits] + ["seeds"]
+    titles = [f"worst decile {shown(split)}" for split in SPLITS]
+    titles += [f"s/round {shown(split)}" for split in SPLITS] + ["seeds"]
     lines = ["| method | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     for name in ROWS:
         stored = [grid.stored(name, split) for split in SPLITS]
@@ -207,15 +236,43 @@ def costs(grid: Grid) -> str:
     return "\n".join(lines)
 
 
+def summary(grid: Grid) -> str:
+    """What stands in docs/choosing.md: rounded, the best of each split in bold."""
+    lines = ["| method | " + " | ".join(map(shown, SPLITS)) + " | seconds a round |"]
+    lines.append("|---" * (len(SPLITS) + 2) + "|")
+    means = {
+        (name, split): mean(name, grid.stored(name, split)) for name in ROWS for split in SPLITS
+    }
+    best = {
+        split: max((m for (_, s), m in means.items() if s == split and m is not None), default=None)
+        for split in SPLITS
+    }
+    for name in ROWS:
+        cells = []
+        for split in SPLITS:
+            found = means[name, split]
+            text = "-" if found is None else f"{100 * found:.1f}"
+            cells.append(f"**{text}**" if found is not None and found == best[split] else text)
+        cells.append(seconds(grid.stored(name, "100,5") or grid.stored(name, "100,2")))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return SUMMARY.strip() + "\n\n" + "\n".join(lines)
+
+
+def mean(name: str, outcomes: list[dict[str, Any]]) -> float | None:
+    """Mean over seeds of a line's accuracy; None without outcomes."""
+    metric = "ft/val_acc" if ROWS[name].tuned else "val_acc"
+    found = [outcome["last10"][metric]["mean"] for outcome in outcomes]
+    return statistics.mean(found) if found else None
+
+
 def section(grid: Grid) -> str:
     """What stands in README.md."""
-    return (
-        "Mean over clients and the last 10 rounds in percent, mean ± standard deviation over "
-        "seeds; *paper*: Table 1, CIFAR-10.\n\n"
-        f"{accuracies(grid)}\n\n"
-        "Worst tenth of the clients in the same rounds; processor seconds of a round on one core, "
-        "with the evaluation of all clients; number of seeds at the three splits.\n\n"
-        f"{costs(grid)}"
+    how = "; ".join(
+        f"{shown(split)}: {rounds(split)} rounds of {plan.passes} passes"
+        for split, plan in SPLITS.items()
+    )
+    return "\n\n".join(
+        [MEANS.format(how=how).strip(), accuracies(grid), COSTS.strip(), costs(grid)]
     )
 
 
@@ -229,6 +286,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RECIPES / "results")
     parser.add_argument("--logs", type=Path, default=Path("logs/reproduce"))
     parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
+    parser.add_argument("--choosing", type=Path, default=CHOOSING, help="Where the summary is.")
     parser.add_argument("--data-dir", type=Path, help="Folder of Fashion-MNIST, if not the usual.")
     options = parser.parse_args(arguments)
     options.logs, options.results = options.logs.resolve(), options.results.resolve()
@@ -242,6 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
     for cell in planned(options):
         grid.run(*cell)
     grid.plan.write_section(section(grid), options.readme)
+    grid.plan.write_section(summary(grid), options.choosing)
     print(accuracies(grid), costs(grid), sep="\n\n")
 
 

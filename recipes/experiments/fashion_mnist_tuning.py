@@ -15,6 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from recipes.plan import README, Plan
 from recipes.reproduce import RECIPES
 from recipes.results_table import spread
@@ -96,6 +98,16 @@ def points(name: str, options: argparse.Namespace) -> dict[str, tuple[Path, list
     }
 
 
+def identity(name: str, extra: list[str]) -> dict[str, Any]:
+    """All that a score depends on: not what the recipe says of the arguments of its grid."""
+    file, grid = GRIDS[name]
+    recipe = yaml.safe_load((RECIPES / f"{file}_fashion_mnist.yaml").read_text())
+    for argument in ["trainer.max_epochs", *(n for names in grid for n in names.split(","))]:
+        section, name = argument.split(".")
+        recipe[section].get("init_args", recipe[section]).pop(name, None)
+    return {"recipe": recipe, "extra": extra, "seed": SEED}
+
+
 def measure(options: argparse.Namespace) -> Scores:
     """Run what is missing of the chosen methods; all stored scores by method and setting."""
     plan = Plan("fashion_mnist_tuning", options.results, options.logs)
@@ -104,9 +116,10 @@ def measure(options: argparse.Namespace) -> Scores:
     for name in GRIDS:
         scores[name] = {}
         for shown, (recipe, extra) in points(name, options).items():
+            key, depends_on = f"{name} {shown}", identity(name, extra)
             if name in chosen:
-                plan.recipe(f"{name} {shown}", recipe, SEED, extra)
-            outcome = plan.stored_recipe(f"{name} {shown}", recipe, SEED, extra)
+                plan.recipe(key, recipe, SEED, extra, depends_on)
+            outcome = plan.stored(key, depends_on)
             if outcome is not None:
                 scores[name][shown] = outcome["last10"]["val_acc"]["mean"]
     return scores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ def test_the_table_runs_what_is_missing_and_shows_all_that_is_stored(
 
     monkeypatch.setattr(Run, "start", start)
     arguments = small("fashion_mnist_table", tmp_path, fashion_mnist_dir)
+    choosing = tmp_path / "choosing.md"
+    choosing.write_text(MARKERS.format("fashion_mnist_table"))
+    arguments += ["--choosing", str(choosing)]
     some = ["--splits", "100,2", "100,5", "--seeds", "0"]
     fashion_mnist_table.main([*arguments, *some, "--methods", "FedAvg", "FedAvg + FT"])
     # Two lines of one run at each split.
@@ -58,6 +62,9 @@ def test_the_table_runs_what_is_missing_and_shows_all_that_is_stored(
     assert row in (tmp_path / "README.md").read_text()
     fashion_mnist_table.main([*arguments, *some, "--methods", "FedRep", "FedAvg"])
     assert len(started) == 4  # nothing was left to run
+    tuned = [100 * o["last10"]["ft/val_acc"]["mean"] for o in (own, other)]
+    pattern = r"\| FedAvg \+ FT \| \**{:.1f}\** \| \**{:.1f}\** \| - \| \d+\.\d\d \|"
+    assert re.search(pattern.format(*tuned), choosing.read_text())
 
 
 def test_the_plan_has_every_method_once_for_each_seed_of_a_split() -> None:
