@@ -27,12 +27,18 @@ Errors = dict[str, dict[int, list[float]]]
 
 NOTE = """
 The paper shows Figure 5 for CIFAR-10 with the same split, without numbers, and says that FedRep
-never loses from more local epochs while FedAvg may.
+never loses from more local epochs while FedAvg may. FedRep doesn't lose here either. FedAvg gains
+too, from E = 10 on by little: Fashion-MNIST is easier than CIFAR-10, and after 50 rounds FedAvg is
+still far from where it ends, so that more local work is more progress.
 """
 
 
 def measure(options: argparse.Namespace) -> Errors:
-    """Run every cell; test errors by method and number of epochs, one per seed."""
+    """Run every cell, or take those that are stored.
+
+    Returns:
+        Test errors by method and number of epochs, one per seed.
+    """
     plan = Plan("fedrep_figure5", options.results, options.logs)
     epochs, rounds = (SMALL_EPOCHS, SMALL_ROUNDS) if options.small else (EPOCHS, ROUNDS)
     errors: Errors = {name: {epoch: [] for epoch in epochs} for name in METHODS}
@@ -43,8 +49,10 @@ def measure(options: argparse.Namespace) -> Errors:
                 if options.data_dir is not None:
                     settings.append(f"--data.source.data_dir={options.data_dir}")
                 key = f"{name} E={epoch} seed={seed}"
-                outcome = plan.recipe(key, RECIPES / recipe, seed, settings)
-                errors[name][epoch].append(1 - outcome["last10"]["val_acc"]["mean"])
+                take = plan.stored_recipe if options.stored else plan.recipe
+                outcome = take(key, RECIPES / recipe, seed, settings)
+                if outcome is not None:
+                    errors[name][epoch].append(1 - outcome["last10"]["val_acc"]["mean"])
     return errors
 
 
@@ -55,8 +63,8 @@ def draw(errors: Errors, path: Path) -> None:
     figure = Figure(figsize=(5, 3.4), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     for name, by_epoch in errors.items():
-        means = [100 * sum(found) / len(found) for found in by_epoch.values()]
-        (line,) = axes.plot([*by_epoch], means, marker="o", label=name)
+        means = {e: 100 * sum(found) / len(found) for e, found in by_epoch.items() if found}
+        (line,) = axes.plot([*means], [*means.values()], marker="o", label=name)
         for epoch, found in by_epoch.items():
             points = [100 * error for error in found]
             axes.plot([epoch] * len(points), points, ".", color=line.get_color(), alpha=0.4)
@@ -83,7 +91,7 @@ def table(errors: Errors) -> str:
 def section(errors: Errors, seeds: list[int]) -> str:
     """What stands in README.md."""
     return (
-        "**Error against local epochs (FedRep, Figure 5)**, Fashion-MNIST, 100 clients with 2 "
+        "Fashion-MNIST, 100 clients with 2 "
         f"classes, 10 a round, {ROUNDS} rounds, seeds {', '.join(map(str, seeds))}; test error in "
         "percent, mean over clients and the last 10 rounds.\n\n"
         f"{table(errors)}\n\n![Error against local epochs](figures/fedrep_figure5.png)\n\n"
@@ -96,6 +104,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Figure 5 of the FedRep paper")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--small", action="store_true", help="Two rounds, two numbers of epochs.")
+    parser.add_argument("--stored", action="store_true", help="Run nothing, show what is stored.")
     parser.add_argument("--results", type=Path, default=RECIPES / "results")
     parser.add_argument("--logs", type=Path, default=Path("logs/reproduce"))
     parser.add_argument("--figures", type=Path, default=RECIPES / "figures")

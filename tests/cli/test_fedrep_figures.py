@@ -48,6 +48,12 @@ def test_figure5_runs_once_and_draws_from_what_is_stored(
     fedrep_figure5.main(arguments)
     assert (tmp_path / "README.md").read_text() == readme
 
+    path = tmp_path / "fedrep_figure5.jsonl"
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    fedrep_figure5.main([*arguments, "--stored"])
+    rows = (tmp_path / "README.md").read_text().splitlines()
+    assert [row.split(" | ")[-1] for row in rows if row.startswith("| FedAvg")] == ["- |"]
+
 
 def test_figure6_runs_once_and_draws_from_what_is_stored(
     tmp_path: Path, fashion_mnist_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,3 +75,9 @@ def test_figure6_runs_once_and_draws_from_what_is_stored(
     monkeypatch.setattr(fedrep_figure6, "adapt", None)  # nothing is left to run
     fedrep_figure6.main(arguments)
     assert (tmp_path / "README.md").read_text() == readme
+    assert "Not run yet" not in readme
+
+    path = tmp_path / "fedrep_figure6.jsonl"
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    fedrep_figure6.main([*arguments, "--stored"])
+    assert "Not run yet: APFL." in (tmp_path / "README.md").read_text()
