@@ -24,11 +24,9 @@ from lightning_pfl.solvers.proximal_step import (
 from lightning_pfl.tree import Model, Tree, select, sub
 
 Norm = Literal["l2", "l1", "squared"]
-DUAL_STEP = 0.5
-r""":math:`\sigma_e`, of all edges."""
 
 
-def dual_update(dual: Tensor, weights: Tensor, norm: Norm) -> Tensor:
+def dual_update(dual: Tensor, weights: Tensor, norm: Norm, step: float = 0.5) -> Tensor:
     r"""The dual variables after a step: the resolvent of the penalty's conjugate.
 
     A projection to the ball of radius :math:`c` (``"l2"``), to :math:`[-c, c]` in each coordinate
@@ -38,6 +36,7 @@ def dual_update(dual: Tensor, weights: Tensor, norm: Norm) -> Tensor:
         dual: :math:`u`, ``(..., dim)``.
         weights: :math:`c = \lambda A_e \ge 0`, ``(...)``.
         norm: The penalty.
+        step: :math:`\sigma`, for ``"squared"``.
 
     Example:
         >>> u = torch.tensor([[3.0, 4.0]])
@@ -48,7 +47,7 @@ def dual_update(dual: Tensor, weights: Tensor, norm: Norm) -> Tensor:
     if norm == "l1":
         return torch.minimum(torch.maximum(dual, -weights), weights)
     if norm == "squared":
-        return dual * weights / (weights + DUAL_STEP)
+        return dual * weights / (weights + step)
     length: Tensor = torch.linalg.vector_norm(dual, dim=-1, keepdim=True)
     return dual * (weights / length.clamp_min(torch.finfo(dual.dtype).tiny)).clamp_max(1)
 
@@ -65,9 +64,9 @@ class GTVMin(Method):
 
     .. math::
         w_i^+ &= \arg\min_z L_i(z) + \frac1{2 \tau_i} \Bigl\lVert z - \bigl(w_i - \tau_i \sum_e
-        D_{e, i} u_e\bigr) \Bigr\rVert^2, \qquad \tau_i = \frac1{\deg(i)} \\
+        D_{e, i} u_e\bigr) \Bigr\rVert^2, \qquad \tau_i = \frac s{\deg(i)} \\
         u_e^+ &= \operatorname{DU}_e\bigl(u_e + \sigma_e [2 (w_i^+ - w_j^+) - (w_i - w_j)]\bigr),
-        \qquad \sigma_e = \tfrac12
+        \qquad \sigma_e = \tfrac1{2 s}
 
     with :math:`D_{e, i} = 1`, :math:`D_{e, j} = -1` for :math:`e = (i, j)`, and
     :func:`dual_update` for DU. Each client sends :math:`2 w_i^+ - w_i` to its neighbours, one
@@ -79,12 +78,15 @@ class GTVMin(Method):
         regularization: :math:`\lambda \ge 0`. 0 trains every client alone, held to its last model
             by the proximal term.
         norm: :math:`\phi`: ``"l2"``, ``"l1"`` or ``"squared"``.
+        step_ratio: :math:`s > 0`, 1 in the paper. The solution doesn't depend on it. The proximal
+            term holds a client to its last model with weight :math:`\deg(i) / s`, so networks,
+            which need many gradient steps, come along faster with 10 or more.
         local_solver: The primal update: ``"optimizer"`` takes some steps of the user's optimizer
             on the gradients of both terms, ``"exact"`` minimises over all samples of a client, for
             convex losses of few parameters.
         local_epochs: Passes over a client's data per round, for ``"optimizer"``.
         local_steps: Optimizer steps instead. Exactly one of the two. Plain SGD needs ``lr * (L +
-            degree) < 2``.
+            degree / step_ratio) < 2``.
 
     State:
         own: ``model``, the whole model; ``duals``, the own sign of :math:`u_e`, ``(clients, slots,
@@ -92,7 +94,7 @@ class GTVMin(Method):
 
     Deviation from the paper: with ``"optimizer"``, its inexact update, the number of gradient steps
     is fixed. Edges with an end that is not in the cohort keep their dual; the paper is synchronous.
-    Clients without neighbours have :math:`\tau = 1`. Buffers never leave the client.
+    Clients without neighbours have :math:`\tau = s`. Buffers never leave the client.
 
     Example:
         >>> GTVMin("ring", regularization=0.1).norm
@@ -112,6 +114,7 @@ class GTVMin(Method):
         graph: GraphLike,
         regularization: float = 0.01,
         norm: Norm = "l2",
+        step_ratio: float = 1.0,
         local_solver: LocalSolver = "optimizer",
         local_epochs: int | None = 1,
         local_steps: int | None = None,
@@ -126,9 +129,15 @@ class GTVMin(Method):
             raise ValueError(
                 f"Expected `norm` to be 'l2', 'l1' or 'squared', but got norm={norm!r}. Use 'l2'."
             )
+        if not 0 < step_ratio < math.inf:
+            raise ValueError(
+                "Expected `step_ratio` to be a finite number above 0, but got "
+                f"step_ratio={step_ratio!r}. Use 1 as in the paper, or 10 for networks."
+            )
         check_local_solver(local_solver)
         self.given_graph, self.regularization = graph, regularization
         self.norm: Norm = norm
+        self.step_ratio = step_ratio
         self.local_solver: LocalSolver = local_solver
 
     def bind(
@@ -137,7 +146,8 @@ class GTVMin(Method):
         """Find the neighbours."""
         super().bind(layout, num_clients, seed, num_samples)
         self.graph = resolve_graph(self.given_graph, num_clients, seed)
-        self.degrees = self.graph.mask.sum(1).clamp_min(1).double()
+        # One over tau.
+        self.pulls = self.graph.mask.sum(1).clamp_min(1).double() / self.step_ratio
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """Steps of the optimizer, or one step on all samples."""
@@ -160,10 +170,10 @@ class GTVMin(Method):
         """The primal update's problem."""
         model = own["model"]
         last = select(model, self.layout.trainable)
-        degrees = self.degrees[info.index.clamp_max(self.num_clients - 1)].to(own["pull"])
-        shift = own["pull"] / degrees.unsqueeze(1)
+        strength = self.pulls[info.index.clamp_max(self.num_clients - 1)].to(own["pull"])
+        shift = own["pull"] / strength.unsqueeze(1)
         center = sub(last, unflat(shift, last, self.layout.trainable))
-        return proximal_state(model, center, degrees)
+        return proximal_state(model, center, strength)
 
     def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
         """A step of the primal update, or all of it."""
@@ -191,6 +201,8 @@ class GTVMin(Method):
         """The dual update of the edges whose other end takes part."""
         duals, weights = own["duals"], inbox.weights
         ahead = inbox.sent["ahead"].unsqueeze(1) - inbox.messages["ahead"]
-        moved = dual_update(duals + DUAL_STEP * ahead, self.regularization * weights, self.norm)
+        step = 0.5 / self.step_ratio
+        bound = self.regularization * weights
+        moved = dual_update(duals + step * ahead, bound, self.norm, step)
         duals = torch.where((weights > 0).unsqueeze(2), moved, duals)
         return {"model": own["model"], "duals": duals, "pull": duals.sum(1)}

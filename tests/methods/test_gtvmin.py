@@ -48,6 +48,14 @@ def test_pairs_fuse_and_then_everybody(norm: Any) -> None:
     assert on_the_line(method) == pytest.approx([0.55] * 4, abs=1e-6)
 
 
+def test_the_ratio_of_the_steps_does_not_move_the_solution() -> None:
+    """With curvature 1 + 3 / 2 a step of 0.4 solves the primal update."""
+    method = GTVMin("complete", 0.1, step_ratio=2.0, **ONE_STEP)
+    run = fit(method, quadratic_clients([1.0] * 4, LINE), QuadraticModule(lr=0.4), 60)
+    expected = [0.25, 0.25, 0.85, 0.85]
+    assert run.models["w"].flatten().tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_square_shrinks_towards_the_mean() -> None:
     """(I + c L) w = a; c / 2 per edge is 0.1 times the square."""
     laplacian = 4 * np.eye(4) - np.ones((4, 4))
@@ -60,12 +68,14 @@ def test_the_square_shrinks_towards_the_mean() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 class TestGTVMin:
     @pytest.mark.parametrize("norm", NORMS)
-    @pytest.mark.parametrize("participation", [4, 3])
-    def test_matches_the_reference(self, engine: str, norm: Any, participation: int) -> None:
+    @pytest.mark.parametrize(("participation", "ratio"), [(4, 1.0), (3, 4.0)])
+    def test_matches_the_reference(
+        self, engine: str, norm: Any, participation: int, ratio: float
+    ) -> None:
         """With momentum, weight decay, BatchNorm, unequal weights and absent ends of edges."""
         data, rounds = small_clients(), 4
         run = fit(
-            GTVMin(RAGGED, 0.05, norm),
+            GTVMin(RAGGED, 0.05, norm, ratio),
             data,
             small_module(),
             rounds,
@@ -73,7 +83,7 @@ class TestGTVMin:
             participation=participation,
         )
         some = cohorts(rounds, participation)
-        own, dual = gtvmin(small_module(), data, some, RAGGED, 0.05, norm)
+        own, dual = gtvmin(small_module(), data, some, RAGGED, 0.05, norm, ratio)
         assert_trees_close(run.models, {n: torch.stack([o[n] for o in own]) for n in own[0]})
         graph = run.strategy.method.graph
         for i, slot in graph.mask.nonzero().tolist():
@@ -164,6 +174,7 @@ def test_there_is_no_global_model_and_unsampled_clients_have_the_initial_one() -
     [
         ({"regularization": -1.0}, "Expected `regularization` to be a finite number >= 0, but got"),
         ({"norm": "linf"}, "Expected `norm` to be 'l2', 'l1' or 'squared', but got norm='linf'"),
+        ({"step_ratio": 0.0}, "Expected `step_ratio` to be a finite number above 0, but got"),
         ({"local_solver": "adam"}, "Expected `local_solver` to be 'optimizer' or 'exact'"),
     ],
 )
