@@ -39,6 +39,7 @@ class Bytes(NamedTuple):
 
 FORMULAS: dict[str, Bytes] = {
     "APFL": Bytes(lambda: methods.APFL(adaptive=True), 4 * D, 4 * D),
+    "CFL": Bytes(methods.CFL, 4 * D, 4 * D),
     "ClusterOracle": Bytes(lambda: methods.ClusterOracle(lambda client: 0), 4 * D, 4 * D),
     # From the second round on: the neighbours' x, the own mu and what the pairs (j, i) add to
     # equation 16; up the own x and z, all blocks being drawn.
@@ -70,6 +71,8 @@ FORMULAS: dict[str, Bytes] = {
         8 * EDGE * DEGREE,
         8 * EDGE * DEGREE,
     ),
+    # All models down; up one and its number.
+    "IFCA": Bytes(lambda: methods.IFCA(3), 3 * 4 * D, 4 * D + 8),
     "LGFedAvg": Bytes(methods.LGFedAvg, 4 * HEAD, 4 * HEAD),
     "LocalOnly": Bytes(methods.LocalOnly, 0, 0),
     # The weights and one number for the step; up the change of the weights.
