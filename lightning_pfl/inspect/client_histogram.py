@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import FederatedCallback
-from lightning_pfl.federation import require_federation
 from lightning_pfl.evaluation import direction
+from lightning_pfl.federation import require_federation
 from lightning_pfl.inspect.board import (
     boards,
     check_every,
