@@ -89,7 +89,7 @@ class ConvexClustering(Method):
             its sum over unordered pairs: :math:`\Lambda = N\lambda`; ``"equation-14"``:
             :math:`\Lambda = 2\lambda`.
         step: ``"full"``: as above; ``"printed"``: without the terms of the pairs :math:`(j, i)`,
-            as in the paper, which goes to a wrong point where blocks are drawn.
+            as in the paper, which may stop at a wrong point where blocks are drawn.
         penalty: :math:`\rho > 0`. Local steps need ``lr * (L + 2 * penalty * neighbours) < 2``.
         blocks: Primal blocks per round, of the clients that take part: a share, or a number
             :math:`K` of the :math:`J = N^2`. Few blocks need about :math:`J / K` times as many

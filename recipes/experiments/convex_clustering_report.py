@@ -178,7 +178,7 @@ def section(cells: Cells) -> str:
     seeds = ", ".join(str(seed) for seed in next(iter(cells.values())))
     return f"""
 **Accuracy and distance against the weight (convex clustering, Figures 1 and 2)**: 60 clients of
-three clusters, 10 samples each, squared hinge loss, seed {seeds}. Test accuracy in percent, mean
+three clusters, 10 samples each, squared hinge loss, seeds {seeds}. Test accuracy in percent, mean
 over clients, each on all test samples of its cluster. The two penalties are shown at the weight
 that is best on these same test samples, as in the paper: an upper bound, not an estimate. Weights
 are over unordered pairs. Several numbers are of the seeds in turn; models count as equal within a

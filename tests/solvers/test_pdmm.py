@@ -98,23 +98,23 @@ def test_iterates_match_the_reference(full: bool, blocks: int, duals: int) -> No
 
 
 def test_the_printed_update_needs_all_blocks() -> None:
-    """All at once and from antisymmetric values it is right; with random blocks it stops elsewhere.
-
-    Where it stops depends on the draws, but not at the solution.
+    """All at once and from antisymmetric values it is right; with random blocks it may stop
+    elsewhere. How far off it stops depends on the draws; some happen to be right.
     """
-    run = partial(solve, Quadratics(L4).prox, ALL, 0.1, penalty=1.0, step="printed")
-    together = run(ZEROS, iterations=600).models
+    losses = Quadratics(L4)
+    run = partial(solve, losses.prox, ALL, 0.1, penalty=1.0)
+    together = run(ZEROS, step="printed", iterations=600).models
     torch.testing.assert_close(together, l4_solution(0.1), rtol=0, atol=1e-9)
-    stops = []
-    for seed in range(3):
-        some = run(ZEROS, blocks=8, iterations=700, seed=seed)
-        later = run(some, blocks=8, iterations=50, seed=seed + 10)
+    errors = []
+    for seed in range(5):
+        some = run(ZEROS, step="printed", blocks=8, iterations=600, seed=seed)
+        later = run(some, step="printed", blocks=8, iterations=50, seed=seed + 10)
         torch.testing.assert_close(later.models, some.models, rtol=0, atol=1e-9)
-        stops.append(some.models)
-        assert float((some.models - l4_solution(0.1)).abs().max()) > 1e-4
-    assert float((torch.stack(stops) - l4_solution(0.1)).abs().max()) > 5e-3
-    corrected = solve(Quadratics(L4).prox, ALL, 0.1, ZEROS, 1.0, 8, iterations=900).models
-    torch.testing.assert_close(corrected, l4_solution(0.1), rtol=0, atol=1e-9)
+        errors.append(float((some.models - l4_solution(0.1)).abs().max()))
+        right = run(ZEROS, blocks=8, iterations=900, seed=seed).models
+        torch.testing.assert_close(right, l4_solution(0.1), rtol=0, atol=1e-9)
+    assert max(errors) > 1e-2
+    assert sum(errors) / len(errors) > 1e-3
 
 
 @pytest.mark.parametrize("forward", [1 / 3, 1.0])
