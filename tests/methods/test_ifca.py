@@ -125,7 +125,7 @@ class TestIFCA:
         centers = torch.tensor([[2.0, 2.0]] * 5 + [[-2.0, -2.0]] * 5, dtype=torch.float64)
         starts = [{"w": torch.tensor([0.5 * s] * 2, dtype=torch.float64)} for s in (-1, 1)]
         data = quadratic_clients([1.0] * 10, centers)
-        run = fit(IFCA(2, initial=starts), data, QuadraticModule(dim=2), 60, engine)
+        run = fit(IFCA(2, initial=starts), data, QuadraticModule(dim=2, lr=0.3), 20, engine)
         method: Any = run.strategy.method
         assert method.clusters(run.server).tolist() == [1] * 5 + [0] * 5
         for client in (0, 9):
