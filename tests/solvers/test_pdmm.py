@@ -111,8 +111,6 @@ def test_the_printed_update_needs_all_blocks() -> None:
         later = run(some, step="printed", blocks=8, iterations=50, seed=seed + 10)
         torch.testing.assert_close(later.models, some.models, rtol=0, atol=1e-9)
         errors.append(float((some.models - l4_solution(0.1)).abs().max()))
-        right = run(ZEROS, blocks=8, iterations=900, seed=seed).models
-        torch.testing.assert_close(right, l4_solution(0.1), rtol=0, atol=1e-9)
     assert max(errors) > 1e-2
     assert sum(errors) / len(errors) > 1e-3
 
