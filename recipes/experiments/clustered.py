@@ -111,16 +111,20 @@ def run(name: str, seed: int, rounds: int, data_dir: Path | None) -> Outcome:
 
 
 def measure(options: argparse.Namespace) -> Found:
-    """Run every cell; the outcomes by line, one per seed."""
+    """Run every cell, or take those that are stored; the outcomes by line, one per seed."""
     plan = Plan("clustered", options.results)
     rounds = SMALL_ROUNDS if options.small else ROUNDS
     found: Found = {name: [] for name in (SMALL_LINES if options.small else LINES)}
     for seed in options.seeds:
         for name, outcomes in found.items():
+            key = f"{name} seed={seed}"
             settings = {**SETTING, **LINES[name]().settings(), "seed": seed, "rounds": rounds}
-            work = partial(run, name, seed, rounds, options.data_dir)
-            outcomes.append(plan.cell(f"{name} seed={seed}", settings, work))
-    return found
+            if not options.stored:
+                work = partial(run, name, seed, rounds, options.data_dir)
+                outcomes.append(plan.cell(key, settings, work))
+            elif (outcome := plan.stored(key, settings)) is not None:
+                outcomes.append(outcome)
+    return {name: outcomes for name, outcomes in found.items() if outcomes}
 
 
 # --- what is shown ---
@@ -215,6 +219,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="IFCA and CFL on rotated Fashion-MNIST")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--small", action="store_true", help="Two rounds, three methods.")
+    parser.add_argument("--stored", action="store_true", help="Run nothing, show what is stored.")
     parser.add_argument("--results", type=Path, default=RECIPES / "results")
     parser.add_argument("--figures", type=Path, default=RECIPES / "figures")
     parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
@@ -228,8 +233,9 @@ def main(arguments: list[str] | None = None) -> None:
     rounds = SMALL_ROUNDS if options.small else ROUNDS
     found = measure(options)
     draw(found, rounds, options.figures / "clustered_ari.png")
-    clusters = draw_clusters(history(found[DRAWN][0]), rounds - 1, torch.tensor(GROUPS))
-    clusters.savefig(options.figures / "clustered_rounds.png")
+    if DRAWN in found:
+        clusters = draw_clusters(history(found[DRAWN][0]), rounds - 1, torch.tensor(GROUPS))
+        clusters.savefig(options.figures / "clustered_rounds.png")
     plan = Plan("clustered", options.results)
     plan.write_section(section(found, options.seeds, rounds), options.readme)
     print(table(found, rounds))

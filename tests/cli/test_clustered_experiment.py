@@ -46,6 +46,14 @@ def test_runs_once_and_writes_what_is_stored(tmp_path: Path, fashion_mnist_dir: 
     assert (tmp_path / "clustered.jsonl").read_text() == stored
     assert readme.read_text() == text
 
+    # Without the last cell, its line is left out.
+    (tmp_path / "clustered.jsonl").write_text("".join(stored.splitlines(keepends=True)[:-1]))
+    clustered.main([*arguments, "--stored"])
+    name = clustered.SMALL_LINES[-1]
+    lines = [each for each in text.splitlines() if not each.startswith(f"| {name} |")]
+    assert len(lines) == len(text.splitlines()) - 1
+    assert readme.read_text().splitlines() == lines
+
 
 def test_agreement_is_that_of_the_last_change() -> None:
     """Clusters are stored where they change."""
