@@ -72,7 +72,7 @@ def test_figure6_runs_once_and_draws_from_what_is_stored(
         assert f"| {line} | {start} | {shown} |" in readme
     assert (tmp_path / "fedrep_figure6.png").stat().st_size > 1000
 
-    monkeypatch.setattr(fedrep_figure6, "adapt", None)  # nothing is left to run
+    monkeypatch.setattr(fedrep_figure6, "adapt", pytest.fail)  # nothing is left to run
     fedrep_figure6.main(arguments)
     assert (tmp_path / "README.md").read_text() == readme
     assert "Not run yet" not in readme
