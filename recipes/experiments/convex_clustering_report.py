@@ -65,7 +65,10 @@ def draw(cells: Cells, value: str, label: str, path: Path) -> None:
         axes.set_title(TITLES[setting], fontsize=10)
         if value != "accuracy":
             axes.set_yscale("log")
-            axes.text(1e-4, 1.3 * SMALLEST, "zero", fontsize=8)
+            place = (0.01, 1.3 * SMALLEST)
+            note = axes.annotate("zero", place, xycoords=("axes fraction", "data"), fontsize=8)
+            # It may lie below the axes: then it isn't drawn, and must not claim room.
+            note.set(annotation_clip=True, in_layout=False)
         axes.grid(alpha=0.3)
     if value == "accuracy":
         magnify(axes, cell)

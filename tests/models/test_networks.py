@@ -47,6 +47,7 @@ NETWORKS: dict[str, tuple[dict[str, Any], int, int, tuple[int, ...], int]] = {
     "FEMNISTCNN": ({}, 3_374_782, 513 * 62, (1, 28, 28), 62),
     "FedMAPMLP": ({}, 1_537, 17, (30,), 1),
     "AlexNetBN": ({}, 57_149_535, 4097 * 31, (3, 224, 224), 31),
+    "SquaredHingeClassifier": ({"num_inputs": 5}, 6, 6, (5,), 1),
     "LinearRepresentation": ({"num_inputs": 20, "num_features": 2}, 42, 2, (20,), 1),
 }
 
