@@ -7,7 +7,6 @@ from lightning_pfl.inspect.drift import DriftMonitor
 from lightning_pfl.inspect.pairwise_distance import PairwiseDistance
 from lightning_pfl.inspect.partition_picture import PartitionPicture
 from lightning_pfl.inspect.prior_monitor import PriorMonitor
-from lightning_pfl.inspect.subspace_distance import SubspaceDistance
 
 __all__ = [
     "ClientGraph",
@@ -17,5 +16,4 @@ __all__ = [
     "PairwiseDistance",
     "PartitionPicture",
     "PriorMonitor",
-    "SubspaceDistance",
 ]
