@@ -61,7 +61,17 @@ SMALL_LINES = ("FedAvg", "IFCA, 4 models", "CFL, eager, gap")
 DRAWN = "CFL, eager, gap"
 
 NOTE = """
-(to be written)
+CFL has eps_mean 0.15, start_round 5, and eps_max 0.5, set by looking at the norms of seed 0.
+"Eager" has eps_max 0.3, which noise alone exceeds on clients as small as these, so it goes on and
+splits groups that are one. "Gap" has the same and `min_gap=0`, which refuses a split whose parts
+are not more alike inside than across.
+
+IFCA decides within two rounds, and by its random start: where one model suits two rotations best at
+first, it learns both and keeps them; and several models may share a group. There is one start a
+seed here, while the paper begins anew many times on its synthetic data. On turned MNIST with 1200
+to 4800 clients and a wider network it reports (quoted second-hand, not checked) 94 to 95 percent
+for IFCA, 87 to 90 for one model and 63 to 80 for local training. IFCA is above both here too; but
+with no more than 40 clients and a small network, local training is above the one model.
 """
 
 Outcome = dict[str, Any]
@@ -148,10 +158,10 @@ def agreement(outcome: Outcome, rounds: int) -> list[float]:
 
 
 def recovered(values: Sequence[float]) -> int | None:
-    """The first round, from 1, from which on the rotations are found exactly; None for never."""
+    """The first round, from 0, from which on the rotations are found exactly; None for never."""
     wrong = [number for number, value in enumerate(values) if value < 1]
     begin = wrong[-1] + 1 if wrong else 0
-    return begin + 1 if begin < len(values) else None
+    return begin if begin < len(values) else None
 
 
 def line(name: str, outcomes: list[Outcome], rounds: int) -> str:
@@ -173,7 +183,7 @@ def line(name: str, outcomes: list[Outcome], rounds: int) -> str:
 
 def table(found: Found, rounds: int) -> str:
     """Accuracies and clusters, in Markdown."""
-    titles = ("method", "test", "worst decile", "ARI", "clusters", "exact from round")
+    titles = ("method", "test", "worst decile", "ARI", "clusters", "exact since round")
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     return "\n".join([*lines, *(line(name, each, rounds) for name, each in found.items())])
 
@@ -184,14 +194,13 @@ def draw(found: Found, rounds: int, path: Path) -> None:
 
     figure = Figure(figsize=(6, 3.6), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    for name, outcomes in found.items():
-        if not name.startswith(("IFCA", "CFL")):
-            continue
-        curves = torch.tensor([agreement(one, rounds) for one in outcomes])
-        at = range(1, rounds + 1)
-        (mean,) = axes.plot(at, curves.mean(0), label=name, linewidth=2)
+    shown = [name for name in found if name.startswith(("IFCA", "CFL"))]
+    for number, name in enumerate(shown):
+        curves = torch.tensor([agreement(one, rounds) for one in found[name]])
+        # Later lines are thinner, so that one under another is still seen.
+        (mean,) = axes.plot(curves.mean(0), label=name, linewidth=4.5 - 0.8 * number)
         for curve in curves:
-            axes.plot(at, curve, color=mean.get_color(), linewidth=0.7, alpha=0.45)
+            axes.plot(curve, color=mean.get_color(), linewidth=0.7, alpha=0.45)
     axes.set(xlabel="round", ylabel="adjusted Rand index", ylim=(-0.03, 1.05))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right center", frameon=False)
@@ -207,8 +216,8 @@ def section(found: Found, seeds: Sequence[int], rounds: int) -> str:
         f"{EPOCHS} local epochs, {rounds} rounds of all clients, seeds "
         f"{', '.join(map(str, seeds))}. Test accuracy after the last round in percent, mean ± "
         "standard deviation over seeds; adjusted Rand index (ARI) with the rotations after the "
-        "last round, mean over seeds; number of clusters and the round from which on they are the "
-        f"rotations exactly, seed by seed.\n\n{table(found, rounds)}\n\n"
+        "last round, mean over seeds; number of clusters, and the round (from 0) since which they "
+        f"are the rotations exactly, seed by seed.\n\n{table(found, rounds)}\n\n"
         "![Adjusted Rand index against rounds](figures/clustered_ari.png)\n\n"
         f"![Clusters of {DRAWN} against rounds](figures/clustered_rounds.png)\n\n{NOTE.strip()}"
     )
