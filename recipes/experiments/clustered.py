@@ -66,8 +66,8 @@ CFL has eps_mean 0.15, start_round 5, and eps_max 0.5, set by looking at the nor
 splits groups that are one. "Gap" has the same and `min_gap=0`, which refuses a split whose parts
 are not more alike inside than across.
 
-IFCA decides in the first rounds, and by its random start: where one model suits two rotations best at
-first, it learns both and keeps them; and several models may share a group. There is one start a
+IFCA decides in the first rounds, and by its random start: where one model suits two rotations best
+at first, it learns both and keeps them; and several models may share a group. There is one start a
 seed here, while the paper begins anew many times on its synthetic data. On turned MNIST with 1200
 to 4800 clients and a wider network it reports (quoted second-hand, not checked) 94 to 95 percent
 for IFCA, 87 to 90 for one model and 63 to 80 for local training. IFCA is above both here too; but
