@@ -8,6 +8,7 @@ in ``tree.py`` and ``solvers/``.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -24,7 +25,16 @@ from lightning_pfl.tree import Model, Tree, select, weighted_mean
 if TYPE_CHECKING:
     from lightning_pfl.graphs import Graph
 
-__all__ = ["Local", "Method", "Phase", "Weighting", "check_budget", "check_weighting", "say_split"]
+__all__ = [
+    "Local",
+    "Method",
+    "Phase",
+    "Weighting",
+    "check_budget",
+    "check_number",
+    "check_weighting",
+    "say_split",
+]
 
 Weighting = Literal["samples", "uniform"]
 
@@ -54,6 +64,15 @@ def check_weighting(weighting: str) -> None:
             "Expected `weighting` to be 'samples' (proportional to training samples) or "
             "'uniform', but got "
             f"weighting={weighting!r}. Use one of the two."
+        )
+
+
+def check_number(name: str, value: float, advice: str, positive: bool = False) -> None:
+    """Require a finite number >= 0, or > 0 if ``positive``; ``advice`` ends the error's text."""
+    if not 0 <= value < math.inf or (positive and not value):
+        kind = "> 0" if positive else ">= 0"
+        raise ValueError(
+            f"Expected `{name}` to be a finite number {kind}, but got {name}={value!r}. {advice}"
         )
 
 

@@ -2,7 +2,6 @@ r"""CFL: clusters are split in two where their clients pull in opposite directio
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Method
+from lightning_pfl.methods.base import Method, check_number
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
 from lightning_pfl.tree import Model, Tree, select, tmap
 
@@ -79,11 +78,7 @@ class CFL(Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         for name, value in (("eps_mean", eps_mean), ("eps_max", eps_max)):
-            if not 0 <= value < math.inf:
-                raise ValueError(
-                    f"Expected `{name}` to be a finite number >= 0, but got {name}={value!r}. Use "
-                    "a norm of a round's change of the model."
-                )
+            check_number(name, value, "Use a norm of a round's change of the model.")
         if not isinstance(start_round, int) or start_round < 0:
             raise ValueError(
                 f"Expected `start_round` to be a whole number >= 0, but got {start_round=}. Use 20."

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import Local, Method, Phase, check_number
 from lightning_pfl.metrics.clusters import clusters_of_pairs
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.blocks import BlockDraws, check_share, damping
@@ -148,9 +148,9 @@ class ConvexClustering(Method):
         check_local_solver(local_solver)
         _check_choice("scale", scale, get_args(Scale))
         _check_choice("step", step, get_args(Step))
-        _check_number("fusion_weight", fusion_weight, 0.0, "0 to train every client alone")
-        _check_number("proximal_weight", proximal_weight, 0.0, "0 for no such term")
-        _check_number("penalty", penalty, 1e-12, "0.1, for example")
+        check_number("fusion_weight", fusion_weight, "Use 0 to train every client alone.")
+        check_number("proximal_weight", proximal_weight, "Use 0 for no such term.")
+        _check_penalty(penalty)
         check_share("blocks", blocks)
         check_share("dual_blocks", dual_blocks)
         self.fusion_weight, self.scale, self.step = fusion_weight, scale, step
@@ -348,10 +348,12 @@ def _take(leaf: Tensor, at: Tensor) -> Tensor:
     return leaf.index_select(0, at.to(leaf.device))
 
 
-def _check_number(name: str, value: float, least: float, remedy: str) -> None:
-    if not least <= value < math.inf:
-        kind = "a finite number >= 0" if least == 0 else "a finite number above 0"
-        raise ValueError(f"Expected `{name}` to be {kind}, but got {name}={value!r}. Use {remedy}.")
+def _check_penalty(penalty: float) -> None:
+    if not 1e-12 <= penalty < math.inf:
+        raise ValueError(
+            f"Expected `penalty` to be a finite number above 0, but got {penalty=}. Use 0.1, for "
+            "example."
+        )
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

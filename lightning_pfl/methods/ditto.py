@@ -2,12 +2,11 @@ r"""Ditto: personal models pulled towards the global model of federated averagin
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Phase, Weighting, check_budget
+from lightning_pfl.methods.base import Local, Method, Phase, Weighting, check_budget, check_number
 from lightning_pfl.solvers.proximal import pull
 from lightning_pfl.tree import Model, Tree
 
@@ -61,12 +60,8 @@ class Ditto(Method):
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        if not 0 <= prox_weight < math.inf:
-            raise ValueError(
-                "Expected `prox_weight` to be a finite number >= 0, but got "
-                f"prox_weight={prox_weight!r}. "
-                "Use 0 to train the personal models alone, or 0.1 to 2 as in the paper."
-            )
+        advice = "Use 0 to train the personal models alone, or 0.1 to 2 as in the paper."
+        check_number("prox_weight", prox_weight, advice)
         self.interleaved = personal_epochs is None and personal_steps is None
         if not self.interleaved:
             check_budget(personal_epochs, personal_steps, "personal")

@@ -2,7 +2,6 @@ r"""FedMTL: multi-task learning of networks, with a penalty that couples the cli
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method
+from lightning_pfl.methods.base import Local, Method, check_number
 from lightning_pfl.tree import Model, Tree, add, per_client, rows, select, tmap
 
 Relationship = Literal["spread", "asrun", "none"]
@@ -95,11 +94,7 @@ class FedMTL(Method):
     ) -> None:
         # Uniform weights are one over the size of the cohort.
         super().__init__(local_epochs, local_steps, weighting="uniform")
-        if not 0 <= regularization < math.inf:
-            raise ValueError(
-                "Expected `regularization` to be a finite number >= 0, but got "
-                f"regularization={regularization!r}. Use 0 to train every client alone."
-            )
+        check_number("regularization", regularization, "Use 0 to train every client alone.")
         if relationship not in get_args(Relationship):
             raise ValueError(
                 "Expected `relationship` to be 'spread', 'asrun' or 'none', but got "

@@ -2,12 +2,11 @@ r"""FedProx: federated averaging with a proximal term that keeps clients near th
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Weighting
+from lightning_pfl.methods.base import Local, Method, Weighting, check_number
 from lightning_pfl.solvers.proximal import pull
 from lightning_pfl.tree import Tree
 
@@ -53,12 +52,8 @@ class FedProx(Method):
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        if not 0 <= prox_weight < math.inf:
-            raise ValueError(
-                "Expected `prox_weight` to be a finite number >= 0, but got "
-                f"prox_weight={prox_weight!r}. "
-                "Use 0 for FedAvg, or 0.001 to 1 as in the paper."
-            )
+        advice = "Use 0 for FedAvg, or 0.001 to 1 as in the paper."
+        check_number("prox_weight", prox_weight, advice)
         self.prox_weight = prox_weight
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:

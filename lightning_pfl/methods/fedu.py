@@ -2,7 +2,6 @@ r"""FedU: neighbours' models are pulled together by the Laplacian of a graph."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
@@ -15,7 +14,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Method
+from lightning_pfl.methods.base import Method, check_number
 from lightning_pfl.peers import Exchange, Inbox, Postman
 from lightning_pfl.tree import Model, Tree, per_client, select, tmap
 
@@ -77,16 +76,9 @@ class FedU(Method):
         local_steps: int | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
-        if not 0 <= regularization < math.inf:
-            raise ValueError(
-                "Expected `regularization` to be a finite number >= 0, but got "
-                f"regularization={regularization!r}. Use 0.01, for example."
-            )
-        if not 0 < lap_factor < math.inf:
-            raise ValueError(
-                f"Expected `lap_factor` to be a finite number > 0, but got {lap_factor=}. Use 1 "
-                "for the published step, 2 for the objective's gradient."
-            )
+        check_number("regularization", regularization, "Use 0.01, for example.")
+        advice = "Use 1 for the published step, 2 for the objective's gradient."
+        check_number("lap_factor", lap_factor, advice, positive=True)
         self.given_graph, self.regularization = graph, regularization
         self.decentralized, self.lap_factor = decentralized, lap_factor
         self._warned = False

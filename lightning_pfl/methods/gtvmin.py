@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import Local, Method, Phase, check_number
 from lightning_pfl.peers import Exchange, Inbox
 from lightning_pfl.solvers.proximal_step import (
     LocalSolver,
@@ -120,11 +120,7 @@ class GTVMin(Method):
         local_steps: int | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
-        if not 0 <= regularization < math.inf:
-            raise ValueError(
-                "Expected `regularization` to be a finite number >= 0, but got "
-                f"regularization={regularization!r}. Use 0.01, for example."
-            )
+        check_number("regularization", regularization, "Use 0.01, for example.")
         if norm not in get_args(Norm):
             raise ValueError(
                 f"Expected `norm` to be 'l2', 'l1' or 'squared', but got norm={norm!r}. Use 'l2'."

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Local, Method
+from lightning_pfl.methods.base import Local, Method, check_number
 from lightning_pfl.peers import Exchange, Inbox
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import flat, unflat
@@ -93,11 +93,7 @@ class HomologicalConstraints(Method):
                 f"Expected `step` to be a finite number above 0 or None, but got step={step!r}. "
                 "Use None for the learning rate."
             )
-        if not 0 <= penalty < math.inf:
-            raise ValueError(
-                f"Expected `penalty` to be a finite number >= 0, but got penalty={penalty!r}. Use "
-                "1, as the authors do."
-            )
+        check_number("penalty", penalty, "Use 1, as the authors do.")
         check_maps(edge_dim_ratio, maps, map_std)
         self.given_graph, self.given_maps = graph, maps
         self.step, self.penalty = step, penalty

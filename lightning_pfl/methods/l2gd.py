@@ -2,7 +2,6 @@ r"""L2GD: a coin decides between a step on the local losses and a step towards t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
@@ -11,7 +10,7 @@ import torch
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.methods.base import Method, Phase, check_number
 from lightning_pfl.randomness import derive
 from lightning_pfl.solvers.proximal import towards
 from lightning_pfl.tree import Model, Tree, floats, weighted_mean
@@ -72,11 +71,7 @@ class L2GD(Method):
         # `local_epochs=1` alone means epochs instead of the default step, not both.
         local_steps = None if local_epochs is not None and local_steps == 1 else local_steps
         super().__init__(local_epochs, local_steps, weighting="uniform")
-        if not 0 <= mixing_weight < math.inf:
-            raise ValueError(
-                "Expected `mixing_weight` to be a finite number >= 0, but got "
-                f"mixing_weight={mixing_weight!r}. Use 0 to train every client alone."
-            )
+        check_number("mixing_weight", mixing_weight, "Use 0 to train every client alone.")
         if not 0 < aggregation_probability < 1:
             raise ValueError(
                 "Expected `aggregation_probability` to be between 0 and 1, but got "

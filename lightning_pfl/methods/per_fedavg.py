@@ -2,11 +2,10 @@ r"""Per-FedAvg: a global model from which one gradient step personalizes."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, get_args
 
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Phase, Weighting
+from lightning_pfl.methods.base import Local, Method, Phase, Weighting, check_number
 from lightning_pfl.tree import Model, Tree
 
 Order = Literal["first", "hessian-free"]
@@ -66,23 +65,13 @@ class PerFedAvg(Method):
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        if not 0 <= inner_lr < math.inf:
-            raise ValueError(
-                "Expected `inner_lr` to be a finite number >= 0, but got "
-                f"inner_lr={inner_lr!r}. Use 0 for "
-                "FedAvg, or 0.01 as in the paper."
-            )
+        check_number("inner_lr", inner_lr, "Use 0 for FedAvg, or 0.01 as in the paper.")
         if order not in get_args(Order):
             raise ValueError(
                 "Expected `order` to be 'first' or 'hessian-free', but got "
                 f"order={order!r}. Use one of the two."
             )
-        if not 0 < difference < math.inf:
-            raise ValueError(
-                "Expected `difference` to be a finite number > 0, but got "
-                f"difference={difference!r}. Use "
-                "0.001."
-            )
+        check_number("difference", difference, "Use 0.001.", positive=True)
         if not isinstance(evaluation_steps, int) or evaluation_steps < 1:
             raise ValueError(
                 "Expected `evaluation_steps` to be a whole number of at least 1, but got "

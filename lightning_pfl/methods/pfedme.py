@@ -2,11 +2,10 @@ r"""pFedMe: personalization by Moreau envelopes."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.methods.base import Local, Method, Weighting
+from lightning_pfl.methods.base import Local, Method, Weighting, check_number
 from lightning_pfl.solvers.proximal import pull, towards
 from lightning_pfl.tree import Model, Tree, select, tmap, weighted_mean
 
@@ -69,11 +68,7 @@ class PFedMe(Method):
             "server_mixing": (server_mixing, "Use 1 to replace the model by the clients' mean."),
         }
         for name, (value, advice) in given.items():
-            if not 0 < value < math.inf:
-                raise ValueError(
-                    f"Expected `{name}` to be a finite number > 0, but got {name}={value!r}. "
-                    f"{advice}"
-                )
+            check_number(name, value, advice, positive=True)
         if isinstance(inner_steps, bool) or not isinstance(inner_steps, int) or inner_steps < 1:
             raise ValueError(
                 "Expected `inner_steps` to be a whole number of at least 1, but got "

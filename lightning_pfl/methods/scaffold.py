@@ -2,13 +2,12 @@ r"""SCAFFOLD: federated averaging with control variates against client drift."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, get_args
 
 import torch
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import Local, Method, Phase, check_number
 from lightning_pfl.solvers.proximal import towards
 from lightning_pfl.tree import (
     Model,
@@ -79,12 +78,8 @@ class SCAFFOLD(Method):
                 f"Expected `option` to be 'I' or 'II', but got option={option!r}. Use 'II', which "
                 "needs no further pass over the data."
             )
-        if not 0 < server_lr < math.inf:
-            raise ValueError(
-                "Expected `server_lr` to be a finite number > 0, but got "
-                f"server_lr={server_lr!r}. Use 1 to "
-                "replace the model by the clients' mean."
-            )
+        advice = "Use 1 to replace the model by the clients' mean."
+        check_number("server_lr", server_lr, advice, positive=True)
         self.option, self.server_lr = option, server_lr
 
     def phases(self, round: int) -> tuple[Phase, ...]:

@@ -2,7 +2,6 @@ r"""SheafFMTL: neighbours agree on learned projections of their models."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal, get_args
 
 import lightning as L
@@ -11,7 +10,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Local, Method
+from lightning_pfl.methods.base import Local, Method, check_number
 from lightning_pfl.peers import Exchange, Inbox
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import flat, unflat
@@ -115,11 +114,7 @@ class SheafFMTL(Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         for name, value in (("regularization", regularization), ("map_lr", map_lr)):
-            if not 0 <= value < math.inf:
-                raise ValueError(
-                    f"Expected `{name}` to be a finite number >= 0, but got {name}={value!r}. Use "
-                    "0.01, for example."
-                )
+            check_number(name, value, "Use 0.01, for example.")
         if order != "synchronous":
             raise ValueError(
                 f"Expected `order` to be 'synchronous', but got order={order!r}. One client after "

@@ -2,7 +2,6 @@ r"""SquaredPenalty: the squared norms of differences hold models near their mean
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import Local, Method, Phase, check_number
 from lightning_pfl.solvers.proximal_step import (
     LocalSolver,
     check_local_solver,
@@ -74,11 +73,7 @@ class SquaredPenalty(Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         check_local_solver(local_solver)
-        if not 0 <= penalty_weight < math.inf:
-            raise ValueError(
-                "Expected `penalty_weight` to be a finite number >= 0, but got "
-                f"penalty_weight={penalty_weight!r}. Use 0 to train every client alone."
-            )
+        check_number("penalty_weight", penalty_weight, "Use 0 to train every client alone.")
         self.penalty_weight = penalty_weight
         self.local_solver: LocalSolver = local_solver
 
