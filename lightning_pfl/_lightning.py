@@ -8,6 +8,7 @@ behaviour that are used here, so that a new release of Lightning fails there fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import lightning as L
@@ -79,6 +80,7 @@ __all__ = [
     "call_module_hook",
     "close_step",
     "connect_processes",
+    "copy_apart",
     "count_server_update",
     "default_backend",
     "is_overridden",
@@ -295,6 +297,15 @@ def log_at_end(trainer: Any, values: Mapping[str, float]) -> None:
 
 
 # --- optimizers -----------------------------------------------------------------------------------
+
+
+def copy_apart(module: Any) -> Any:
+    """A deep copy of a module without its Trainer, which would be copied with all that it holds."""
+    trainer, module._trainer = module._trainer, None
+    try:
+        return deepcopy(module)
+    finally:
+        module._trainer = trainer
 
 
 def read_optimizers(

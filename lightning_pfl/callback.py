@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -114,6 +115,11 @@ class Round:
     bytes_up: int = 0
     bytes_exchanged: int = 0
 
+    @property
+    def accepted(self) -> Tensor:
+        """Which clients of the cohort the gate accepted, bool ``(clients,)``, on the CPU."""
+        return torch.tensor([k not in self.rejected for k in self.info.index.tolist()])
+
 
 class FederatedCallback(Callback):
     """A Lightning callback that also hears the stages of a round.
@@ -174,3 +180,25 @@ class FederatedCallback(Callback):
             Results by the prefix of their keys, such as ``"ft/"``.
         """
         return {}
+
+
+class RoundValues(FederatedCallback):
+    """Logs at the end of a round what was measured inside it; resumes between the two.
+
+    Attributes:
+        _values: The round's values by name; set anew in every round.
+    """
+
+    _values: Mapping[str, float] = MappingProxyType({})
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the round's values."""
+        pl_module.log_dict(self._values, on_step=False, on_epoch=True, batch_size=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The round's values, for a run that is resumed before they are logged."""
+        return {"values": dict(self._values)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._values = dict(state_dict["values"])

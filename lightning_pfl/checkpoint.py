@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_pfl.errors import CheckpointMismatchError
-from lightning_pfl.tree import Tree
+from lightning_pfl.tree import Tree, shapes
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -243,11 +242,6 @@ def check_clients(saved: Mapping[str, Any], names: Sequence[str], memory: Tree) 
         )
 
 
-def _shapes(tree: Tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
+def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
     """What one client remembers: shapes without the client axis."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, leaf in tree.items():
-        key = f"{prefix}{name}"
-        one = {key: tuple(leaf.shape[1:])} if isinstance(leaf, Tensor) else _shapes(leaf, f"{key}/")
-        found |= one
-    return found
+    return {path: shape[1:] for path, shape in shapes(tree).items()}

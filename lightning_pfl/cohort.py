@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset
-from lightning_pfl.engine.base import LocalResult, OnClients
+from lightning_pfl.engine.base import LocalResult, OnClients, told
 from lightning_pfl.gate import judge, judge_cohort
 from lightning_pfl.groups import Group, merge, split_rows, values
 from lightning_pfl.methods.base import Phase
@@ -87,12 +87,12 @@ class Cohort:
         on_clients: OnClients,
     ) -> LocalResult:
         """One architecture's clients; nothing where there are none."""
-        info, told = self.mine.rows(share.at), _told(on_clients, share.at)
+        info, listener = self.mine.rows(share.at), told(on_clients, share.at)
         if not len(info):
             nothing = torch.empty(0, dtype=torch.float64, device=self.device)
             return LocalResult({}, own, loss=nothing)
         engine, method = share.group.engine, share.group.method
-        return engine.train(method, received, own, info, data, phases, told)
+        return engine.train(method, received, own, info, data, phases, listener)
 
     def _joined(self) -> LocalResult:
         """The work of this process's clients, in their order."""
@@ -180,10 +180,3 @@ class Cohort:
             clients = self.mine.index[share.at]
             if len(clients):
                 share.group.scatter(clients, share.own)
-
-
-def _told(on_clients: OnClients, at: slice | Tensor) -> OnClients:
-    """Report positions in the cohort, not in the group."""
-    if isinstance(at, slice):
-        return on_clients
-    return lambda done: on_clients(at[torch.tensor(done)].tolist())

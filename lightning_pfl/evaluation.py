@@ -23,7 +23,7 @@ from lightning_pfl._lightning import (
 from lightning_pfl.adaptation import adapt
 from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.data.clients import FederatedDataset, as_federated
-from lightning_pfl.engine.base import Evaluation, LogOptions, OnClients
+from lightning_pfl.engine.base import Evaluation, LogOptions, told
 from lightning_pfl.history import higher_is_better
 from lightning_pfl.idle import evaluated
 from lightning_pfl.metrics.summary import summarize
@@ -32,7 +32,7 @@ from lightning_pfl.progress import ClientProgress
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.ranks import whole_evaluation
 from lightning_pfl.tables import ClientTable
-from lightning_pfl.tree import Model, expand, is_expanded
+from lightning_pfl.tree import Model, expand, is_expanded, whole_nbytes
 
 if TYPE_CHECKING:
     from lightning_pfl.federation import Federation
@@ -113,25 +113,18 @@ def evaluate_clients(
             for some in positions.split(models_at_a_time(group)):
                 found.append(
                     group.engine.evaluate(
-                        models_of(clients[some]), rows[some], data, step, _told(on_clients, some)
+                        models_of(clients[some]), rows[some], data, step, told(on_clients, some)
                     )
                 )
                 order.append(some)
     return whole_evaluation(part, join(found, order))
 
 
-def _told(on_clients: Callable[[list[int]], None] | None, some: Tensor) -> OnClients | None:
-    """Report positions of the whole list, not of a part of it."""
-    if on_clients is None:
-        return None
-    return lambda at: on_clients(some[at].tolist())
-
-
 def models_at_a_time(group: Group) -> int:
     """How many personal models of a group fit into :data:`MEMORY`."""
     held = group.bank.row_nbytes()
     if group.method.evaluation_phases():
-        held = sum(leaf.numel() * leaf.element_size() for leaf in group.module.parameters())
+        held = whole_nbytes(dict(group.module.named_parameters()))
     return int(max(1, MEMORY // max(held, 1)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import lightning as L
@@ -12,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pfl._lightning import copy_apart
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.checkpoint import check_clients, check_server
 from lightning_pfl.data.clients import FederatedDataset
@@ -26,6 +26,7 @@ from lightning_pfl.groups import (
     check_messages,
     check_server_trees,
     describe,
+    model_sizes,
     one_group,
 )
 from lightning_pfl.history import History
@@ -34,7 +35,7 @@ from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.mixture import MixedForward, parts
 from lightning_pfl.ranks import Part, Ranks
 from lightning_pfl.state import Bank
-from lightning_pfl.tree import Model, Tree, expand, leaves, select, tmap
+from lightning_pfl.tree import Model, Tree, expand, select, tmap, whole_nbytes
 
 
 class Federation:
@@ -134,12 +135,7 @@ class Federation:
         """A client's personal model as a copy of the module: in eval mode, without Trainer."""
         model, other, share = parts(self._personal_model(client))
         group = self._group_of(client)
-        module = group.module
-        trainer, module._trainer = module._trainer, None
-        try:
-            copy: L.LightningModule = deepcopy(module)
-        finally:
-            module._trainer = trainer
+        copy: L.LightningModule = copy_apart(group.module)
         copy.load_state_dict(self._state_dict(group, model))
         if share is not None:
             held = {name: leaf.detach().clone() for name, leaf in other.items()}
@@ -303,6 +299,7 @@ class Federation:
     def _bind(self, num_samples: Tensor | None = None) -> list[Method]:
         samples = self.num_samples if num_samples is None else num_samples
         known = (self.num_clients, self.seed, samples)
+        self.method.model_sizes = model_sizes(self.groups, self.num_clients)
         methods = [bound(self.method, group, self.groups, *known) for group in self.groups]
         if len(self.groups) > 1:
             self.method.bind(self.groups[0].layout, *known)
@@ -381,7 +378,7 @@ def bank_device(place: str, device: torch.device, row: Tree, num_clients: int) -
     """Where the memories live: as asked, or on the device if they take at most a quarter of it."""
     if place == "host" or device.type == "cpu":
         return torch.device("cpu")
-    size = sum(leaf.numel() * leaf.element_size() for leaf in leaves(row)) * num_clients
+    size = whole_nbytes(row) * num_clients
     fits = device.type != "cuda" or size <= torch.cuda.mem_get_info(device)[1] / 4
     return device if place == "device" or fits else torch.device("cpu")
 

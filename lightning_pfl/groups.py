@@ -19,7 +19,7 @@ from lightning_pfl.client_modules import ClientModules
 from lightning_pfl.layout import Layout
 from lightning_pfl.ranks import Ranks
 from lightning_pfl.state import Bank
-from lightning_pfl.tree import Tree, rows, tmap
+from lightning_pfl.tree import Tree, leaves, rows, shapes, tmap
 
 if TYPE_CHECKING:
     from lightning_pfl.engine.select import SelectedEngine
@@ -147,7 +147,6 @@ def table(groups: Sequence[Group]) -> str:
 
 def bound(method: Method, group: Group, groups: Sequence[Group], *args: Any) -> Method:
     """The method for one group: itself where there is one group, else a copy of its own layout."""
-    method.model_sizes = model_sizes(groups, args[0])
     own = method if len(groups) == 1 else copy.copy(method)
     own.bind(group.layout, *args)
     return own
@@ -202,19 +201,13 @@ def check_server_trees(method: Method, groups: Sequence[Group], trees: Sequence[
     Raises:
         MisconfigurationException: Names the entry, both shapes, and what works across them.
     """
-    first = _shapes(trees[0])
-    for group, tree in zip(groups[1:], trees[1:], strict=True):
-        other = _shapes(tree)
-        for name in {**first, **other}:
-            ours, theirs = first.get(name), other.get(name)
-            if ours != theirs:
-                raise MisconfigurationException(
-                    f"Expected what {type(method).__name__} holds on the server to have one shape "
-                    f"for all clients, but `{name}` is {_say(ours)} in group "
-                    f"{groups[0].name!r} and {_say(theirs)} in group {group.name!r}. Across "
-                    "architectures use LocalOnly, SheafFMTL or HomologicalConstraints; or FedPer, "
-                    "FedRep or LGFedAvg with a split whose shared part is the same in all groups."
-                )
+    if difference := _difference(groups, trees):
+        raise MisconfigurationException(
+            f"Expected what {type(method).__name__} holds on the server to have one shape for all "
+            f"clients, but {difference}. Across architectures use LocalOnly, SheafFMTL or "
+            "HomologicalConstraints; or FedPer, FedRep or LGFedAvg with a split whose shared part "
+            "is the same in all groups."
+        )
 
 
 def check_messages(groups: Sequence[Group], everyone: ClientInfo) -> None:
@@ -234,30 +227,31 @@ def check_messages(groups: Sequence[Group], everyone: ClientInfo) -> None:
             assert group.clients is not None
             one = group.clients[:1]
             sent.append(group.method.send(exchange.name, group.gather(one), everyone.rows(one)))
-        shapes = [_shapes(tree) for tree in sent]
-        for group, other in zip(groups[1:], shapes[1:], strict=True):
-            for name in {**shapes[0], **other}:
-                ours, theirs = shapes[0].get(name), other.get(name)
-                if ours != theirs:
-                    raise MisconfigurationException(
-                        f"Expected what clients of {type(group.method).__name__} write to each "
-                        f"other to have one shape, but `{name}` is {_say(ours)} in group "
-                        f"{groups[0].name!r} and {_say(theirs)} in group {group.name!r}. Across "
-                        "architectures use SheafFMTL or HomologicalConstraints, whose messages are "
-                        "projections to common spaces; or LocalOnly."
-                    )
+        if difference := _difference(groups, sent):
+            raise MisconfigurationException(
+                f"Expected what clients of {type(groups[0].method).__name__} write to each other "
+                f"to have one shape, but {difference}. Across architectures use SheafFMTL or "
+                "HomologicalConstraints, whose messages are projections to common spaces; or "
+                "LocalOnly."
+            )
+
+
+def _difference(groups: Sequence[Group], trees: Sequence[Tree]) -> str:
+    """The first entry that has another shape than in the first group; empty if there is none."""
+    first = shapes(trees[0])
+    for group, tree in zip(groups[1:], trees[1:], strict=True):
+        other = shapes(tree)
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                return (
+                    f"`{name}` is {_say(first.get(name))} in group {groups[0].name!r} and "
+                    f"{_say(other.get(name))} in group {group.name!r}"
+                )
+    return ""
 
 
 def _say(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(shape)
-
-
-def _shapes(tree: Tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for name, leaf in tree.items():
-        key = f"{prefix}{name}"
-        found |= _shapes(leaf, f"{key}/") if isinstance(leaf, dict) else {key: tuple(leaf.shape)}
-    return found
 
 
 def merge(parts: Sequence[tuple[slice | Tensor, Tree]], count: int) -> Tree:
@@ -293,11 +287,5 @@ def split_rows(tree: Tree, at: slice | Tensor) -> Tree:
     """A group's rows of a tree; views where there is one group."""
     if isinstance(at, slice):
         return tree
-    device = next((leaf.device for leaf in _leaves(tree)), None)
+    device = next((leaf.device for leaf in leaves(tree)), None)
     return rows(tree, at.to(device))
-
-
-def _leaves(tree: Tree) -> Iterator[Tensor]:
-    from lightning_pfl.tree import leaves
-
-    return leaves(tree)

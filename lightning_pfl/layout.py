@@ -133,8 +133,8 @@ class Layout:
 
     def num_trainable(self) -> int:
         """How many trainable scalars the model has."""
-        model = self.model()
-        return sum(model[name].numel() for name in self.trainable)
+        parameters = dict(self.module.named_parameters())
+        return sum(parameters[name].numel() for name in self.trainable)
 
     def load(self, model: Model) -> None:
         """Write the entries of ``model`` into the module, in place."""

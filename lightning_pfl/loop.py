@@ -153,9 +153,7 @@ class FederatedLoop(FitLoop):
         phases = next((phases for phases in rounds if phases), ())
         flag = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
         limit = f"{flag}={getattr(trainer, flag)!r}"
-        self._learners = learners(
-            self.strategy.groups[0].engine, self.require_data(), phases, limit
-        )
+        self._learners = learners(self.strategy, self.require_data(), phases, limit)
         self.max_batches = len(self._draw(start))
 
     def _check_reloaded(self, data: FederatedDataset) -> None:

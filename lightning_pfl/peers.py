@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from lightning_pfl.graphs.graph import sparse_square
 from lightning_pfl.tree import Tree, leaves, rows, tmap
 
 if TYPE_CHECKING:
@@ -111,15 +113,16 @@ class Postman:
 
     def _sum(self, leaf: Tensor) -> Tensor:
         """One sparse matrix product for all clients and edges."""
+        flat = leaf.reshape(len(leaf), -1)
+        mixed: Tensor = torch.sparse.mm(self.mixing.to(leaf.dtype), flat)
+        return mixed.view(leaf.shape)
+
+    @cached_property
+    def mixing(self) -> Tensor:
+        """Weights of senders (columns) for receivers (rows), sparse ``(clients, clients)``."""
         who, slot = self.present.nonzero(as_tuple=True)
         place = torch.stack([who, self.sender[who, slot]])
-        values = self.weights[who, slot].to(leaf)
-        shape = (len(leaf), len(leaf))
-        # The places are within the shape by construction; unsaid, torch warns about it.
-        mixing = torch.sparse_coo_tensor(place, values, shape, check_invariants=False)
-        flat = leaf.reshape(len(leaf), -1)
-        mixed: Tensor = torch.sparse.mm(mixing, flat)
-        return mixed.view(leaf.shape)
+        return sparse_square(place, self.weights[who, slot], len(self.present))
 
     def _masked(self, found: Tensor) -> Tensor:
         shape = (*self.present.shape, *[1] * (found.ndim - 2))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.ranks import Ranks
-from lightning_pfl.tree import Tree, leaves, rows, stack, tmap
+from lightning_pfl.tree import Tree, leaves, repeat, rows, stack, tmap, whole_nbytes
 
 BLOCK = 2**26
 """Bytes of memories that processes send at a time."""
@@ -44,14 +44,7 @@ class Bank:
         self.ranks = Ranks() if ranks is None else ranks
         self.whole = self.ranks.size == 1
         held = len(self._own())
-        self.tree = tmap(
-            lambda leaf: (
-                leaf.to(self.device)
-                .expand(held, *leaf.shape)
-                .clone(memory_format=torch.contiguous_format)
-            ),
-            row,
-        )
+        self.tree = repeat(tmap(lambda leaf: leaf.to(self.device), row), held)
 
     def gather(
         self,
@@ -91,7 +84,7 @@ class Bank:
 
     def nbytes(self) -> int:
         """Memory of the bank in this process, in bytes."""
-        return sum(leaf.numel() * leaf.element_size() for leaf in leaves(self.tree))
+        return whole_nbytes(self.tree)
 
     def row_nbytes(self) -> int:
         """Bytes that one client remembers."""

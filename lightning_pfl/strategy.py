@@ -42,7 +42,7 @@ from lightning_pfl.prediction import FederatedPredictionLoop
 from lightning_pfl.processes import TIMEOUT, ProcessesStrategy
 from lightning_pfl.ranks import keep_metrics_apart
 from lightning_pfl.sampling import check_participation
-from lightning_pfl.tree import Model
+from lightning_pfl.tree import whole_nbytes
 
 SPREAD = 2**30
 """Bytes of clients' memories that every process has after a run, to answer users' questions."""
@@ -278,7 +278,7 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         split = self._layouts()
         flags.check_one_process(len(split), self.ranks.size)
         held = -(-len(names) // self.ranks.size)
-        largest = max((layout.model() for layout in split.values()), key=_nbytes)
+        largest = max((layout.model() for layout in split.values()), key=whole_nbytes)
         memories = bank_device(self._bank_place, self.root_device, largest, held)
         if fresh:
             if trainer.state.fn == TrainerFn.FITTING and self._saved is None:
@@ -362,10 +362,6 @@ class FederatedStrategy(Federation, ProcessesStrategy):
             if restored:
                 for group in self.groups:
                     group.engine.template = None  # `client_optimizer` then makes the checkpoint's
-
-
-def _nbytes(model: Model) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in model.values())
 
 
 def _install_loops(trainer: Any) -> None:

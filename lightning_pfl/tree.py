@@ -42,6 +42,15 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
             yield leaf
 
 
+def shapes(tree: Tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    """The leaves' shapes by their path, such as ``"model/head.weight"``."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, leaf in tree.items():
+        key = f"{prefix}{name}"
+        found |= shapes(leaf, f"{key}/") if isinstance(leaf, dict) else {key: tuple(leaf.shape)}
+    return found
+
+
 def select(model: Model, names: Iterable[str]) -> Model:
     """The entries of ``model`` that are in ``names``, in the order of ``model``."""
     wanted = frozenset(names)
@@ -65,6 +74,16 @@ def expand(tree: Tree, clients: int) -> Tree:
     return tmap(lambda leaf: leaf.as_strided((clients, *leaf.shape), (0, *leaf.stride())), tree)
 
 
+def repeat(tree: Tree, clients: int) -> Tree:
+    """Give every leaf a leading client axis: a copy for each client."""
+
+    def copies(leaf: Tensor) -> Tensor:
+        wide = leaf.expand(clients, *leaf.shape)
+        return wide.clone(memory_format=torch.contiguous_format)
+
+    return tmap(copies, tree)
+
+
 def is_expanded(leaf: Tensor) -> bool:
     """Whether the leaf's client axis has stride 0, so that all clients share one tensor."""
     return leaf.ndim > 0 and leaf.stride(0) == 0
@@ -86,6 +105,17 @@ def rows(tree: Tree, index: slice | Tensor) -> Tree:
         return leaf.index_select(0, index)
 
     return tmap(take, tree)
+
+
+def put_rows(tree: Tree, index: Tensor, new: Tree) -> Tree:
+    """A ``(clients, ...)`` tree with the rows of some clients replaced; the old one stays.
+
+    Args:
+        tree: All clients'.
+        index: Whose rows, int64 ``(some,)``.
+        new: Their new ones, ``(some, ...)``.
+    """
+    return tmap(lambda old, rows: old.index_copy(0, index.to(old.device), rows), tree, new)
 
 
 def unshared(tree: Tree) -> Tree:
@@ -176,6 +206,11 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
         return torch.mv(_flat(leaf).T, weights.to(leaf)).view(leaf.shape[1:])
 
     return tmap(mean, tree)
+
+
+def whole_nbytes(tree: Tree) -> int:
+    """Bytes of a whole tree, whatever its axes."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
 
 
 def nbytes(tree: Tree) -> int:

@@ -31,7 +31,7 @@ from lightning_pfl.layout import Spec
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.state import Bank
 from lightning_pfl.tables import ClientTable
-from lightning_pfl.tree import Model, expand, select
+from lightning_pfl.tree import Model, expand, select, whole_nbytes
 
 When = Literal["end", "evaluation"]
 PREFIX = "ft/"
@@ -244,7 +244,7 @@ class HeadFineTuning(FederatedCallback):
         """Make room for the clients' fine-tuned parameters; returns the bytes of one client's."""
         with torch.inference_mode(False):
             row = select(federation.layout.model(), self._resolved(federation))
-            held = sum(leaf.numel() * leaf.element_size() for leaf in row.values())
+            held = whole_nbytes(row)
             if self._kept is None and held * federation.num_clients <= KEPT:
                 self._kept = Bank(row, federation.num_clients, federation.bank.device)
                 self._done = torch.zeros(federation.num_clients, dtype=torch.bool)

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.evaluation import personal_models
 from lightning_pfl.federation import Federation
-from lightning_pfl.tree import Model, expand, weighted_mean
+from lightning_pfl.tree import Model, expand, weighted_mean, whole_nbytes
 
 Start = Literal["personal", "global", "mean"]
 TOGETHER = 2**27
@@ -60,8 +60,8 @@ def _mean(federation: Federation) -> Model:
     Sums in double precision, so that the order of the parts leaves no trace.
     """
     template = federation.layout.model()
-    one = sum(leaf.numel() * leaf.element_size() for leaf in template.values())
-    parts = torch.arange(federation.num_clients).split(max(1, TOGETHER // max(one, 1)))
+    together = max(1, TOGETHER // max(whole_nbytes(template), 1))
+    parts = torch.arange(federation.num_clients).split(together)
     means = []
     for part in parts:
         models = personal_models(federation, part)

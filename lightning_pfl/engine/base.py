@@ -108,6 +108,18 @@ OnClients = Callable[[list[int]], None]
 """Called with the positions in the cohort of the clients that have just finished."""
 
 
+def told(on_clients: OnClients | None, at: slice | Tensor) -> OnClients | None:
+    """Report positions of a whole list, where an engine works on a part of it.
+
+    Args:
+        on_clients: Told positions of the whole list; None where nobody listens.
+        at: The part's positions there.
+    """
+    if on_clients is None or isinstance(at, slice):
+        return on_clients
+    return lambda done: on_clients(at[torch.tensor(done)].tolist())
+
+
 class Engine(Protocol):
     """Runs the clients' functions of a method. Engines agree within float tolerance."""
 

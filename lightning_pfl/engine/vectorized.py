@@ -45,7 +45,7 @@ from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.randomness import derive
-from lightning_pfl.tree import Model, Tree, is_expanded, leaves, rows, stack, unshared
+from lightning_pfl.tree import Model, Tree, is_expanded, leaves, rows, stack, unshared, whole_nbytes
 
 COPIES = 5
 """Of a client's model during training: parameters, gradients, two moments, and what is received."""
@@ -132,7 +132,7 @@ class VectorizedEngine:
             total, most = torch.cuda.get_device_properties(device).total_memory, MOST_ON_GPU
         else:
             total, most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), MOST_ON_CPU
-        model = sum(leaf.numel() * leaf.element_size() for leaf in self.layout.model().values())
+        model = whole_nbytes(self.layout.model())
         return max(1, min(most, total // 4 // (COPIES * max(model, 1))))
 
     def count_steps(

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.callback import Round, RoundValues
 from lightning_pfl.federation import require_federation
 from lightning_pfl.inspect.board import (
     boards,
@@ -32,7 +32,7 @@ COLORS = 20
 """Clusters that have a colour of their own; further ones share them."""
 
 
-class ClusterMonitor(FederatedCallback):
+class ClusterMonitor(RoundValues):
     """Shows the clusters of a method that forms some, such as CFL, IFCA or ConvexClustering.
 
     Logs, once a round and to every logger, ``clusters/number`` and, where the groups are known,
@@ -61,7 +61,6 @@ class ClusterMonitor(FederatedCallback):
         self.rounds: dict[int, Tensor] = {}
         """Each client's cluster, int64 ``(clients,)``, after the rounds in which it changed."""
         self._last = self._drawn = -1
-        self._values: dict[str, float] = {}
 
     # --- hooks ------------------------------------------------------------------------------------
 
@@ -94,17 +93,13 @@ class ClusterMonitor(FederatedCallback):
             self.rounds[round.number] = found
         self._last = round.number
         known = found >= 0
-        self._values = {"clusters/number": float(len(found[known].unique()))}
+        values = {"clusters/number": float(len(found[known].unique()))}
         groups = resolve_groups(self.groups, federation.num_clients)
         if groups is not None and known.any():
-            self._values["clusters/ari"] = adjusted_rand_index(found[known], groups[known])
+            values["clusters/ari"] = adjusted_rand_index(found[known], groups[known])
+        self._values = values
         if (round.number + 1) % self.every_n_rounds == 0:
             self._draw(trainer)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the round's values."""
-        pl_module.log_dict(self._values, on_step=False, on_epoch=True, batch_size=1)
-        self._values = {}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the last round, if it wasn't."""
@@ -112,12 +107,12 @@ class ClusterMonitor(FederatedCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The rounds so far, for a run that is resumed."""
-        return {"rounds": dict(self.rounds), "last": self._last, "values": dict(self._values)}
+        return {**super().state_dict(), "rounds": dict(self.rounds), "last": self._last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the rounds of the checkpoint."""
+        super().load_state_dict(state_dict)
         self.rounds, self._last = dict(state_dict["rounds"]), state_dict["last"]
-        self._values = dict(state_dict["values"])
 
     def _draw(self, trainer: Any) -> None:
         if self._last == self._drawn or not boards(trainer) or not self.rounds:

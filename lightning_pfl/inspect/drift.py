@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import lightning as L
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.callback import Round, RoundValues
 from lightning_pfl.federation import require_federation
 from lightning_pfl.inspect.board import boards
 from lightning_pfl.tree import Tree, rows
 
 
-class DriftMonitor(FederatedCallback):
+class DriftMonitor(RoundValues):
     r"""Measures each client's update :math:`\Delta_k = y_k - x^t` and its angle to the mean update.
 
     .. math::
@@ -47,9 +46,6 @@ class DriftMonitor(FederatedCallback):
         2020. arXiv:1910.06378, section 3 (client drift).
     """
 
-    def __init__(self) -> None:
-        self._values: dict[str, float] = {}
-
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Warn where there is nothing to measure."""
         federation = require_federation(trainer, self)
@@ -64,7 +60,7 @@ class DriftMonitor(FederatedCallback):
     ) -> None:
         """Measure the accepted updates."""
         self._values = {}
-        accepted = torch.tensor([int(k) not in round.rejected for k in round.info.index])
+        accepted = round.accepted
         info = round.info.keep(accepted)
         buffers = frozenset(require_federation(trainer, self).layout.buffers)
         uploads = _without(round.uploads or {}, buffers)
@@ -74,7 +70,7 @@ class DriftMonitor(FederatedCallback):
             return
         received = rows(round.received or {}, at.to(device))
         norm, cosine, mean = drift(uploads, received, info.weights)
-        self._values = {
+        values = {
             "drift/norm": float(norm.mean()),
             "drift/norm/max": float(norm.max()),
             "drift/mean_update_norm": mean,
@@ -82,25 +78,13 @@ class DriftMonitor(FederatedCallback):
         # A client that didn't move has no direction.
         cosine = cosine[cosine.isfinite()]
         if len(cosine):
-            self._values["drift/cosine"] = float(cosine.mean())
-            self._values["drift/cosine/min"] = float(cosine.min())
+            values["drift/cosine"] = float(cosine.mean())
+            values["drift/cosine/min"] = float(cosine.min())
+        self._values = values
         for board in boards(trainer):
             board.add_histogram("drift/norm", norm, global_step=round.number)
             if len(cosine):
                 board.add_histogram("drift/cosine", cosine, global_step=round.number)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the round's values."""
-        pl_module.log_dict(self._values, on_step=False, on_epoch=True, batch_size=1)
-        self._values = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is not logged yet, for a run that is resumed inside a round."""
-        return {"values": dict(self._values)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._values = dict(state_dict["values"])
 
 
 def drift(uploads: Tree, received: Tree, weights: Tensor) -> tuple[Tensor, Tensor, float]:

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.callback import Round, RoundValues
 from lightning_pfl.federation import require_federation
 from lightning_pfl.inspect.board import (
     boards,
@@ -33,7 +33,7 @@ CURVES = 16
 MEASURES = {"weight": "weight", "distance": "distance from the prior's mean"}
 
 
-class PriorMonitor(FederatedCallback):
+class PriorMonitor(RoundValues):
     r"""Shows FedMAP's weights, the clients' distances from the prior, and its learned variances.
 
     Of the accepted clients of a round: :math:`\bar\omega_k`, what counts in the server's step, and
@@ -68,7 +68,6 @@ class PriorMonitor(FederatedCallback):
         check_every(every_n_rounds)
         self.every_n_rounds = every_n_rounds
         self.rounds: dict[int, dict[str, Tensor]] = {}
-        self._values: dict[str, float] = {}
         self._drawn = -1
 
     # --- hooks ------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ class PriorMonitor(FederatedCallback):
     ) -> None:
         """Measure the accepted clients."""
         self._values = {}
-        accepted = torch.tensor([int(k) not in round.rejected for k in round.info.index])
+        accepted = round.accepted
         info = round.info.keep(accepted)
         if not len(info):
             return
@@ -103,7 +102,7 @@ class PriorMonitor(FederatedCallback):
         uploads = round.uploads or {}
         weights = method.weights(uploads, info).cpu()
         found = {"clients": info.index.cpu(), "weight": weights}
-        self._values = {
+        values = {
             "prior/weight/max": float(weights.max()),
             "prior/effective_clients": float(1 / weights.square().sum()),
         }
@@ -112,9 +111,9 @@ class PriorMonitor(FederatedCallback):
         distance = from_mean(select(uploads["model"], method.under), method.gamma(received))
         if distance is not None:
             found["distance"] = distance
-            self._values["prior/distance"] = float(distance.mean())
-            self._values["prior/distance/max"] = float(distance.max())
-        self.rounds[round.number] = found
+            values["prior/distance"] = float(distance.mean())
+            values["prior/distance/max"] = float(distance.max())
+        self._values, self.rounds[round.number] = values, found
         self._show_round(trainer, round.number)
 
     def on_aggregation_end(
@@ -124,22 +123,18 @@ class PriorMonitor(FederatedCallback):
         if (round.number + 1) % self.every_n_rounds == 0:
             self._draw(trainer)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the round's values."""
-        pl_module.log_dict(self._values, on_step=False, on_epoch=True, batch_size=1)
-        self._values = {}
-
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the last round, if it wasn't."""
         self._draw(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """The rounds so far, for a run that is resumed."""
-        return {"rounds": dict(self.rounds), "values": dict(self._values)}
+        return {**super().state_dict(), "rounds": dict(self.rounds)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self.rounds, self._values = dict(state_dict["rounds"]), dict(state_dict["values"])
+        super().load_state_dict(state_dict)
+        self.rounds = dict(state_dict["rounds"])
 
     # --- the board --------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, check_number
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
-from lightning_pfl.tree import Model, Tree, select, tmap
+from lightning_pfl.tree import Model, Tree, repeat, select, tmap
 
 
 class CFL(Method):
@@ -104,7 +104,7 @@ class CFL(Method):
         like = next(iter(model.values()))
         n, device = self.num_clients, like.device
         return {
-            "models": tmap(lambda leaf: torch.stack([leaf] * n), shared),
+            "models": repeat(shared, n),
             "together": torch.ones(n, n, dtype=torch.bool, device=device),
             "change": torch.zeros(n, size, dtype=like.dtype, device=device),
             "fresh": torch.zeros(n, dtype=torch.bool, device=device),

@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Weighting
-from lightning_pfl.tree import Model, Tree, select, tmap, weighted_mean
+from lightning_pfl.solvers.clusters import cluster_means
+from lightning_pfl.tree import Model, Tree, repeat, select, tmap
 
 
 class ClusterOracle(Method):
@@ -73,8 +74,7 @@ class ClusterOracle(Method):
 
     def init_server(self, model: Model) -> Tree:
         """Models that are all alike."""
-        shared = select(model, self.layout.shared)
-        return {"models": tmap(lambda leaf: torch.stack([leaf] * len(self._names)), shared)}
+        return {"models": repeat(select(model, self.layout.shared), len(self._names))}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
         """Nothing is the same for all."""
@@ -85,21 +85,11 @@ class ClusterOracle(Method):
         at = self._cluster[info.index.clamp_max(self.num_clients - 1)]
         return {"model": tmap(lambda leaf: leaf[at.to(leaf.device)], server["models"])}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
-        """A copy of the cluster's model to train."""
-        return {"model": {**tmap(torch.clone, received["model"]), **own["model"]}}
-
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """A weighted mean in each cluster of the cohort."""
-        at = self._cluster[info.index]
-        models = tmap(torch.clone, server["models"])
-        for cluster in at.unique().tolist():
-            members = (at == cluster).nonzero().flatten()
-            part = tmap(lambda leaf, rows=members: leaf[rows.to(leaf.device)], uploads["model"])
-            weights = info.weights[members]
-            for name, mean in weighted_mean(part, weights / weights.sum()).items():
-                models[name][cluster] = mean
-        return {"models": models}
+        at = self._cluster[info.index].to(next(iter(uploads["model"].values())).device)
+        member = torch.nn.functional.one_hot(at, len(self._names)).T.double()
+        return {"models": cluster_means(server["models"], uploads["model"], member, info.weights)}
 
     def global_model(self, server: Tree) -> Model | None:
         """There is none."""

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.callback import ClientInfo, Round, RoundValues
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, Phase
 from lightning_pfl.priors import GaussianPrior, Prior
@@ -22,7 +22,7 @@ MEASURED = ("posterior", "exact", "per_sample")
 MEASURE = "measure"
 
 
-class FedMAP(Method):
+class FedMAP(RoundValues, Method):
     r"""Clients find the mode of their posterior; the server fits the prior to these modes.
 
     .. math::
@@ -101,7 +101,6 @@ class FedMAP(Method):
         self.weighting = weighting  # type: ignore[assignment]
         self.prior_lr, self.data_term = prior_lr, data_term
         self.personal, self.log_envelope = personal, log_envelope
-        self._envelope: float | None = None
 
     # --- who holds what ---
 
@@ -260,28 +259,14 @@ class FedMAP(Method):
 
     def on_aggregation_start(self, trainer: L.Trainer, module: L.LightningModule, r: Round) -> None:
         """Compute the envelope from the accepted uploads."""
-        self._envelope = None
-        uploads = r.uploads or {}
-        accepted = torch.tensor([int(k) not in r.rejected for k in r.info.index])
+        self._values = {}
+        uploads, accepted = r.uploads or {}, r.accepted
         if "envelope" not in uploads or not accepted.any():
             return
         value = self.weights(uploads, r.info.keep(accepted)).to(uploads["envelope"])
         gamma = self.gamma(rows(r.received or {}, slice(0, 1)))
         more = self.prior.hyperprior(tmap(lambda leaf: leaf[0], gamma))
-        self._envelope = float(value @ uploads["envelope"]) + float(more)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the envelope."""
-        if self._envelope is not None:
-            pl_module.log("prior/envelope", self._envelope, batch_size=1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is not logged yet, for a run that is resumed inside a round."""
-        return {"envelope": self._envelope}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._envelope = state_dict["envelope"]
+        self._values = {"prior/envelope": float(value @ uploads["envelope"]) + float(more)}
 
 
 def log_weights(weighting: str, loss: Tensor, penalty: Tensor, samples: Tensor) -> Tensor:

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Local, Method, check_number
-from lightning_pfl.tree import Model, Tree, add, per_client, rows, select, tmap
+from lightning_pfl.tree import Model, Tree, add, per_client, put_rows, repeat, rows, select, tmap
 
 Relationship = Literal["spread", "asrun", "none"]
 
@@ -109,8 +108,7 @@ class FedMTL(Method):
 
     def init_server(self, model: Model) -> Tree:
         """Every client's parameters, which begin alike."""
-        mine = select(model, self.layout.trainable)
-        return {"models": tmap(lambda leaf: torch.stack([leaf] * self.num_clients), mine)}
+        return {"models": repeat(select(model, self.layout.trainable), self.num_clients)}
 
     def init_own(self, model: Model) -> Tree:
         """The whole model."""
@@ -153,12 +151,7 @@ class FedMTL(Method):
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Store what came; nothing is averaged."""
-        at = self._known(info, server["models"])
-
-        def store(old: Tensor, new: Tensor) -> Tensor:
-            return old.index_copy(0, at, new)
-
-        return {"models": tmap(store, server["models"], uploads["model"])}
+        return {"models": put_rows(server["models"], info.index, uploads["model"])}
 
     def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
         """The client's own model."""

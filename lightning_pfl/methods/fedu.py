@@ -16,7 +16,7 @@ from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Method, check_number
 from lightning_pfl.peers import Exchange, Inbox, Postman
-from lightning_pfl.tree import Model, Tree, per_client, select, tmap
+from lightning_pfl.tree import Model, Tree, per_client, put_rows, repeat, select, tmap
 
 MIX = Exchange("models", "sum")
 
@@ -121,8 +121,7 @@ class FedU(Method):
         """Every client's parameters, which begin alike."""
         if self.decentralized:
             return {}
-        mine = select(model, self.layout.shared)
-        return {"models": tmap(lambda leaf: torch.stack([leaf] * self.num_clients), mine)}
+        return {"models": repeat(select(model, self.layout.shared), self.num_clients)}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
         """Nothing is the same for all."""
@@ -154,14 +153,10 @@ class FedU(Method):
         if self.decentralized:
             return server
         models = uploads["model"]
-        at = info.index.to(next(iter(models.values())).device)
-        inbox = Postman(self.graph, info.index, at.device).deliver(MIX, models)
+        device = next(iter(models.values())).device
+        inbox = Postman(self.graph, info.index, device).deliver(MIX, models)
         mixed = self._mixed(models, inbox, info)
-
-        def store(old: Tensor, new: Tensor) -> Tensor:
-            return old.index_copy(0, at, new)
-
-        return {"models": tmap(store, server["models"], mixed)}
+        return {"models": put_rows(server["models"], info.index, mixed)}
 
     def exchanges(self, round: int) -> tuple[Exchange, ...]:
         """Where there is no server, neighbours send each other their models."""

@@ -17,6 +17,7 @@ from lightning_pfl.solvers.proximal_step import (
     LocalSolver,
     check_local_solver,
     flat,
+    proximal_phases,
     proximal_state,
     proximal_step,
     unflat,
@@ -147,9 +148,7 @@ class GTVMin(Method):
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """Steps of the optimizer, or one step on all samples."""
-        if self.local_solver == "exact":
-            return (Phase("all", steps=1, whole=True),)
-        return super().phases(round)
+        return proximal_phases(self.local_solver, super().phases(round))
 
     # --- a client's round ---
 

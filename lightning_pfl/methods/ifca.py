@@ -3,19 +3,19 @@ r"""IFCA: every client picks, of several models, the one that fits its data, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from lightning_pfl._lightning import copy_apart
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Local, Method, Phase, Weighting
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.solvers.clusters import cluster_means
-from lightning_pfl.tree import Model, Tree, select, tmap
+from lightning_pfl.tree import Model, Tree, select, tmap, whole_nbytes
 
 Averaging = Literal["models", "gradients"]
 CHOICE = "choose"
@@ -141,12 +141,7 @@ class IFCA(Method):
 
     def _drawn(self, model: Model, number: int) -> Model:
         """A model whose layers are drawn anew."""
-        original: Any = self.layout.module
-        trainer, original._trainer = original._trainer, None
-        try:
-            module = deepcopy(original)
-        finally:
-            original._trainer = trainer
+        module: Any = copy_apart(self.layout.module)
         with seeded(derive(self.seed, "cluster", number)), torch.no_grad():
             reached = set()
             for prefix, layer in module.named_modules():
@@ -172,8 +167,7 @@ class IFCA(Method):
 
     def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor:
         """All models; a client of a round has no use for what is popular."""
-        size = sum(leaf.numel() * leaf.element_size() for leaf in server["models"].values())
-        return torch.full((len(info),), size, dtype=torch.int64)
+        return torch.full((len(info),), whole_nbytes(server["models"]), dtype=torch.int64)
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
         """The first model, before any is measured."""

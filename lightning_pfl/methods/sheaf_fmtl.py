@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 import lightning as L
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.callback import ClientInfo, Round, RoundValues
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, check_number
@@ -29,7 +29,7 @@ COPIES = 3
 """Of the maps: in the bank, of the cohort, and after a step."""
 
 
-class SheafFMTL(Method):
+class SheafFMTL(RoundValues, Method):
     r"""Neighbours pull together projections of their models, and learn what to project to.
 
     The models may have different numbers of parameters. On the edge of clients :math:`i` and
@@ -130,7 +130,6 @@ class SheafFMTL(Method):
         self.regularization, self.map_lr = regularization, map_lr
         self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
         self.order, self.laplacian = order, laplacian
-        self._values: dict[str, float] = {}
         self._warned: set[str] = set()
 
     def bind(
@@ -230,15 +229,3 @@ class SheafFMTL(Method):
         from lightning_pfl.inspect.sheaf import measure
 
         self._values = measure(require_federation(trainer, self), self)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the round's values."""
-        pl_module.log_dict(self._values, on_step=False, on_epoch=True, batch_size=1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is not logged yet, for a run that is resumed inside a round."""
-        return {"values": dict(self._values)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        self._values = dict(state_dict["values"])

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
@@ -15,10 +14,11 @@ from lightning_pfl.methods.base import Local, Method, Phase, check_number
 from lightning_pfl.solvers.proximal_step import (
     LocalSolver,
     check_local_solver,
+    proximal_phases,
     proximal_state,
     proximal_step,
 )
-from lightning_pfl.tree import Model, Tree, select, tmap
+from lightning_pfl.tree import Model, Tree, put_rows, repeat, select, tmap
 
 
 class SquaredPenalty(Method):
@@ -83,14 +83,11 @@ class SquaredPenalty(Method):
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """Steps of the optimizer, or one step on all samples."""
-        if self.local_solver == "exact":
-            return (Phase("all", steps=1, whole=True),)
-        return super().phases(round)
+        return proximal_phases(self.local_solver, super().phases(round))
 
     def init_server(self, model: Model) -> Tree:
         """Every client's parameters, which begin alike."""
-        mine = select(model, self.layout.trainable)
-        return {"models": tmap(lambda leaf: torch.stack([leaf] * self.num_clients), mine)}
+        return {"models": repeat(select(model, self.layout.trainable), self.num_clients)}
 
     def init_own(self, model: Model) -> Tree:
         """The whole model."""
@@ -124,11 +121,7 @@ class SquaredPenalty(Method):
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Store what came."""
-
-        def store(old: Tensor, new: Tensor) -> Tensor:
-            return old.index_copy(0, info.index.to(old.device), new)
-
-        return {"models": tmap(store, server["models"], uploads["model"])}
+        return {"models": put_rows(server["models"], info.index, uploads["model"])}
 
     def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
         """The client's own model."""

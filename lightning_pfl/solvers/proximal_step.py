@@ -15,7 +15,7 @@ from lightning_pfl.solvers.lbfgs import minimise
 from lightning_pfl.tree import Model, Tree, per_client, select, tmap
 
 if TYPE_CHECKING:
-    from lightning_pfl.methods.base import Local
+    from lightning_pfl.methods.phases import Local, Phase
 
 LocalSolver = Literal["optimizer", "exact"]
 
@@ -28,6 +28,18 @@ def check_local_solver(local_solver: str) -> None:
             f"local_solver={local_solver!r}. Use 'optimizer' for networks, 'exact' for small "
             "convex models."
         )
+
+
+def proximal_phases(local_solver: LocalSolver, optimizer: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """The local training: one step on all samples for ``"exact"``, else what is given.
+
+    Args:
+        local_solver: Which.
+        optimizer: The phases of the user's optimizer.
+    """
+    from lightning_pfl.methods.phases import Phase
+
+    return (Phase("all", steps=1, whole=True),) if local_solver == "exact" else optimizer
 
 
 def proximal_state(model: Model, anchor: Model, strength: Tensor) -> Tree:

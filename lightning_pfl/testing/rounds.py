@@ -17,7 +17,7 @@ from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized import VectorizedEngine
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method
-from lightning_pfl.tree import Model, Tree, expand, rows, tmap
+from lightning_pfl.tree import Model, Tree, expand, repeat, rows, tmap
 
 EngineName = Literal["vectorized", "sequential"]
 
@@ -100,15 +100,11 @@ def local_round(
     )
     received = expand(method.download(server, info), len(index))
     received = {**received, **method.download_rows(server, info)}
-    before = rows(own, index) if own is not None else _repeated(method.init_own(model), len(index))
+    before = rows(own, index) if own is not None else repeat(method.init_own(model), len(index))
     kept = tmap(Tensor.clone, before)
     result = runner.train(method, received, before, info, data, phases)
     updated = method.server_update(server, result.uploads, info)
     return LocalRound(info, received, kept, result, updated, runner)
-
-
-def _repeated(row: Tree, clients: int) -> Tree:
-    return tmap(lambda leaf: leaf.expand(clients, *leaf.shape).clone(), row)
 
 
 def assert_trees_close(
