@@ -30,8 +30,8 @@ from lightning_pfl.methods import CFL, IFCA, ClusterOracle, FedAvg, LocalOnly
 from lightning_pfl.methods.base import Method
 from lightning_pfl.metrics import adjusted_rand_index
 from lightning_pfl.models import MLP
-from recipes.plan import README, Plan
-from recipes.reproduce import RECIPES
+from recipes.experiments.setting import parser, quiet_trainer
+from recipes.plan import Plan
 from recipes.results_table import spread
 
 CLIENTS, ROTATIONS = 40, 4
@@ -98,15 +98,10 @@ def run(name: str, seed: int, rounds: int, data_dir: Path | None) -> Outcome:
     torch.set_num_threads(1)
     method, monitor = LINES[name](), ClusterMonitor(ROTATIONS)
     data = clients(seed, data_dir)
-    trainer: Any = L.Trainer(
-        max_epochs=rounds,
-        strategy=FederatedStrategy(method, seed=seed),
+    trainer: Any = quiet_trainer(
+        FederatedStrategy(method, seed=seed),
+        rounds,
         callbacks=[monitor] if hasattr(method, "clusters") else [],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )
@@ -225,15 +220,9 @@ def section(found: Found, seeds: Sequence[int], rounds: int) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="IFCA and CFL on rotated Fashion-MNIST")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--small", action="store_true", help="Two rounds, three methods.")
-    parser.add_argument("--stored", action="store_true", help="Run nothing, show what is stored.")
-    parser.add_argument("--results", type=Path, default=RECIPES / "results")
-    parser.add_argument("--figures", type=Path, default=RECIPES / "figures")
-    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
-    parser.add_argument("--data-dir", type=Path, help="Folder of Fashion-MNIST, if not the usual.")
-    return parser.parse_args(arguments)
+    text, small = "IFCA and CFL on rotated Fashion-MNIST", "Two rounds, three methods."
+    options = ("stored", "results", "figures", "readme", "data-dir")
+    return parser(text, small, *options, seeds=[0, 1, 2]).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

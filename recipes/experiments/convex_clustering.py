@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +34,8 @@ from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.sum_of_norms import SumOfNorms, solve_squared
 from lightning_pfl.testing import fit
 from recipes.experiments.convex_clustering_report import Cells, draw_all, section
-from recipes.plan import README, Plan
-from recipes.reproduce import RECIPES
+from recipes.experiments.setting import parser
+from recipes.plan import Plan
 
 NAME = "convex_clustering"
 SETTINGS = ("overlap", "recovery")
@@ -226,13 +225,9 @@ def measure(options: argparse.Namespace) -> Cells:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Figures 1 and 2 of convex clustering")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--small", action="store_true", help="Six clients, two weights.")
-    parser.add_argument("--results", type=Path, default=RECIPES / "results")
-    parser.add_argument("--figures", type=Path, default=RECIPES / "figures")
-    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
-    return parser.parse_args(arguments)
+    text, small = "Figures 1 and 2 of convex clustering", "Six clients, two weights."
+    options = ("results", "figures", "readme")
+    return parser(text, small, *options, seeds=[0, 1, 2]).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

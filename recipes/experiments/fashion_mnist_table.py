@@ -19,7 +19,8 @@ from typing import Any
 
 import yaml
 
-from recipes.plan import README, Plan
+from recipes.experiments.setting import parser
+from recipes.plan import Plan
 from recipes.reproduce import RECIPES, Run
 from recipes.results_table import spread
 
@@ -278,17 +279,13 @@ def section(grid: Grid) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Table 1 of the FedRep paper on Fashion-MNIST")
-    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
-    parser.add_argument("--methods", nargs="+", choices=ROWS, help="Not all.")
-    parser.add_argument("--seeds", nargs="+", type=int, help="Not all; each split has its own.")
-    parser.add_argument("--small", action="store_true", help="Two rounds of three methods.")
-    parser.add_argument("--results", type=Path, default=RECIPES / "results")
-    parser.add_argument("--logs", type=Path, default=Path("logs/reproduce"))
-    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
-    parser.add_argument("--choosing", type=Path, default=CHOOSING, help="Where the summary is.")
-    parser.add_argument("--data-dir", type=Path, help="Folder of Fashion-MNIST, if not the usual.")
-    options = parser.parse_args(arguments)
+    text, small = "Table 1 of the FedRep paper on Fashion-MNIST", "Two rounds of three methods."
+    command = parser(text, small, "results", "logs", "readme", "data-dir")
+    command.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS))
+    command.add_argument("--methods", nargs="+", choices=ROWS, help="Not all.")
+    command.add_argument("--seeds", nargs="+", type=int, help="Not all; each split has its own.")
+    command.add_argument("--choosing", type=Path, default=CHOOSING, help="Where the summary is.")
+    options = command.parse_args(arguments)
     options.logs, options.results = options.logs.resolve(), options.results.resolve()
     return options
 

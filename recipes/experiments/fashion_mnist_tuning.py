@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from recipes.plan import README, Plan
+from recipes.experiments.setting import parser
+from recipes.plan import Plan
 from recipes.reproduce import RECIPES
 from recipes.results_table import spread
 
@@ -151,14 +152,13 @@ def section(scores: Scores) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Choose hyper-parameters on validation data")
-    parser.add_argument("--methods", nargs="+", choices=GRIDS, help="Not all.")
-    parser.add_argument("--small", action="store_true", help="Two rounds, two methods, two values.")
-    parser.add_argument("--results", type=Path, default=RECIPES / "results")
-    parser.add_argument("--logs", type=Path, default=Path("logs/reproduce"))
-    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
-    parser.add_argument("--data-dir", type=Path, help="Folder of Fashion-MNIST, if not the usual.")
-    return parser.parse_args(arguments)
+    text, small = (
+        "Choose hyper-parameters on validation data",
+        "Two rounds, two methods, two values.",
+    )
+    command = parser(text, small, "results", "logs", "readme", "data-dir")
+    command.add_argument("--methods", nargs="+", choices=GRIDS, help="Not all.")
+    return command.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -29,8 +29,8 @@ from lightning_pfl.data import ShiftedLines
 from lightning_pfl.methods import FedMAP
 from lightning_pfl.priors import DiagonalGaussianPrior
 from lightning_pfl.tree import Tree
-from recipes.plan import README, Plan
-from recipes.reproduce import RECIPES
+from recipes.experiments.setting import parser, quiet_trainer
+from recipes.plan import Plan
 
 SIZES = (60, 1, 2, 3, 50)
 ROUNDS, STEPS, EXACT_SEEDS = 10, 500, 200
@@ -137,15 +137,7 @@ def train(seed: int, rounds: int, steps: int) -> dict[str, Any]:
         DiagonalGaussianPrior(), weighting="samples", local_epochs=None, local_steps=steps
     )
     data = FederatedDataModule(ShiftedLines(SIZES, seed=seed), batch_size=max(SIZES), seed=seed)
-    trainer = L.Trainer(
-        max_epochs=rounds,
-        strategy=FederatedStrategy(method),
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(FederatedStrategy(method), rounds)
     trainer.fit(module(), data)
     strategy: Any = trainer.strategy
     gamma: Tree = method.gamma(strategy.server)
@@ -269,13 +261,9 @@ def section(found: dict[str, Any]) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Section A.4 of the FedMAP paper")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--small", action="store_true", help="Two rounds of few steps.")
-    parser.add_argument("--results", type=Path, default=RECIPES / "results")
-    parser.add_argument("--figures", type=Path, default=RECIPES / "figures")
-    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
-    return parser.parse_args(arguments)
+    text, small = "Section A.4 of the FedMAP paper", "Two rounds of few steps."
+    options = ("results", "figures", "readme")
+    return parser(text, small, *options, seeds=[0, 1, 2, 3, 4]).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

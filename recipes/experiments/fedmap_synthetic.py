@@ -14,7 +14,6 @@ import argparse
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -28,8 +27,8 @@ from lightning_pfl.methods.base import Method
 from lightning_pfl.models import FedMAPMLP
 from lightning_pfl.priors import GaussianPrior
 from recipes.experiments.fedmap_tables import Choices, Curve, Curves, Found, Line, draw, section
-from recipes.plan import README, Plan
-from recipes.reproduce import RECIPES
+from recipes.experiments.setting import parser, quiet_trainer
+from recipes.plan import Plan
 
 #: Scenarios in the order of the paper's tables 1, 5 and 6.
 SCENARIOS: tuple[Scenario, ...] = ("label", "feature", "quantity")
@@ -108,17 +107,12 @@ def train(
     source = FedMAPSynthetic(scenario, nuisance_variance=NUISANCE, seed=seed, **size)
     data = FederatedDataModule(source, batch_size=BATCH, val_split="test", seed=seed)
     recorder = Recorder()
-    trainer = L.Trainer(
-        max_epochs=rounds,
-        strategy=FederatedStrategy(build(**arguments)),
+    trainer = quiet_trainer(
+        FederatedStrategy(build(**arguments)),
+        rounds,
         callbacks=[recorder],
         check_val_every_n_epoch=min(EVERY, rounds) if seed in TUNING else rounds,
         num_sanity_val_steps=0,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(FedMAPMLP(optimizer="adam", **model), data)
     return recorder.curve
@@ -191,15 +185,11 @@ def measure(options: argparse.Namespace) -> tuple[Choices, Found, dict[str, Curv
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Tables 1, 5 and 6 of the FedMAP paper")
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
-    parser.add_argument("--decay-seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--lines", nargs="+", choices=[*LINES], help="Only these lines.")
-    parser.add_argument("--small", action="store_true", help="Tiny clients, two rounds.")
-    parser.add_argument("--results", type=Path, default=RECIPES / "results")
-    parser.add_argument("--figures", type=Path, default=RECIPES / "figures")
-    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
-    return parser.parse_args(arguments)
+    text, small = "Tables 1, 5 and 6 of the FedMAP paper", "Tiny clients, two rounds."
+    command = parser(text, small, "results", "figures", "readme", seeds=list(range(10)))
+    command.add_argument("--decay-seeds", nargs="+", type=int, default=[0, 1, 2])
+    command.add_argument("--lines", nargs="+", choices=[*LINES], help="Only these lines.")
+    return command.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 
 from lightning_pfl.data import FedMAPSynthetic
 from lightning_pfl.data.fedmap_synthetic import SCENARIOS, Scenario
-from recipes.plan import README, Plan
-from recipes.reproduce import RECIPES
+from recipes.experiments.setting import parser
+from recipes.plan import Plan
 
 SAMPLES = 100
 Points = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
@@ -88,12 +88,10 @@ def draw(found: dict[str, Points], path: Path) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Figures 4 and 5 of the FedMAP paper")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--small", action="store_true", help="Eight samples a client.")
-    parser.add_argument("--figures", type=Path, default=RECIPES / "figures")
-    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
-    return parser.parse_args(arguments)
+    text, small = "Figures 4 and 5 of the FedMAP paper", "Eight samples a client."
+    command = parser(text, small, "figures", "readme")
+    command.add_argument("--seed", type=int, default=0)
+    return command.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from recipes.plan import README, Plan
+from recipes.experiments.setting import parser
+from recipes.plan import Plan
 from recipes.reproduce import RECIPES
 from recipes.results_table import spread
 
@@ -101,16 +102,9 @@ def section(errors: Errors, seeds: list[int]) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Figure 5 of the FedRep paper")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--small", action="store_true", help="Two rounds, two numbers of epochs.")
-    parser.add_argument("--stored", action="store_true", help="Run nothing, show what is stored.")
-    parser.add_argument("--results", type=Path, default=RECIPES / "results")
-    parser.add_argument("--logs", type=Path, default=Path("logs/reproduce"))
-    parser.add_argument("--figures", type=Path, default=RECIPES / "figures")
-    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
-    parser.add_argument("--data-dir", type=Path, help="Folder of Fashion-MNIST, if not the usual.")
-    return parser.parse_args(arguments)
+    text, small = "Figure 5 of the FedRep paper", "Two rounds, two numbers of epochs."
+    options = ("stored", "results", "logs", "figures", "readme", "data-dir")
+    return parser(text, small, *options, seeds=[0, 1]).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -24,8 +24,8 @@ from lightning_pfl.data import FashionMNIST, HeldOutClasses
 from lightning_pfl.methods import APFL, L2GD, FedAvg, FedProx, FedRep, LGFedAvg, PerFedAvg
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import LeNet
-from recipes.plan import README, Plan
-from recipes.reproduce import RECIPES
+from recipes.experiments.setting import parser, quiet_trainer
+from recipes.plan import Plan
 from recipes.results_table import spread
 
 #: Line: the method's class, its arguments, and what new clients begin with.
@@ -82,15 +82,10 @@ def adapt(line: str, seed: int, options: argparse.Namespace) -> dict[str, float]
         start=start,
         seed=seed,
     )
-    trainer = L.Trainer(
-        max_epochs=_rounds(line, options),
-        strategy=FederatedStrategy(method(**arguments), participation=10),
+    trainer = quiet_trainer(
+        FederatedStrategy(method(**arguments), participation=10),
+        _rounds(line, options),
         callbacks=[adaptation],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         limit_val_batches=0,
     )
     trainer.fit(LeNet(lr=0.01, momentum=0.5, weight_decay=1e-4), data)
@@ -181,15 +176,9 @@ def section(curves: Curves, seeds: list[int]) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Figure 6 of the FedRep paper")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--small", action="store_true", help="One round, two numbers of passes.")
-    parser.add_argument("--stored", action="store_true", help="Run nothing, show what is stored.")
-    parser.add_argument("--results", type=Path, default=RECIPES / "results")
-    parser.add_argument("--figures", type=Path, default=RECIPES / "figures")
-    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
-    parser.add_argument("--data-dir", type=Path, help="Folder of Fashion-MNIST, if not the usual.")
-    return parser.parse_args(arguments)
+    text, small = "Figure 6 of the FedRep paper", "One round, two numbers of passes."
+    options = ("stored", "results", "figures", "readme", "data-dir")
+    return parser(text, small, *options, seeds=[0, 1, 2]).parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -15,7 +15,6 @@ import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -29,8 +28,8 @@ from lightning_pfl.methods import FedU, LGFedAvg, LocalOnly, SheafFMTL
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import MLP
 from lightning_pfl.randomness import derive, generator, permutation
-from recipes.plan import README, Plan
-from recipes.reproduce import RECIPES
+from recipes.experiments.setting import parser, quiet_trainer
+from recipes.plan import Plan
 
 Settings = dict[str, Any]
 ROUNDS, SMALL_ROUNDS = 50, 2
@@ -148,14 +147,9 @@ def run(problem: str, cell: Cell, seed: int, rounds: int, data_dir: str) -> dict
     L.seed_everything(seed, verbose=False)
     torch.set_num_threads(1)
     module, (train, val, test) = PROBLEMS[problem](seed, settings["lr"], data_dir)
-    trainer: Any = L.Trainer(
-        max_epochs=rounds,
-        strategy=FederatedStrategy(make(name, settings), seed=seed),
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer: Any = quiet_trainer(
+        FederatedStrategy(make(name, settings), seed=seed),
+        rounds,
         check_val_every_n_epoch=rounds,
         num_sanity_val_steps=0,
     )
@@ -252,13 +246,10 @@ def section(results: dict[str, Any], seeds: Sequence[int], rounds: int) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Sheaf-FMTL beside dFedU and LocalOnly")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--small", action="store_true", help="Two rounds, one setting a method.")
-    parser.add_argument("--data-dir", default="data", help="Where Fashion-MNIST is.")
-    parser.add_argument("--results", type=Path, default=RECIPES / "results")
-    parser.add_argument("--readme", type=Path, default=README, help="Where the section is written.")
-    return parser.parse_args(arguments)
+    text, small = "Sheaf-FMTL beside dFedU and LocalOnly", "Two rounds, one setting a method."
+    command = parser(text, small, "results", "readme", seeds=[0, 1, 2])
+    command.add_argument("--data-dir", default="data", help="Where Fashion-MNIST is.")
+    return command.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

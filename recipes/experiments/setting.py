@@ -1,0 +1,63 @@
+"""What the experiments share: their command lines, and Trainers that keep quiet."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lightning_pfl import FederatedStrategy
+from recipes.plan import README
+from recipes.reproduce import RECIPES
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stored": {"action": "store_true", "help": "Run nothing, show what is stored."},
+    "results": {"type": Path, "default": RECIPES / "results"},
+    "logs": {"type": Path, "default": Path("logs/reproduce")},
+    "figures": {"type": Path, "default": RECIPES / "figures"},
+    "readme": {"type": Path, "default": README, "help": "Where the section is written."},
+    "data-dir": {"type": Path, "help": "Folder of Fashion-MNIST, if not the usual."},
+}
+"""Options that several experiments have."""
+
+
+def parser(
+    description: str, small: str, *options: str, seeds: list[int] | None = None
+) -> argparse.ArgumentParser:
+    """The command line of an experiment, which may add options of its own.
+
+    Args:
+        description: What the experiment is.
+        small: What ``--small`` leaves of it.
+        options: Names in :data:`OPTIONS`.
+        seeds: The seeds of the whole experiment; None for no ``--seeds``.
+    """
+    made = argparse.ArgumentParser(description=description)
+    if seeds is not None:
+        made.add_argument("--seeds", nargs="+", type=int, default=seeds)
+    made.add_argument("--small", action="store_true", help=small)
+    for name in options:
+        made.add_argument(f"--{name}", **OPTIONS[name])
+    return made
+
+
+def quiet_trainer(strategy: FederatedStrategy, rounds: int, **flags: Any) -> L.Trainer:
+    """A Trainer on the CPU that writes no file and prints nothing.
+
+    Args:
+        strategy: The federated strategy.
+        rounds: Communication rounds.
+        flags: Further flags of the Trainer.
+    """
+    return L.Trainer(
+        max_epochs=rounds,
+        strategy=strategy,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **flags,
+    )
