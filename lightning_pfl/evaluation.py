@@ -108,7 +108,8 @@ def evaluate_clients(
     clients, rows = clients[part.index], rows[part.index]
     found, order = [], []
     with federation.ranks.apart():
-        for group, at in federation.by_group(clients):
+        # A process may have no clients, and splitting nothing gives one empty part.
+        for group, at in federation.by_group(clients) if len(clients) else ():
             positions = torch.arange(len(clients))[at]
             for some in positions.split(models_at_a_time(group)):
                 found.append(

@@ -117,7 +117,7 @@ def told(on_clients: OnClients | None, at: slice | Tensor) -> OnClients | None:
     """
     if on_clients is None or isinstance(at, slice):
         return on_clients
-    return lambda done: on_clients(at[torch.tensor(done)].tolist())
+    return lambda done: on_clients(at[torch.tensor(done, dtype=torch.int64)].tolist())
 
 
 class Engine(Protocol):

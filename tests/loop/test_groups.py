@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import ClientModules, PersonalizedModule
 from lightning_pfl.callbacks import HeadFineTuning
+from lightning_pfl.engine.base import told
 from lightning_pfl.errors import CheckpointMismatchError
 from lightning_pfl.methods import SCAFFOLD, FedAvg, LGFedAvg, LocalOnly
 from lightning_pfl.methods.base import Method
@@ -251,3 +252,14 @@ class Bare(L.LightningModule):
 def test_a_step_is_defined_by_all_or_none() -> None:
     with pytest.raises(ValueError, match="`validation_step`, but wide do and bare don't"):
         ClientModules({"wide": module(6, 6), "bare": Bare()}, ["wide", "bare"])
+
+
+def test_positions_in_a_part_are_told_as_positions_in_the_list() -> None:
+    heard: list[list[int]] = []
+    listener = told(heard.append, torch.tensor([4, 7, 9]))
+    assert listener is not None
+    listener([2, 0])
+    listener([])
+    assert heard == [[9, 4], []]
+    assert told(None, torch.tensor([4])) is None
+    assert told(heard.append, slice(None)) == heard.append
