@@ -170,7 +170,7 @@ class FederatedLoop(FitLoop):
         if eligible is None:
             eligible = self.require_data().num_samples.nonzero().flatten()
         strategy = self.strategy
-        share = 1.0 if strategy.method.everyone else strategy.participation
+        share = 1.0 if strategy.method.asks_everyone(round) else strategy.participation
         return (
             sample_cohort(getattr(strategy, "seed", 0), round, eligible, share)
             if len(eligible)

@@ -94,7 +94,8 @@ def test_recipe_runs(
     assert trainer.current_epoch == ROUNDS
     if "HeadFineTuning" in recipe.read_text():
         assert 0 <= float(trainer.callback_metrics["ft/val_acc/worst_decile"]) <= 1
-    regression = "loss: mse" in recipe.read_text()
+    linear = "class_path: LinearRepresentation" in recipe.read_text()
+    regression = linear or "loss: mse" in recipe.read_text()
     name, most = ("val_loss", math.inf) if regression else ("val_acc", 1)
     for statistic in ("", "/weighted", "/worst_decile", "/worst"):
         assert 0 <= float(trainer.callback_metrics[f"{name}{statistic}"]) <= most

@@ -15,6 +15,7 @@ from .ellipses import EllipseClusters
 from .fashion_mnist import FashionMNIST
 from .fedmap_synthetic import FedMAPSynthetic
 from .femnist import FEMNIST
+from .fresh import FreshSamples
 from .image_domains import ImageDomains
 from .partition import (
     IID,
@@ -33,12 +34,13 @@ from .partition import (
 )
 from .sent140 import Sent140
 from .shifted_lines import ShiftedLines
-from .source import Arrays, Source
+from .source import Arrays, FreshSource, Source
 from .synthetic import LinearRepresentation, QuadraticClients
 from .table import HuggingFaceTable
 
 __all__ = [
     "FederatedDataModule",
+    "FreshSamples",
     "FederatedTensorDataset",
     "FederatedLoaders",
     "FederatedDataset",
@@ -46,6 +48,7 @@ __all__ = [
     "as_federated",
     "nonfinite_clients",
     "Source",
+    "FreshSource",
     "Arrays",
     "Digits",
     "FashionMNIST",

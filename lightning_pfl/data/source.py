@@ -57,6 +57,14 @@ class Source(ABC):
         """Read everything into memory."""
 
 
+class FreshSource(Source):
+    """A source that has other training samples for every round; see ``FreshSamples``."""
+
+    @abstractmethod
+    def draw(self, round: int) -> Fields:
+        """The training samples of a round, from 0: as many, of the same clients, as `load` has."""
+
+
 class NormalizeImages:
     r"""Turn uint8 images of a batch into floats: :math:`(x / 255 - \text{mean}) / \text{std}`.
 

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from .source import Arrays, Labels, Source
+from .source import Arrays, Fields, FreshSource, Labels, Source
 
 DType = Literal["float32", "float64"]
 
@@ -99,16 +99,17 @@ class QuadraticClients(Source):
         return Arrays(fields, labels, fields, labels, columns=column, test_columns=column)
 
 
-class LinearRepresentation(Source):
+class LinearRepresentation(FreshSource):
     r"""Linear regression with a shared subspace: :math:`y = w_k^\top B^\top x + \varepsilon`.
 
     :math:`x \sim \mathcal N(0, I_d)`, :math:`B \in \mathbb R^{d \times r}` has orthonormal columns
     and is shared, the heads :math:`w_k` are uniform on the sphere of radius :math:`\sqrt r`, and
     :math:`\varepsilon \sim \mathcal N(0, \text{noise\_variance})`. Fields are ``(x, y)`` with
-    shapes ``(samples, d)`` and ``(samples,)``.
+    shapes ``(samples, d)`` and ``(samples,)``. The samples of round t of ``FreshSamples`` are a
+    function of ``seed`` and t.
 
     Args:
-        num_clients: :math:`n`.
+        num_clients: :math:`n`, new clients included.
         dim: :math:`d`.
         rank: :math:`r`, at most ``dim``.
         samples: Training samples per client (:math:`m` in the paper).
@@ -117,6 +118,9 @@ class LinearRepresentation(Source):
             notebook has a *standard deviation* of 1e-3, which is 1e-6 here.
         seed: Seed of the subspace, the heads and the samples.
         dtype: Type of the fields.
+        new_clients: How many of the clients, the last ones, have ``new_samples``. The data module
+            must be told the same number, which keeps them out of the rounds.
+        new_samples: Training samples of these.
 
     References:
         Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
@@ -133,8 +137,11 @@ class LinearRepresentation(Source):
         noise_variance: float = 1e-3,
         seed: int = 0,
         dtype: DType = "float32",
+        new_clients: int = 0,
+        new_samples: int | None = None,
     ) -> None:
         sizes = {"num_clients": num_clients, "dim": dim, "rank": rank, "samples": samples}
+        sizes |= {} if new_samples is None else {"new_samples": new_samples}
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(
@@ -150,9 +157,15 @@ class LinearRepresentation(Source):
                 "Expected `noise_variance` to be non-negative and `test_samples` positive, but "
                 f"got {noise_variance=}, {test_samples=}. Use 1e-3 and 100."
             )
+        if not 0 <= new_clients < num_clients or bool(new_clients) != (new_samples is not None):
+            raise ValueError(
+                f"Expected `new_clients` to be in [0, {num_clients}), with `new_samples` where it "
+                f"isn't 0, but got {new_clients=}, {new_samples=}. Give both, or neither."
+            )
         self.num_clients, self.dim, self.rank = num_clients, dim, rank
         self.samples, self.test_samples = samples, test_samples
         self.noise_variance, self.seed, self.dtype = noise_variance, seed, dtype
+        self.new_clients, self.new_samples = new_clients, new_samples
 
     def truth(self) -> tuple[Labels, Labels]:
         """Return the true representation ``(dim, rank)`` and heads ``(num_clients, rank)``."""
@@ -164,8 +177,9 @@ class LinearRepresentation(Source):
 
     def load(self) -> Arrays:
         """Draw the samples, sorted by client; the column ``client`` numbers the clients."""
-        fields, labels, owner = self._draw(self.samples, stream=1)
-        test_fields, test_labels, test_owner = self._draw(self.test_samples, stream=2)
+        fields, labels, owner = self._draw(self._counts(), 1)
+        test = np.full(self.num_clients, self.test_samples)
+        test_fields, test_labels, test_owner = self._draw(test, 2)
         return Arrays(
             fields,
             labels,
@@ -175,12 +189,23 @@ class LinearRepresentation(Source):
             test_columns={"client": test_owner},
         )
 
+    def draw(self, round: int) -> Fields:
+        """Training samples that no other round has, of the same subspace and heads."""
+        return self._draw(self._counts(), 3, round)[0]
+
+    def _counts(self) -> Labels:
+        """Training samples of each client."""
+        counts = np.full(self.num_clients, self.samples)
+        if self.new_samples is not None:
+            counts[-self.new_clients :] = self.new_samples
+        return counts
+
     def _draw(
-        self, count: int, stream: int
+        self, counts: Labels, *stream: int
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], Labels, Labels]:
         basis, heads = self.truth()
-        rng = np.random.default_rng((self.seed, stream))
-        owner = np.repeat(np.arange(self.num_clients), count)
+        rng = np.random.default_rng((self.seed, *stream))
+        owner = np.repeat(np.arange(self.num_clients), counts)
         x = rng.standard_normal((len(owner), self.dim))
         y = ((x @ basis) * heads[owner]).sum(1)
         y = y + np.sqrt(self.noise_variance) * rng.standard_normal(len(y))

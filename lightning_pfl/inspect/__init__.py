@@ -7,6 +7,7 @@ from lightning_pfl.inspect.drift import DriftMonitor
 from lightning_pfl.inspect.pairwise_distance import PairwiseDistance
 from lightning_pfl.inspect.partition_picture import PartitionPicture
 from lightning_pfl.inspect.prior_monitor import PriorMonitor
+from lightning_pfl.inspect.subspace_distance import SubspaceDistance
 
 __all__ = [
     "ClientGraph",
@@ -16,4 +17,5 @@ __all__ = [
     "PairwiseDistance",
     "PartitionPicture",
     "PriorMonitor",
+    "SubspaceDistance",
 ]

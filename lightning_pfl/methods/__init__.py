@@ -21,6 +21,7 @@ from lightning_pfl.methods.homological import HomologicalConstraints
 from lightning_pfl.methods.ifca import IFCA
 from lightning_pfl.methods.l2gd import L2GD
 from lightning_pfl.methods.lg_fedavg import LGFedAvg
+from lightning_pfl.methods.linear_fedrep import LinearFedRep
 from lightning_pfl.methods.local import LocalOnly
 from lightning_pfl.methods.mocha import MOCHA
 from lightning_pfl.methods.per_fedavg import PerFedAvg
@@ -49,6 +50,7 @@ __all__ = [
     "GTVMin",
     "HomologicalConstraints",
     "LGFedAvg",
+    "LinearFedRep",
     "LocalOnly",
     "PFedMe",
     "PerFedAvg",

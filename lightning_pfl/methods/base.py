@@ -158,6 +158,10 @@ class Method(FederatedCallback):
         """The stretches of local training of a round; default: everything trains."""
         return (Phase("all", epochs=self.local_epochs, steps=self.local_steps),)
 
+    def asks_everyone(self, round: int) -> bool:
+        """Whether all clients take part in a round, whatever ``participation`` says."""
+        return self.everyone
+
     def evaluation_phases(self) -> tuple[Phase, ...]:
         """Local training from the personal model that personalizes it before an evaluation."""
         return ()

@@ -102,7 +102,7 @@ class Fit:
 
 def fit(
     method: Method,
-    data: FederatedDataset,
+    data: FederatedDataset | L.LightningDataModule,
     module: L.LightningModule | None = None,
     rounds: int = 1,
     engine: str = "vectorized",
@@ -118,7 +118,7 @@ def fit(
 
     Args:
         method: The method.
-        data: The training split.
+        data: The training split, or a data module.
         module: The user's module; None for ``QuadraticModule()``.
         rounds: Communication rounds, counted from round 0 also for a resumed run.
         engine: ``"vectorized"``, ``"sequential"`` or ``"auto"``.

@@ -23,6 +23,15 @@ def linear_module(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
         return PersonalizedModule(nn.Flatten(), nn.Linear(25, 3), lr=0.05).to(dtype)
 
 
+def two_matrices(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
+    """A linear representation of the conformance suite's pictures; class numbers are targets."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 2, bias=False))
+        head = nn.Linear(2, 1, bias=False)
+        return PersonalizedModule(backbone, head, loss="mse", lr=0.02).to(dtype)
+
+
 def even_clients(
     dtype: torch.dtype = torch.float64, shuffle: bool = True
 ) -> FederatedTensorDataset:
@@ -53,6 +62,7 @@ CASES: dict[str, Callable[[], Method]] = {
     "IFCA": lambda: methods.IFCA(2),
     "L2GD": lambda: methods.L2GD(2.0, 0.5, local_epochs=2),
     "LGFedAvg": lambda: methods.LGFedAvg(local_epochs=None, local_steps=3),
+    "LinearFedRep": lambda: methods.LinearFedRep(body_lr=0.02, ridge=0.1),
     "LocalOnly": lambda: methods.LocalOnly(),
     "MOCHA": lambda: methods.MOCHA(0.05, inner_iterations=1),
     "PFedMe": lambda: methods.PFedMe(3.0, inner_steps=2, inner_lr=0.05, server_mixing=0.8),
@@ -64,6 +74,7 @@ CASES: dict[str, Callable[[], Method]] = {
 
 PROBLEMS: dict[str, dict[str, Any]] = {
     "ClusterOracle": {"make_data": even_clients},
+    "LinearFedRep": {"make_module": two_matrices},
     "MOCHA": {"make_module": linear_module},
 }
 """Where the conformance suite's own network or clients are not for a method."""

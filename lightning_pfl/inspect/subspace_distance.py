@@ -1,0 +1,112 @@
+"""SubspaceDistance: how far the shared representation is from a known one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.federation import Federation, require_federation
+from lightning_pfl.metrics.subspace import principal_angle_distance
+
+
+class SubspaceDistance(FederatedCallback):
+    r"""Logs the principal-angle distance of the shared representation to the true one.
+
+    .. math::
+        \operatorname{dist}(B, B_*) = \lVert (I - Q Q^\top)\, Q_* \rVert_2 \in [0, 1]
+
+    with orthonormal bases of both column spaces: the sine of their largest angle. Logged after
+    every round to every logger, as ``subspace/distance``; the authors' notebook plots its square.
+
+    Args:
+        truth: :math:`B_*`, ``(d, k)``, with independent columns: a tensor, or rows of numbers.
+            None: what ``truth()`` of the data module's source says.
+        parameter: Name of the shared weight ``(k, d)`` whose rows span the representation.
+
+    Attributes:
+        distances: The distances so far, by round.
+
+    Raises:
+        MisconfigurationException: At the start of a run, if there is no truth or no such weight.
+
+    Example:
+        >>> SubspaceDistance([[1.0], [0.0]]).truth.shape
+        torch.Size([2, 1])
+
+    References:
+        Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
+        federated learning. ICML 2021. arXiv:2102.07078, definition 1.
+    """
+
+    def __init__(
+        self,
+        truth: Tensor | Sequence[Sequence[float]] | None = None,
+        parameter: str = "backbone.weight",
+    ) -> None:
+        self.truth = None if truth is None else torch.as_tensor(truth, dtype=torch.float64)
+        self.parameter = parameter
+        self.distances: dict[int, float] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the rounds of another fit."""
+        require_federation(trainer, self)
+        if stage == "fit":
+            self.distances = {}
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Require something to measure, and the truth."""
+        federation = require_federation(trainer, self)
+        weight, basis = self._weight(federation), self._basis(trainer)
+        if weight.T.shape != basis.shape:
+            raise MisconfigurationException(
+                f"Expected `truth` to have the shape of the representation, {tuple(weight.T.shape)}"
+                f", but got {tuple(basis.shape)}. Give the module as many features as the truth "
+                "has columns."
+            )
+
+    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """Measure the server's representation."""
+        weight = self._weight(require_federation(trainer, self)).double().cpu()
+        distance = principal_angle_distance(weight.T, self._basis(trainer))
+        self.distances[round.number] = float(distance)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the round's distance."""
+        if trainer.current_epoch in self.distances:
+            pl_module.log("subspace/distance", self.distances[trainer.current_epoch], batch_size=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The distances so far, for a run that is resumed."""
+        return {"distances": dict(self.distances)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.distances = dict(state_dict["distances"])
+
+    def _weight(self, federation: Federation) -> Tensor:
+        shared = federation.shared_model()
+        if self.parameter not in shared or shared[self.parameter].ndim != 2:
+            raise MisconfigurationException(
+                f"Expected a shared matrix {self.parameter!r}, but the clients of "
+                f"{type(federation.method).__name__} share {', '.join(shared) or 'nothing'}. Name "
+                "one of these as `parameter`, or use a method with a shared representation."
+            )
+        return shared[self.parameter]
+
+    def _basis(self, trainer: Any) -> Tensor:
+        if self.truth is not None:
+            return self.truth
+        source: Any = getattr(getattr(trainer, "datamodule", None), "source", None)
+        if not hasattr(source, "truth"):
+            raise MisconfigurationException(
+                "Expected a known representation, but got truth=None and data that don't say it. "
+                "Give `truth`, or use a source such as LinearRepresentation."
+            )
+        self.truth = torch.as_tensor(source.truth()[0], dtype=torch.float64)
+        return self.truth

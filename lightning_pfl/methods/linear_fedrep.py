@@ -1,0 +1,319 @@
+r"""LinearFedRep: a common subspace by moments and gradients, heads by exact least squares."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pfl.callback import ClientInfo, Round, RoundValues
+from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.methods.base import Local, Method, Phase, Weighting, check_number
+from lightning_pfl.solvers.least_squares import (
+    leading_eigenvectors,
+    least_squares,
+    mean_product,
+    moments,
+    residuals,
+    symmetric,
+    upper_triangle,
+)
+from lightning_pfl.tree import Model, Tree, weighted_mean
+
+Initialization = Literal["moments", "module"]
+HeadSolver = Literal["exact", "gradient"]
+MOMENTS = "moments"
+
+
+def step_bound(heads: Tensor) -> tuple[float, float]:
+    r""":math:`\sigma_{\max}^2` of :math:`W / \sqrt{|S|}`, and :math:`1 / (4 \sigma_{\max}^2)`.
+
+    Args:
+        heads: :math:`W`, a row for each client of the cohort, ``(clients, k)``.
+
+    Returns:
+        The square, and Theorem 1's bound on the body's step size; infinite for heads that are zero.
+    """
+    square = float(torch.linalg.matrix_norm(heads.double(), ord=2)) ** 2 / max(len(heads), 1)
+    return square, 1 / (4 * square) if square > 0 else math.inf
+
+
+class LinearFedRep(RoundValues, Method):
+    r"""FedRep's linear case: heads are solved for, the representation takes one gradient step.
+
+    The model is :math:`y = w_i^\top B^\top x`, without biases. Round 0 is the method of moments, in
+    which all clients take part, whatever ``participation`` says: each sends :math:`Z_i`, and the
+    server's first :math:`B` are the :math:`k` leading eigenvectors of their mean,
+
+    .. math::
+        Z_i = \frac1m \sum_j (y_i^j)^2\, x_i^j (x_i^j)^\top, \qquad
+        \frac1n \sum_i Z_i \approx U D U^\top, \quad B^0 \leftarrow U
+
+    In every further round the sampled clients, on all their samples at once, with
+    :math:`\hat f_i = \frac{1}{2m} \lVert y_i - X_i B w_i \rVert^2`, compute
+
+    .. math::
+        w_i &\leftarrow \arg\min_w \hat f_i(w, B) \\
+        B_i &\leftarrow B - \eta \nabla_B \hat f_i(w_i, B)
+        = B - \tfrac{\eta}{m} X_i^\top (X_i B w_i - y_i)\, w_i^\top
+
+    and the server averages the :math:`B_i`; nobody makes them orthonormal again. With
+    ``head_solver="gradient"`` the head goes on from where the client left it by ``head_steps``
+    steps :math:`w_i \leftarrow w_i - \eta_w \nabla_w \hat f_i`: the paper's GD-GD (1) and 10GD-GD
+    (10).
+
+    Algorithm 2 takes fresh samples in every round: the data module
+    :class:`~lightning_pfl.data.FreshSamples` draws them. With any other the same samples serve in
+    all rounds, also for the moments.
+
+    Theorem 1 wants :math:`\eta \le 1 / (4 \bar\sigma_{\max}^2)`, where :math:`\bar\sigma_{\max}` is
+    the largest singular value of the cohort's heads :math:`W / \sqrt{|S|}`. Each round logs
+    ``fedrep/sigma_max_squared`` of the heads as they are now, and ``fedrep/step_bound``; a step
+    above it is warned of, once. Steps somewhat above often converge as well.
+
+    A client is evaluated with the head that it has; one that was never sampled has the module's. A
+    new client (``NewClientAdaptation``) solves for its head, on all its samples at once.
+
+    Args:
+        initialization: ``"moments"``, or ``"module"``: the module's own parameters, and round 0 is
+            like all others.
+        head_solver: ``"exact"``: least squares, the solution of least norm where :math:`m < k`; or
+            ``"gradient"``.
+        head_steps: At least 1; for ``"gradient"``.
+        body_lr: :math:`\eta \ge 0`; None keeps the learning rate of ``configure_optimizers``.
+            Steps are plain gradient steps, whatever the optimizer.
+        head_lr: :math:`\eta_w \ge 0`, for ``"gradient"``; None: the same as the body's.
+        ridge: :math:`\rho \ge 0` adds :math:`\frac\rho2 \lVert w \rVert^2` to what an exact head
+            minimises.
+        weighting: ``"uniform"`` as in Algorithm 2, or ``"samples"``.
+
+    State:
+        server: ``model``, :math:`B^\top`, ``(k, d)``. own: ``model``, the head :math:`w_i^\top`,
+        ``(clients, 1, k)``. Round 0 uploads ``moments``, the upper triangle of the symmetric
+        :math:`Z_i`: :math:`d (d + 1) / 2` numbers; the others :math:`B_i^\top`.
+
+    Deviation from the paper: none with fresh samples. Its experiments (the authors' notebook) use
+    the same samples in all rounds, another initialisation and steps of their own.
+
+    Example:
+        >>> LinearFedRep(head_solver="gradient", head_steps=10, body_lr=0.2).head_steps
+        10
+
+    References:
+        Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
+        federated learning. ICML 2021. arXiv:2102.07078, Algorithm 2, equations 5 to 8, Theorem 1.
+    """
+
+    personal: Spec = "head"
+
+    def __init__(
+        self,
+        initialization: Initialization = "moments",
+        head_solver: HeadSolver = "exact",
+        head_steps: int = 1,
+        body_lr: float | None = None,
+        head_lr: float | None = None,
+        ridge: float = 0.0,
+        weighting: Weighting = "uniform",
+    ) -> None:
+        super().__init__(weighting=weighting)
+        _check(initialization, head_solver, head_steps)
+        for name, rate in (("body_lr", body_lr), ("head_lr", head_lr)):
+            if rate is not None:
+                check_number(name, rate, "Use 0.1, or None for the learning rate that there is.")
+        check_number("ridge", ridge, "Use 0 for plain least squares.")
+        self.initialization = initialization
+        self.head_solver, self.head_steps = head_solver, head_steps
+        self.body_lr, self.head_lr, self.ridge = body_lr, head_lr, ridge
+        self._warned = False
+
+    def bind(
+        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+    ) -> None:
+        """Find the two matrices.
+
+        Raises:
+            MisconfigurationException: If the model isn't two matrices, the head's with one row.
+        """
+        super().bind(layout, num_clients, seed, num_samples)
+        shapes = {name: tuple(leaf.shape) for name, leaf in layout.model().items()}
+        body, head = sorted(layout.shared), sorted(layout.personal)
+        fits = len(body) == len(head) == 1 and not layout.static
+        if not fits or shapes[head[0]] != (1, *shapes[body[0]][:1]) or len(shapes[body[0]]) != 2:
+            found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise MisconfigurationException(
+                "Expected a linear model of two matrices without biases, a backbone (k, d) and a "
+                f"head (1, k), but got {found}. Use LinearRepresentation; for networks there is "
+                "FedRep."
+            )
+        self._body, self._head = body[0], head[0]
+        self._width = shapes[self._body][1]
+
+    # --- the plan ---
+
+    def finds_moments(self, round: int) -> bool:
+        """Whether a round is the method of moments."""
+        return round == 0 and self.initialization == "moments"
+
+    def asks_everyone(self, round: int) -> bool:
+        """All clients send their moments."""
+        return self.finds_moments(round)
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        """One step on all samples."""
+        name = MOMENTS if self.finds_moments(round) else "local"
+        return (Phase("all", steps=1, whole=True, lr=self.body_lr, name=name),)
+
+    # --- a client's round ---
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """The received body and the own head; a place for the moments in their round."""
+        state = super().client_init(received, own, info)
+        if not self.finds_moments(info.round):
+            return state
+        triangle = self._width * (self._width + 1) // 2
+        return {**state, MOMENTS: state["model"][self._body].new_zeros(len(info), triangle)}
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        """The moments; or a head, and a step of the body at this head."""
+        model = state["model"]
+        x, y, real = self._samples(batch, local)
+        if local.phase == MOMENTS:
+            return {**state, MOMENTS: upper_triangle(moments(x, y, real))}
+        body, head = model[self._body], model[self._head].squeeze(1)
+        features = x @ body.mT
+        head = self._fitted(features, y, real, head, local)
+        left = residuals(features, y, head, real)
+        local.report(mean_product(left.unsqueeze(2), left, real).squeeze(1) / 2, batch)
+        gradient = head.unsqueeze(2) * mean_product(x, left, real).unsqueeze(1)
+        stepped = {self._body: body - local.lr * gradient, self._head: head.unsqueeze(1)}
+        return {**state, "model": {**model, **stepped}}
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Send the moments or the body; keep the head."""
+        if MOMENTS in state:
+            return {MOMENTS: state[MOMENTS]}, own
+        return super().client_final(received, own, state, info)
+
+    def _samples(self, batch: Any, local: Local) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs ``(clients, m, d)``, targets ``(clients, m)``, and which samples are real."""
+        (inputs, targets, *_), real = local.samples(batch)
+        like = self.layout.model()[self._body]
+        x, y = inputs.flatten(2).to(like.dtype), targets.flatten(1).to(like.dtype)
+        if x.shape[2] != self._width or y.shape != real.shape:
+            raise ValueError(
+                f"Expected samples of {self._width} inputs and one target, but got "
+                f"{tuple(inputs.shape[2:])} and {tuple(targets.shape[2:])}. Give the backbone as "
+                "many inputs as the data have."
+            )
+        return x, y, real
+
+    def _fitted(
+        self, features: Tensor, y: Tensor, real: Tensor, head: Tensor, local: Local
+    ) -> Tensor:
+        """The new heads, ``(clients, k)``."""
+        if self.head_solver == "exact":
+            return least_squares(features, y, real, self.ridge)
+        rate = local.lr if self.head_lr is None else self.head_lr
+        for _ in range(self.head_steps):
+            left = residuals(features, y, head, real)
+            head = head - rate * mean_product(features, left, real)
+        return head
+
+    def adaptation_step(
+        self, server: Tree, model: Model, batch: Any, local: Local, samples: Tensor
+    ) -> Model:
+        """A new client's head, by least squares.
+
+        Raises:
+            ValueError: If the batch isn't all that the client has.
+        """
+        x, y, real = self._samples(batch, local)
+        if bool((real.sum(1) < samples.to(real.device)).any()):
+            raise ValueError(
+                "Expected a batch to hold all samples of a new client, whose head is solved for at "
+                f"once, but got {int(real.sum(1).min())} samples. Use a larger `batch_size`."
+            )
+        head = least_squares(x @ model[self._body].mT, y, real, self.ridge)
+        return {**model, self._head: head.unsqueeze(1)}
+
+    # --- the server's round ---
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """The leading eigenvectors of the mean moments, or the mean of the bodies."""
+        if MOMENTS not in uploads:
+            return super().server_update(server, uploads, info)
+        mean = symmetric(weighted_mean(uploads, info.weights)[MOMENTS], self._width)
+        body = server["model"][self._body]
+        vectors = leading_eigenvectors(mean, len(body)).to(body)
+        return {**server, "model": {**server["model"], self._body: vectors.mT.contiguous()}}
+
+    def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor | None:
+        """Nothing is sent for the moments, which need no model."""
+        return torch.zeros_like(info.index) if self.finds_moments(info.round) else None
+
+    # --- what is said of it ---
+
+    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """Measure the cohort's heads, and warn of a step that Theorem 1 doesn't allow."""
+        from lightning_pfl.federation import require_federation
+
+        self._values = {}
+        federation = require_federation(trainer, self)
+        index = round.info.index.cpu()[round.accepted]
+        if self.finds_moments(round.number) or not len(index):
+            return
+        part = federation.part(index)
+        mine = index[part.index]
+        heads = part.whole(federation.bank.gather(mine)["model"] if len(mine) else {})
+        square, bound = step_bound(heads[self._head].flatten(1))
+        self._values = {"fedrep/sigma_max_squared": square, "fedrep/step_bound": bound}
+        rate = round.info.lr if self.body_lr is None else self.body_lr
+        if rate > bound and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"Theorem 1 of FedRep wants a step of the body of at most 1/(4 sigma_max^2) = "
+                f"{bound:.3g}, as the heads of the {len(index)} clients of round {round.number} "
+                f"have sigma_max^2 = {square:.3g}, but the step is {rate:.3g}. Without the bound "
+                "convergence is not guaranteed, though larger steps often converge; use "
+                f"body_lr={bound:.2g} to be safe."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The round's values, and whether the warning was given, for a run that is resumed."""
+        return {**super().state_dict(), "warned": self._warned}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        super().load_state_dict(state_dict)
+        self._warned = state_dict["warned"]
+
+
+def _check(initialization: str, head_solver: str, head_steps: int) -> None:
+    choices = {
+        "initialization": (initialization, Initialization),
+        "head_solver": (head_solver, HeadSolver),
+    }
+    for name, (value, known) in choices.items():
+        if value not in get_args(known):
+            raise ValueError(
+                f"Expected `{name}` to be {' or '.join(map(repr, get_args(known)))}, but got "
+                f"{name}={value!r}. Use one of the two."
+            )
+    if not isinstance(head_steps, int) or isinstance(head_steps, bool) or head_steps < 1:
+        raise ValueError(
+            f"Expected `head_steps` to be a whole number of at least 1, but got {head_steps=}. Use "
+            "1 for GD-GD, and 10 for 10GD-GD."
+        )
+    if head_solver == "exact" and head_steps != 1:
+        raise ValueError(
+            f"Expected no `head_steps` for exact heads, but got {head_steps=}. Use "
+            "head_solver='gradient'."
+        )
