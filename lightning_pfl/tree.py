@@ -147,7 +147,7 @@ def per_client(scalar: Tensor, leaf: Tensor) -> Tensor:
     return scalar.to(leaf.dtype).view(-1, *[1] * (leaf.ndim - 1))
 
 
-def _flat(leaf: Tensor) -> Tensor:
+def as_rows(leaf: Tensor) -> Tensor:
     """One row of numbers per client; ``flatten(1)`` refuses a scalar per client."""
     return leaf.flatten(1) if leaf.ndim > 1 else leaf.unsqueeze(1)
 
@@ -172,7 +172,7 @@ def sub(a: Tree, b: Tree) -> Tree:
 def dot(a: Tree, b: Tree) -> Tensor:
     """Inner product of each client's two trees, shape ``(clients,)``; on the names of ``a``."""
     parts = [
-        _flat(x * y).sum(1)
+        as_rows(x * y).sum(1)
         for x, y in zip(leaves(a), leaves(tmap(lambda _, y: y, a, b)), strict=True)
     ]
     return torch.stack(parts).sum(0)
@@ -188,7 +188,7 @@ def finite(tree: Tree) -> Tensor:
 
     An empty tree is finite for nobody to see.
     """
-    checks = [_flat(leaf.isfinite()).all(1) for leaf in leaves(tree) if leaf.is_floating_point()]
+    checks = [as_rows(leaf.isfinite()).all(1) for leaf in leaves(tree) if leaf.is_floating_point()]
     return torch.stack(checks).all(0) if checks else torch.ones((), dtype=torch.bool)
 
 
@@ -203,7 +203,7 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
     def mean(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
             return leaf.amax(0)
-        return torch.mv(_flat(leaf).T, weights.to(leaf)).view(leaf.shape[1:])
+        return torch.mv(as_rows(leaf).T, weights.to(leaf)).view(leaf.shape[1:])
 
     return tmap(mean, tree)
 

@@ -13,6 +13,7 @@ from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, check_number
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
+from lightning_pfl.solvers.proximal_step import flat
 from lightning_pfl.tree import Model, Tree, repeat, select, tmap
 
 
@@ -150,7 +151,7 @@ class CFL(Method):
     def _changes(self, models: Model, uploads: Model, at: Tensor) -> Tensor:
         """The trainable parameters' change of each client of the cohort, ``(clients, d)``."""
         names = self.layout.trainable
-        return torch.cat([(uploads[n] - models[n][at]).flatten(1) for n in names], 1)
+        return flat({n: uploads[n] - models[n][at] for n in names}, names)
 
     def _split(self, members: Tensor, change: Tensor, fresh: Tensor) -> Tensor | None:
         """The part that leaves a cluster, bool ``(members,)``; None if it stays together."""

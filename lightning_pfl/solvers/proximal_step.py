@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.solvers.lbfgs import minimise
-from lightning_pfl.tree import Model, Tree, per_client, select, tmap
+from lightning_pfl.tree import Model, Tree, as_rows, per_client, select, tmap
 
 if TYPE_CHECKING:
     from lightning_pfl.methods.phases import Local, Phase
@@ -90,7 +90,7 @@ def _exact(model: Model, anchor: Model, strength: Tensor, batch: Any, local: Loc
 
 def flat(model: Model, names: Iterable[str]) -> Tensor:
     """The named entries of ``(clients, ...)`` models as vectors, ``(clients, dim)``."""
-    return torch.cat([model[name].flatten(1) for name in names], 1)
+    return torch.cat([as_rows(model[name]) for name in names], 1)
 
 
 def unflat(vectors: Tensor, like: Model, names: Iterable[str]) -> Model:
