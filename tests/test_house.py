@@ -11,6 +11,7 @@ import pytest
 from lightning_pfl import methods
 
 ROOT = Path(__file__).resolve().parents[1]
+CHOOSING = ROOT / "docs" / "choosing.md"
 PACKAGE = ROOT / "lightning_pfl"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 PRIVATE_IMPORTS_ALLOWED = {PACKAGE / "_lightning.py"}
@@ -101,6 +102,10 @@ def test_every_method_has_a_test_a_recipe_and_a_changelog_line(name: str) -> Non
     assert f"`{name}`" in (ROOT / "CHANGELOG.md").read_text(), f"{name} needs a changelog line"
     assert f"`{name}`" in (ROOT / "README.md").read_text(), (
         f"{name} is missing in the README's table"
+    )
+    table = [line for line in CHOOSING.read_text().splitlines() if line.startswith("|")]
+    assert any("$" in row and f"`{name}`" in row.split("|")[1] for row in table), (
+        f"{name} is missing in the table of docs/choosing.md that says what a method sends"
     )
 
 
