@@ -7,12 +7,14 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_pfl.errors import CheckpointMismatchError
 from lightning_pfl.tree import Tree, shapes
@@ -195,7 +197,7 @@ def check_settings(
 
 
 def check_server(saved: Tree, server: Tree) -> None:
-    """Require a server's state with the same entries.
+    """Require a server's state with the same entries, of the same shapes.
 
     Raises:
         CheckpointMismatchError: Names both sides.
@@ -205,15 +207,51 @@ def check_server(saved: Tree, server: Tree) -> None:
             f"Expected a server that holds {sorted(server)}, but that of the checkpoint holds "
             f"{sorted(saved)}. Use the method's settings of the run that wrote it."
         )
+    theirs, ours = shapes(saved), shapes(server)
+    for name in theirs.keys() & ours.keys():
+        if theirs[name] != ours[name]:
+            raise CheckpointMismatchError(
+                f"Expected a server whose `{name}` has the shape {ours[name]}, but that of the "
+                f"checkpoint has {theirs[name]}. Use the method's settings of the run that wrote "
+                "it."
+            )
 
 
-def check_clients(saved: Mapping[str, Any], names: Sequence[str], memory: Tree) -> None:
+def check_structure(saved: Mapping[str, Any], structure: Mapping[str, Tensor]) -> None:
+    """Require the relations between clients on which server and memories depend.
+
+    Args:
+        saved: The federation's part of the checkpoint; one of an earlier version doesn't say.
+        structure: What the method's ``structure`` says now.
+
+    Raises:
+        CheckpointMismatchError: Names both sides.
+    """
+    known, none = saved.get("structure", structure), torch.empty(0)
+    for name in {**known, **structure}:
+        theirs, ours = (held.get(name, none).cpu().double() for held in (known, structure))
+        if theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=1e-6, atol=0.0):
+            continue
+        pairs = zip_longest(theirs.tolist(), ours.tolist())
+        one, other = next(pair for pair in pairs if pair[0] != pair[1])
+        raise CheckpointMismatchError(
+            f"Expected a checkpoint of a run with the same `{name}`, but at the first difference "
+            f"it has {_listed(one)} in the checkpoint and {_listed(other)} now. Use the `{name}` "
+            "of the run that wrote it."
+        )
+
+
+def _listed(entry: Any) -> str:
+    numbers = entry if isinstance(entry, list) else [entry]
+    return "nothing" if entry is None else ", ".join(f"{number:g}" for number in numbers)
+
+
+def check_clients(saved: Mapping[str, Any], names: Sequence[str]) -> None:
     """Require a checkpoint of the same clients.
 
     Args:
         saved: The federation's part of the checkpoint.
         names: The clients' names now.
-        memory: The bank's tree now; in this process it may hold some of the clients only.
 
     Raises:
         CheckpointMismatchError: Names both sides.
@@ -234,7 +272,19 @@ def check_clients(saved: Mapping[str, Any], names: Sequence[str], memory: Tree) 
             "in the checkpoint and "
             f"{names[client]!r} now. Give the clients in the order of the run that wrote it."
         )
-    if (held := _shapes(saved["bank"])) != (needed := _shapes(memory)):
+
+
+def check_memories(saved: Tree, memory: Tree) -> None:
+    """Require that the clients remember the same things.
+
+    Args:
+        saved: What they remember in the checkpoint.
+        memory: The bank's tree now; in this process it may hold some of the clients only.
+
+    Raises:
+        CheckpointMismatchError: Names both sides.
+    """
+    if (held := _shapes(saved)) != (needed := _shapes(memory)):
         raise CheckpointMismatchError(
             f"Expected clients that remember {sorted(needed)}, but those of the checkpoint "
             f"remember {sorted(held)} or other "

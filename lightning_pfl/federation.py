@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_pfl._lightning import copy_apart
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.checkpoint import check_clients, check_server
+from lightning_pfl.checkpoint import (
+    check_clients,
+    check_memories,
+    check_server,
+    check_structure,
+)
 from lightning_pfl.data.clients import FederatedDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import learning_rates
@@ -320,6 +325,7 @@ class Federation:
         return {
             "method": type(self.method).__name__,
             "settings": self.method.settings(),
+            "structure": self.method.structure(),
             "layout": describe({group.name: group.layout for group in self.groups}),
             "clients": list(self.client_names),
             "num_samples": self.num_samples,
@@ -334,10 +340,13 @@ class Federation:
         """Take over a saved state.
 
         Raises:
-            CheckpointMismatchError: If it belongs to other clients, or to another kind of server.
+            CheckpointMismatchError: If it belongs to other clients, to other relations between
+                them, or to another kind of server.
         """
+        check_clients(saved, self.client_names)
+        check_structure(saved, self.method.structure())
         check_server(saved["server"], self.server)
-        check_clients(saved, self.client_names, self._memories(lambda bank: bank.tree))
+        check_memories(saved["bank"], self._memories(lambda bank: bank.tree))
         model = self.groups[0].layout.model()
         device = next((leaf.device for leaf in model.values()), torch.device("cpu"))
         self.server = tmap(lambda leaf: leaf.to(device), saved["server"])

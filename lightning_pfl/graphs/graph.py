@@ -86,6 +86,11 @@ class Graph:
         """Sum of each client's edge weights, float64 ``(clients,)``."""
         return self.slot_weights.sum(1)
 
+    @property
+    def rows(self) -> Tensor:
+        """Both ends and the weight of each edge, float64 ``(edges, 3)``."""
+        return torch.cat([self.edges.double(), self.edge_weights.unsqueeze(0)]).T
+
     def adjacency(self) -> Tensor:
         """The weights as a symmetric sparse matrix, float64 ``(clients, clients)``."""
         both = torch.cat([self.edges, self.edges.flip(0)], 1)

@@ -66,8 +66,8 @@ class ClientGraph(FederatedCallback):
         if not isinstance(graph, Graph):
             raise MisconfigurationException(
                 "Expected a method over a graph for ClientGraph, but got "
-                f"{type(federation.method).__name__}. Use FedU, GTVMin, SheafFMTL or "
-                "HomologicalConstraints, or remove ClientGraph."
+                f"{type(federation.method).__name__}. Use FedU, GTVMin, SheafFMTL, "
+                "HomologicalConstraints, or ConvexClustering with a `graph`; or remove ClientGraph."
             )
         groups = resolve_groups(self.groups, federation.num_clients)
         if not boards(trainer):

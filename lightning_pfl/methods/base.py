@@ -100,8 +100,7 @@ class Method(FederatedCallback):
         edge_state: Entries of a client's memory about its edges, leaves ``(clients, slots, ...)``.
             Only :meth:`send` and :meth:`receive` see them: local training and personal models do
             without, as these entries may be large.
-        graph: Who is whose neighbour, for methods that exchange messages; set by them in
-            :meth:`bind`.
+        graph: Who is whose neighbour, for methods over a graph; set by them in :meth:`bind`.
         layout, num_clients, num_samples, seed: Set by :meth:`bind` before the first round.
         model_sizes: Trainable scalars of each client's model, int64 ``(num_clients,)``; set before
             :meth:`bind` where clients may differ, else by it.
@@ -323,6 +322,15 @@ class Method(FederatedCallback):
             for name, value in vars(self).items()
             if name in names and _plain(value)
         }
+
+    def structure(self) -> dict[str, Tensor]:
+        """Relations between clients on which the state depends: a checkpoint of others is refused.
+
+        Known after :meth:`bind`. Default: the edges of :attr:`graph`, if there is one, as rows of
+        both ends and the weight.
+        """
+        graph = getattr(self, "graph", None)
+        return {} if graph is None else {"graph": graph.rows}
 
     # --- bookkeeping ---
 

@@ -100,7 +100,6 @@ class ClusterOracle(Method):
         found: Tensor = self._cluster
         return found
 
-    def settings(self) -> dict[str, str]:
-        """With the clusters, where they are given one by one."""
-        known = {} if callable(self.given_clusters) else {"clusters": repr(self.given_clusters)}
-        return {**super().settings(), **known}
+    def structure(self) -> dict[str, Tensor]:
+        """Each client's cluster."""
+        return {"clusters": self._cluster}

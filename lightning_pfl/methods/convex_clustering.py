@@ -166,6 +166,8 @@ class ConvexClustering(Method):
         """Find the pairs, and the penalty of each."""
         super().bind(layout, num_clients, seed, num_samples)
         learns = self.num_samples > 0
+        if self.given_graph is not None:
+            self.graph = resolve_graph(self.given_graph, num_clients, seed)
         self._pairs = self._find_pairs(num_clients).among(learns)
         weight = canonical_weight(self.fusion_weight, self.scale, num_clients)
         self._threshold = thresholds(self._pairs, weight, self.step)
@@ -174,7 +176,7 @@ class ConvexClustering(Method):
     def _find_pairs(self, num_clients: int) -> Pairs:
         if self.given_graph is None:
             return Pairs.complete(num_clients)
-        return Pairs.of_graph(resolve_graph(self.given_graph, num_clients, self.seed))
+        return Pairs.of_graph(self.graph)
 
     def notes(self, layout: Layout) -> list[str]:
         """Say that at 0 this is another method."""

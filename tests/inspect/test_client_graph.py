@@ -14,7 +14,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_pfl.graphs import SmallWorld, resolve_graph
 from lightning_pfl.inspect import ClientGraph
 from lightning_pfl.inspect.client_graph import draw_graph
-from lightning_pfl.methods import FedAvg, FedU
+from lightning_pfl.methods import ConvexClustering, FedAvg, FedU
+from lightning_pfl.methods.base import Method
 from tests.callbacks.setting import quadratics, split, trainer
 from tests.inspect.board import Board
 
@@ -97,10 +98,9 @@ def test_the_first_of_many_clients_are_drawn_without_names() -> None:
     assert axes.get_title().startswith("the first 200 of 300 clients with")
 
 
-def test_the_graph_of_a_run_reaches_the_board(tmp_path: Path) -> None:
-    run = trainer(
-        FedU("ring", 0.1), ClientGraph(groups=2), max_epochs=2, logger=TensorBoardLogger(tmp_path)
-    )
+@pytest.mark.parametrize("method", [FedU("ring", 0.1), ConvexClustering(graph="ring")])
+def test_the_graph_of_a_run_reaches_the_board(method: Method, tmp_path: Path) -> None:
+    run = trainer(method, ClientGraph(groups=2), max_epochs=2, logger=TensorBoardLogger(tmp_path))
     run.fit(split(), quadratics())
     board = Board(run)
     assert board.steps("graph") == [0]
@@ -110,10 +110,11 @@ def test_the_graph_of_a_run_reaches_the_board(tmp_path: Path) -> None:
 def test_what_can_not_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`max_clients` to be at least 2, but got max_clients=1"):
         ClientGraph(max_clients=1)
-    with pytest.raises(MisconfigurationException, match=r"a method over a graph .* but got FedAvg"):
-        trainer(FedAvg(), ClientGraph(), logger=TensorBoardLogger(tmp_path)).fit(
-            split(), quadratics()
-        )
+    for method in (FedAvg(), ConvexClustering()):
+        match = rf"a method over a graph .* but got {type(method).__name__}.* with a `graph`; or"
+        run = trainer(method, ClientGraph(), logger=TensorBoardLogger(tmp_path))
+        with pytest.raises(MisconfigurationException, match=match):
+            run.fit(split(), quadratics())
     with pytest.raises(MisconfigurationException, match="a TensorBoardLogger for the pictures of"):
         trainer(FedU("ring"), ClientGraph()).fit(split(), quadratics())
     run = trainer(FedU("ring"), ClientGraph([0, 1]), logger=TensorBoardLogger(tmp_path))
