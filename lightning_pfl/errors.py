@@ -1,6 +1,6 @@
-"""The exceptions of the package. Each carries a complete sentence.
+"""The exceptions of the package, and what its checks take for a number.
 
-What was given, what was expected, what to do.
+Each exception carries a complete sentence: what was given, what was expected, what to do.
 """
 
 from __future__ import annotations
@@ -23,3 +23,13 @@ class ClientError(RuntimeError):
 
 class CheckpointMismatchError(ValueError):
     """A checkpoint that does not belong to this method, parameter layout or number of clients."""
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a plain number: no bool, and no tensor, which no checkpoint would tell.
+
+    Example:
+        >>> is_number(0.5), is_number(True), is_number("0.5")
+        (True, False, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

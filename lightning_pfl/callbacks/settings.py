@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from lightning_pfl.errors import is_number
 from lightning_pfl.methods.base import Phase
 
 
@@ -38,7 +39,7 @@ def check_lr(lr: float | None) -> None:
     Raises:
         ValueError: If it isn't.
     """
-    if lr is not None and not 0 < lr < math.inf:
+    if lr is not None and not (is_number(lr) and 0 < lr < math.inf):
         raise ValueError(
             f"Expected `lr` to be a finite number > 0 or None, but got lr={lr!r}. "
             "Use None for the learning rates of `configure_optimizers`."

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Local, Method, Weighting
 from lightning_pfl.mixture import SHARE, mixture
@@ -72,7 +73,7 @@ class APFL(Method):
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        if not 0 <= mixing <= 1:
+        if not is_number(mixing) or not 0 <= mixing <= 1:
             raise ValueError(
                 f"Expected `mixing` to be in [0, 1], but got mixing={mixing!r}. Use 0.25, 0.5 or "
                 "0.75 as in the paper."

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, FederatedCallback
+from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.phases import Local, Phase
 from lightning_pfl.peers import Exchange, Inbox
@@ -69,7 +70,7 @@ def check_weighting(weighting: str) -> None:
 
 def check_number(name: str, value: float, advice: str, positive: bool = False) -> None:
     """Require a finite number >= 0, or > 0 if ``positive``; ``advice`` ends the error's text."""
-    if not 0 <= value < math.inf or (positive and not value):
+    if not is_number(value) or not 0 <= value < math.inf or (positive and not value):
         kind = "> 0" if positive else ">= 0"
         raise ValueError(
             f"Expected `{name}` to be a finite number {kind}, but got {name}={value!r}. {advice}"

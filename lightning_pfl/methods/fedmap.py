@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round, RoundValues
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import Local, Method, Phase, check_number
 from lightning_pfl.priors import GaussianPrior, Prior
 from lightning_pfl.tree import Model, Tree, expand, per_client, rows, select, tmap, weighted_mean
 
@@ -305,8 +305,6 @@ def _check(prior: Prior, weighting: str, prior_lr: float | None, data_term: str)
             f"Expected `prior_lr` to be a number, as {type(prior).__name__} has no closed form, "
             "but got prior_lr=None. Use 0.1, for example."
         )
-    if prior_lr is not None and not 0 < prior_lr < math.inf:
-        raise ValueError(
-            f"Expected `prior_lr` to be a finite number > 0, but got {prior_lr=}. For a Gaussian "
-            "prior the variance gives the weighted mean."
-        )
+    if prior_lr is not None:
+        advice = "For a Gaussian prior the variance gives the weighted mean."
+        check_number("prior_lr", prior_lr, advice, positive=True)

@@ -2,10 +2,15 @@ r"""FedRep: a shared representation, and heads that each client fits anew in eve
 
 from __future__ import annotations
 
-import math
-
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Method, Phase, Weighting, check_budget, say_split
+from lightning_pfl.methods.base import (
+    Method,
+    Phase,
+    Weighting,
+    check_budget,
+    check_number,
+    say_split,
+)
 
 
 class FedRep(Method):
@@ -68,11 +73,9 @@ class FedRep(Method):
         check_budget(head_epochs, head_steps, "head")
         check_budget(body_epochs, body_steps, "body")
         for name, lr in (("head_lr", head_lr), ("body_lr", body_lr)):
-            if lr is not None and not 0 <= lr < math.inf:
-                raise ValueError(
-                    f"Expected `{name}` to be a finite number >= 0 or None, but got {name}={lr!r}. "
-                    "Use None for the learning rates of `configure_optimizers`."
-                )
+            if lr is not None:
+                advice = "Use None for the learning rates of `configure_optimizers`."
+                check_number(name, lr, advice)
         super().__init__(weighting=weighting)
         self.personal = personal
         self.head_epochs, self.head_steps, self.head_lr = head_epochs, head_steps, head_lr

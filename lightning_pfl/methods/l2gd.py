@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase, check_number
 from lightning_pfl.randomness import derive
@@ -72,7 +73,7 @@ class L2GD(Method):
         local_steps = None if local_epochs is not None and local_steps == 1 else local_steps
         super().__init__(local_epochs, local_steps, weighting="uniform")
         check_number("mixing_weight", mixing_weight, "Use 0 to train every client alone.")
-        if not 0 < aggregation_probability < 1:
+        if not is_number(aggregation_probability) or not 0 < aggregation_probability < 1:
             raise ValueError(
                 "Expected `aggregation_probability` to be between 0 and 1, but got "
                 f"aggregation_probability={aggregation_probability!r}. Use 0.5."

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import Local, Method, Phase, check_number
 from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
 from lightning_pfl.tree import Model, Tree
 
@@ -105,15 +105,8 @@ class MOCHA(Method):
         local_fraction: float = 0.5,
     ) -> None:
         super().__init__(weighting="uniform")
-        for name, value in (
-            ("regularization", regularization),
-            ("local_fraction", local_fraction),
-        ):
-            if not 0 < value < math.inf:
-                raise ValueError(
-                    f"Expected `{name}` to be positive, but got {name}={value!r}. Use a finite "
-                    "number above 0, such as 0.01 and 0.5."
-                )
+        check_number("regularization", regularization, "Use 0.01, for example.", positive=True)
+        check_number("local_fraction", local_fraction, "Use 0.5, for example.", positive=True)
         for name, count, least in (
             ("outer_iterations", outer_iterations, 0),
             ("inner_iterations", inner_iterations, 1),

@@ -72,7 +72,8 @@ class PerFedAvg(Method):
                 f"order={order!r}. Use one of the two."
             )
         check_number("difference", difference, "Use 0.001.", positive=True)
-        if not isinstance(evaluation_steps, int) or evaluation_steps < 1:
+        whole = isinstance(evaluation_steps, int) and not isinstance(evaluation_steps, bool)
+        if not whole or evaluation_steps < 1:
             raise ValueError(
                 "Expected `evaluation_steps` to be a whole number of at least 1, but got "
                 f"evaluation_steps={evaluation_steps!r}. Use 1 as in the paper."

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Spec
 from lightning_pfl.tree import Model, Tree, leaves, tmap
 
@@ -162,7 +163,6 @@ def check_positive(name: str, value: float, advice: str, infinite: bool = False)
     Raises:
         ValueError: If it isn't.
     """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value <= math.inf or (value == math.inf and not infinite):
+    if not is_number(value) or not 0 < value <= math.inf or (value == math.inf and not infinite):
         kind = "a number > 0" if infinite else "a finite number > 0"
         raise ValueError(f"Expected `{name}` to be {kind}, but got {name}={value!r}. {advice}")

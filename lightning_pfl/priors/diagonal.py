@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Spec
 from lightning_pfl.priors.base import Prior, check_positive, sum_entries
 from lightning_pfl.tree import Model, Tree, sub, tmap, weighted_mean
@@ -68,7 +69,7 @@ class DiagonalGaussianPrior(Prior):
         check_positive("offset", offset, "Use 1 as in the paper.")
         check_positive("epsilon", epsilon, "Use 1e-4 as in the paper.")
         check_positive("margin", margin, "Use 1e-3, for example.")
-        if not -offset + margin <= spread < float("inf"):
+        if not is_number(spread) or not -offset + margin <= spread < float("inf"):
             raise ValueError(
                 f"Expected `spread` to be a finite number >= margin - offset, but got {spread=}, "
                 f"{margin=} and {offset=}. Use 0 as in the paper."

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
         ({"epochs": -1}, "Expected `epochs` to be a whole number >= 0, but got epochs=-1"),
         ({"steps": 1.5}, "Expected `steps` to be a whole number >= 0, but got steps=1.5"),
         ({"lr": -0.1}, "Expected `lr` to be a finite number > 0 or None, but got lr=-0.1"),
+        ({"lr": "1"}, "Expected `lr` to be a finite number > 0 or None, but got lr='1'"),
+        ({"lr": True}, "Expected `lr` to be a finite number > 0 or None, but got lr=True"),
         ({"when": "start"}, "Expected `when` to be 'end' or 'evaluation', but got when='start'"),
         ({"scope": None}, "Expected `scope` to name what trains, but got scope=None"),
     ],

@@ -296,6 +296,8 @@ def test_new_clients_of_the_data_module_end_in_the_table_and_the_curve(tmp_path:
         ({"steps": -1}, "Expected `steps` to be a whole number >= 0, but got steps=-1"),
         ({"epochs": 0}, "Expected new clients to train, but got no epochs and no steps"),
         ({"lr": 0.0}, "Expected `lr` to be a finite number > 0 or None, but got lr=0.0"),
+        ({"lr": "1"}, "Expected `lr` to be a finite number > 0 or None, but got lr='1'"),
+        ({"lr": True}, "Expected `lr` to be a finite number > 0 or None, but got lr=True"),
     ],
 )
 def test_wrong_numbers_are_refused(arguments: dict[str, Any], message: str) -> None:

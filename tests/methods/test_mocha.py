@@ -258,8 +258,8 @@ def test_inputs_have_to_be_those_of_the_layer() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"regularization": 0.0}, "Expected `regularization` to be positive, but got .*=0.0"),
-        ({"local_fraction": -1.0}, "Expected `local_fraction` to be positive, but got .*=-1.0"),
+        ({"regularization": 0.0}, "Expected `regularization` to be a finite .* > 0, .*=0.0"),
+        ({"local_fraction": 0.0}, "Expected `local_fraction` to be a finite .* > 0, .*=0.0"),
         ({"inner_iterations": 0}, "Expected `inner_iterations` to be a whole .* at least 1, .*=0"),
         ({"outer_iterations": 1.5}, "Expected `outer_iterations` to be a whole number .*=1.5"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -63,10 +64,23 @@ def test_a_method_that_is_itself_says_nothing(method: Method) -> None:
     assert method.notes(Layout(module, method.resolve_personal(Layout(module)))) == []
 
 
-@pytest.mark.parametrize("bad", [-1.0, INF, NAN])
+def given(bad: Any) -> str:
+    """How an error repeats a value, as a pattern."""
+    return re.escape(repr(bad))
+
+
+@pytest.mark.parametrize("bad", [-1.0, INF, NAN, "0.5", [0.5], True, torch.tensor(0.5)], ids=repr)
 @pytest.mark.parametrize(
     ("make", "name"),
     [
+        (methods.FedMAP, "prior_lr"),
+        (methods.LinearFedRep, "body_lr"),
+        (methods.LinearFedRep, "head_lr"),
+        (methods.LinearFedRep, "ridge"),
+        (methods.MOCHA, "regularization"),
+        (methods.MOCHA, "local_fraction"),
+        (methods.PFedMe, "moreau_weight"),
+        (methods.PFedMe, "server_mixing"),
         (methods.FedProx, "prox_weight"),
         (methods.Ditto, "prox_weight"),
         (methods.FedRep, "head_lr"),
@@ -80,11 +94,36 @@ def test_a_method_that_is_itself_says_nothing(method: Method) -> None:
     ],
 )
 def test_numbers_that_reject_every_client_are_refused(
-    make: Callable[..., Any], name: str, bad: float
+    make: Callable[..., Any], name: str, bad: Any
 ) -> None:
-    with pytest.raises(
-        ValueError, match=rf"Expected `{name}` to be a finite number .*{name}={bad}"
-    ):
+    match = rf"Expected `{name}` to be a finite number .*{name}={given(bad)}"
+    with pytest.raises(ValueError, match=match):
+        make(**{name: bad})
+
+
+@pytest.mark.parametrize("bad", [-0.5, 1.5, NAN, None, "0.5", True, torch.tensor(0.5)], ids=repr)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(methods.APFL, "mixing"), (methods.L2GD, "aggregation_probability")],
+)
+def test_shares_are_numbers_between_0_and_1(make: Callable[..., Any], name: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Expected `{name}` to be .*{name}={given(bad)}"):
+        make(**{name: bad})
+
+
+@pytest.mark.parametrize("bad", [0, 1.5, True, None, "1"])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (methods.PerFedAvg, "evaluation_steps"),
+        (methods.PFedMe, "inner_steps"),
+        (methods.LinearFedRep, "head_steps"),
+        (methods.MOCHA, "inner_iterations"),
+    ],
+)
+def test_counts_are_whole_numbers_from_1(make: Callable[..., Any], name: str, bad: Any) -> None:
+    match = rf"Expected `{name}` to be a whole number of at least 1, .*{name}={given(bad)}"
+    with pytest.raises(ValueError, match=match):
         make(**{name: bad})
 
 

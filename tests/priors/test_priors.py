@@ -249,9 +249,10 @@ def test_only_the_variance_may_be_infinite() -> None:
         LaplacePrior(math.inf)
 
 
-def test_the_spread_begins_above_the_margin() -> None:
-    with pytest.raises(ValueError, match=r"Expected `spread` to be .*but got spread=-1\.0"):
-        DiagonalGaussianPrior(-1.0)
+@pytest.mark.parametrize("bad", [-1.0, math.inf, math.nan, "0", True])
+def test_the_spread_begins_above_the_margin(bad: Any) -> None:
+    with pytest.raises(ValueError, match=f"Expected `spread` to be .*but got spread={bad!r}"):
+        DiagonalGaussianPrior(bad)
 
 
 def test_a_prior_without_closed_form_has_none() -> None:
