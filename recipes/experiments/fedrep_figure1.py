@@ -56,9 +56,9 @@ than 1, half the mean squared distance of the clients' solutions from their mean
 samples there are. FedRep and FedAvg begin with the moments; the notebook begins at random and
 scales inputs and steps in another way. The noise has the variance 1e-3 that the text states, while
 the notebook has a standard deviation of 1e-3. What was expected of
-FedAvg's representation is met by the step 0.02 alone: FedAvg forgets the moments as it trains, and
-faster with the notebook's step, 0.5 (its 0.005 on the sum of 100 gradients). The expectation
-doesn't say its step.
+FedAvg's representation, without its step, lies between the two steps shown: FedAvg forgets the
+moments as it trains, and faster with the notebook's step, 0.5 (its 0.005 on the sum of 100
+gradients).
 """
 
 
