@@ -71,10 +71,17 @@ class Layout:
         Raises:
             ValueError: If a string matches nothing. A type may match nothing: FedBN on a network
                 without normalisation is FedAvg.
+            TypeError: If it is something else.
         """
         if spec is None:
             return frozenset()
-        items = [spec] if isinstance(spec, (str, type)) else list(spec)
+        items = [spec] if isinstance(spec, (str, type)) else spec
+        if not isinstance(items, Iterable) or not all(isinstance(i, (str, type)) for i in items):
+            raise TypeError(
+                f"Expected `{argument}` to be names, globs or module types, but got "
+                f"{argument}={spec!r}. Use 'head', ['head', 'backbone.norm*'] or nn.BatchNorm2d, "
+                "for example."
+            )
         found: set[str] = set()
         for item in items:
             matched = self._of_type(item) if isinstance(item, type) else self._of_pattern(item)

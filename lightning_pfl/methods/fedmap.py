@@ -114,11 +114,16 @@ class FedMAP(RoundValues, Method):
         """Find what is under the prior.
 
         Raises:
-            ValueError: If something of that is personal.
+            ValueError: If that is nothing, or some of it is personal.
         """
         super().bind(layout, num_clients, seed, num_samples)
         chosen = layout.match(self.prior.parameters, "parameters")
         self.under = frozenset(layout.trainable) & chosen
+        if not self.under:
+            raise ValueError(
+                "Expected the prior's `parameters` to pick something that trains, but got "
+                f"parameters={self.prior.parameters!r}. Use 'all', or FedAvg, which has no prior."
+            )
         if both := sorted(self.under & layout.personal):
             raise ValueError(
                 "Expected `personal` to be apart from the prior's `parameters`, but both have "

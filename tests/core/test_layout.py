@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,13 @@ def test_a_pattern_without_match_is_refused_with_the_names_there_are() -> None:
         Layout(Net(), "classifier")
     with pytest.raises(ValueError, match=r"Expected `train` to match .* got train='haed'"):
         Layout(Net()).match(["head", "haed"])
+
+
+@pytest.mark.parametrize("spec", [2.5, True, [1], ["head", None], nn.Linear(1, 1)], ids=str)
+def test_what_is_no_name_and_no_type_is_refused(spec: Any) -> None:
+    text = "Expected `personal` to be names, globs or module types, but got personal="
+    with pytest.raises(TypeError, match=re.escape(text + repr(spec))):
+        Layout(Net(), spec)
 
 
 def test_a_module_without_trainable_parameters_is_refused() -> None:

@@ -4,6 +4,7 @@ r"""FedMAP on quadratics: with a Gaussian prior the local steps are ``descend`` 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,14 @@ def test_without_a_closed_form_there_is_a_step_size() -> None:
 def test_the_step_size_is_positive(bad: float) -> None:
     with pytest.raises(ValueError, match="Expected `prior_lr` to be a finite number > 0"):
         FedMAP(prior_lr=bad)
+
+
+@pytest.mark.parametrize("parameters", [None, [], "backbone.1.running_mean"])
+def test_something_that_trains_is_under_the_prior(parameters: Spec) -> None:
+    method = FedMAP(GaussianPrior(parameters=parameters))
+    text = f"Expected the prior's `parameters` .*but got parameters={re.escape(repr(parameters))}"
+    with pytest.raises(ValueError, match=text):
+        local_round(method, small_module(), small_clients())
 
 
 @pytest.mark.parametrize("personal", ["head", ["backbone", "head.bias"]])
