@@ -130,12 +130,14 @@ class Plan:
         run.outcome = options.results / run.outcome.name
         return run
 
-    def write_section(self, text: str, readme: Path = README) -> None:
-        """Replace the experiment's section between its markers in ``README.md``.
+    def write_section(self, text: str, readme: Path | None = README) -> None:
+        """Replace the experiment's section between its markers in ``README.md``; None: nowhere.
 
         Raises:
             ValueError: If the markers are missing.
         """
+        if readme is None:
+            return
         begin, end = f"<!-- {self.name}: begin -->", f"<!-- {self.name}: end -->"
         whole = readme.read_text()
         if begin not in whole or end not in whole:

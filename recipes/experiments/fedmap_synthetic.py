@@ -200,6 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     grids = {line: LINES[line][1].grid for line in choices[SCENARIOS[0]]}
     text = section(choices, found, grids, PROTOCOL.strip().format(seeds=len(options.seeds)))
     Plan("fedmap_synthetic", options.results).write_section(text, options.readme)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -106,8 +106,9 @@ def learn(seed: int, samples: int, small: bool) -> dict[str, Any]:
 
 def learned(options: argparse.Namespace, seed: int, samples: int) -> dict[str, Any]:
     """The stored cell of a seed and a number of samples; run if it isn't there."""
-    settings = {"seed": seed, "samples": samples, "small": options.small, "rounds": ROUNDS}
-    settings |= {"clients": CLIENTS, "lr": [FEDREP_LR, FEDAVG_LR, SMALL_LR]}
+    rounds, clients = (SMALL_ROUNDS, SMALL_CLIENTS) if options.small else (ROUNDS, CLIENTS)
+    settings = {"seed": seed, "samples": samples, "small": options.small, "rounds": rounds}
+    settings |= {"clients": clients, "lr": [FEDREP_LR, FEDAVG_LR, SMALL_LR]}
     settings |= {"FedAvg": "from the moments"}
     plan = Plan("fedrep_figure1", options.results)
     work = partial(learn, seed, samples, options.small)

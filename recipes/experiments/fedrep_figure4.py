@@ -43,10 +43,10 @@ NOTE = """
 FedRep's error drops by two orders of magnitude where a new client has as many samples as the
 subspace has dimensions, m = k = 2, as in the paper. FedAvg's representation leaves an error that no
 number of samples removes; what was expected of it lies between the notebook's step, 0.5, and the
-small one, as at Figure 1; Local needs as many as there are inputs. The paper's figure has no numbers; what was
-expected comes from a simulation in NumPy with other draws. Local at m = 1 can't be far from 1, the
-error of knowing nothing. Errors are medians over clients: the means at m = 2 are those of a few
-clients whose two equations are nearly the same.
+small one, as at Figure 1; Local needs as many as there are inputs. The paper's figure has no
+numbers; what was expected comes from a simulation in NumPy with other draws. Local at m = 1 can't
+be far from 1, the error of knowing nothing. Errors are medians over clients: the means at m = 2 are
+those of a few clients whose two equations are nearly the same.
 """
 
 

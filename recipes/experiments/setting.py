@@ -22,6 +22,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Options that several experiments have."""
 
+SMALL = Path("logs/small")
+
+
+class Small(argparse.Action):
+    """``--small``: also leaves alone what git tracks.
+
+    Unless they are given, the folders of results and figures become those of ``logs/small``, and
+    README files aren't written.
+    """
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any
+    ) -> None:
+        """Found on the command line."""
+        namespace.small = True
+        places = {"results": SMALL / "results", "figures": SMALL / "figures"}
+        for name, place in {**places, "readme": None, "choosing": None}.items():
+            if getattr(namespace, name, None) == parser.get_default(name):
+                setattr(namespace, name, place)
+
 
 def parser(
     description: str, small: str, *options: str, seeds: list[int] | None = None
@@ -37,7 +57,9 @@ def parser(
     made = argparse.ArgumentParser(description=description)
     if seeds is not None:
         made.add_argument("--seeds", nargs="+", type=int, default=seeds)
-    made.add_argument("--small", action="store_true", help=small)
+    made.add_argument(
+        "--small", action=Small, nargs=0, default=False, help=f"{small} Goes to {SMALL}."
+    )
     for name in options:
         made.add_argument(f"--{name}", **OPTIONS[name])
     return made

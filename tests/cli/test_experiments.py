@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipes.experiments.__main__ import experiments, main
-from recipes.plan import README
+from recipes.experiments.setting import parser
+from recipes.plan import README, Plan
+from recipes.reproduce import RECIPES
 
 
 def test_every_experiment_has_its_section_in_the_readme() -> None:
@@ -37,3 +40,19 @@ def test_a_failed_experiment_stops_no_other_and_is_named(monkeypatch: pytest.Mon
     main(["fedrep_figure5"])
     assert started[-1] == "fedrep_figure5"
     assert len(started) == len(experiments()) + 1
+
+
+def test_a_small_run_leaves_what_is_published_alone(tmp_path: Path) -> None:
+    command = parser("An experiment", "Two rounds.", "results", "figures", "readme")
+    whole = command.parse_args([])
+    assert (whole.small, whole.results, whole.readme) == (False, RECIPES / "results", README)
+    small = command.parse_args(["--small"])
+    assert (small.small, small.readme) == (True, None)
+    assert small.results == Path("logs/small/results")
+    assert small.figures == Path("logs/small/figures")
+    readme = tmp_path / "README.md"
+    given = command.parse_args(["--results", str(tmp_path), "--small", "--readme", str(readme)])
+    assert (given.results, given.readme) == (tmp_path, readme)
+    before = README.read_text()
+    Plan("fedrep_figure1").write_section("text", small.readme)
+    assert README.read_text() == before
