@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,6 +17,7 @@ from lightning_pfl.methods.base import Local, Method, Phase, check_number
 from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
 from lightning_pfl.tree import Model, Tree
 
+Bound = Literal["common", "own"]
 FLOOR = 1e-7
 """Smallest eigenvalue of the weights' Gram matrix, as in the released code."""
 
@@ -34,13 +35,21 @@ def learned_relationship(weights: Tensor) -> Tensor:
     return symmetric.to(weights)
 
 
-def aggregation_bound(relationship: Tensor) -> Tensor:
-    r""":math:`\max_t \sum_s |\Sigma_{ts}| / \Sigma_{tt}`.
+def aggregation_bound(relationship: Tensor, bound: Bound) -> Tensor:
+    r"""A diagonal :math:`c` with :math:`\Sigma \preceq \operatorname{diag}(c)`, ``(n,)``.
 
-    With this factor on the diagonal the local problems bound the joint one, so that their solutions
-    may be added.
+    With it the local problems bound the joint one, so that their solutions may be added.
+
+    Args:
+        relationship: :math:`\Sigma`, ``(n, n)``.
+        bound: ``"own"``: :math:`c_t = \sum_s |\Sigma_{ts}|`, which is enough since
+            :math:`2 |b_s^\top b_t| \le \lVert b_s \rVert^2 + \lVert b_t \rVert^2`; ``"common"``:
+            :math:`c_t = \rho \Sigma_{tt}`, with the largest :math:`\rho = c_t / \Sigma_{tt}` of all
+            clients.
     """
-    return (relationship.abs().sum(1) / relationship.diagonal()).amax()
+    own = relationship.abs().sum(1)
+    diagonal = relationship.diagonal()
+    return own if bound == "own" else (own / diagonal).amax() * diagonal
 
 
 class MOCHA(Method):
@@ -75,6 +84,10 @@ class MOCHA(Method):
         outer_iterations: How often :math:`\Sigma` is learned; 0 keeps the clients apart.
         inner_iterations: Rounds before each time.
         local_fraction: :math:`H / N_t > 0`: the samples that a client visits in a round.
+        bound: ``"common"``: the curvature as above, as published; ``"own"``: :math:`\sum_s
+            |\Sigma_{ts}| / \lambda`, which is never larger and bounds the joint problem as well.
+            One client of small weights makes :math:`\rho` large, and the steps of all others
+            short; with ``"own"`` only its own are.
 
     State:
         server: ``dual_vectors``, the :math:`b_t`, ``(num_clients, outputs, features)``, and
@@ -103,6 +116,7 @@ class MOCHA(Method):
         outer_iterations: int = 10,
         inner_iterations: int = 100,
         local_fraction: float = 0.5,
+        bound: Bound = "common",
     ) -> None:
         super().__init__(weighting="uniform")
         check_number("regularization", regularization, "Use 0.01, for example.", positive=True)
@@ -116,6 +130,12 @@ class MOCHA(Method):
                     f"Expected `{name}` to be a whole number of at least {least}, but got "
                     f"{name}={count!r}. Use 10 rounds between updates, for example."
                 )
+        if bound not in get_args(Bound):
+            raise ValueError(
+                f"Expected `bound` to be 'common' or 'own', but got bound={bound!r}. Use 'own' "
+                "where clients differ much in size."
+            )
+        self.bound: Bound = bound
         self.regularization, self.local_fraction = regularization, local_fraction
         self.outer_iterations, self.inner_iterations = outer_iterations, inner_iterations
 
@@ -161,14 +181,14 @@ class MOCHA(Method):
         return {}
 
     def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
-        r"""To each client its weights, and :math:`\rho \Sigma_{tt}`."""
+        r"""To each client its weights, and the curvature of its dual problem times the weight."""
         relationship = server["relationship"]
         at = info.index.to(relationship.device).clamp_max(self.num_clients)
-        weights, diagonal = self._all_weights(server), relationship.diagonal()
+        weights, scale = self._all_weights(server), aggregation_bound(relationship, self.bound)
         # The row behind the last is for clients that are new.
         weights = torch.cat([weights, weights.mean(0, keepdim=True)])
-        diagonal = torch.cat([diagonal, diagonal.mean(0, keepdim=True)])
-        return {"weights": weights[at], "scale": aggregation_bound(relationship) * diagonal[at]}
+        scale = torch.cat([scale, scale.mean(0, keepdim=True)])
+        return {"weights": weights[at], "scale": scale[at]}
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
         """The dual problem at the received weights."""

@@ -109,13 +109,15 @@ def reference_svm(x: np.ndarray, y: np.ndarray, weight: float) -> np.ndarray:
 @pytest.mark.parametrize("engine", ENGINES)
 class TestMOCHA:
     @pytest.mark.parametrize("fraction", [0.5, 2.0])
-    @pytest.mark.parametrize("participation", [3, 2])
-    def test_matches_the_reference(self, engine: str, fraction: float, participation: int) -> None:
-        method = MOCHA(LAM, outer_iterations=9, inner_iterations=2, local_fraction=fraction)
+    @pytest.mark.parametrize(("participation", "bound"), [(3, "common"), (2, "common"), (2, "own")])
+    def test_matches_the_reference(
+        self, engine: str, fraction: float, participation: int, bound: Any
+    ) -> None:
+        method = MOCHA(LAM, 9, 2, local_fraction=fraction, bound=bound)
         run = fit(method, clients(), plane_module(), 5, engine, participation=participation)
         in_rounds = cohorts(5, participation, eligible=torch.arange(3))
         x, y = problem()
-        w, sigma, dual = mocha(x, y, visits(5, fraction, in_rounds), LAM, 2)
+        w, sigma, dual = mocha(x, y, visits(5, fraction, in_rounds), LAM, 2, bound == "own")
         close(run.models["head.weight"][:, 0], torch.from_numpy(w))
         close(run.server["relationship"], torch.from_numpy(sigma))
         for k, mine in enumerate(dual):
@@ -135,10 +137,12 @@ class TestMOCHA:
             close(run.models["head.weight"][:, c], torch.from_numpy(w[:, :-1].copy()))
             close(run.models["head.bias"][:, c], torch.from_numpy(w[:, -1].copy()))
 
-    @pytest.mark.parametrize("participation", [3, 1])
-    def test_the_gap_is_not_negative_and_falls(self, engine: str, participation: int) -> None:
+    @pytest.mark.parametrize(("participation", "bound"), [(3, "common"), (1, "common"), (3, "own")])
+    def test_the_gap_is_not_negative_and_falls(
+        self, engine: str, participation: int, bound: Any
+    ) -> None:
         """Also where two of three clients drop out, and the others solve a third of a pass."""
-        method = MOCHA(LAM, 3, 20, local_fraction=0.34)
+        method = MOCHA(LAM, 3, 20, local_fraction=0.34, bound=bound)
         rounds = 30 if participation == 3 else 90
         run = fit(method, clients(), plane_module(), rounds, engine, participation=participation)
         values = gaps(run)
@@ -223,13 +227,33 @@ def test_the_relationship_is_the_root_of_the_gram_matrix() -> None:
     close(nothing, torch.eye(3, dtype=torch.float64) / 3)
 
 
-def test_the_bound_covers_the_couplings() -> None:
+@pytest.mark.parametrize("bound", ["common", "own"])
+def test_the_bound_covers_the_couplings(bound: Any) -> None:
     root = torch.randn(5, 5, dtype=torch.float64)
     sigma = root @ root.T
-    bound = aggregation_bound(sigma)
-    excess = bound * torch.diag(sigma.diagonal()) - sigma
-    assert float(torch.linalg.eigvalsh(excess).min()) > -1e-10
-    assert float(aggregation_bound(torch.eye(3))) == 1.0
+    curvature = aggregation_bound(sigma, bound)
+    assert float(torch.linalg.eigvalsh(torch.diag(curvature) - sigma).min()) > -1e-10
+    assert (aggregation_bound(sigma, "own") <= curvature + 1e-12).all()
+    assert torch.equal(aggregation_bound(torch.eye(3), bound), torch.ones(3))
+
+
+def test_with_bounds_of_their_own_one_client_does_not_slow_all() -> None:
+    """The last client's inputs, and with them its weights, are a tenth of the others'."""
+    rng = np.random.default_rng(0)
+    plane = rng.standard_normal(DIM)
+    x = [scale * rng.standard_normal((10, DIM)) for scale in (1, 1, 1, 1, 1, 0.1)]
+    y = [np.sign(f @ plane + 0.1 * rng.standard_normal(10)) for f in x]
+    gaps = []
+    for bound in ("common", "own"):
+        method = MOCHA(0.1, 1, 10, bound=bound)
+        run = fit(method, clients(x, y), plane_module(), 30)
+        sigma = run.server["relationship"].numpy()
+        ratios = np.sort(np.abs(sigma).sum(1) / np.diag(sigma))
+        assert ratios[-1] > 5 * ratios[-2]
+        dual = [run.own["dual"][k, :, 0].numpy() for k in range(len(x))]
+        primal, value = objectives(x, y, dual, sigma, 0.1)
+        gaps.append(primal - value)
+    assert 0 <= gaps[1] < gaps[0] / 5
 
 
 def test_a_sample_of_zeros_reaches_its_bound() -> None:
@@ -260,6 +284,7 @@ def test_inputs_have_to_be_those_of_the_layer() -> None:
     [
         ({"regularization": 0.0}, "Expected `regularization` to be a finite .* > 0, .*=0.0"),
         ({"local_fraction": 0.0}, "Expected `local_fraction` to be a finite .* > 0, .*=0.0"),
+        ({"bound": "mine"}, "Expected `bound` to be 'common' or 'own', but got bound='mine'"),
         ({"inner_iterations": 0}, "Expected `inner_iterations` to be a whole .* at least 1, .*=0"),
         ({"outer_iterations": 1.5}, "Expected `outer_iterations` to be a whole number .*=1.5"),
     ],
