@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_pfl.metrics.clusters import numbered
+
 Groups = Sequence[int] | int | None
 """A group for each client, in the order of the ids; or the number of groups, where clients are in
 blocks of (nearly) equal size, as in ``FeatureSkew("rotate90")``; None where they aren't known."""
@@ -20,7 +22,8 @@ def resolve_groups(groups: Groups, num_clients: int) -> Tensor | None:
         num_clients: Number of clients.
 
     Raises:
-        ValueError: If there aren't as many entries as clients, or no such number of groups.
+        ValueError: If there aren't as many entries as clients, if one is no whole number, or if
+            there is no such number of groups.
 
     Example:
         >>> resolve_groups(2, 5)
@@ -38,10 +41,4 @@ def resolve_groups(groups: Groups, num_clients: int) -> Tensor | None:
                 "client."
             )
         return groups * torch.arange(num_clients) // num_clients
-    if len(groups) != num_clients:
-        raise ValueError(
-            f"Expected `groups` to have one entry for each of {num_clients} clients, but got "
-            f"{len(groups)} entries. Give every client's group, in the order of the ids."
-        )
-    found: Tensor = torch.tensor([int(group) for group in groups]).unique(return_inverse=True)[1]
-    return found
+    return numbered("groups", groups, num_clients)

@@ -2,11 +2,61 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_pfl.solvers.pairs import Pairs
+
+Labels = Tensor | Sequence[int]
+"""A cluster for each client: whole numbers >= 0, of which only equality counts."""
+
+
+def numbered(name: str, labels: Labels, num_clients: int) -> Tensor:
+    """Labels of clients, numbered from 0 in ascending order, int64 ``(clients,)``.
+
+    Args:
+        name: The argument that holds them, for the error.
+        labels: A whole number for each client, in the order of the ids.
+        num_clients: Number of clients.
+
+    Raises:
+        ValueError: If there aren't as many as clients, or if one is no whole number or negative.
+
+    Example:
+        >>> numbered("groups", [7, 7, 3], 3)
+        tensor([1, 1, 0])
+    """
+    if len(labels) != num_clients:
+        raise ValueError(
+            f"Expected `{name}` to have one entry for each of {num_clients} clients, but got "
+            f"{len(labels)} entries. Give one for every client, in the order of the ids."
+        )
+    given = whole(name, labels.tolist() if isinstance(labels, Tensor) else labels)
+    if given and min(given) < 0:
+        raise ValueError(
+            f"Expected `{name}` to hold whole numbers >= 0, but got {min(given)}. Number them from "
+            "0; leave out clients whose cluster isn't known, which methods mark by -1."
+        )
+    found: Tensor = torch.tensor(given, dtype=torch.int64).unique(return_inverse=True)[1]
+    return found
+
+
+def whole(name: str, labels: Iterable[int]) -> list[int]:
+    """Labels as a list of ints; an error names the first that is no whole number."""
+    found = []
+    for label in labels:
+        try:
+            found.append(operator.index(label))
+        except TypeError as cause:
+            raise ValueError(
+                f"Expected `{name}` to hold whole numbers, but got {label!r}. Number them, for "
+                "example 0, 0, 1, 1."
+            ) from cause
+    return found
 
 
 def clusters_of_pairs(split: Tensor, pairs: Pairs) -> Tensor:
@@ -77,12 +127,15 @@ def components(count: int, first: Tensor, second: Tensor) -> Tensor:
     return torch.from_numpy(rank[inverse].astype(np.int64))
 
 
-def adjusted_rand_index(labels: Tensor, truth: Tensor) -> float:
+def adjusted_rand_index(labels: Labels, truth: Labels) -> float:
     """How well two partitions agree: 1 if they are equal, about 0 if by chance.
 
     Args:
         labels: Clusters, ``(clients,)``; their numbers mean nothing.
-        truth: The other partition.
+        truth: The other partition, in the same form.
+
+    Raises:
+        ValueError: If a label is no whole number >= 0, or the lengths differ.
 
     Example:
         >>> adjusted_rand_index(torch.tensor([0, 0, 1, 1]), torch.tensor([5, 5, 2, 2]))
@@ -93,23 +146,28 @@ def adjusted_rand_index(labels: Tensor, truth: Tensor) -> float:
     """
     from sklearn.metrics import adjusted_rand_score
 
-    return float(adjusted_rand_score(truth.cpu().numpy(), labels.cpu().numpy()))
+    one, other = numbered("truth", truth, len(truth)), numbered("labels", labels, len(truth))
+    return float(adjusted_rand_score(one.numpy(), other.numpy()))
 
 
-def within_cluster_distance(models: Tensor, labels: Tensor) -> float:
+def within_cluster_distance(models: Tensor, labels: Labels) -> float:
     """Mean distance between two models of one cluster; NaN where all clusters have one member.
 
     Args:
         models: ``(clients, dim)``.
-        labels: Clusters, ``(clients,)``.
+        labels: Clusters, ``(clients,)``; their numbers mean nothing.
+
+    Raises:
+        ValueError: If there isn't a whole number >= 0 for each model.
 
     Example:
         >>> models = torch.tensor([[0.0], [2.0], [7.0]])
         >>> within_cluster_distance(models, torch.tensor([0, 0, 1]))
         2.0
     """
-    same = labels.unsqueeze(0) == labels.unsqueeze(1)
-    same &= ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    own = numbered("labels", labels, len(models))
+    same = own.unsqueeze(0) == own.unsqueeze(1)
+    same &= ~torch.eye(len(own), dtype=torch.bool)
     return float(_distances(models)[same.to(models.device)].mean())
 
 

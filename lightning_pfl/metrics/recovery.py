@@ -20,6 +20,9 @@ and different clusters differ if
 
 Both are sufficient; recovery usually holds on a wider interval.
 
+Clusters are given by a label for each client: whole numbers >= 0, of which only equality counts.
+Where a tensor has one row per cluster, its rows follow the labels in ascending order.
+
 References:
     Armacki, Bajovic, Jakovetic, Kar. Personalized federated learning via convex clustering. 2022.
     arXiv:2202.00718, theorems 1 and 2: equations 5, 6 and 13.
@@ -33,6 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_pfl.metrics.clusters import Labels, numbered
 from lightning_pfl.solvers.losses import Grouped, Losses
 from lightning_pfl.solvers.newton import newton
 from lightning_pfl.solvers.pairs import Pairs
@@ -63,17 +67,23 @@ class Bounds:
 
 
 def cluster_models(
-    losses: Losses, labels: Tensor, weight: float, start: Tensor, iterations: int = 2000
+    losses: Losses, labels: Labels, weight: float, start: Tensor, iterations: int = 2000
 ) -> Tensor:
     r"""The solution :math:`w^*(\Lambda)` of the problem of clusters, ``(clusters, dim)``.
 
     Args:
         losses: The clients' losses.
-        labels: Each client's cluster from 0, int64 ``(clients,)``.
+        labels: Each client's cluster, ``(clients,)``.
         weight: :math:`\Lambda`.
-        start: ``(clusters, dim)``.
+        start: Models to begin with, one per **cluster**, ``(clusters, dim)``.
         iterations: Most iterations.
+
+    Raises:
+        ValueError: If the labels aren't a whole number >= 0 for each client, or ``start`` has
+            another shape or type than the losses work with.
     """
+    labels = _labels(losses, labels)
+    _check_models("start", start, losses, int(labels.max()) + 1, "cluster")
     grouped = Grouped(losses, labels)
     if grouped.count == 1:
         return newton(grouped.value, grouped.gradient, grouped.hessian, start)
@@ -83,18 +93,23 @@ def cluster_models(
     return solver.solve(weight, start, iterations, tolerance=1e-9).models
 
 
-def recovery_bounds(losses: Losses, labels: Tensor, models: Tensor, weight: float) -> Bounds:
+def recovery_bounds(losses: Losses, labels: Labels, models: Tensor, weight: float) -> Bounds:
     """Both bounds at :func:`cluster_models` of a weight.
 
     Args:
         losses: The clients' losses.
-        labels: Each client's cluster from 0, int64 ``(clients,)``.
+        labels: Each client's cluster, ``(clients,)``.
         models: The clusters' models, ``(clusters, dim)``.
         weight: The weight that they solve the problem for.
 
     Returns:
         The bounds.
+
+    Raises:
+        ValueError: As :func:`cluster_models`, of ``models``.
     """
+    labels = _labels(losses, labels)
+    _check_models("models", models, losses, int(labels.max()) + 1, "cluster")
     sizes = torch.bincount(labels)
     count = len(sizes)
     own = losses.gradient(models[labels])
@@ -119,28 +134,39 @@ def consensus_weight(losses: Losses, start: Tensor) -> float:
 
     Args:
         losses: The clients' losses.
-        start: Where the search for their common minimiser begins, ``(clients, dim)``.
+        start: Where the search for their common minimiser begins: at the mean of one model per
+            **client**, ``(clients, dim)``.
+
+    Raises:
+        ValueError: If ``start`` has another shape or type than the losses work with.
     """
+    _check_models("start", start, losses, _count(losses, len(start)), "client")
     labels = torch.zeros(len(start), dtype=torch.int64)
     model = cluster_models(losses, labels, 0.0, start.mean(0, keepdim=True))
     return recovery_bounds(losses, labels, model, 0.0).fused
 
 
 def recovery_interval(
-    losses: Losses, labels: Tensor, start: Tensor, weights: Sequence[float] | None = None
+    losses: Losses, labels: Labels, start: Tensor, weights: Sequence[float] | None = None
 ) -> tuple[list[Bounds], tuple[float, float] | None]:
     """Weights for which a partition is certain to be found, by solving the problem of clusters.
 
     Args:
         losses: The clients' losses.
-        labels: Each client's cluster from 0, int64 ``(clients,)``.
-        start: Models to begin with, ``(clients, dim)``.
+        labels: Each client's cluster, ``(clients,)``.
+        start: Models to begin with, one per **client**, ``(clients, dim)``; each cluster begins at
+            its mean.
         weights: Where to look, ascending; None: :data:`SHARES` of :func:`consensus_weight`.
 
     Returns:
         The bounds at each weight, and the smallest and the largest weight at which they hold; None
         where they nowhere do.
+
+    Raises:
+        ValueError: As :func:`cluster_models`.
     """
+    labels = _labels(losses, labels)
+    _check_models("start", start, losses, len(labels), "client")
     if weights is None:
         whole = consensus_weight(losses, start)
         weights = [whole * share for share in SHARES]
@@ -153,3 +179,28 @@ def recovery_interval(
         found.append(recovery_bounds(losses, labels, models, weight))
     good = [bounds.weight for bounds in found if bounds.hold]
     return found, (good[0], good[-1]) if good else None
+
+
+def _count(losses: Losses, otherwise: int) -> int:
+    """Number of clients, where the losses say it."""
+    return int(getattr(losses, "num_clients", otherwise))
+
+
+def _labels(losses: Losses, labels: Labels) -> Tensor:
+    """Labels from 0 without gaps, so that rows of clusters can be counted and indexed."""
+    found = numbered("labels", labels, _count(losses, len(labels)))
+    if not len(found):
+        raise ValueError("Expected `labels` of at least one client, but got none. Give some.")
+    return found
+
+
+def _check_models(name: str, models: Tensor, losses: Losses, count: int, each: str) -> None:
+    """Require one model per client or cluster, of the type that the losses work in."""
+    dtype = getattr(losses, "dtype", torch.float64)
+    dim = getattr(losses, "dim", models.shape[-1] if models.ndim else 0)
+    if tuple(models.shape) != (count, dim) or models.dtype != dtype:
+        raise ValueError(
+            f"Expected `{name}` to be one model per {each}, of the shape {(count, dim)} in "
+            f"{dtype}, but got the shape {tuple(models.shape)} in {models.dtype}. Give a row for each of "
+            f"the {count} {each}s, and convert it by .to({dtype})."
+        )

@@ -53,7 +53,7 @@ class ClientLosses:
                 "Expected every client to have samples, but got num_samples="
                 f"{data.num_samples.tolist()}. Use `data.subset` of those that have."
             )
-        self.num_clients = data.num_clients
+        self.num_clients, self.dtype = data.num_clients, dtype
         self._recorded: dict[str, Callable[[Tensor], Tensor]] = {}
         self._call = _PerSample(module)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}

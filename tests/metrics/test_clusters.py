@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -81,3 +83,24 @@ def test_within_cluster_distance() -> None:
     pairs = [5.0, 1.0, (9 + 9) ** 0.5, 2.0]
     assert within_cluster_distance(models, labels) == pytest.approx(np.mean(pairs))
     assert np.isnan(within_cluster_distance(models, torch.arange(5)))
+
+
+def test_labels_may_be_lists_of_any_whole_numbers() -> None:
+    assert adjusted_rand_index([3, 3, 8, 8], torch.tensor([1, 1, 0, 0])) == 1.0
+    models = torch.tensor([[0.0], [3.0], [7.0]])
+    assert within_cluster_distance(models, [12, 12, 5]) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("labels", "match"),
+    [
+        ([0, 1], "`labels` to have one entry for each of 3 clients, but got 2 entries"),
+        ([0, -1, 1], "`labels` to hold whole numbers >= 0, but got -1.* leave out clients"),
+        (torch.rand(3), "`labels` to hold whole numbers, but got 0"),
+    ],
+)
+def test_wrong_labels_are_refused(labels: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        adjusted_rand_index(labels, [0, 0, 1])
+    with pytest.raises(ValueError, match=match):
+        within_cluster_distance(torch.zeros(3, 2), labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,66 @@ def test_the_interval_is_where_both_bounds_hold() -> None:
     assert proposed is not None
     assert 0.05 <= proposed[0] < 0.07
     assert 0.2 < proposed[1] < 0.25
+
+
+@pytest.mark.parametrize("names", [[5, 5, 6, 6], [0, 0, 2, 2], [9, 9, 4, 4], torch.tensor([7] * 4)])
+def test_only_equality_of_labels_counts(names: Any) -> None:
+    """Names of clusters change nothing; rows of clusters follow the names in ascending order."""
+    losses, weights = Quadratics(L4), [0.06, 0.1]
+    plain = torch.as_tensor(names).unique(return_inverse=True)[1]
+    assert recovery_interval(losses, names, L4, weights) == recovery_interval(
+        losses, plain, L4, weights
+    )
+    start = torch.arange(int(plain.max()) + 1, dtype=torch.float64).unsqueeze(1)
+    models = cluster_models(losses, names, 0.1, start)
+    assert torch.equal(models, cluster_models(losses, plain, 0.1, start))
+    bounds = recovery_bounds(losses, names, models, 0.1)
+    assert bounds == recovery_bounds(losses, plain, models, 0.1)
+    gaps = [abs(float(L4[i] - L4[j])) for i in range(4) for j in range(4) if plain[i] == plain[j]]
+    assert bounds.fused == pytest.approx(max(gaps) / float(torch.bincount(plain).min()))
+
+
+@pytest.mark.parametrize(
+    ("labels", "match"),
+    [
+        ([0, 0, 1], "`labels` to have one entry for each of 4 clients, but got 3 entries"),
+        ([0, 0, 1, -1], "`labels` to hold whole numbers >= 0, but got -1"),
+        (torch.tensor([0.0, 0.0, 1.0, 1.5]), "`labels` to hold whole numbers, but got 0.0"),
+    ],
+)
+def test_wrong_labels_are_refused(labels: Any, match: str) -> None:
+    losses, two = counted(L4), L4[:2]
+    with pytest.raises(ValueError, match=match):
+        recovery_interval(losses, labels, L4)
+    with pytest.raises(ValueError, match=match):
+        cluster_models(losses, labels, 0.1, two)
+    with pytest.raises(ValueError, match=match):
+        recovery_bounds(losses, labels, two, 0.1)
+
+
+def counted(centers: torch.Tensor) -> Any:
+    """Losses that know how many clients they have, as ClientLosses do."""
+    losses: Any = Quadratics(centers)
+    losses.num_clients, losses.dim = len(centers), centers.shape[1]
+    return losses
+
+
+def test_wrong_models_are_refused() -> None:
+    losses = counted(L4)
+    per_client = r"`start` to be one model per client, of the shape \(4, 1\) in torch.float64, but "
+    per_cluster = per_client.replace("client", "cluster").replace("4, 1", "2, 1")
+    for wrong in (L4[:2], L4.flatten(), L4.expand(4, 2), L4.float()):
+        with pytest.raises(ValueError, match=per_client):
+            recovery_interval(losses, TWO, wrong)
+        with pytest.raises(ValueError, match=per_client):
+            consensus_weight(losses, wrong)
+    for wrong in (L4, L4[:2].float()):
+        with pytest.raises(ValueError, match=per_cluster):
+            cluster_models(losses, TWO, 0.1, wrong)
+        with pytest.raises(ValueError, match=per_cluster.replace("start", "models")):
+            recovery_bounds(losses, TWO, wrong, 0.1)
+    with pytest.raises(ValueError, match="`labels` of at least one client, but got none"):
+        cluster_models(Quadratics(L4), [], 0.1, L4)
 
 
 def test_one_cluster_has_nothing_to_be_apart_from() -> None:
