@@ -65,8 +65,9 @@ class PrefixCache:
         shared = {name: leaf[0] for name, leaf in model.items()}
         try:
             if not self._checked:
-                _check(batches, shared, program)
-                self._checked = True
+                self._checked = _check(batches, shared, program)
+            if not self._checked:
+                return
             cached = _compute(batches, shared, program, self._takes_pairs(batches))
         except NotVectorizableError as reason:
             self.enabled = False
@@ -111,13 +112,22 @@ def _is_stochastic(module: nn.Module) -> bool:
     return module.training and isinstance(rate, (int, float)) and rate > 0
 
 
-def _check(batches: ResidentBatches, model: Model, program: ClientProgram) -> None:
-    """Refuse what the layers can't tell, by a step of the client with the most samples."""
+def _check(batches: ResidentBatches, model: Model, program: ClientProgram) -> bool:
+    """Refuse what the layers can't tell, by a step of the client with the most samples.
+
+    Returns:
+        Whether there was a step to tell by: not where no client has finite features.
+    """
+    owned = sorted((batches.data.indices[k] for k in batches.clients), key=len, reverse=True)
+    steps = (positions[: batches.batch_size] for positions in owned if len(positions))
+    return any(_check_step(positions, batches, model, program) for positions in steps)
+
+
+def _check_step(
+    positions: Tensor, batches: ResidentBatches, model: Model, program: ClientProgram
+) -> bool:
+    """Refuse what a step on some samples of a client shows; False if their features are broken."""
     data = batches.data
-    owned = max((data.indices[client] for client in batches.clients), key=len)
-    positions = owned[: batches.batch_size]
-    if not len(positions):
-        return
     # A copy, because a step may write to the buffers of the head.
     calls, drawn = program.survey_prefix(_cloned(model), data.gather(positions))
     if calls != 1:
@@ -129,11 +139,14 @@ def _check(batches: ResidentBatches, model: Model, program: ClientProgram) -> No
         alone = program.prefix_features(model, data.gather(half))
         among = program.prefix_features(model, data.gather(positions))
     _require_rows(among, len(positions))
+    if not among.isfinite().all():  # broken data is not the cache's business
+        return False
     among = among[: len(half)]
     # Far above rounding, also that of half precision; far below what a batch statistic does.
     if not torch.allclose(alone, among, rtol=0.02, atol=0.02 * float(among.abs().max())):
         raise NotVectorizableError("the features of a sample depend on the rest of its batch")
     _check_loss(model, data.gather(half), alone, program)
+    return True
 
 
 def _check_loss(model: Model, batch: Any, features: Tensor, program: ClientProgram) -> None:

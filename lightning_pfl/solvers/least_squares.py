@@ -23,7 +23,8 @@ def least_squares(
         ridge: :math:`\rho \ge 0`.
 
     Returns:
-        :math:`w`, ``(clients, k)``; zero for a client without samples.
+        :math:`w`, ``(clients, k)``; zero for a client without samples, NaN for one whose samples
+        aren't finite, which the others don't notice.
 
     Example:
         >>> least_squares(torch.tensor([[[1.0, 1.0]]]), torch.tensor([[2.0]])).round(decimals=5)
@@ -34,13 +35,16 @@ def least_squares(
         targets = targets.where(real, 0)
     if ridge > 0:
         features, targets = _with_ridge(features, targets, real, ridge)
-    right = targets.unsqueeze(2)
+    # LAPACK refuses the whole batch for one number that isn't finite.
+    finite = features.isfinite().all(2).all(1) & targets.isfinite().all(1)
+    features = features.where(finite.view(-1, 1, 1), 0)
+    right = targets.where(finite.unsqueeze(1), 0).unsqueeze(2)
     if features.device.type == "cpu":
         # By singular values, so that small ones are cut off for each client alike.
         solution: Tensor = torch.linalg.lstsq(features, right, driver="gelsd").solution
     else:  # the only driver of a GPU wants independent columns
         solution = torch.linalg.pinv(features) @ right
-    return solution.squeeze(2)
+    return solution.squeeze(2).where(finite.unsqueeze(1), torch.nan)
 
 
 def _with_ridge(

@@ -17,7 +17,9 @@ from lightning_pfl.engine.vectorized import VectorizedEngine
 from lightning_pfl.methods import FedAvg, FedPer, FedRep
 from lightning_pfl.methods.base import Method
 from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.testing.conformance import small_clients, small_module
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_close, local_round
+from lightning_pfl.tree import rows
 from tests.engine.nets import CLASSES, cnn, compare, image_clients
 
 
@@ -198,6 +200,30 @@ def test_noise_before_the_backbone() -> None:
 
 def test_features_that_depend_on_the_batch() -> None:
     is_off_and_right(lambda: Custom(Centred()))
+
+
+@pytest.mark.parametrize("broken", [[3], [0, 3], [0, 1, 2, 3, 4]])
+def test_a_client_with_broken_data_is_no_obstacle(broken: list[int]) -> None:
+    """Also not where it has the most samples; and it tells nothing, so others do."""
+    data = small_clients()
+    for client in broken:
+        data.fields[0][data.indices[client]] = torch.nan
+    on, off = (run(small_module, cache=cache, data=data) for cache in (True, False))
+    assert used(on) == (len(broken) < data.num_clients)
+    for client in set(range(data.num_clients)) - set(broken):
+        got, want = (rows(o.result.own, slice(client, client + 1)) for o in (on, off))
+        assert_trees_close(got, want)
+    for client in broken:
+        trained = int(data.num_samples[client]) > 0
+        assert bool(on.result.own["model"]["head.weight"][client].isnan().any()) == trained
+
+
+def test_broken_data_hide_no_dependence_on_the_batch() -> None:
+    """The largest client's features are NaN however they are computed."""
+    data = image_clients()
+    largest = int(data.num_samples.argmax())
+    data.fields[0][data.indices[largest]] = torch.nan
+    assert not used(run(lambda: Custom(Centred()), data=data))
 
 
 def test_a_step_that_calls_the_backbone_twice() -> None:

@@ -43,6 +43,20 @@ def test_fewer_samples_than_columns_give_the_solution_of_least_norm() -> None:
     torch.testing.assert_close(least_squares(a, y, REAL)[2], expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("ridge", [0.0, 0.1])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_samples_that_are_not_finite_are_their_clients_own_business(
+    ridge: float, bad: float
+) -> None:
+    a, y = problem()
+    expected = least_squares(a, y, REAL, ridge)
+    a[0, 2, 1], y[1, 0], a[3, 0, 0] = bad, bad, bad
+    found = least_squares(a, y, REAL, ridge)
+    assert found[:2].isnan().all()
+    # What only fills up may be anything.
+    torch.testing.assert_close(found[2:], expected[2:], rtol=1e-12, atol=1e-12)
+
+
 def test_a_ridge_is_that_of_the_normal_equations() -> None:
     a, y = problem()
     found = least_squares(a, y, REAL, ridge=0.3)
