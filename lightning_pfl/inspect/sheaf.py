@@ -14,17 +14,19 @@ from lightning_pfl.groups import Group, merge
 from lightning_pfl.peers import Exchange, Postman
 from lightning_pfl.randomness import derive, generator
 from lightning_pfl.solvers.proximal_step import flat
-from lightning_pfl.solvers.sheaf import disagreement, displacement, lift, map_steps
+from lightning_pfl.solvers.sheaf import disagreement, lift, map_steps
+from lightning_pfl.stability import rate_along_pull
 from lightning_pfl.tree import rows
 
 if TYPE_CHECKING:
     from lightning_pfl.federation import Federation
+    from lightning_pfl.methods.homological import HomologicalConstraints
     from lightning_pfl.methods.sheaf_fmtl import SheafFMTL
 
 CHECK_EVERY = 25
 """Rounds between two estimates of the Laplacian's largest eigenvalue."""
-ITERATIONS = 10
-"""Of the power method."""
+ITERATIONS = 12
+"""Of Lanczos' method."""
 
 
 class SheafOfFederation:
@@ -71,16 +73,28 @@ class SheafOfFederation:
         return self._gather(squares).cpu()
 
     def largest_eigenvalue(self, iterations: int = ITERATIONS) -> float:
-        """The sheaf Laplacian's largest eigenvalue by the power method: never above the true one.
+        """The sheaf Laplacian's largest eigenvalue by Lanczos' method: never above the true one.
 
         Args:
             iterations: Products with the Laplacian.
         """
-        vectors = self._scaled(self._start())[0]
-        norm = 0.0
+        vectors, last = self._scaled(self._start())[0], {}
+        slopes: list[float] = []
+        lengths: list[float] = []
         for _ in range(iterations):
-            vectors, norm = self._scaled(self._apply(vectors))
-        return norm
+            product = self._apply(vectors)
+            slopes.append(self._dot(vectors, product))
+            rest = {name: leaf - slopes[-1] * vectors[name] for name, leaf in product.items()}
+            if lengths:
+                rest = {name: leaf - lengths[-1] * last[name] for name, leaf in rest.items()}
+            last, (vectors, length) = vectors, self._scaled(rest)
+            lengths.append(length)
+            if length <= 1e-6 * max(slopes):  # the vectors so far span an invariant space
+                break
+        off = torch.tensor(lengths[:-1], dtype=torch.float64)
+        matrix = torch.diag(torch.tensor(slopes, dtype=torch.float64))
+        matrix += torch.diag(off, 1) + torch.diag(off, -1)
+        return float(torch.linalg.eigvalsh(matrix)[-1])
 
     def _start(self) -> dict[str, Tensor]:
         """A random vector for each client that is the same whoever holds the client."""
@@ -119,10 +133,14 @@ class SheafOfFederation:
             found[group.name] = lift(mine, maps, scalars)
         return found
 
+    def _dot(self, some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+        """The inner product, over all processes."""
+        own = sum(float((leaf.double() * others[name]).sum()) for name, leaf in some.items())
+        return float(sum(self.part.ranks.objects(own)))
+
     def _scaled(self, vectors: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
         """Vectors by their common norm, and the norm."""
-        square = sum(float(leaf.double().square().sum()) for leaf in vectors.values())
-        norm = float(sum(self.part.ranks.objects(square)) ** 0.5)
+        norm = self._dot(vectors, vectors) ** 0.5
         return {name: leaf / max(norm, 1e-300) for name, leaf in vectors.items()}, norm
 
 
@@ -178,14 +196,11 @@ def _warn_of_maps(sheaf: SheafOfFederation, method: SheafFMTL, number: int) -> b
 
 
 def _warn_of_models(sheaf: SheafOfFederation, method: SheafFMTL, round: Round) -> bool:
-    rate = max(round.info.rates)
+    rate: float | None = max(round.info.rates)
     if method.laplacian == "combined":
-        optimizers = [group.engine.template for group in sheaf.federation.groups]
-        plain = [one for one in optimizers if isinstance(one, torch.optim.SGD)]
-        if len(plain) < len(optimizers):
-            return False  # an adaptive step has no such bound
-        momentum = max(group["momentum"] for one in plain for group in one.param_groups)
-        rate *= displacement(int(round.info.steps.max()), momentum)
+        rate = rate_along_pull(sheaf.federation, round)
+    if rate is None:
+        return False
     step = rate * method.regularization * sheaf.largest_eigenvalue()
     if step < 2:
         return False
@@ -194,5 +209,33 @@ def _warn_of_models(sheaf: SheafOfFederation, method: SheafFMTL, round: Round) -
         f"below 2, but got {step:.3g} before round {round.number} (learning rate and local steps "
         f"make {rate:.3g}): the models grow without bound. Use regularization < "
         f"{2 * method.regularization / step:.2g}, or fewer or smaller steps."
+    )
+    return True
+
+
+def warn_of_saddle(federation: Federation, method: HomologicalConstraints, round: Round) -> bool:
+    """Warn of steps of the saddle-point dynamics that are too long to be stable; whether it did.
+
+    Args:
+        federation: The strategy.
+        method: Its method.
+        round: The round that begins.
+    """
+    if round.number % CHECK_EVERY or not method.graph.mask.any():
+        return False
+    rate = rate_along_pull(federation, round)
+    if rate is None:
+        return False
+    largest = SheafOfFederation(federation).largest_eigenvalue()
+    step = method.step_at(round.info)
+    total = rate * largest * (2 * method.penalty + step * largest)
+    if total < 4:
+        return False
+    rank_zero_warn(
+        "Expected a * m * (2 * penalty + step * m) to be below 4, with the way a of a round along "
+        "a constant pull and the largest eigenvalue m of the sheaf's Laplacian, but got "
+        f"{total:.3g} before round {round.number} (a = {rate:.3g}, m = {largest:.3g}): models and "
+        "multipliers grow without bound. Use a smaller learning rate, `penalty` or `step`, or "
+        "fewer local steps."
     )
     return True

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar, Literal, get_args
 
+import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
+from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, Phase, check_number
@@ -22,6 +23,7 @@ from lightning_pfl.solvers.proximal_step import (
     proximal_step,
     unflat,
 )
+from lightning_pfl.stability import warn_of_overshooting
 from lightning_pfl.tree import Model, Tree, select, sub
 
 Norm = Literal["l2", "l1", "squared"]
@@ -136,6 +138,7 @@ class GTVMin(Method):
         self.norm: Norm = norm
         self.step_ratio = step_ratio
         self.local_solver: LocalSolver = local_solver
+        self._warned = False
 
     def bind(
         self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
@@ -149,6 +152,20 @@ class GTVMin(Method):
     def phases(self, round: int) -> tuple[Phase, ...]:
         """Steps of the optimizer, or one step on all samples."""
         return proximal_phases(self.local_solver, super().phases(round))
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """Warn of local steps that are too long for the proximal term."""
+        from lightning_pfl.federation import require_federation
+
+        if self.local_solver == "exact" or self._warned:
+            return
+        self._warned = warn_of_overshooting(
+            require_federation(trainer, self),
+            round,
+            float(self.pulls.max()),
+            "degree / step_ratio",
+            "a larger `step_ratio`",
+        )
 
     # --- a client's round ---
 

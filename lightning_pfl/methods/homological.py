@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
+from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, check_number
@@ -40,7 +41,8 @@ class HomologicalConstraints(Method):
     after its step. The maps stay; the models may have different numbers of parameters. Edges with
     an end that is not in the cohort are left out of the round. The losses aside, plain gradient
     steps are stable where :math:`\alpha \mu (2 \rho + h \mu) < 4` for the largest eigenvalue
-    :math:`\mu` of :math:`L`.
+    :math:`\mu` of :math:`L`. This is checked before round 0 and during the run, and a violation is
+    a warning.
 
     Args:
         graph: Who is whose neighbour; see ``lightning_pfl.graphs``.
@@ -98,6 +100,7 @@ class HomologicalConstraints(Method):
         self.given_graph, self.given_maps = graph, maps
         self.step, self.penalty = step, penalty
         self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
+        self._warned = False
 
     def bind(
         self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
@@ -152,8 +155,11 @@ class HomologicalConstraints(Method):
         product = lift(residual, own.get("maps"), own["dual"].shape[1])
         if exchange == "models":
             return {**own, "pull": unflat(product, own["model"], self.layout.trainable)}
-        step = info.lr if self.step is None else self.step
-        return {**own, "dual": own["dual"] + step * product}
+        return {**own, "dual": own["dual"] + self.step_at(info) * product}
+
+    def step_at(self, info: ClientInfo) -> float:
+        """:math:`h`."""
+        return info.lr if self.step is None else self.step
 
     def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor:
         """An edge's message has as many numbers as its space has dimensions."""
@@ -175,3 +181,13 @@ class HomologicalConstraints(Method):
     ) -> tuple[Tree, Tree]:
         """Keep the model and the multipliers."""
         return {"model": {}}, {"model": state["model"], "dual": own["dual"]}
+
+    # --- what is watched ---
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """Warn of steps that diverge, before they are taken."""
+        from lightning_pfl.federation import require_federation
+        from lightning_pfl.inspect.sheaf import warn_of_saddle
+
+        federation = require_federation(trainer, self)
+        self._warned = self._warned or warn_of_saddle(federation, self, round)

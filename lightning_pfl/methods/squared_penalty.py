@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import lightning as L
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
+from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Local, Method, Phase, check_number
 from lightning_pfl.solvers.proximal_step import (
@@ -18,6 +19,7 @@ from lightning_pfl.solvers.proximal_step import (
     proximal_state,
     proximal_step,
 )
+from lightning_pfl.stability import warn_of_overshooting
 from lightning_pfl.tree import Model, Tree, put_rows, repeat, select, tmap
 
 
@@ -76,6 +78,7 @@ class SquaredPenalty(Method):
         check_number("penalty_weight", penalty_weight, "Use 0 to train every client alone.")
         self.penalty_weight = penalty_weight
         self.local_solver: LocalSolver = local_solver
+        self._warned = False
 
     def notes(self, layout: Layout) -> list[str]:
         """Say that at 0 this is another method."""
@@ -84,6 +87,24 @@ class SquaredPenalty(Method):
     def phases(self, round: int) -> tuple[Phase, ...]:
         """Steps of the optimizer, or one step on all samples."""
         return proximal_phases(self.local_solver, super().phases(round))
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """Warn of local steps that are too long for the penalty."""
+        from lightning_pfl.federation import require_federation
+
+        if self.local_solver == "exact" or self._warned:
+            return
+        self._warned = warn_of_overshooting(
+            require_federation(trainer, self),
+            round,
+            self._strength(),
+            "2 * penalty_weight * clients",
+            "a smaller `penalty_weight`",
+        )
+
+    def _strength(self) -> float:
+        """Curvature of the penalty in one client's model."""
+        return 2 * self.penalty_weight * int((self.num_samples > 0).sum())
 
     def init_server(self, model: Model) -> Tree:
         """Every client's parameters, which begin alike."""
@@ -104,9 +125,9 @@ class SquaredPenalty(Method):
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
         """The own model, pulled to the mean."""
-        pairs = 2 * self.penalty_weight * int((self.num_samples > 0).sum())
         like = next(iter(received["mean"].values()))
-        return proximal_state(own["model"], received["mean"], like.new_full((len(info),), pairs))
+        strength = like.new_full((len(info),), self._strength())
+        return proximal_state(own["model"], received["mean"], strength)
 
     def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
         """A step on both terms, or their minimiser."""

@@ -47,6 +47,13 @@ def check_maps(edge_dim_ratio: float, maps: object, map_std: float) -> None:
             "Expected `maps` to be 'random', 'identity' or a mapping from pairs of clients to "
             f"matrices, but got maps={maps!r}. Use 'random'."
         )
+    for ends, given in maps.items() if isinstance(maps, Mapping) else ():
+        matrix = isinstance(given, Tensor) and given.is_floating_point()
+        if not matrix or not given.isfinite().all():
+            raise ValueError(
+                "Expected `maps` to hold tensors of finite floating-point numbers, but got "
+                f"{given!r} under {ends}. Use torch.tensor(..., dtype=torch.float32)."
+            )
     if not 0 < map_std < math.inf:
         raise ValueError(
             f"Expected `map_std` to be a finite number above 0, but got map_std={map_std!r}. Use "
@@ -331,12 +338,3 @@ def map_steps(graph: Graph, squares: Tensor, step: float) -> Tensor:
     """
     both = squares.unsqueeze(1) + squares[graph.neighbours]
     return torch.where(graph.mask, step * graph.slot_weights * both, 0.0)
-
-
-def displacement(steps: int, momentum: float) -> float:
-    r"""How far gradient descent with momentum goes in some steps along a constant gradient.
-
-    In units of the learning rate: :math:`\sum_{k = 1}^K \frac{1 - \beta^k}{1 - \beta}`, which is
-    :math:`K` without momentum.
-    """
-    return sum((1 - momentum**k) / (1 - momentum) for k in range(1, steps + 1))

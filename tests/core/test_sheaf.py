@@ -14,7 +14,6 @@ from lightning_pfl.solvers.sheaf import (
     Restrictions,
     check_maps,
     disagreement,
-    displacement,
     edge_dims,
     given_dims,
     lift,
@@ -23,6 +22,7 @@ from lightning_pfl.solvers.sheaf import (
     project,
     sheaf_laplacian,
 )
+from lightning_pfl.stability import displacement
 from tests.methods.graphs import PAIR, RAGGED, TWO_MAPS
 
 GRAPH = resolve_graph(RAGGED, 5, 0)
@@ -202,3 +202,11 @@ def test_how_far_momentum_goes() -> None:
         velocity = 0.9 * velocity + 1
         position += velocity
     assert displacement(5, 0.9) == pytest.approx(position)
+
+
+@pytest.mark.parametrize(
+    "given", [[[1.0]], torch.tensor([[1]]), torch.tensor([[torch.nan]]), np.ones((1, 1))]
+)
+def test_maps_are_finite_tensors(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"tensors of finite .* under \(0, 1\)"):
+        check_maps(0.5, {(0, 1): given}, 0.01)

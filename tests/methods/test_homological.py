@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,13 @@ EPOCH: dict[str, Any] = {"local_epochs": 1, "local_steps": None}
 
 @pytest.mark.parametrize("engine", ENGINES)
 class TestHomologicalConstraints:
+    @pytest.mark.filterwarnings(r"ignore:Expected a \* m")
     @pytest.mark.parametrize("participation", [4, 3])
     def test_matches_the_reference(self, engine: str, participation: int) -> None:
-        """Models and multipliers after three rounds of a network with momentum and BatchNorm."""
+        """Models and multipliers after three rounds of a network with momentum and BatchNorm.
+
+        The steps are too long for more rounds, and the run says so.
+        """
         data = small_clients()
         scalars = sum(p.numel() for p in small_module().parameters())
         maps = random_maps(RAGGED, [scalars] * 5, 6)
@@ -123,7 +128,8 @@ def test_one_step_by_hand(penalty: float) -> None:
 def test_where_steps_are_stable(step: float, stable: bool) -> None:
     """alpha lambda (2 rho + h lambda) = 4 at h = 1 for a pair, lambda = 2, and alpha = 1/2."""
     data = quadratic_clients([1e-9, 1e-9], [0.0, 1e9])
-    run = fit(HomologicalConstraints(PAIR, step), data, QuadraticModule(lr=0.5), 60)
+    with nullcontext() if stable else pytest.warns(UserWarning, match="to be below 4, .* got 4.1"):
+        run = fit(HomologicalConstraints(PAIR, step), data, QuadraticModule(lr=0.5), 60)
     gap = float((run.models["w"][0] - run.models["w"][1]).abs())
     assert (gap < 0.2) if stable else (gap > 10)
 

@@ -1,0 +1,77 @@
+"""Steps along the pull of other clients that are too long to be stable, told before they are taken.
+
+The losses' own curvature isn't known, so these conditions are necessary only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from lightning_pfl.callback import Round
+    from lightning_pfl.federation import Federation
+
+
+def momentum(federation: Federation) -> float | None:
+    """The largest momentum of the clients' plain SGD; None where some optimizer is another one.
+
+    An adaptive step has no such bound.
+    """
+    optimizers = [group.engine.template for group in federation.groups]
+    plain = [one for one in optimizers if isinstance(one, torch.optim.SGD)]
+    if len(plain) < len(optimizers):
+        return None
+    return float(max(group["momentum"] for one in plain for group in one.param_groups))
+
+
+def displacement(steps: int, momentum: float) -> float:
+    r"""How far gradient descent with momentum goes in some steps along a constant gradient.
+
+    In units of the learning rate: :math:`\sum_{k = 1}^K \frac{1 - \beta^k}{1 - \beta}`, which is
+    :math:`K` without momentum.
+    """
+    return sum((1 - momentum**k) / (1 - momentum) for k in range(1, steps + 1))
+
+
+def rate_along_pull(federation: Federation, round: Round) -> float | None:
+    """How far a round goes along a pull that stays the same in all local steps; None if unknown."""
+    beta = momentum(federation)
+    if beta is None:
+        return None
+    return max(round.info.rates) * displacement(int(round.info.steps.max()), beta)
+
+
+def warn_of_overshooting(
+    federation: Federation, round: Round, strength: float, formula: str, remedy: str
+) -> bool:
+    r"""Warn of local steps that overshoot :math:`\frac c2 \lVert x - b \rVert^2`.
+
+    Gradient descent with momentum :math:`\beta` on it needs :math:`\eta c < 2 (1 + \beta)`; a
+    single step, where there is no momentum yet, :math:`\eta c < 2`.
+
+    Args:
+        federation: The strategy.
+        round: The round that begins.
+        strength: The largest :math:`c` of a client.
+        formula: How it is computed, for the message.
+        remedy: What else may be changed, beside the learning rate.
+
+    Returns:
+        Whether a warning was given.
+    """
+    beta = momentum(federation)
+    if beta is None or not len(round.info):
+        return False
+    bound = 2 * (1 + beta) if int(round.info.steps.max()) > 1 else 2.0
+    step = max(round.info.rates) * strength
+    if step < bound:
+        return False
+    rank_zero_warn(
+        f"Expected lr * {formula} to be below {bound:g}, but got {step:.3g} before round "
+        f"{round.number}: local steps overshoot the pull of other clients, and the run is likely "
+        f"to diverge. Use a learning rate below {bound / strength:.2g}, or {remedy}."
+    )
+    return True
