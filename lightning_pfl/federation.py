@@ -13,12 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_pfl._lightning import copy_apart
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.checkpoint import (
-    check_clients,
-    check_memories,
-    check_server,
-    check_structure,
-)
+from lightning_pfl.checkpoint import check_clients, check_memories, check_server, check_structure
 from lightning_pfl.data.clients import FederatedDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import learning_rates
@@ -279,9 +274,12 @@ class Federation:
         groups: Sequence[Group],
         names: Sequence[str],
         num_samples: Tensor,
-        bank: torch.device,
+        bank: Callable[[int], torch.device],
     ) -> None:
-        """Start from the module's current parameters: round 0."""
+        """Start from the module's current parameters: round 0.
+
+        ``bank`` says where so many bytes of memories live.
+        """
         self.module, self.groups = module, groups
         self.client_names, self.num_samples = tuple(names), num_samples
         self.rounds, self.history = 0, History()
@@ -297,8 +295,11 @@ class Federation:
         count = len(names)
         nothing = torch.zeros(count, dtype=torch.int64)
         everyone = ClientInfo(torch.arange(count), num_samples, nothing, nothing.double(), 0, count)
-        for method, group in zip(methods, groups, strict=True):
-            group.begin(method, count, bank, self.ranks, everyone)
+        begun = [m.init_own(group.layout.model()) for m, group in zip(methods, groups, strict=True)]
+        held = [-(-group.count(count) // self.ranks.size) for group in groups]
+        device = bank(sum(whole_nbytes(row) * n for row, n in zip(begun, held, strict=True)))
+        for method, group, row in zip(methods, groups, begun, strict=True):
+            group.begin(method, row, count, device, self.ranks, everyone)
         check_messages(groups, everyone)
 
     def _bind(self, num_samples: Tensor | None = None) -> list[Method]:
@@ -383,11 +384,10 @@ def require_federation(trainer: Any, callback: object) -> Federation:
     )
 
 
-def bank_device(place: str, device: torch.device, row: Tree, num_clients: int) -> torch.device:
-    """Where the memories live: as asked, or on the device if they take at most a quarter of it."""
+def bank_device(place: str, device: torch.device, size: int) -> torch.device:
+    """Where so many bytes live: as asked, or on the device if they take at most a quarter of it."""
     if place == "host" or device.type == "cpu":
         return torch.device("cpu")
-    size = whole_nbytes(row) * num_clients
     fits = device.type != "cuda" or size <= torch.cuda.mem_get_info(device)[1] / 4
     return device if place == "device" or fits else torch.device("cpu")
 

@@ -52,13 +52,24 @@ class Group:
     def __init__(self, name: str, module: Any, layout: Layout, clients: Tensor | None) -> None:
         self.name, self.module, self.layout, self.clients = name, module, layout, clients
 
+    def count(self, num_clients: int) -> int:
+        """How many of the federation's clients it has."""
+        return num_clients if self.clients is None else len(self.clients)
+
     def begin(
-        self, method: Method, num_clients: int, device: torch.device, ranks: Ranks, info: ClientInfo
+        self,
+        method: Method,
+        row: Tree,
+        num_clients: int,
+        device: torch.device,
+        ranks: Ranks,
+        info: ClientInfo,
     ) -> None:
         """Fill the bank with what the clients remember before round 0.
 
         Args:
             method: Bound to this group.
+            row: What one client remembers, by the method's ``init_own``.
             num_clients: Clients of the federation.
             device: Where the bank lives.
             ranks: The processes that share the clients.
@@ -66,8 +77,7 @@ class Group:
         """
         self.method = method
         model = self.layout.model()
-        held = num_clients if self.clients is None else len(self.clients)
-        self.bank = Bank(method.init_own(model), held, device, ranks)
+        self.bank = Bank(row, self.count(num_clients), device, ranks)
         if type(method).init_own_rows is _base().init_own_rows:
             return
         mine = torch.arange(num_clients) if self.clients is None else self.clients

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -42,7 +43,6 @@ from lightning_pfl.prediction import FederatedPredictionLoop
 from lightning_pfl.processes import TIMEOUT, ProcessesStrategy
 from lightning_pfl.ranks import keep_metrics_apart
 from lightning_pfl.sampling import check_participation
-from lightning_pfl.tree import whole_nbytes
 
 SPREAD = 2**30
 """Bytes of clients' memories that every process has after a run, to answer users' questions."""
@@ -277,14 +277,12 @@ class FederatedStrategy(Federation, ProcessesStrategy):
             self.seed = self._choose_seed()
         split = self._layouts()
         flags.check_one_process(len(split), self.ranks.size)
-        held = -(-len(names) // self.ranks.size)
-        largest = max((layout.model() for layout in split.values()), key=whole_nbytes)
-        memories = bank_device(self._bank_place, self.root_device, largest, held)
+        bank = partial(bank_device, self._bank_place, self.root_device)
         if fresh:
             if trainer.state.fn == TrainerFn.FITTING and self._saved is None:
                 flags.check_unused(trainer)
             groups = make_groups(module, split, names)
-            self.begin(module, groups, names, num_samples, memories)
+            self.begin(module, groups, names, num_samples, bank)
             self._owner = owner
         self.bind_method()
         if not fresh and self._saved is None and (changed := self.changed_outside()):
@@ -295,7 +293,7 @@ class FederatedStrategy(Federation, ProcessesStrategy):
             )
         for group in self.groups:
             group.bank.keep_own()
-        self.move(self.root_device, memories)
+        self.move(self.root_device, bank(sum(group.bank.nbytes() for group in self.groups)))
         if num_samples.any():
             self.num_samples = num_samples
         restored = self._saved is not None

@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import FederatedLoop, FederatedStrategy
 from lightning_pfl.federation import bank_device
-from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
+from lightning_pfl.methods import FedAvg, FedRep, GTVMin, LocalOnly, SheafFMTL
+from lightning_pfl.methods.base import Method
+from lightning_pfl.testing import QuadraticModule, fit, quadratic_clients
 from tests.loop.setting import (
     CENTRES,
     LR,
@@ -228,7 +230,31 @@ def test_a_list_of_loaders_trains_an_ordinary_module() -> None:
     ],
 )
 def test_the_place_of_the_bank(place: str, device: str, num_clients: int, want: str) -> None:
-    assert bank_device(place, torch.device(device), {"w": torch.zeros(3)}, num_clients).type == want
+    assert bank_device(place, torch.device(device), 12 * num_clients).type == want
+
+
+@pytest.mark.parametrize(
+    ("method", "scalars"),
+    [
+        (FedAvg(), 0),
+        # The model, and three maps from it to half of its size; a model, and its three duals.
+        (SheafFMTL("complete", edge_dim_ratio=0.5), 4 + 3 * 2 * 4),
+        (GTVMin("complete"), 4 + 4 + 3 * 4),
+    ],
+)
+def test_all_that_clients_remember_counts_for_its_place(
+    method: Method, scalars: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def place(kind: str, device: torch.device, size: int) -> torch.device:
+        asked.append(size)
+        return torch.device("cpu")
+
+    monkeypatch.setattr("lightning_pfl.strategy.bank_device", place)
+    data = quadratic_clients([1.0] * 4, torch.zeros(4, 4))
+    fit(method, data, QuadraticModule(dim=4), 1)
+    assert set(asked) == {4 * scalars * 8}
 
 
 # --- seeds
