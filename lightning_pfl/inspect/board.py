@@ -61,7 +61,7 @@ def whole_numbers(axis: Axis) -> None:
     """Put the ticks of a numbered axis at whole numbers: there is no client 2.5."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def show(trainer: Any, name: str, figure: Figure, round: int) -> None:

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAMED = 60
-"""Clients up to which each has its name beside it."""
+"""Clients up to which each has its name at its place, or its id where names are long."""
+FEW = 20
+"""Clients up to which also long names have room."""
+SHORT = 6
+"""Letters of a name that has room among more clients."""
 SPRINGS = 150
 """Clients up to which distances in the picture follow those in the graph."""
 
@@ -119,7 +123,8 @@ def draw_graph(graph: Graph, names: tuple[str, ...], groups: Tensor | None = Non
         node_color=[palette(group % 10) for group in groups.tolist()],
     )
     if count <= NAMED:
-        labels = dict(enumerate(names))
+        fit = count <= FEW or max(map(len, names)) <= SHORT
+        labels = {k: name if fit else str(k) for k, name in enumerate(names)}
         networkx.draw_networkx_labels(drawn, places, labels, ax=axes, font_size=8)
     axes.set_axis_off()
     axes.set_title(_title(graph, count))

@@ -52,10 +52,19 @@ def draw_dendrogram(
         clusters: Clusters at each weight, int64 ``(weights, clients)``.
         weights: Ascending and positive.
         groups: Known groups from 0, ``(clients,)``, which colour the clients' numbers.
+
+    Raises:
+        ValueError: If there aren't as many rows as weights, or fewer than two clients.
     """
     from scipy.cluster.hierarchy import dendrogram, linkage
     from scipy.spatial.distance import squareform
 
+    if clusters.ndim != 2 or len(clusters) != len(weights) or clusters.shape[1] < 2:
+        raise ValueError(
+            f"Expected `clusters` of at least 2 clients at each of {len(weights)} weights, but got "
+            f"the shape {tuple(clusters.shape)}. Give one row for each weight, one column for each "
+            "client."
+        )
     heights = joining_weights(clusters, weights).numpy()
     top = 1.3 * weights[-1]
     tree = linkage(squareform(np.where(np.isinf(heights), top, heights)), "single")

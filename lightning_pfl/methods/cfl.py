@@ -80,7 +80,7 @@ class CFL(Method):
         super().__init__(local_epochs, local_steps, weighting="uniform")
         for name, value in (("eps_mean", eps_mean), ("eps_max", eps_max)):
             check_number(name, value, "Use a norm of a round's change of the model.")
-        if not isinstance(start_round, int) or start_round < 0:
+        if not isinstance(start_round, int) or isinstance(start_round, bool) or start_round < 0:
             raise ValueError(
                 f"Expected `start_round` to be a whole number >= 0, but got {start_round=}. Use 20."
             )

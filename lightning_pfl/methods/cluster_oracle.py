@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Weighting
+from lightning_pfl.metrics.clusters import numbered, whole
 from lightning_pfl.solvers.clusters import cluster_means
 from lightning_pfl.tree import Model, Tree, repeat, select, tmap
 
@@ -56,7 +57,14 @@ class ClusterOracle(Method):
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        self.given_clusters = clusters if callable(clusters) else [int(label) for label in clusters]
+        if not callable(clusters) and (
+            isinstance(clusters, str) or not hasattr(clusters, "__len__")
+        ):
+            raise ValueError(
+                "Expected `clusters` to be a list with the cluster of each client, or a function "
+                f"of the client's id, but got {clusters=}. Use [0, 0, 1, 1], for example."
+            )
+        self.given_clusters = clusters if callable(clusters) else whole("clusters", clusters)
 
     def bind(
         self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
@@ -65,16 +73,12 @@ class ClusterOracle(Method):
         super().bind(layout, num_clients, seed, num_samples)
         known = self.given_clusters
         labels = [known(k) for k in range(num_clients)] if callable(known) else known
-        if len(labels) != num_clients:
-            raise ValueError(
-                f"Expected `clusters` to have one entry for each of {num_clients} clients, but got "
-                f"{len(labels)} entries. Give every client's cluster, in the order of the ids."
-            )
-        self._names, self._cluster = torch.tensor(labels).unique(return_inverse=True)
+        self._cluster = numbered("clusters", labels, num_clients)
+        self._count = int(self._cluster.max()) + 1
 
     def init_server(self, model: Model) -> Tree:
         """Models that are all alike."""
-        return {"models": repeat(select(model, self.layout.shared), len(self._names))}
+        return {"models": repeat(select(model, self.layout.shared), self._count)}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
         """Nothing is the same for all."""
@@ -88,7 +92,7 @@ class ClusterOracle(Method):
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """A weighted mean in each cluster of the cohort."""
         at = self._cluster[info.index].to(next(iter(uploads["model"].values())).device)
-        member = torch.nn.functional.one_hot(at, len(self._names)).T.double()
+        member = torch.nn.functional.one_hot(at, self._count).T.double()
         return {"models": cluster_means(server["models"], uploads["model"], member, info.weights)}
 
     def global_model(self, server: Tree) -> Model | None:

@@ -134,6 +134,13 @@ class IFCA(Method):
                     f"Expected `initial[{number}]` to be a state_dict of the module, but it has no "
                     f"{missing[0]!r}. Use module.state_dict()."
                 )
+            for name, leaf in model.items():
+                if (shape := tuple(torch.as_tensor(given[name]).shape)) != tuple(leaf.shape):
+                    raise ValueError(
+                        f"Expected {name!r} of `initial[{number}]` to have the shape "
+                        f"{tuple(leaf.shape)}, as in the module, but got {shape}. Use the "
+                        "state_dict of a module of the same sizes."
+                    )
         return [
             {name: torch.as_tensor(given[name]).to(leaf) for name, leaf in model.items()}
             for given in self.initial
@@ -193,7 +200,8 @@ class IFCA(Method):
                 loss, count = local.loss(model, batch)
                 losses.append(loss * count)
             total = state["losses"] + torch.stack(losses, 1)
-            cluster = total.argmin(1)
+            # argmin takes NaN for the smallest: a model that overflows on a client is no choice.
+            cluster = total.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(1)
             chosen = {"cluster": cluster, "model": pick(state["models"], cluster)}
             return {**state, "losses": total, **chosen}
         if local.phase == "gradient":

@@ -52,6 +52,13 @@ def test_every_edge_joins_its_two_clients(given: str) -> None:
     assert [text.get_text() for text in axes.texts] == [f"site {k}" for k in range(12)]
 
 
+def test_long_names_give_way_to_ids_where_there_are_many() -> None:
+    for count, shown in ((20, "a long name 3"), (21, "3")):
+        long = tuple(f"a long name {k}" for k in range(count))
+        axes = draw_graph(resolve_graph("ring", count), long).axes[0]
+        assert axes.texts[3].get_text() == shown
+
+
 def test_heavier_edges_are_thicker() -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 4.0], [0.0, 4.0, 0.0]])
     axes: Any = draw_graph(resolve_graph(weights, 3), names(3)).axes[0]

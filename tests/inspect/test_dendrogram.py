@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_pfl.inspect.dendrogram import draw_dendrogram, draw_path, joining_weights
@@ -32,6 +33,16 @@ def test_the_dendrogram_has_the_clients_and_the_weights() -> None:
         for y in np.asarray(path.vertices)[:, 1]
     }
     assert {0.4, 0.8, round(1.3 * 0.8, 6)} <= heights
+
+
+@pytest.mark.parametrize(
+    ("clusters", "shape"),
+    [(CLUSTERS[:, :1], r"\(4, 1\)"), (CLUSTERS[:3], r"\(3, 4\)"), (CLUSTERS[0], r"\(4,\)")],
+)
+def test_wrong_clusters_are_refused(clusters: torch.Tensor, shape: str) -> None:
+    match = f"of at least 2 clients at each of 4 weights, but got the shape {shape}"
+    with pytest.raises(ValueError, match=match):
+        draw_dendrogram(clusters, WEIGHTS)
 
 
 def test_the_path_has_a_line_for_each_client() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -64,3 +66,21 @@ def test_every_client_needs_a_cluster() -> None:
         ValueError, match="Expected `clusters` to have one entry for each of 4 clients, but got 3"
     ):
         fit(ClusterOracle([0, 0, 1]), ragged(), QuadraticModule(2))
+
+
+@pytest.mark.parametrize("clusters", [[0.2, 0.9, 1.5, 0.0], ["a", "b", "a", "b"]])
+def test_clusters_are_whole_numbers(clusters: Any) -> None:
+    """0.2 and 0.9 would be one cluster if they were cut off."""
+    match = f"Expected `clusters` to hold whole numbers, but got {clusters[0]!r}"
+    with pytest.raises(ValueError, match=match):
+        ClusterOracle(clusters)
+    with pytest.raises(ValueError, match=match):
+        fit(ClusterOracle(lambda k: clusters[k]), ragged(), QuadraticModule(2))
+    for whole in ([0, 1, 0, 1], np.array([0, 1, 0, 1]), torch.tensor([0, 1, 0, 1])):
+        assert ClusterOracle(whole).given_clusters == [0, 1, 0, 1]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("clusters", [4, "0011", None])
+def test_clusters_are_a_list_or_a_function(clusters: Any) -> None:
+    with pytest.raises(ValueError, match=f"function of the client's id, but got {clusters=}"):
+        ClusterOracle(clusters)

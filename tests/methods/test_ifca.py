@@ -190,3 +190,21 @@ def test_models_of_another_module_are_refused() -> None:
     method = IFCA(2, initial=[{}, {}])
     with pytest.raises(ValueError, match=r"`initial\[0\]` to be a state_dict .* it has no 'w'"):
         fit(method, quadratics(), QuadraticModule(), 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_model_that_overflows_is_no_choice(engine: str, broken: int) -> None:
+    """Its loss is not a number for a client, which takes the other one, in either order."""
+    values = [1.0, 1.0]
+    values[broken] = float("nan")
+    run = fit(IFCA(2, initial=given(*values)), quadratics(), QuadraticModule(lr=LR), 1, engine)
+    assert set(run.server["cluster"].tolist()) == {1 - broken}
+    assert not run.recorder.rounds[0].rejected
+
+
+def test_initial_models_have_the_module_s_shapes() -> None:
+    method = IFCA(2, initial=[{"w": torch.zeros(1)}, {"w": torch.zeros(2)}])
+    match = r"Expected 'w' of `initial\[1\]` to have the shape \(1,\), .* but got \(2,\)"
+    with pytest.raises(ValueError, match=match):
+        fit(method, quadratics(), QuadraticModule(lr=LR), 1)
