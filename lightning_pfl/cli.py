@@ -154,3 +154,7 @@ def print_results(metrics: Mapping[str, SupportsFloat], title: str = "After trai
 def main(args: ArgsType = None) -> None:
     """Run the command line; the console script ``lightning-pfl``."""
     PFLCLI(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -35,6 +35,14 @@ def spread(values: list[float]) -> str:
     return f"{statistics.mean(percent):.2f} ± {statistics.stdev(percent):.2f}"
 
 
+def losses(values: list[float]) -> str:
+    """Mean and sample standard deviation of losses, which are no percentages."""
+    if not values:
+        return "-"
+    deviation = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    return f"loss {statistics.mean(values):.3g}{deviation}"
+
+
 def is_tuned(recipe: dict[str, Any]) -> bool:
     """Whether the models that count are fine-tuned ones."""
     callbacks = recipe["trainer"].get("callbacks") or []
@@ -46,9 +54,12 @@ def row(recipe: Path, outcomes: list[dict[str, Any]]) -> list[str]:
     settings = yaml.safe_load(recipe.read_text())
     prefix = "ft/" if is_tuned(settings) else ""
 
-    def cell(part: str, name: str, statistic: str) -> str:
-        found = [outcome[part].get(prefix + name) for outcome in outcomes]
-        return spread([values[statistic] for values in found if values is not None])
+    def cell(part: str, split: str, statistic: str) -> str:
+        found = [outcome[part].get(f"{prefix}{split}_acc") for outcome in outcomes]
+        if any(values is not None for values in found):
+            return spread([values[statistic] for values in found if values is not None])
+        found = [outcome[part].get(f"{prefix}{split}_loss") for outcome in outcomes]
+        return losses([values[statistic] for values in found if values is not None])
 
     minutes = [outcome["seconds"] / 60 for outcome in outcomes]
     return [
@@ -56,10 +67,10 @@ def row(recipe: Path, outcomes: list[dict[str, Any]]) -> list[str]:
         settings["method"]["class_path"] + (" + FT" if prefix else ""),
         str(settings["trainer"]["max_epochs"]),
         str(len(outcomes)),
-        cell("last10", "val_acc", "mean"),
-        cell("last10", "val_acc", "worst_decile"),
-        cell("test", "test_acc", "mean"),
-        cell("test", "test_acc", "worst_decile"),
+        cell("last10", "val", "mean"),
+        cell("last10", "val", "worst_decile"),
+        cell("test", "test", "mean"),
+        cell("test", "test", "worst_decile"),
         f"{statistics.mean(minutes):.1f}" if minutes else "-",
         ", ".join(sorted({outcome["commit"] for outcome in outcomes})) or "-",
     ]

@@ -48,12 +48,14 @@ class Row:
         recipe: The recipe without ``_fashion_mnist.yaml``.
         paper: Accuracies of Table 1 on CIFAR-10 at the three splits.
         passes: The argument that says how often a round passes over the body.
+        rounds: An argument that counts rounds, and is the same share of them at all splits.
         tuned: Whether the models are the fine-tuned ones.
     """
 
     recipe: str
     paper: tuple[str, str, str] = ("-", "-", "-")
     passes: str | None = "local_epochs"
+    rounds: str | None = None
     tuned: bool = False
 
 
@@ -79,7 +81,7 @@ ROWS = {
     "SCAFFOLD": Row("scaffold_ft", ("37.72", "47.33", "33.79")),
     "SCAFFOLD + FT": Row("scaffold_ft", ("86.35", "68.23", "78.24"), tuned=True),
     "FedMTL": Row("fedmtl", ("80.46", "58.31", "76.53")),
-    "MOCHA": Row("mocha", passes="local_fraction"),
+    "MOCHA": Row("mocha", passes="local_fraction", rounds="inner_iterations"),
     "PerFedAvg": Row("per_fedavg", ("82.27", "67.20", "67.36")),
     "LGFedAvg": Row("lg_fedavg", ("84.14", "63.02", "77.48")),
     "L2GD": Row("l2gd", ("81.04", "59.98", "71.96")),
@@ -89,9 +91,8 @@ ROWS = {
     "FedRep": Row("fedrep", ("87.70", "75.68", "83.27"), passes="body_epochs"),
     "FedBN": Row("fedbn"),
     "PFedMe": Row("pfedme"),
+    "FedMAP": Row("fedmap"),
 }
-#: Not in the paper's table, and run at its first split alone.
-FIRST_SPLIT_ONLY = ("FedBN", "PFedMe")
 SMALL_METHODS = ("FedAvg", "FedAvg + FT", "FedRep")
 SUMMARY = """
 Fashion-MNIST, 100 or 1000 clients with 2 or 5 classes, a tenth of them a round: accuracy in
@@ -160,10 +161,13 @@ class Grid:
         return RECIPES / f"{ROWS[name].recipe}_fashion_mnist.yaml"
 
     def _settings(self, name: str, split: str) -> list[str]:
-        extra, argument = list(SPLITS[split].settings), ROWS[name].passes
-        if SPLITS[split].passes > 1 and argument is not None:
-            own = yaml.safe_load(self._recipe(name).read_text())["method"]["init_args"][argument]
-            extra.append(f"--method.{argument}={SPLITS[split].passes * own}")
+        extra, row = list(SPLITS[split].settings), ROWS[name]
+        own = yaml.safe_load(self._recipe(name).read_text())["method"]["init_args"]
+        if SPLITS[split].passes > 1 and row.passes is not None:
+            extra.append(f"--method.{row.passes}={SPLITS[split].passes * own[row.passes]}")
+        if row.rounds is not None and not self._is_own(split):
+            share = rounds(split) / rounds(next(iter(SPLITS)))
+            extra.append(f"--method.{row.rounds}={round(share * own[row.rounds])}")
         if self.options.small:
             extra.append("--trainer.max_epochs=2")
         if self.options.data_dir is not None:
@@ -190,7 +194,6 @@ def planned(options: argparse.Namespace) -> list[tuple[str, str, int]]:
         for split in options.splits
         for name in chosen
         if seed in SPLITS[split].seeds and (options.seeds is None or seed in options.seeds)
-        if split == next(iter(SPLITS)) or name not in FIRST_SPLIT_ONLY
     ]
 
 

@@ -60,6 +60,10 @@ GRIDS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
         "pfedme",
         {"method.moreau_weight": (1.0, 15.0), "method.inner_lr": (0.01, 0.05)},
     ),
+    "FedMAP": (
+        "fedmap",
+        {"method.prior.init_args.variance": (1.0, 15.0, 100.0, 1000.0)},
+    ),
 }
 ROUNDS, SEED = 30, 100
 SMALL_ROUNDS, SMALL_VALUES, SMALL_METHODS = 2, 2, ("FedProx", "MOCHA")
@@ -80,6 +84,12 @@ def settings(grid: dict[str, tuple[Any, ...]]) -> list[list[str]]:
     return points
 
 
+def short(setting: str) -> str:
+    """``--method.prox_weight=0.1`` as it is shown: ``prox_weight=0.1``."""
+    name, _, value = setting.partition("=")
+    return f"{name.rpartition('.')[2]}={value}"
+
+
 def points(name: str, options: argparse.Namespace) -> dict[str, tuple[Path, list[str]]]:
     """The settings of a method's grid as they are shown: recipe and command line of each."""
     recipe, grid = GRIDS[name]
@@ -91,7 +101,7 @@ def points(name: str, options: argparse.Namespace) -> dict[str, tuple[Path, list
     if options.data_dir is not None:
         last.append(f"--data.source.data_dir={options.data_dir}")
     return {
-        ", ".join(part.split(".", 1)[1] for part in point): (
+        ", ".join(map(short, point)): (
             RECIPES / f"{recipe}_fashion_mnist.yaml",
             [*common, *point, *last],
         )
@@ -104,8 +114,11 @@ def identity(name: str, extra: list[str]) -> dict[str, Any]:
     file, grid = GRIDS[name]
     recipe = yaml.safe_load((RECIPES / f"{file}_fashion_mnist.yaml").read_text())
     for argument in ["trainer.max_epochs", *(n for names in grid for n in names.split(","))]:
-        section, name = argument.split(".")
-        recipe[section].get("init_args", recipe[section]).pop(name, None)
+        section, *path, name = argument.split(".")
+        place = recipe[section].get("init_args", recipe[section])
+        for key in path:
+            place = place[key]
+        place.pop(name, None)
     return {"recipe": recipe, "extra": extra, "seed": SEED}
 
 

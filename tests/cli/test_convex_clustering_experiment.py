@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recipes.experiments import convex_clustering
+from recipes.experiments import convex_clustering, convex_clustering_report
 
 MARKERS = "above\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\nbelow\n"
 
@@ -29,3 +29,26 @@ def test_runs_once_and_draws_from_what_is_stored(tmp_path: Path) -> None:
     convex_clustering.main(arguments)
     assert (tmp_path / "README.md").read_text() == readme
     assert len((tmp_path / "convex_clustering.jsonl").read_text().splitlines()) == len(cells)
+
+
+def test_the_note_says_what_the_results_say() -> None:
+    """The crossing that holds for all seeds and for all larger weights; residuals by weight."""
+
+    def cell(norms: list[float], residuals: list[float]) -> convex_clustering_report.Cell:
+        weights = [0.1, 0.2, 0.3, 0.4]
+        rows = [
+            {"weight": weight, "within": within, "residual": residual}
+            for weight, within, residual in zip(weights, norms, residuals, strict=True)
+        ]
+        return {"norms": rows, "squares": [{"weight": w, "within": 1.0} for w in weights]}
+
+    fine = [1e-7] * 4
+    crossing = {0: cell([0.5, 2.0, 0.5, 0.5], fine), 1: cell([2.0, 0.5, 0.5, 0.5], fine)}
+    never = {0: cell([0.5, 0.5, 0.5, 2.0], [1e-3, 1e-7, 2e-5, 1e-6])}
+    text = convex_clustering_report.note({"overlap": crossing, "recovery": never})
+    assert "that holds from 0.3 on for the overlapping clusters and at no weight for" in text
+    assert text.endswith("a largest residual of: 0.1 (1e-03), 0.3 (2e-05).")
+    always = {0: cell([0.5] * 4, fine)}
+    text = convex_clustering_report.note({"overlap": always, "recovery": always})
+    assert "from 0.1 on for the overlapping clusters" in text
+    assert text.endswith("The direct solver reached its tolerance of 1e-06 at every weight.")

@@ -70,7 +70,7 @@ def test_the_table_runs_what_is_missing_and_shows_all_that_is_stored(
 def test_the_plan_has_every_method_once_for_each_seed_of_a_split() -> None:
     cells = planned(parse([]))
     assert len(cells) == len(set(cells))
-    for name in set(ROWS) - set(fashion_mnist_table.FIRST_SPLIT_ONLY):
+    for name in ROWS:
         for split, how in SPLITS.items():
             assert [seed for n, s, seed in cells if (n, s) == (name, split)] == list(how.seeds)
 
@@ -88,6 +88,15 @@ def test_more_passes_are_those_of_the_method_itself() -> None:
     }.items():
         extra = [part for part in grid._settings(name, "1000,2") if "method" in part]
         assert extra == expected
+
+
+def test_mocha_learns_its_relationship_after_the_same_share_of_the_rounds() -> None:
+    grid, recipe = fashion_mnist_table.Grid(parse([])), RECIPES / "mocha_fashion_mnist.yaml"
+    own = yaml.safe_load(recipe.read_text())["method"]["init_args"]["inner_iterations"]
+    for split in SPLITS:
+        share = [part for part in grid._settings("MOCHA", split) if "inner_iterations" in part]
+        half = fashion_mnist_table.rounds(split) == fashion_mnist_table.rounds("100,2") / 2
+        assert share == ([f"--method.inner_iterations={own // 2}"] if half else [])
 
 
 def test_the_best_setting_on_validation_data_is_shown(
@@ -129,9 +138,12 @@ def test_recipes_have_the_chosen_settings(name: str) -> None:
     recipe = yaml.safe_load((RECIPES / f"{GRIDS[name][0]}_fashion_mnist.yaml").read_text())
     for part in extra:
         where, value = part.removeprefix("--").split("=")
-        section, argument = where.split(".")
+        section, *path, argument = where.split(".")
         if section in ("method", "model"):
-            assert recipe[section]["init_args"][argument] == float(value)
+            place = recipe[section]["init_args"]
+            for key in path:
+                place = place[key]
+            assert place[argument] == float(value)
 
 
 def stored_score(key: str) -> Any:

@@ -66,6 +66,19 @@ def test_one_seed_has_no_deviation_and_no_outcome_has_dashes(recipe: Path) -> No
     assert set(results_table.row(recipe, [])[4:]) == {"-"}
 
 
+def test_a_model_without_an_accuracy_shows_its_losses(recipe: Path) -> None:
+    outcomes = []
+    for seed, mean in ((0, 0.5), (1, 1.5)):
+        found = outcome(seed, mean, 4.0)
+        found["last10"] = {"val_loss": found["last10"]["val_acc"]}
+        found["test"] = {"test_loss": found["test"]["test_acc"]}
+        outcomes.append(found)
+    # The sample deviation of two values is their distance over the root of two.
+    spread = f"loss 1 ± {1 / 2**0.5:.2g}"
+    assert results_table.row(recipe, outcomes)[4:8] == [spread, "loss 4 ± 0", spread, "loss 4 ± 0"]
+    assert results_table.row(recipe, outcomes[:1])[4] == "loss 0.5"
+
+
 def test_a_fine_tuning_recipe_shows_tuned_models_and_never_the_untuned_ones(recipe: Path) -> None:
     recipe.write_text(TUNED)
     both = outcome(0, 0.1, 0.1)
