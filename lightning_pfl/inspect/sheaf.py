@@ -78,7 +78,8 @@ class SheafOfFederation:
         Args:
             iterations: Products with the Laplacian.
         """
-        vectors, last = self._scaled(self._start())[0], {}
+        last: dict[str, Tensor] = {}
+        vectors = self._scaled(self._start())[0]
         slopes: list[float] = []
         lengths: list[float] = []
         for _ in range(iterations):

@@ -28,7 +28,7 @@ class ClusterOracle(Method):
     clusters are measured against; one cluster makes it FedAvg.
 
     Args:
-        clusters: Each client's cluster, in the order of the client ids: any whole numbers. Or a
+        clusters: Each client's cluster, in the order of the client ids: whole numbers >= 0. Or a
             function of the client's id.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
