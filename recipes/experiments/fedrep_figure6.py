@@ -31,6 +31,7 @@ from recipes.results_table import spread
 #: Line: the method's class, its arguments, and what new clients begin with.
 LINES: dict[str, tuple[type[Method], dict[str, Any], Any]] = {
     "FedRep": (FedRep, {"head_epochs": 10, "body_epochs": 5}, "personal"),
+    "FedRep, mean head": (FedRep, {"head_epochs": 10, "body_epochs": 5}, "mean"),
     "FedAvg": (FedAvg, {"local_epochs": 5}, "global"),
     # A body that nobody trains: that of round 0, where it is personal.
     "untrained body": (LGFedAvg, {"local_epochs": 1}, "personal"),
