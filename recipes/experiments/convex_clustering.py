@@ -33,7 +33,7 @@ from lightning_pfl.solvers.newton import newton, proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.sum_of_norms import SumOfNorms, solve_squared
 from lightning_pfl.testing import fit
-from recipes.experiments.convex_clustering_report import Cells, draw_all, section
+from recipes.experiments.convex_clustering_report import TOLERANCE, Cells, draw_all, section
 from recipes.experiments.setting import parser
 from recipes.plan import Plan
 
@@ -129,7 +129,7 @@ def norms(problem: Problem, weights: list[float], iterations: int) -> list[dict[
     found: Any = problem.alone
     rows = []
     for weight in weights:
-        found = solver.solve(weight, found, iterations, tolerance=1e-6)
+        found = solver.solve(weight, found, iterations, TOLERANCE)
         exact = {"weight": weight, "exact_clusters": int(found.clusters.max()) + 1}
         exact |= {"value": solver.value(found.models, weight), "residual": found.residual}
         rows.append({**exact, **problem.measured(found.models)})
