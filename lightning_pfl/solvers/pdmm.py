@@ -94,24 +94,22 @@ def proximal_term(
     return anchor, weight.squeeze(1)
 
 
-def update_split(view: View, threshold: Tensor, penalty: float, proximal: float = 0.0) -> Tensor:
+def update_split(view: View, threshold: Tensor, penalty: float) -> Tensor:
     r"""The z-update: block soft thresholding, at the old :math:`x`.
 
     .. math::
-        z_{ij} = S\left(\frac{\rho (x_i - x_j) + \hat\mu_{ij} + \eta z_{ij}}{\rho + \eta},
-        \frac{\lambda_{ij}}{\rho + \eta}\right)
+        z_{ij} = S\left(x_i - x_j + \frac{\hat\mu_{ij}}\rho, \frac{\lambda_{ij}}\rho\right)
+
+    The paper allows a proximal term :math:`\eta_{ij}` here too. Its purpose is a block whose
+    subproblem is linearised or has several solutions; this one is solved exactly and has one.
 
     Args:
         view: The old values.
         threshold: :math:`\lambda_{ij}`, ``(clients, slots)``.
         penalty: :math:`\rho`.
-        proximal: :math:`\eta_{ij}`.
     """
-    total = penalty + proximal
     point = penalty * (view.models.unsqueeze(1) - view.others) + view.damped
-    if proximal:
-        point = point + proximal * view.split
-    found = block_soft_threshold(point / total, threshold.to(point) / total)
+    found = block_soft_threshold(point / penalty, threshold.to(point) / penalty)
     return torch.where(view.mask.unsqueeze(2), found, 0.0)
 
 

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl.data.clients import FederatedTensorDataset
-from lightning_pfl.methods import ConvexClustering
+from lightning_pfl.methods import ConvexClustering, convex_clustering
 from lightning_pfl.methods.convex_clustering import canonical_weight
 from lightning_pfl.models import SquaredHingeClassifier
 from lightning_pfl.solvers import memory
@@ -62,8 +62,10 @@ class TestConvexClustering:
     @pytest.mark.parametrize("step", ["full", "printed"])
     @pytest.mark.parametrize(("blocks", "duals"), [(9, 6), (4, 3)])
     def test_rounds_are_the_papers_iterations(
-        self, engine: str, step: Any, blocks: int, duals: int
+        self, engine: str, step: Any, blocks: int, duals: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """The dual variables of two clients at a time, and so in two chunks that differ in size."""
+        monkeypatch.setattr(convex_clustering, "ROWS", 2)
         weight, rho, eta, rounds = 0.3, 0.7, 0.2, 8
         settings = {"step": step, "blocks": blocks, "dual_blocks": duals, "proximal_weight": eta}
         method = exact(weight, penalty=rho, **settings)
@@ -117,10 +119,14 @@ class TestConvexClustering:
         torch.testing.assert_close(run.server["models"], state.models, rtol=0, atol=1e-8)
         torch.testing.assert_close(run.server["split"], state.split, rtol=0, atol=1e-8)
 
-    def test_messages_are_the_blocks(self, engine: str) -> None:
-        """4 d K up with 4-byte numbers; down a model per neighbour and drawn dual variable."""
+    @pytest.mark.parametrize(("step", "pulls"), [("full", 1), ("printed", 0)])
+    def test_messages_are_the_blocks(self, engine: str, step: Any, pulls: int) -> None:
+        """4 d K up with 4-byte numbers; down a model per neighbour and drawn dual variable.
+
+        The corrected update needs one vector more, what the pairs (j, i) pull with.
+        """
         blocks, duals, rounds = 7, 5, 5
-        method = exact(0.1, blocks=blocks, dual_blocks=duals)
+        method = exact(0.1, step=step, blocks=blocks, dual_blocks=duals)
         data = quadratic_clients([1.0] * 4, L4.flatten().tolist(), dtype=torch.float32)
         module = QuadraticModule(DIM, dtype=torch.float32)
         run = fit(method, data, module, rounds, engine)
@@ -130,11 +136,11 @@ class TestConvexClustering:
         for (some, _, chosen), round in zip(draws, run.recorder.rounds, strict=True):
             assert round.bytes_up == vector * blocks // 4
             # What the round before changed, and the pull of the corrected update.
-            assert round.bytes_down == vector * (before + len(some)) // 4
+            assert round.bytes_down == vector * (before + pulls * len(some)) // 4
             before = 3 * len(some) + len(chosen)
         assert run.metrics["round/bytes_up"] == vector * blocks
         assert run.metrics["round/bytes_down"] == vector * (
-            3 * len(draws[-2][0]) + len(draws[-2][2]) + len(draws[-1][0])
+            3 * len(draws[-2][0]) + len(draws[-2][2]) + pulls * len(draws[-1][0])
         )
 
     def test_clients_that_were_away_are_told_later(self, engine: str) -> None:

@@ -1,8 +1,8 @@
-"""CFL: Sattler et al. (2021), Algorithm 2, one round of all clients on plain arrays."""
+"""CFL: Sattler et al. (2021), Algorithm 2, on plain arrays: a round of all clients, or of some."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -49,3 +49,49 @@ def cfl_round(
             new_models.append(model + change[part].mean(0))
             new_clusters.append([members[k] for k in part])
     return new_models, new_clusters
+
+
+def cfl_with_absence(
+    update: Callable[[int, Array], Array],
+    cohorts: Iterable[Sequence[int]],
+    start: Array,
+    clients: int,
+    thresholds: tuple[float, float],
+) -> Iterator[tuple[list[Array], list[list[int]], set[int]]]:
+    """Each client's model, the clusters, and who has reported since its cluster's last split.
+
+    After each round. A cluster of more than two is split once all of its clients have reported.
+
+    Args:
+        update: What client k makes of a model.
+        cohorts: Who takes part in each round.
+        start: The first model.
+        clients: How many there are.
+        thresholds: Of the mean change's norm, and of the largest change's.
+    """
+    models, clusters = [start] * clients, [list(range(clients))]
+    last: dict[int, Array] = {}
+    for cohort in cohorts:
+        sent = {k: update(k, models[k]) - models[k] for k in cohort}
+        last |= sent
+        parts = []
+        for members in clusters:
+            found = [members]
+            if len(members) > 2 and all(k in last for k in members):
+                change = np.stack([last[k] for k in members])
+                norms = np.linalg.norm(change, axis=1)
+                still = np.linalg.norm(change.mean(0)) < thresholds[0]
+                if still and norms.max() > thresholds[1]:
+                    halves = complete_linkage(change @ change.T / np.outer(norms, norms))
+                    found = [[members[k] for k in half] for half in halves]
+                    for k in members:
+                        del last[k]
+            parts += found
+        clusters = parts
+        for members in clusters:
+            here = [sent[k] for k in members if k in sent]
+            if here:
+                moved = models[members[0]] + np.mean(here, axis=0)
+                for k in members:
+                    models[k] = moved
+        yield list(models), clusters, set(last)
