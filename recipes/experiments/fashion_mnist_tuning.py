@@ -53,6 +53,7 @@ GRIDS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
         {
             "trainer.max_epochs": (100,),
             "method.inner_iterations": (10, 60),
+            "method.bound": ("common", "own"),
             "method.regularization": (0.001, 0.01, 0.1),
         },
     ),

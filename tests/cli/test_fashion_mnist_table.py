@@ -143,7 +143,7 @@ def test_recipes_have_the_chosen_settings(name: str) -> None:
             place = recipe[section]["init_args"]
             for key in path:
                 place = place[key]
-            assert place[argument] == float(value)
+            assert place[argument] == yaml.safe_load(value)
 
 
 def stored_score(key: str) -> Any:
