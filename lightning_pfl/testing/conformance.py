@@ -13,6 +13,7 @@ No check knows a method by name: where one would have to, the contract lacks a f
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -142,7 +143,8 @@ def check_not_sampled_keeps_its_memory(make_method: MakeMethod, problem: Problem
     recorder = problem.fit(make_method(), participation=2, rounds=3).recorder
     assert len(recorder.rounds) == 3
     for round, (before, after) in zip(recorder.rounds, pairwise(recorder.banks), strict=True):
-        assert (round.info.num_samples > 0).all()
+        idle = round.info.num_samples == 0
+        assert make_method().idle_take_part or not idle.any()
         clients = torch.arange(round.info.num_clients)
         outside = clients[~torch.isin(clients, round.info.index)]
         assert len(outside) > 0
@@ -241,6 +243,26 @@ def check_trains_through_the_trainer(make_method: MakeMethod, problem: Problem) 
     assert losses[-1] < losses[0]
 
 
+def check_broken_data_stop_nobody(make_method: MakeMethod, problem: Problem) -> None:
+    """A client whose samples are NaN is left out whenever it trains; what others use is finite."""
+    data = problem.make_data(torch.float64, True)
+    broken = int(data.num_samples.argmax())
+    inputs = data.fields[0].clone()
+    inputs[data.indices[broken]] = torch.nan
+    data.fields = (inputs, *data.fields[1:])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*left out 1 of.*")
+        run = problem.fit(make_method(), data=data, rounds=3)
+    for round in run.recorder.rounds:
+        trains = bool(run.strategy.method.phases(round.number))
+        assert set(round.rejected) == ({broken} if trains else set())
+    others = torch.arange(data.num_clients) != broken
+    # A method that adapts models to training data makes one of NaN for the broken client itself.
+    models = rows(run.models, others.nonzero().flatten())
+    for tree in (run.server, run.own, models):
+        assert all(leaf.isfinite().all() for leaf in leaves(tree))
+
+
 CHECKS: tuple[Callable[[MakeMethod, Problem], None], ...] = (
     check_engines_agree,
     check_received_is_not_changed,
@@ -251,6 +273,7 @@ CHECKS: tuple[Callable[[MakeMethod, Problem], None], ...] = (
     check_resume_is_exact,
     check_seed_decides,
     check_trains_through_the_trainer,
+    check_broken_data_stop_nobody,
 )
 """The suite."""
 
