@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pfl.errors import is_number
 from lightning_pfl.randomness import derive
 
 if TYPE_CHECKING:
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 
 TRIES = 1000
 """Random graphs that are drawn until one is connected."""
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and is_number(value) and value >= least
 
 
 class GraphBuilder(ABC):
@@ -55,7 +61,7 @@ class ErdosRenyi(GraphBuilder):
     """
 
     def __init__(self, probability: float = 0.15) -> None:
-        if not 0 < probability <= 1:
+        if not is_number(probability) or not 0 < probability <= 1:
             raise ValueError(
                 f"Expected `probability` to be in (0, 1], but got probability={probability!r}. "
                 "Use more than log(n) / n, so that the graph is connected."
@@ -91,12 +97,12 @@ class SmallWorld(GraphBuilder):
     """
 
     def __init__(self, neighbours: int = 4, rewiring: float = 0.1) -> None:
-        if neighbours < 2 or neighbours % 2:
+        if not _whole(neighbours, 2) or neighbours % 2:
             raise ValueError(
                 f"Expected `neighbours` to be an even number of at least 2, but got {neighbours=}. "
                 "Use 4, two on each side."
             )
-        if not 0 <= rewiring <= 1:
+        if not is_number(rewiring) or not 0 <= rewiring <= 1:
             raise ValueError(
                 f"Expected `rewiring` to be in [0, 1], but got rewiring={rewiring!r}. Use 0.1."
             )
@@ -129,8 +135,10 @@ class ScaleFree(GraphBuilder):
     """
 
     def __init__(self, attached: int = 2) -> None:
-        if attached < 1:
-            raise ValueError(f"Expected `attached` to be at least 1, but got {attached=}. Use 2.")
+        if not _whole(attached, 1):
+            raise ValueError(
+                f"Expected `attached` to be at least 1, a whole number, but got {attached=}. Use 2."
+            )
         self.attached = attached
 
     def __call__(self, num_clients: int, seed: int) -> Any:
@@ -161,9 +169,10 @@ class KNearest(GraphBuilder):
     """
 
     def __init__(self, features: Any, neighbours: int = 5) -> None:
-        if neighbours < 1:
+        if not _whole(neighbours, 1):
             raise ValueError(
-                f"Expected `neighbours` to be at least 1, but got {neighbours=}. Use 5."
+                f"Expected `neighbours` to be at least 1, a whole number, but got {neighbours=}. "
+                "Use 5."
             )
         self.features, self.neighbours = features, neighbours
 
@@ -175,7 +184,14 @@ class KNearest(GraphBuilder):
         """
         from sklearn.neighbors import kneighbors_graph
 
-        given = np.load(self.features) if isinstance(self.features, str) else self.features
+        given = self.features
+        if isinstance(given, str):
+            if not Path(given).is_file():
+                raise ValueError(
+                    f"Expected `features` to be an array or the path of a .npy file, but got "
+                    f"features={given!r}, where there is no file. Write it with numpy.save."
+                )
+            given = np.load(given)
         rows = np.asarray(given, dtype=np.float64)
         if rows.ndim != 2 or len(rows) != num_clients or not np.isfinite(rows).all():
             raise ValueError(

@@ -100,7 +100,13 @@ def _matrix(graph: Any) -> Tensor:
             f"Expected `graph` to be an adjacency matrix, a networkx graph, a builder or a name, "
             f"but got graph={graph!r}. Use 'complete', for example."
         )
-    dense = torch.as_tensor(graph, dtype=torch.float64)
+    try:
+        dense = torch.as_tensor(graph, dtype=torch.float64)
+    except (TypeError, ValueError) as cause:
+        raise ValueError(
+            f"Expected `graph` to be a matrix of real numbers, but got {graph!r}. Give one row "
+            "and one column per client."
+        ) from cause
     dense = dense.to_dense() if dense.layout != torch.strided else dense
     if dense.ndim != 2:
         raise ValueError(

@@ -50,7 +50,7 @@ class ClientGraph(FederatedCallback):
     """
 
     def __init__(self, groups: Groups = None, max_clients: int = 300) -> None:
-        if max_clients < 2:
+        if not isinstance(max_clients, int) or max_clients < 2:
             raise ValueError(
                 f"Expected `max_clients` to be at least 2, but got {max_clients=}. Use 300, for "
                 "example."

@@ -54,7 +54,7 @@ class PairwiseDistance(FederatedCallback):
         self, part: Spec = "personal", every_n_rounds: int = 10, max_clients: int = 256
     ) -> None:
         check_every(every_n_rounds)
-        if max_clients < 2:
+        if not isinstance(max_clients, int) or max_clients < 2:
             raise ValueError(
                 f"Expected `max_clients` to be at least 2, but got max_clients={max_clients!r}. "
                 "Use 256, for example."

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, check_number
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
@@ -84,7 +85,7 @@ class CFL(Method):
             raise ValueError(
                 f"Expected `start_round` to be a whole number >= 0, but got {start_round=}. Use 20."
             )
-        if min_gap is not None and not -2 <= min_gap <= 2:
+        if min_gap is not None and not (is_number(min_gap) and -2 <= min_gap <= 2):
             raise ValueError(
                 "Expected `min_gap` to be None or a difference of two cosines, in [-2, 2], but got "
                 f"{min_gap=}. Use 0."

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.errors import is_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Local, Method, Phase, check_number
@@ -369,7 +370,7 @@ def _take(leaf: Tensor, at: Tensor) -> Tensor:
 
 
 def _check_penalty(penalty: float) -> None:
-    if not 1e-12 <= penalty < math.inf:
+    if not is_number(penalty) or not 1e-12 <= penalty < math.inf:
         raise ValueError(
             f"Expected `penalty` to be a finite number above 0, but got {penalty=}. Use 0.1, for "
             "example."

@@ -79,6 +79,11 @@ class FedU(Method):
         check_number("regularization", regularization, "Use 0.01, for example.")
         advice = "Use 1 for the published step, 2 for the objective's gradient."
         check_number("lap_factor", lap_factor, advice, positive=True)
+        if not isinstance(decentralized, bool):
+            raise ValueError(
+                f"Expected `decentralized` to be True or False, but got {decentralized=}. Use True "
+                "for dFedU, without a server."
+            )
         self.given_graph, self.regularization = graph, regularization
         self.decentralized, self.lap_factor = decentralized, lap_factor
         self._warned = False

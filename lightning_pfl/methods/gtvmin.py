@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.errors import is_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, Phase, check_number
@@ -128,7 +129,7 @@ class GTVMin(Method):
             raise ValueError(
                 f"Expected `norm` to be 'l2', 'l1' or 'squared', but got norm={norm!r}. Use 'l2'."
             )
-        if not 0 < step_ratio < math.inf:
+        if not is_number(step_ratio) or not 0 < step_ratio < math.inf:
             raise ValueError(
                 "Expected `step_ratio` to be a finite number above 0, but got "
                 f"step_ratio={step_ratio!r}. Use 1 as in the paper, or 10 for networks."

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.errors import is_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, check_number
@@ -90,7 +91,7 @@ class HomologicalConstraints(Method):
         local_steps: int | None = 1,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
-        if step is not None and not 0 < step < math.inf:
+        if step is not None and not (is_number(step) and 0 < step < math.inf):
             raise ValueError(
                 f"Expected `step` to be a finite number above 0 or None, but got step={step!r}. "
                 "Use None for the learning rate."

@@ -88,6 +88,11 @@ class IFCA(Method):
                 f"Expected `averaging` to be 'models' or 'gradients', but got {averaging=}. Use "
                 "'models'."
             )
+        if initial is not None and not isinstance(initial, (list, tuple)):
+            raise ValueError(
+                f"Expected `initial` to be a list of state_dicts or None, but got {initial=}. Give "
+                "[module.state_dict(), ...], one per cluster."
+            )
         if initial is not None and len(initial) != num_clusters:
             raise ValueError(
                 f"Expected `initial` to have {num_clusters} models, one for each cluster, but got "

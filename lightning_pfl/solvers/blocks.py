@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_pfl.errors import is_number
 from lightning_pfl.randomness import derive, permutation
 from lightning_pfl.solvers.pairs import Pairs
 
@@ -101,8 +102,8 @@ def _draw(existing: Tensor, share: float | int, key: int) -> Tensor:
 
 def check_share(name: str, value: float | int) -> None:
     """Require a share in (0, 1] (float) or a number of at least 1 (int)."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if isinstance(value, bool) or not (value >= 1 if whole else 0 < value <= 1):
+    whole = isinstance(value, int)
+    if not is_number(value) or not (value >= 1 if whole else 0 < value <= 1):
         raise ValueError(
             f"Expected `{name}` to be a share in (0, 1] or a number of at least 1, but got "
             f"{name}={value!r}. Use 1.0 for all."

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from lightning_pfl.errors import is_number
 from lightning_pfl.randomness import derive, generator
 from lightning_pfl.tree import Tree
 
@@ -37,7 +38,7 @@ Maps = Literal["random", "identity"] | GivenMaps
 
 def check_maps(edge_dim_ratio: float, maps: object, map_std: float) -> None:
     """Require settings that make maps."""
-    if not 0 < edge_dim_ratio <= 1:
+    if not is_number(edge_dim_ratio) or not 0 < edge_dim_ratio <= 1:
         raise ValueError(
             "Expected `edge_dim_ratio` to be a number in (0, 1], but got "
             f"edge_dim_ratio={edge_dim_ratio!r}. Use 0.1, for example."
@@ -54,7 +55,7 @@ def check_maps(edge_dim_ratio: float, maps: object, map_std: float) -> None:
                 "Expected `maps` to hold tensors of finite floating-point numbers, but got "
                 f"{given!r} under {ends}. Use torch.tensor(..., dtype=torch.float32)."
             )
-    if not 0 < map_std < math.inf:
+    if not is_number(map_std) or not 0 < map_std < math.inf:
         raise ValueError(
             f"Expected `map_std` to be a finite number above 0, but got map_std={map_std!r}. Use "
             "0.01, as the authors do."
