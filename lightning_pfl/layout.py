@@ -17,6 +17,16 @@ Submodule or parameter names, globs, module types, a list of these, ``"all"``, o
 """
 
 
+def picks(pattern: str, name: str) -> bool:
+    """Whether a string of a :data:`Spec` picks a parameter, by its name or a module's above it.
+
+    Example:
+        >>> picks("head", "head.bias"), picks("*.bias", "head.bias"), picks("all", "head.bias")
+        (True, True, True)
+    """
+    return pattern == "all" or any(fnmatchcase(part, pattern) for part in _ancestors(name))
+
+
 def _ancestors(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
@@ -103,13 +113,7 @@ class Layout:
         return {**{name: name for name in self.names}, **self.aliases}
 
     def _of_pattern(self, pattern: str) -> set[str]:
-        if pattern == "all":
-            return set(self.names)
-        return {
-            kept
-            for name, kept in self._all_names().items()
-            if any(fnmatchcase(part, pattern) for part in _ancestors(name))
-        }
+        return {kept for name, kept in self._all_names().items() if picks(pattern, name)}
 
     def _of_type(self, kind: type[nn.Module]) -> set[str]:
         prefixes = tuple(
@@ -160,21 +164,24 @@ class Layout:
             for name in shapes
         }
 
-    def table(self) -> str:
+    def table(self, holders: Mapping[str, frozenset[str]] | None = None) -> str:
         """One line per top-level module and holder: names and number of scalars.
 
         Printed at the start of a fit.
+
+        Args:
+            holders: Entries by who has them; None for those that are shared and personal.
         """
+        if holders is None:
+            holders = {"shared": self.shared, "personal": self.personal}
         sizes = {name: p.numel() for name, p in self.module.named_parameters()}
         sizes |= {name: b.numel() for name, b in self.module.named_buffers()}
         lines = []
-        for holder, names in (
-            ("shared", self.shared),
-            ("personal", self.personal),
-            ("static", self.static),
-        ):
+        found = {name: names for name, names in holders.items() if names} | {"static": self.static}
+        width = max(8, *map(len, found))
+        for holder, names in found.items():
             for top, scalars in _by_top_level(names, sizes).items():
-                lines.append(f"  {holder:<8} {top:<24} {scalars:>12,}")
+                lines.append(f"  {holder:<{width}} {top:<24} {scalars:>12,}")
         return "\n".join(lines)
 
 

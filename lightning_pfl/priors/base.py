@@ -21,6 +21,8 @@ class Prior(ABC):
     Clients descend on their loss plus :math:`R`; the server fits :math:`\gamma` to what they find.
     A prior of your own needs :meth:`regularizer`; the rest follows from it by autograd::
 
+        from lightning_pfl.priors import Prior, sum_entries
+
         class Cauchy(Prior):
             def regularizer(self, theta, gamma):
                 return sum_entries(lambda t, m: (1 + (t - m) ** 2).log(), theta, gamma["mean"])
@@ -29,7 +31,8 @@ class Prior(ABC):
     entry ``mean``, if it has one, is where the density peaks: clients begin there, and there the
     global model is. In :meth:`regularizer` and :meth:`theta_gradient` all leaves, also those of
     :math:`\gamma`, have a leading client axis, and rows don't mix. On the server :math:`\gamma` has
-    none.
+    none. It needn't be learned: :math:`R` may not depend on it, and the server then leaves it as
+    :meth:`init` made it. `docs/priors.md` has a complete example.
 
     Args:
         parameters: Which trainable parameters are under the prior: names, globs, module types, or
@@ -148,9 +151,17 @@ def gradient(function: Callable[[Tree], Tensor], tree: Tree) -> Tree:
     with torch.enable_grad():
         tree = tmap(lambda leaf: leaf.detach().requires_grad_(), tree)
         value = function(tree)
+        if not value.requires_grad:
+            return tmap(torch.zeros_like, tree)
         inputs = list(leaves(tree))
         found = iter(torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True))
     return _refill(tree, found)
+
+
+def reaches(function: Callable[[Tree], Tensor], tree: Tree) -> bool:
+    """Whether a function depends on a tree, as far as autograd sees."""
+    with torch.enable_grad():
+        return function(tmap(lambda leaf: leaf.detach().requires_grad_(), tree)).requires_grad
 
 
 def _refill(tree: Tree, values: Iterator[Tensor]) -> Tree:

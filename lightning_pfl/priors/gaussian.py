@@ -1,58 +1,138 @@
-"""GaussianPrior: one variance for all parameters, a mean that is learned."""
+"""GaussianPrior: fixed variances, one for all parameters or by their names; a learned mean."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from lightning_pfl.layout import Spec
+from lightning_pfl.layout import Spec, picks
 from lightning_pfl.priors.base import Prior, check_positive, sum_entries
-from lightning_pfl.tree import Model, Tree, sub, tmap, weighted_mean
+from lightning_pfl.tree import Model, Tree, sub, weighted_mean
 
 
 class GaussianPrior(Prior):
-    r"""A Gaussian with a learned mean :math:`\gamma` and a fixed variance :math:`\sigma^2`.
+    r"""A Gaussian with a learned mean :math:`\gamma` and fixed variances :math:`\sigma_i^2`.
 
     .. math::
-        R(\theta, \gamma) = \frac{1}{2 \sigma^2} \lVert \theta - \gamma \rVert^2, \qquad
+        R(\theta, \gamma) = \sum_i \frac{(\theta_i - \gamma_i)^2}{2 \sigma_i^2}, \qquad
         \arg\min_\gamma \sum_k w_k R(\theta_k, \gamma) = \sum_k w_k \theta_k
 
-    The closed form (equation 9) is equation 3 with the step :math:`\lambda = \sigma^2`.
+    The closed form (equation 9) is equation 3 with the step :math:`\lambda = \sigma^2`, where all
+    variances are equal; it doesn't depend on them.
 
     Args:
-        variance: :math:`\sigma^2 > 0`; ``inf`` trains every client alone. Plain SGD needs ``lr * (L
-            + 1 / variance) < 2``. In a round the mean moves by a share of about ``variance * L``,
-            so for a small variance a larger ``prior_lr`` is faster than the closed form.
+        variance: :math:`\sigma^2 > 0`; ``inf`` pulls nobody. Plain SGD needs ``lr * (L + 1 /
+            variance) < 2``. In a round the mean moves by a share of about ``variance * L``, so for
+            a small variance a larger ``prior_lr`` is faster than the closed form. Or a variance for
+            each of several names or globs, ``{"head": 1.0, "*": 15.0}``: a parameter has that of
+            the first that picks it, and one must pick it.
         parameters: Which trainable parameters are under the prior.
 
-    Deviation from the paper: none.
+    Raises:
+        ValueError: If a variance isn't above 0; before the first round, if a parameter under the
+            prior is left out, or a name picks none.
+
+    Deviation from the paper: none. Variances by name are its anisotropic prior, with
+    :math:`\sigma_i` for what is :math:`1 / \sigma_i` there.
 
     Example:
         >>> GaussianPrior(15.0)
         GaussianPrior(variance=15.0, parameters='all')
+        >>> GaussianPrior({"head": 1.0, "*": 15.0}).variance["head"]
+        1.0
 
     References:
         Zhang et al. FedMAP. arXiv:2405.19000, equations 6, 7 and 9.
     """
 
-    def __init__(self, variance: float = 15.0, parameters: Spec = "all") -> None:
+    def __init__(self, variance: float | dict[str, float] = 15.0, parameters: Spec = "all") -> None:
         super().__init__(parameters)
-        check_positive("variance", variance, "Use 15 as in the paper's code.", infinite=True)
+        advice = "Use 15 as in the paper's code."
+        if isinstance(variance, Mapping):
+            if not variance:
+                raise ValueError(
+                    "Expected `variance` to have a variance for every parameter, but got "
+                    f"{variance=}. Use {{'*': 15.0}}, or 15.0."
+                )
+            for pattern, value in variance.items():
+                check_positive(f"variance[{pattern!r}]", value, advice, infinite=True)
+        else:
+            check_positive("variance", variance, advice, infinite=True)
         self.variance = variance
 
+    @property
+    def pulls_nobody(self) -> bool:
+        """Whether all variances are infinite."""
+        found = self.variance
+        return all(v == math.inf for v in (found.values() if isinstance(found, dict) else [found]))
+
+    def init(self, model: Model) -> Tree:
+        """The initial parameters, once it is clear which variance each of them has."""
+        if isinstance(self.variance, dict):
+            _check_names(self.variance, model)
+        return super().init(model)
+
+    def _over(self, model: Model) -> Model:
+        """Each parameter over its variance."""
+        variances = self._variances(model)
+        return {name: leaf / variances[name] for name, leaf in model.items()}
+
+    def _variances(self, model: Model) -> Mapping[str, float]:
+        if isinstance(self.variance, dict):
+            return _by_name(tuple(self.variance.items()), tuple(model))
+        return dict.fromkeys(model, self.variance)
+
     def regularizer(self, theta: Model, gamma: Tree) -> Tensor:
-        """Half the squared distance to the mean, over the variance."""
-        squares = sum_entries(lambda t, m: (t - m).square(), theta, gamma["mean"])
-        return squares / (2 * self.variance)
+        """Half the squared distances to the mean, each over its variance."""
+        variances, mean = self._variances(theta), gamma["mean"]
+        parts = [
+            sum_entries(_square, {name: leaf}, {name: mean[name]}) / (2 * variances[name])
+            for name, leaf in theta.items()
+        ]
+        return torch.stack(parts).sum(0)
 
     def theta_gradient(self, theta: Model, gamma: Tree) -> Model:
         """The difference to the mean, over the variance."""
-        return tmap(lambda t, m: (t - m) / self.variance, theta, gamma["mean"])
+        return self._over(sub(theta, gamma["mean"]))
 
     def gamma_gradient(self, theta: Model, gamma: Tree, weights: Tensor) -> Tree:
         """The mean's difference to the clients' mean, over the variance."""
-        change = sub(gamma["mean"], weighted_mean(theta, weights))
-        return {"mean": tmap(lambda leaf: leaf / self.variance, change)}
+        return {"mean": self._over(sub(gamma["mean"], weighted_mean(theta, weights)))}
 
     def closed_form(self, theta: Model, gamma: Tree, weights: Tensor) -> Tree:
         """The clients' weighted mean."""
         return {"mean": weighted_mean(theta, weights)}
+
+
+def _square(t: Tensor, m: Tensor) -> Tensor:
+    return (t - m).square()
+
+
+@lru_cache(maxsize=32)
+def _by_name(variances: tuple[tuple[str, float], ...], names: tuple[str, ...]) -> dict[str, float]:
+    """The variance of the first pattern that picks a name."""
+    return {
+        name: next(value for pattern, value in variances if picks(pattern, name)) for name in names
+    }
+
+
+def _check_names(variances: Mapping[str, float], model: Mapping[str, Any]) -> None:
+    for pattern in variances:
+        if not any(picks(pattern, name) for name in model):
+            raise ValueError(
+                "Expected every name in `variance` to pick a parameter under the prior, but got "
+                f"{pattern!r}, and under it are {', '.join(sorted(model)[:8])}. Use one of these, "
+                "or a glob."
+            )
+    left = [name for name in model if not any(picks(pattern, name) for pattern in variances)]
+    if left:
+        raise ValueError(
+            "Expected `variance` to have one for every parameter under the prior, but got "
+            f"{dict(variances)!r}, which leaves out {', '.join(left[:5])}. End with '*' for all "
+            "others."
+        )

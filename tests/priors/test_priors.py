@@ -42,6 +42,7 @@ class Correlated(Prior):
 
 PRIORS: dict[str, Callable[[], Prior]] = {
     "GaussianPrior": lambda: GaussianPrior(0.7),
+    "GaussianPrior, by name": lambda: GaussianPrior({"bias": 2.5, "*": 0.4}),
     "DiagonalGaussianPrior": lambda: DiagonalGaussianPrior(0.3, 1.1, 0.01),
     "LaplacePrior": lambda: LaplacePrior(0.8, 0.3),
     "Cauchy": Cauchy,
@@ -82,7 +83,7 @@ def differences(function: Callable[[Tree], Tensor], tree: Tree, step: float = 1e
 
 
 def test_every_prior_is_tried() -> None:
-    assert set(priors.__all__) - {"Prior"} <= set(PRIORS)
+    assert set(priors.__all__) - {"Prior", "sum_entries"} <= set(PRIORS)
 
 
 @pytest.mark.parametrize("name", PRIORS)
@@ -145,6 +146,37 @@ def test_the_gaussian_closed_form_is_a_step_by_its_variance() -> None:
     mean = {n: (WEIGHTS.view(-1, *[1] * (x.ndim - 1)) * x).sum(0) for n, x in theta.items()}
     assert_trees_close(prior.update(theta, gamma, WEIGHTS, None), {"mean": mean})
     assert_trees_close(prior.update(theta, gamma, WEIGHTS, 0.7), {"mean": mean})
+
+
+def test_variances_by_name_are_those_of_the_first_that_picks() -> None:
+    """Halves of squares over 2.5 and 0.4, by hand; the mean is that of any variances."""
+    prior = GaussianPrior({"bias": 2.5, "*": 0.4, "weight": 100.0})
+    theta, gamma = problem(prior)
+    each, mean = expand(gamma, 3), gamma["mean"]
+    want = [
+        float(((theta["bias"][k] - mean["bias"]) ** 2).sum()) / 5.0
+        + float(((theta["weight"][k] - mean["weight"]) ** 2).sum()) / 0.8
+        for k in range(3)
+    ]
+    assert prior.regularizer(theta, each).tolist() == pytest.approx(want, rel=1e-14)
+    found = prior.update(theta, gamma, WEIGHTS, None)
+    assert_trees_close(found, GaussianPrior(0.7).update(theta, gamma, WEIGHTS, None))
+    slope = leaves(prior.gamma_gradient(theta, found, WEIGHTS))
+    assert all(float(g.abs().max()) < 1e-14 for g in slope)
+
+
+@pytest.mark.parametrize(
+    ("variance", "text"),
+    [
+        ({}, r"Expected `variance` to have a variance for every parameter, but got variance=\{\}"),
+        ({"*": 0.0}, r"Expected `variance\['\*'\]` to be a number > 0, but got .*=0\.0"),
+        ({"head": 1.0, "*": 2.0}, "name in `variance` to pick a parameter .*but got 'head', and"),
+        ({"bias": 1.0}, r"one for every parameter .*\{'bias': 1\.0\}, which leaves out weight"),
+    ],
+)
+def test_variances_by_name_are_checked(variance: dict[str, float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        problem(GaussianPrior(variance))
 
 
 def test_an_infinite_variance_pulls_nobody() -> None:
