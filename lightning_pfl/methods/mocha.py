@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
+import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Phase, check_number
+from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
 from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
 from lightning_pfl.tree import Model, Tree
 
@@ -109,6 +110,7 @@ class MOCHA(Method):
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
         {"dual_vectors": 1, "relationship": 2}
     )
+    held: ClassVar[str] = OWN
 
     def __init__(
         self,
@@ -157,6 +159,20 @@ class MOCHA(Method):
             )
         self._weight, self._bias = weights[0], biases[0] if biases else None
         self._outputs, self._inputs = shapes[self._weight]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Require samples that stay: each has a dual variable.
+
+        Raises:
+            MisconfigurationException: If the run reloads its data.
+        """
+        every = trainer.reload_dataloaders_every_n_epochs
+        if every:
+            raise MisconfigurationException(
+                "Expected the same samples in all rounds, as MOCHA has a dual variable for each, "
+                f"but got reload_dataloaders_every_n_epochs={every}. Set it to 0, and use "
+                "FederatedDataModule."
+            )
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """One step on all samples."""

@@ -14,7 +14,7 @@ from lightning_pfl.callback import ClientInfo
 from lightning_pfl.methods.base import Local, Method, Phase
 from lightning_pfl.testing import conformance
 from lightning_pfl.testing.conformance import Problem
-from lightning_pfl.tree import Model, Tree, rows, select, tmap, weighted_mean
+from lightning_pfl.tree import Model, Tree, floats, per_client, rows, select, tmap, weighted_mean
 
 
 class MixesClients(Method):
@@ -202,6 +202,16 @@ class Ascends(Method):
         return {**state, "model": local.update(state["model"], up)}
 
 
+class PassesOverBrokenData(Method):
+    """Puts a number in the place of what isn't one, so that nobody notices the client."""
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        (inputs, *_), real = local.samples(batch)
+        seen = inputs.nan_to_num().flatten(1).mean(1) * real.any(1)
+        moved = tmap(lambda leaf: leaf + 0.01 * per_client(seen, leaf), floats(state["model"]))
+        return {**state, "model": {**state["model"], **moved}}
+
+
 CASES: list[tuple[type[Method], Callable[..., None]]] = [
     (MixesClients, conformance.check_engines_agree),
     (DependsOnTheOrder, conformance.check_relabelling_permutes_the_result),
@@ -220,6 +230,7 @@ CASES: list[tuple[type[Method], Callable[..., None]]] = [
     (NeverTrains, conformance.check_trains_through_the_trainer),
     (TrainsOnce, conformance.check_trains_through_the_trainer),
     (Ascends, conformance.check_trains_through_the_trainer),
+    (PassesOverBrokenData, conformance.check_broken_data_stop_nobody),
 ]
 
 

@@ -269,6 +269,12 @@ def test_networks_are_refused() -> None:
         fit(MOCHA(), small_clients(), small_module())
 
 
+def test_data_that_change_are_refused() -> None:
+    """A dual variable would count for a sample that is gone."""
+    with pytest.raises(MisconfigurationException, match=r"same samples in .*epochs=1"):
+        fit(MOCHA(), clients(), plane_module(), reload_dataloaders_every_n_epochs=1)
+
+
 def test_inputs_have_to_be_those_of_the_layer() -> None:
     class Half(nn.Module):
         def forward(self, x: Any) -> Any:
