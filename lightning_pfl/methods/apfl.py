@@ -2,7 +2,7 @@ r"""APFL: each client mixes a model of its own with the global one."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Weighting
+from lightning_pfl.methods.base import OWN, Local, Method, Weighting
 from lightning_pfl.mixture import SHARE, mixture
 from lightning_pfl.solvers.proximal import towards
 from lightning_pfl.tree import Model, Tree, dot, scale, select, sub
@@ -52,7 +52,8 @@ class APFL(Method):
         each leaf ``(clients, *shape)``; if adaptive ``mixing``, ``(clients,)``.
 
     Deviation from the paper: the own model steps with the user's optimizer on the gradient
-    :math:`\alpha_k \nabla F_k(\bar v)`; the released code also regularises :math:`\alpha_k`.
+    :math:`\alpha_k \nabla F_k(\bar v)`, where :math:`\bar v` has the :math:`w` after its step, as in
+    the released code (Algorithm 1: before it); that code also regularises :math:`\alpha_k`.
 
     Example:
         >>> APFL(mixing=0.25, adaptive=True).mixing
@@ -62,6 +63,8 @@ class APFL(Method):
         Deng, Kamani, Mahdavi. Adaptive personalized federated learning. 2020. arXiv:2003.13461,
         Algorithm 1 and equation 10.
     """
+
+    held: ClassVar[str] = OWN
 
     def __init__(
         self,

@@ -166,7 +166,8 @@ class MOCHA(Method):
         Raises:
             MisconfigurationException: If the run reloads its data.
         """
-        every = trainer.reload_dataloaders_every_n_epochs
+        run: Any = trainer  # the flag is set by a part of the Trainer that types don't know
+        every = run.reload_dataloaders_every_n_epochs
         if every:
             raise MisconfigurationException(
                 "Expected the same samples in all rounds, as MOCHA has a dual variable for each, "
