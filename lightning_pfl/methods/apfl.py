@@ -52,8 +52,8 @@ class APFL(Method):
         each leaf ``(clients, *shape)``; if adaptive ``mixing``, ``(clients,)``.
 
     Deviation from the paper: the own model steps with the user's optimizer on the gradient
-    :math:`\alpha_k \nabla F_k(\bar v)`, where :math:`\bar v` has the :math:`w` after its step, as in
-    the released code (Algorithm 1: before it); that code also regularises :math:`\alpha_k`.
+    :math:`\alpha_k \nabla F_k(\bar v)`, where :math:`\bar v` has the :math:`w` after its step, as
+    in the released code (Algorithm 1: before it); that code also regularises :math:`\alpha_k`.
 
     Example:
         >>> APFL(mixing=0.25, adaptive=True).mixing
