@@ -83,6 +83,7 @@ __all__ = [
     "copy_apart",
     "count_server_update",
     "default_backend",
+    "forget_metrics",
     "is_overridden",
     "log_at_end",
     "log_values",
@@ -287,6 +288,15 @@ def remember_metrics(trainer: Any, values: Mapping[str, float | Tensor]) -> None
     trainer._logger_connector._callback_metrics.update(
         {name: torch.as_tensor(value) for name, value in values.items()}
     )
+
+
+def forget_metrics(trainer: Any, names: Iterable[str]) -> None:
+    """Take values out of the Trainer's, where Lightning keeps the last of each name for ever."""
+    connector = trainer._logger_connector
+    kept = connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics
+    for name in names:
+        for values in kept:
+            values.pop(name, None)
 
 
 def log_at_end(trainer: Any, values: Mapping[str, float]) -> None:

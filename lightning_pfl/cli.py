@@ -27,6 +27,8 @@ from lightning_pfl.metrics import STATISTICS
 #: Column of the results table, and what the evaluation appends to the name of a value.
 COLUMNS = {statistic or "mean": f"/{statistic}" if statistic else "" for statistic in STATISTICS}
 
+#: What ClusterMonitor logs, shown below the table.
+CLUSTERS = ("clusters/number", "clusters/ari")
 DIGITS = re.compile(r"(\d+)")
 
 
@@ -145,7 +147,8 @@ def print_results(metrics: Mapping[str, SupportsFloat], title: str = "After trai
     rows = evaluated(metrics)
     if not rows:
         return
-    table = Table("over clients", *COLUMNS, title=title)
+    clusters = ", ".join(f"{k} {float(v):.4g}" for k, v in metrics.items() if k in CLUSTERS)
+    table = Table("over clients", *COLUMNS, title=title, caption=clusters or None)
     for name, statistics in rows.items():
         table.add_row(name, *(f"{value:.4f}" for value in statistics.values()))
     Console().print(table)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_pfl._lightning import (
     DataHolder,
     EvaluationLoop,
+    forget_metrics,
     is_overridden,
     log_values,
     no_grad_context,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from lightning_pfl.federation import Federation
     from lightning_pfl.groups import Group
 
+GLOBAL = "global/"
+"""Prefix of the global model's values."""
 MEMORY = 2**28
 """Bytes of personal models that are built at a time; more clients are evaluated in several goes."""
 
@@ -305,10 +308,10 @@ class FederatedEvaluationLoop(EvaluationLoop):
             progress.finish()
             # All processes must agree, also one that has no clients to look at.
             if all(strategy.ranks.objects(same)):
-                results["global/"] = results[""]
+                results[GLOBAL] = results[""]
             elif shared is not None:
                 everybody = shared  # a name that mypy knows to be a model
-                results["global/"] = evaluate_clients(
+                results[GLOBAL] = evaluate_clients(
                     strategy, lambda ids: expand(everybody, len(ids)), clients, rows, data, step
                 )
         if not trainer.sanity_checking:
@@ -360,7 +363,13 @@ class FederatedEvaluationLoop(EvaluationLoop):
         hook = "test_step" if self.trainer.testing else "validation_step"
         log_values(self._results, hook, values, shown, logged)
         if self._trainer_fn == TrainerFn.FITTING:
-            self.strategy.history.update(round, values, directions)
+            history = self.strategy.history
+            # What this round has no value for, such as a global model that is no more, must not
+            # stand beside its values, nor be monitored.
+            forget_metrics(self.trainer, history.last.latest() - values.keys())
+            history.update(round, values, directions)
+            if GLOBAL not in results:
+                history.last.forget(GLOBAL)
         folder = log_folder(self.trainer)
         if folder is not None:
             path = folder / f"clients_{self.prefix}.csv"

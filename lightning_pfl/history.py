@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning_pfl.metrics.history import BestValidationRound, LastRounds
 
+AT_END = ("last10/", "best/")
+"""Prefixes of the values that stand at the end of a run."""
 _ERRORS = "error errors err eer mse rmse msle rmsle mae mape smape wer cer ter mer brier ece fid"
 _LOSSES = "loss losses nll bce ce kl divergence ppl perplexity bpb bpc"
 LOWER_IS_BETTER = frozenset(f"{_ERRORS} {_LOSSES}".split())
@@ -89,6 +91,16 @@ class History:
             best = state["best"]
             self.best = BestValidationRound(best["monitor"], best["mode"])
             self.best.load_state_dict(best)
+
+
+def without_summary(values: Mapping[str, float]) -> dict[str, float]:
+    """Values of a run's rounds, without those of its end: a resumed run has another end.
+
+    Example:
+        >>> without_summary({"val_acc": 0.5, "last10/val_acc": 0.4, "best/round": 3.0})
+        {'val_acc': 0.5}
+    """
+    return {name: value for name, value in values.items() if not name.startswith(AT_END)}
 
 
 def higher_is_better(name: str) -> bool:

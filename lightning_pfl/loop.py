@@ -29,6 +29,7 @@ from lightning_pfl.callback import FederatedCallback, Round
 from lightning_pfl.cohort import Cohort
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import LocalResult
+from lightning_pfl.history import without_summary
 from lightning_pfl.idle import learners
 from lightning_pfl.placement import place
 from lightning_pfl.progress import ClientProgress
@@ -183,7 +184,7 @@ class FederatedLoop(FitLoop):
         """Go on where the last run or the checkpoint stopped, also inside a round."""
         torch.set_grad_enabled(True)
         if self._restored is not None:
-            remember_metrics(self.trainer, self._restored["callback_metrics"])
+            remember_metrics(self.trainer, without_summary(self._restored["callback_metrics"]))
         self._restored = None
         updates = self.epoch_loop.global_step
         inside = self.stage in (TRAINED, VALIDATED)

@@ -58,6 +58,17 @@ class LastRounds:
         kept[round] = {**kept.get(round, {}), **{k: float(v) for k, v in values.items()}}
         self.rounds = dict(sorted(kept.items())[-self.window :])
 
+    def latest(self) -> frozenset[str]:
+        """Return the names that the last evaluated round has a value for."""
+        return frozenset(self.rounds[max(self.rounds)]) if self.rounds else frozenset()
+
+    def forget(self, prefix: str) -> None:
+        """Drop the values whose names begin so, from all rounds."""
+        self.rounds = {
+            number: {k: v for k, v in values.items() if not k.startswith(prefix)}
+            for number, values in self.rounds.items()
+        }
+
     def mean(self) -> dict[str, float]:
         """Return the mean of each name over those of the last rounds that have a value for it."""
         names = dict.fromkeys(name for values in self.rounds.values() for name in values)

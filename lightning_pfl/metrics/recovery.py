@@ -201,6 +201,6 @@ def _check_models(name: str, models: Tensor, losses: Losses, count: int, each: s
     if tuple(models.shape) != (count, dim) or models.dtype != dtype:
         raise ValueError(
             f"Expected `{name}` to be one model per {each}, of the shape {(count, dim)} in "
-            f"{dtype}, but got the shape {tuple(models.shape)} in {models.dtype}. Give a row for each of "
-            f"the {count} {each}s, and convert it by .to({dtype})."
+            f"{dtype}, but got the shape {tuple(models.shape)} in {models.dtype}. Give a row for "
+            f"each of the {count} {each}s, and convert it by .to({dtype})."
         )

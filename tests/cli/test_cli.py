@@ -173,3 +173,11 @@ def test_the_table_after_fit_names_model_and_statistics(
 def test_there_is_no_table_without_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
     print_results({"train_loss": 1.0})
     assert capsys.readouterr().out == ""
+
+
+def test_the_clusters_stand_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"val_acc": 0.75, "val_acc/worst_decile": 0.5}
+    print_results({**values, "clusters/number": 3.0, "clusters/ari": 0.8125, "drift/norm": 1.0})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "clusters/number 3, clusters/ari 0.8125" in shown
+    assert "drift" not in shown

@@ -108,3 +108,13 @@ class TestGuards:
     def test_missing_value(self) -> None:
         with pytest.raises(ValueError, match=r"Expected `values` to hold 'val', but got \['x'\]"):
             BestValidationRound("val").update(0, {"x": 1.0})
+
+
+def test_values_of_a_prefix_are_forgotten() -> None:
+    last = LastRounds()
+    assert last.latest() == frozenset()
+    last.update(0, {"a": 1.0, "b/a": 2.0})
+    last.update(1, {"a": 3.0, "b/c": 4.0})
+    assert last.latest() == {"a", "b/c"}
+    last.forget("b/")
+    assert last.mean() == {"a": 2.0}
