@@ -1,4 +1,4 @@
-"""Clients with samples that the Trainer's limits, or ``drop_last``, leave without a minibatch."""
+"""Clients without samples, and those that limits or ``drop_last`` leave without a minibatch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,38 @@ from lightning_pfl.engine.batching import Limits, minibatches_per_epoch
 from lightning_pfl.methods.base import Phase
 
 
+def require_samples(data: FederatedDataset, fate: str, warn: bool) -> None:
+    """Require a client with training samples, and warn of those without.
+
+    Args:
+        data: The training data.
+        fate: What becomes of clients without samples, for the warning.
+        warn: Whether to warn.
+
+    Raises:
+        ValueError: If no client has any.
+    """
+    empty = [
+        name for name, samples in zip(data.names, data.num_samples, strict=True) if not samples
+    ]
+    if empty and warn:
+        rank_zero_warn(
+            f"{len(empty)} clients without training samples {fate}: {', '.join(empty[:10])}."
+        )
+    if len(empty) == data.num_clients:
+        raise ValueError(
+            f"Expected at least one client with training samples, but none of the "
+            f"{data.num_clients} clients has any. Check the partition, or the datasets behind "
+            "`train_dataloaders`."
+        )
+
+
 def learners(
-    engine: Engine, data: FederatedDataset, phases: tuple[Phase, ...], limit: str
+    engine: Engine,
+    data: FederatedDataset,
+    phases: tuple[Phase, ...],
+    limit: str,
+    fate: str = "are never sampled",
 ) -> Tensor:
     """Clients with a minibatch to train on, int64 ``(learners,)``; warns of those without.
 
@@ -27,6 +57,7 @@ def learners(
         phases: A round's local training. How long it is doesn't matter: a budget of 0 is no
             mistake. Without any, all clients with samples count.
         limit: The Trainer's flag and its value, for messages.
+        fate: What becomes of the others, for messages.
 
     Raises:
         MisconfigurationException: If no client has any.
@@ -35,7 +66,8 @@ def learners(
     if not phases or not len(clients):
         return clients
     one = tuple(replace(phase, epochs=1, steps=None, draws=1) for phase in phases)
-    return clients[_busy(data, clients, engine.count_steps(data, clients, one), "train", limit)]
+    batches = engine.count_steps(data, clients, one)
+    return clients[_busy(data, clients, batches, "train", limit, fate)]
 
 
 def evaluated(data: FederatedDataset, rows: Tensor, split: str, limit: float | int) -> Tensor:
@@ -53,11 +85,12 @@ def evaluated(data: FederatedDataset, rows: Tensor, split: str, limit: float | i
     limits = Limits(batches=limit)
     batches = [minibatches_per_epoch(data, row, limits) for row in rows.tolist()]
     text = f"limit_{split}_batches={limit!r}"
-    return _busy(data, rows, torch.tensor(batches, dtype=torch.int64), split, text)
+    counts = torch.tensor(batches, dtype=torch.int64)
+    return _busy(data, rows, counts, split, text, "are not evaluated")
 
 
 def _busy(
-    data: FederatedDataset, clients: Tensor, batches: Tensor, split: str, limit: str
+    data: FederatedDataset, clients: Tensor, batches: Tensor, split: str, limit: str, fate: str
 ) -> Tensor:
     busy = batches > 0
     idle = [data.names[client] for client in clients[~busy].tolist()]
@@ -69,8 +102,7 @@ def _busy(
             "rounded down: use a larger one, an int, smaller batches or drop_last=False."
         )
     if idle:
-        what = "never sampled" if split == "train" else "not evaluated"
-        rank_zero_warn(f"{len(idle)} clients are {what}, as {why} to them: {_some(idle)}.")
+        rank_zero_warn(f"{len(idle)} clients {fate}, as {why} to them: {_some(idle)}.")
     return busy
 
 

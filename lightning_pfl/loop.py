@@ -30,7 +30,7 @@ from lightning_pfl.cohort import Cohort
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import LocalResult
 from lightning_pfl.history import without_summary
-from lightning_pfl.idle import learners
+from lightning_pfl.idle import learners, require_samples
 from lightning_pfl.placement import place
 from lightning_pfl.progress import ClientProgress
 from lightning_pfl.sampling import sample_cohort
@@ -120,22 +120,7 @@ class FederatedLoop(FitLoop):
             return
         self._combined_loader = None
         data = self.require_data()
-        empty = [
-            name
-            for name, samples in zip(data.names, data.num_samples.tolist(), strict=True)
-            if not samples
-        ]
-        if empty and self._last_train_dl_reload_epoch < 0:
-            rank_zero_warn(
-                f"{len(empty)} clients without training samples are never sampled: "
-                f"{', '.join(empty[:10])}."
-            )
-        if len(empty) == data.num_clients:
-            raise ValueError(
-                f"Expected at least one client with training samples, but none of the "
-                f"{data.num_clients} clients has any. Check the partition, or the datasets behind "
-                "`train_dataloaders`."
-            )
+        require_samples(data, self._fate, warn=self._last_train_dl_reload_epoch < 0)
         self._learners = None
         self.max_batches = len(self._draw(0))
         self._last_train_dl_reload_epoch = self.trainer.current_epoch
@@ -154,8 +139,15 @@ class FederatedLoop(FitLoop):
         phases = next((phases for phases in rounds if phases), ())
         flag = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
         limit = f"{flag}={getattr(trainer, flag)!r}"
-        self._learners = learners(self.strategy, self.require_data(), phases, limit)
+        data = self.require_data()
+        self._learners = learners(self.strategy, data, phases, limit, self._fate)
         self.max_batches = len(self._draw(start))
+
+    @property
+    def _fate(self) -> str:
+        """What becomes of clients that can't take a step."""
+        idle = self.strategy.method.idle_take_part
+        return "take part without local steps" if idle else "are never sampled"
 
     def _check_reloaded(self, data: FederatedDataset) -> None:
         if tuple(data.names) != self.strategy.client_names:
@@ -167,10 +159,11 @@ class FederatedLoop(FitLoop):
         self.strategy.num_samples = data.num_samples
 
     def _draw(self, round: int) -> Tensor:
-        eligible = self._learners
-        if eligible is None:
+        strategy, eligible = self.strategy, self._learners
+        if strategy.method.idle_take_part:
+            eligible = torch.arange(self.require_data().num_clients)
+        elif eligible is None:
             eligible = self.require_data().num_samples.nonzero().flatten()
-        strategy = self.strategy
         share = 1.0 if strategy.method.asks_everyone(round) else strategy.participation
         return (
             sample_cohort(getattr(strategy, "seed", 0), round, eligible, share)

@@ -25,10 +25,9 @@ def cohort_size(participation: float | int, num_clients: int) -> int:
     if isinstance(participation, int):
         if participation > num_clients:
             raise ValueError(
-                f"Expected `participation` to be at most the {num_clients} clients that have "
-                "training samples, but "
-                f"got participation={participation!r}. Use a smaller count, or a fraction such as "
-                "0.1."
+                f"Expected `participation` to be at most the {num_clients} clients that can "
+                f"take part, but got participation={participation!r}. Use a smaller count, or a "
+                "fraction such as 0.1."
             )
         return participation
     # 0.1 * 30 is 3.0000000000000004 and 0.29 * 100 is 28.999999999999996: the fraction is meant in

@@ -152,6 +152,22 @@ def as_rows(leaf: Tensor) -> Tensor:
     return leaf.flatten(1) if leaf.ndim > 1 else leaf.unsqueeze(1)
 
 
+def where(chosen: Tensor, new: Tree, old: Tree) -> Tree:
+    """``new`` for some clients and ``old`` for the others, on the names of ``new``.
+
+    Args:
+        chosen: For whom it is new, bool ``(clients,)``.
+        new: ``(clients, ...)``.
+        old: ``(clients, ...)``.
+    """
+
+    def choose(ours: Tensor, theirs: Tensor) -> Tensor:
+        mask = chosen.to(ours.device).view(-1, *[1] * (ours.ndim - 1))
+        return torch.where(mask, ours, theirs)
+
+    return tmap(choose, new, old)
+
+
 def scale(tree: Tree, factor: float | Tensor) -> Tree:
     """Multiply by a number, or by one number per client (shape ``(clients,)``)."""
     if isinstance(factor, Tensor) and factor.ndim == 1:

@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 Weighting = Literal["samples", "uniform"]
+SHARED, OWN, CLUSTER = "shared", "one per client", "one per cluster"
+"""What the part of the model that isn't personal is to the clients, see :meth:`Method.holders`."""
 
 
 def check_budget(epochs: int | None, steps: int | None, what: str = "local") -> None:
@@ -92,8 +94,13 @@ class Method(FederatedCallback):
 
     Attributes:
         personal: What never leaves the client; set by the method.
+        held: Who has the rest of the model that clients are evaluated with: all the same one,
+            each one of its own, or each cluster of clients.
         everyone: Whether all clients train in every round, whatever ``participation`` says (methods
             without a server).
+        idle_take_part: Whether clients without a minibatch to train on take part all the same: they
+            have the loss 0, and ``info.steps`` 0 (methods over a graph, in which they pass on what
+            pulls at them). Otherwise they are never sampled.
         client_axes: Top-level entries of the server's tree with leading axes of all clients, in the
             order of their ids, and how many such axes: ``{"models": 1, "relationship": 2}``.
         state_settings: Settings on which the server's state depends: a checkpoint with another
@@ -108,7 +115,9 @@ class Method(FederatedCallback):
     """
 
     personal: Spec = None
+    held: ClassVar[str] = SHARED
     everyone: ClassVar[bool] = False
+    idle_take_part: ClassVar[bool] = False
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
     state_settings: ClassVar[tuple[str, ...]] = ()
     edge_state: ClassVar[tuple[str, ...]] = ()
@@ -151,6 +160,18 @@ class Method(FederatedCallback):
         Override where it is easier to say what is shared.
         """
         return self.personal
+
+    def holders(self, layout: Layout) -> dict[str, frozenset[str]]:
+        """Who has which entries of the model that clients are evaluated with.
+
+        Told at the start of a fit. Under ``"shared"`` is what all clients have alike; under the
+        other names, what differs between them.
+        """
+        return {self.held: layout.shared, "personal": layout.personal}
+
+    def differing(self, layout: Layout) -> frozenset[str]:
+        """The entries in which clients' models differ."""
+        return frozenset(layout.names) - self.holders(layout).get(SHARED, frozenset())
 
     # --- the plan ---
 

@@ -15,7 +15,7 @@ from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.errors import is_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Phase, check_number
+from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
 from lightning_pfl.metrics.clusters import clusters_of_pairs
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.blocks import BlockDraws, check_share, damping
@@ -33,12 +33,13 @@ from lightning_pfl.solvers.proximal_step import (
     check_local_solver,
     flat,
     proximal_phases,
+    proximal_result,
     proximal_state,
     proximal_step,
     unflat,
 )
 from lightning_pfl.stability import warn_of_overshooting
-from lightning_pfl.tree import Model, Tree, per_client, select, tmap
+from lightning_pfl.tree import Model, Tree, select, where
 
 Scale = Literal["canonical", "equation-3", "equation-3-unordered", "equation-14", "theorems"]
 COPIES = 9
@@ -117,8 +118,8 @@ class ConvexClustering(Method):
     Deviation from the paper: the corrected x-update, for which a client is sent one more vector;
     clients that aren't sampled are no blocks of the round. The server's rows of :math:`z` and
     :math:`\hat\mu` stand for the client's copies too; bytes are those of the paper's messages: the
-    updated blocks up, updated models of neighbours and updated :math:`\mu_{ij}` down. Clients
-    without training samples are in no pair.
+    updated blocks up, updated models of neighbours and updated :math:`\mu_{ij}` down. A client
+    without training samples, or without a minibatch, has :math:`f_i = 0` and is in its pairs.
 
     Example:
         >>> ConvexClustering(0.1, blocks=36).local_solver
@@ -130,9 +131,11 @@ class ConvexClustering(Method):
         multipliers. NeurIPS 2014. arXiv:1406.4064, for :math:`\tau` and :math:`\nu`.
     """
 
+    idle_take_part: ClassVar[bool] = True
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
         {"models": 1, "split": 2, "dual": 2, "damped": 2, "new_models": 2, "new_duals": 2}
     )
+    held: ClassVar[str] = OWN
 
     def __init__(
         self,
@@ -140,8 +143,9 @@ class ConvexClustering(Method):
         scale: Scale = "canonical",
         step: Step = "full",
         penalty: float = 0.1,
-        blocks: float | int = 1.0,
-        dual_blocks: float | int = 1.0,
+        # The command line takes the first type that fits: 36 is no float.
+        blocks: int | float = 1.0,
+        dual_blocks: int | float = 1.0,
         graph: GraphLike | None = None,
         local_solver: LocalSolver = "optimizer",
         proximal_weight: float = 0.0,
@@ -169,13 +173,13 @@ class ConvexClustering(Method):
     ) -> None:
         """Find the pairs, and the penalty of each."""
         super().bind(layout, num_clients, seed, num_samples)
-        learns = self.num_samples > 0
         if self.given_graph is not None:
             self.graph = resolve_graph(self.given_graph, num_clients, seed)
-        self._pairs = self._find_pairs(num_clients).among(learns)
+        self._pairs = self._find_pairs(num_clients)
         weight = canonical_weight(self.fusion_weight, self.scale, num_clients)
         self._threshold = thresholds(self._pairs, weight, self.step)
-        self._draws = BlockDraws(self._pairs, learns, self.blocks, self.dual_blocks, seed)
+        everyone = torch.ones(num_clients, dtype=torch.bool)
+        self._draws = BlockDraws(self._pairs, everyone, self.blocks, self.dual_blocks, seed)
 
     def _find_pairs(self, num_clients: int) -> Pairs:
         if self.given_graph is None:
@@ -213,8 +217,8 @@ class ConvexClustering(Method):
         memory.require(
             COPIES * clients * slots * first.numel() * first.element_size(),
             first.device,
-            f"ConvexClustering with {clients} clients, {slots} pairs each and {first.numel()} "
-            "parameters",
+            f"ConvexClustering with {clients} clients, {self._pairs.degree.max()} pairs each and "
+            f"{first.numel()} parameters",
             "Use a sparse `graph` of the pairs, such as the nearest neighbours, or a smaller "
             "model.",
         )
@@ -267,12 +271,8 @@ class ConvexClustering(Method):
         split = update_split(view, self._threshold[at].to(view.mask.device), self.penalty)
         chosen = drawn.pairs[at].to(view.mask.device)
         split = torch.where(chosen.unsqueeze(2), split, received["split"])
-        some = drawn.models[at].to(view.mask.device)
-
-        def choose(new: Tensor, old: Tensor) -> Tensor:
-            return torch.where(per_client(some, old.bool()) > 0, new, old)
-
-        model = tmap(choose, state["model"], own["model"])
+        some = drawn.models[at]
+        model = where(some, proximal_result(state, info.steps), own["model"])
         return {"model": select(model, self.layout.trainable), "split": split}, {"model": model}
 
     # --- the server's round ---

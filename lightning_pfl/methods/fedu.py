@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Method, check_number
+from lightning_pfl.methods.base import OWN, Method, check_number
 from lightning_pfl.peers import Exchange, Inbox, Postman
 from lightning_pfl.tree import Model, Tree, per_client, put_rows, repeat, select, tmap
 
@@ -33,7 +33,9 @@ class FedU(Method):
         \tilde\mu = \mu R
 
     with the models as they are after local training, and :math:`\mu` the learning rate. The sum is
-    one sparse matrix product for all clients. Buffers never leave the client.
+    one sparse matrix product for all clients. Buffers never leave the client. A client without
+    training samples, or without a minibatch, has :math:`F_k = 0`: it takes part, and its model is
+    what its neighbours pull it to.
 
     Args:
         graph: Who is whose neighbour, with the weights :math:`a_{kl}`; see
@@ -63,8 +65,10 @@ class FedU(Method):
         with Laplacian regularization. 2021. arXiv:2102.07148, Algorithms 1 and 2.
     """
 
+    idle_take_part: ClassVar[bool] = True
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
     state_settings: ClassVar[tuple[str, ...]] = ("decentralized",)
+    held: ClassVar[str] = OWN
 
     def __init__(
         self,

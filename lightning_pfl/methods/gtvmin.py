@@ -20,6 +20,7 @@ from lightning_pfl.solvers.proximal_step import (
     check_local_solver,
     flat,
     proximal_phases,
+    proximal_result,
     proximal_state,
     proximal_step,
     unflat,
@@ -100,6 +101,9 @@ class GTVMin(Method):
     is fixed. Edges with an end that is not in the cohort keep their dual; the paper is synchronous.
     Clients without neighbours have :math:`\tau = s`. Buffers never leave the client.
 
+    A client without training samples, or without a minibatch, has :math:`L_i = 0`: its primal
+    update is :math:`w_i^+ = w_i - \tau_i \sum_e D_{e, i} u_e`, and it takes part like the others.
+
     Example:
         >>> GTVMin("ring", regularization=0.1).norm
         'l2'
@@ -111,6 +115,7 @@ class GTVMin(Method):
     """
 
     personal: Spec = "all"
+    idle_take_part: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("duals",)
 
     def __init__(
@@ -197,7 +202,8 @@ class GTVMin(Method):
     ) -> tuple[Tree, Tree]:
         """Keep the model, and the last one for the message."""
         last = flat(own["model"], self.layout.trainable)
-        return {"model": {}}, {"model": state["model"], "pull": own["pull"], "last": last}
+        model = proximal_result(state, info.steps)
+        return {"model": {}}, {"model": model, "pull": own["pull"], "last": last}
 
     # --- messages ---
 

@@ -17,7 +17,7 @@ from lightning_pfl.methods.base import Local, Method, check_number
 from lightning_pfl.peers import Exchange, Inbox
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import flat, unflat
-from lightning_pfl.solvers.sheaf import Maps, Restrictions, check_maps, disagreement, lift
+from lightning_pfl.solvers.sheaf import Maps, Restrictions, check_maps, disagreement, lift, pulled
 from lightning_pfl.tree import Model, Tree, expand
 
 COPIES = 2
@@ -64,7 +64,9 @@ class HomologicalConstraints(Method):
         ``(clients, slots, width, d_i)``, unless they are the identity.
 
     Deviation from the paper: its continuous dynamics are discretised by steps in turn, with
-    minibatch gradients and the user's optimizer for :math:`x`; :math:`\rho` is 1 there. Edges have
+    minibatch gradients and the user's optimizer for :math:`x`, and one plain step of size
+    :math:`\alpha` for a client without training samples or without a minibatch, whose :math:`f_i`
+    is 0; :math:`\rho` is 1 there. Edges have
     weights, 1 there.
 
     Example:
@@ -77,6 +79,7 @@ class HomologicalConstraints(Method):
     """
 
     personal: Spec = "all"
+    idle_take_part: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("maps",)
 
     def __init__(
@@ -181,7 +184,7 @@ class HomologicalConstraints(Method):
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Keep the model and the multipliers."""
-        return {"model": {}}, {"model": state["model"], "dual": own["dual"]}
+        return {"model": {}}, {"model": pulled(state, info), "dual": own["dual"]}
 
     # --- what is watched ---
 

@@ -21,6 +21,7 @@ from lightning_pfl.solvers.sheaf import (
     disagreement,
     lift,
     move_maps,
+    pulled,
 )
 from lightning_pfl.tree import Model, Tree, expand
 
@@ -83,7 +84,9 @@ class SheafFMTL(RoundValues, Method):
         need no memory.
 
     Deviation from the paper: parameters are flattened, trainable ones only; buffers stay. Local
-    gradients are those of minibatches. The released code lets clients step one after another, each
+    gradients are those of minibatches. A client without training samples, or without a minibatch,
+    has :math:`F_i = 0`: with ``"combined"`` it takes one plain step of size :math:`\alpha` a round
+    along the pull. The released code lets clients step one after another, each
     seeing the last one's result (Gauss-Seidel); that order needs a loop over clients, so only
     ``"synchronous"``, the paper's, is offered. Edges have weights, 1 in the paper.
 
@@ -97,6 +100,7 @@ class SheafFMTL(RoundValues, Method):
     """
 
     personal: Spec = "all"
+    idle_take_part: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("maps",)
 
     def __init__(
@@ -213,6 +217,12 @@ class SheafFMTL(RoundValues, Method):
         if "pull" in state:
             grads = {name: grad + state["pull"][name] for name, grad in grads.items()}
         return {**state, "model": local.update(state["model"], grads)}
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Keep the model."""
+        return {"model": {}}, {"model": pulled(state, info)}
 
     # --- what is watched ---
 

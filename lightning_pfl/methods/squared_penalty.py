@@ -7,15 +7,15 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import lightning as L
-from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Phase, check_number
+from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
 from lightning_pfl.solvers.proximal_step import (
     LocalSolver,
     check_local_solver,
     proximal_phases,
+    proximal_result,
     proximal_state,
     proximal_step,
 )
@@ -51,8 +51,8 @@ class SquaredPenalty(Method):
         ``model``, the whole model; buffers never leave the client.
 
     Deviation from the paper: it solves the problem centrally; its :math:`\gamma` over ordered pairs
-    beside :math:`\frac1N \sum_i f_i` is :math:`\Gamma = 2 N \gamma`. Clients without training
-    samples are in no pair.
+    beside :math:`\frac1N \sum_i f_i` is :math:`\Gamma = 2 N \gamma`. A client without
+    training samples, or without a minibatch, has :math:`f_i = 0` and takes the mean.
 
     Example:
         >>> SquaredPenalty(0.01, local_solver="exact").penalty_weight
@@ -64,7 +64,9 @@ class SquaredPenalty(Method):
         Personalized federated learning via convex clustering. 2022. arXiv:2202.00718, equation 4.
     """
 
+    idle_take_part: ClassVar[bool] = True
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
+    held: ClassVar[str] = OWN
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class SquaredPenalty(Method):
 
     def _strength(self) -> float:
         """Curvature of the penalty in one client's model."""
-        return 2 * self.penalty_weight * int((self.num_samples > 0).sum())
+        return 2 * self.penalty_weight * self.num_clients
 
     def init_server(self, model: Model) -> Tree:
         """Every client's parameters, which begin alike."""
@@ -115,13 +117,8 @@ class SquaredPenalty(Method):
         return {"model": model}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """The mean of the models of clients that learn."""
-        learns = self.num_samples > 0
-
-        def mean(leaf: Tensor) -> Tensor:
-            return leaf[learns.to(leaf.device)].mean(0) if learns.any() else leaf.mean(0)
-
-        return {"mean": tmap(mean, server["models"])}
+        """The mean of all models."""
+        return {"mean": tmap(lambda leaf: leaf.mean(0), server["models"])}
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
         """The own model, pulled to the mean."""
@@ -137,7 +134,7 @@ class SquaredPenalty(Method):
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the parameters, keep the model."""
-        model = state["model"]
+        model = proximal_result(state, info.steps)
         return {"model": select(model, self.layout.trainable)}, {"model": model}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.solvers.lbfgs import minimise
-from lightning_pfl.tree import Model, Tree, as_rows, per_client, select, tmap
+from lightning_pfl.tree import Model, Tree, as_rows, per_client, select, tmap, where
 
 if TYPE_CHECKING:
     from lightning_pfl.methods.phases import Local, Phase
@@ -72,6 +72,18 @@ def proximal_step(state: Tree, batch: Any, local: Local, local_solver: LocalSolv
     grads = local.grad(model, batch)
     pulled = tmap(pull, select(grads, anchor), model, anchor)
     return {**state, "model": local.update(model, {**grads, **pulled})}
+
+
+def proximal_result(state: Tree, steps: Tensor) -> Model:
+    """The model after local work; of a client without a step, whose :math:`F_i` is 0, :math:`b`.
+
+    Args:
+        state: Of :func:`proximal_state`, after all steps.
+        steps: How many each client took, int64 ``(clients,)``.
+    """
+    strength = state["strength"]
+    free = (steps.to(strength.device) == 0) & (strength > 0)
+    return {**state["model"], **where(free, state["anchor"], state["model"])}
 
 
 def _exact(model: Model, anchor: Model, strength: Tensor, batch: Any, local: Local) -> Model:

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from lightning_pfl.errors import is_number
 from lightning_pfl.randomness import derive, generator
-from lightning_pfl.tree import Tree
+from lightning_pfl.tree import Model, Tree, select, tmap, where
 
 if TYPE_CHECKING:
+    from lightning_pfl.callback import ClientInfo
     from lightning_pfl.graphs import Graph
 
 GivenMaps = Mapping[tuple[int, int], Tensor]
@@ -117,6 +118,32 @@ def given_dims(graph: Graph, sizes: Tensor, maps: GivenMaps) -> Tensor:
             "none. Remove it, or add the edge."
         )
     return dims
+
+
+def bits_per_round(
+    graph: Graph, dims: Tensor, messages: int = 2, bits: int = 32
+) -> tuple[int, int]:
+    r"""Bits that travel in a round in which all clients take part, counted in two ways.
+
+    First what all clients send together, :math:`m b \sum_i \sum_j d_{ij}`, which a run logs as
+    bytes; then what the authors' code reports, :math:`m b \max_i \deg(i) \max_{ij} d_{ij}`, which
+    is what a client with the most neighbours sends. Its "MB" are the latter, over all rounds, by
+    :math:`10^6`: megabits of one client.
+
+    Args:
+        graph: Who is whose neighbour.
+        dims: Dimensions of the edges' spaces, int64 ``(clients, slots)``.
+        messages: :math:`m`, to each neighbour: 2, or 1 where the maps stay.
+        bits: :math:`b`, of a number.
+
+    Example:
+        >>> from lightning_pfl.graphs import resolve_graph
+        >>> path = resolve_graph([[0, 1, 0], [1, 0, 1], [0, 1, 0]], 3)
+        >>> bits_per_round(path, edge_dims(path, torch.tensor([10, 10, 10]), 0.5))
+        (1280, 640)
+    """
+    largest = int(graph.mask.sum(1).max()) * int(dims.max()) if dims.numel() else 0
+    return messages * bits * int(dims.sum()), messages * bits * largest
 
 
 @dataclass(frozen=True)
@@ -273,6 +300,21 @@ def disagreement(ours: Tensor, theirs: Tensor, weights: Tensor) -> Tensor:
         weights: Weights of the edges, ``(clients, slots)``; 0 leaves an edge out.
     """
     return (ours - theirs) * weights.to(ours).unsqueeze(2)
+
+
+def pulled(state: Tree, info: ClientInfo) -> Model:
+    """The model after local training; of a client without a step, after one along the pull.
+
+    Args:
+        state: ``model``, and ``pull`` if there is one, ``(clients, ...)``.
+        info: These clients.
+    """
+    model: Model = state["model"]
+    idle = info.steps == 0
+    if "pull" not in state or not idle.any():
+        return model
+    moved = tmap(lambda x, g: x - info.lr * g, select(model, state["pull"]), state["pull"])
+    return {**model, **where(idle, moved, model)}
 
 
 def move_maps(maps: Tensor, residual: Tensor, theta: Tensor, step: float) -> Tensor:

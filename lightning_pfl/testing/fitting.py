@@ -164,6 +164,7 @@ def quiet() -> Iterator[None]:
             for text in (
                 ".*but have no `val_dataloader`.*",
                 ".*are never sampled.*",
+                ".*take part without local steps.*",
                 ".*have a model in eval mode.*",
                 ".*in eval mode at the start of training.*",
             ):

@@ -33,7 +33,7 @@ def test_cohort_size_is_the_floor_of_the_fraction_meant_in_decimal(
 def test_more_clients_than_there_are_is_refused() -> None:
     with pytest.raises(
         ValueError,
-        match="at most the 10 clients that have training samples, but got participation=11",
+        match="at most the 10 clients that can take part, but got participation=11",
     ):
         sample_cohort(0, 0, ELIGIBLE, 11)
 

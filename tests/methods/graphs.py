@@ -26,6 +26,7 @@ for (i, j), weight in {
     RAGGED[i, j] = RAGGED[j, i] = weight
 assert len(RAGGED) == len(SIZES)
 
+PATH = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
 PAIR = np.array([[0.0, 1.0], [1.0, 0.0]])
 TWO_MAPS = {
     (0, 1): torch.tensor([[1.0, 0.0]], dtype=torch.float64),

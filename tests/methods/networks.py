@@ -21,6 +21,8 @@ def plain_module(lr: float = 0.05) -> PersonalizedModule:
     return PersonalizedModule(backbone, nn.Linear(18, 3), **settings).double()  # type: ignore[arg-type]
 
 
+EVERYBODY = torch.arange(len(SIZES))
+"""Ids of the small clients, also of the one without samples."""
 SCALARS = 2 * 9 + 2 + 18 * 3 + 3
 """Trainable scalars of the network above, and all of its state."""
 

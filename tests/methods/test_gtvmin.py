@@ -18,9 +18,9 @@ from lightning_pfl.testing import (
     fit,
     quadratic_clients,
 )
-from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
-from tests.methods.graphs import RAGGED, edges_among
-from tests.methods.networks import SCALARS, cohorts, plain_module
+from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.graphs import PATH, RAGGED, edges_among
+from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES
 from tests.references.gtvmin import gtvmin, resolvent
 
@@ -68,11 +68,11 @@ def test_the_square_shrinks_towards_the_mean() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 class TestGTVMin:
     @pytest.mark.parametrize("norm", NORMS)
-    @pytest.mark.parametrize(("participation", "ratio"), [(4, 1.0), (3, 4.0)])
+    @pytest.mark.parametrize(("participation", "ratio"), [(5, 1.0), (3, 4.0)])
     def test_matches_the_reference(
         self, engine: str, norm: Any, participation: int, ratio: float
     ) -> None:
-        """With momentum, weight decay, BatchNorm, unequal weights and absent ends of edges."""
+        """With momentum, weight decay, BatchNorm, unequal weights, absent ends, and no samples."""
         data, rounds = small_clients(), 4
         run = fit(
             GTVMin(RAGGED, 0.05, norm, ratio),
@@ -82,7 +82,7 @@ class TestGTVMin:
             engine,
             participation=participation,
         )
-        some = cohorts(rounds, participation)
+        some = cohorts(rounds, participation, eligible=EVERYBODY)
         own, dual = gtvmin(small_module(), data, some, RAGGED, 0.05, norm, ratio)
         assert_trees_close(run.models, {n: torch.stack([o[n] for o in own]) for n in own[0]})
         graph = run.strategy.method.graph
@@ -161,12 +161,27 @@ def test_a_client_without_neighbours_is_trained_with_a_proximal_term() -> None:
     assert run.models["w"][2].item() == pytest.approx(1.5, abs=1e-6)
 
 
-def test_there_is_no_global_model_and_unsampled_clients_have_the_initial_one() -> None:
-    run = fit(GTVMin("complete", 0.1), small_clients(), plain_module(), 2)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("norm", "ends"), [("l2", 1 / 2), ("l1", 1 / 2), ("squared", 1 / 3)])
+def test_a_client_without_samples_passes_the_pull_on(engine: str, norm: Any, ends: float) -> None:
+    """A path 0 - 1 - 2 whose middle has no loss, centres 0 and 2, weight 1/2.
+
+    Norms: either end is pulled with 1/2, and any middle between them is optimal. Squares: the
+    middle is (w_0 + w_2) / 2, so that w_0 + (w_0 - w_2) / 4 = 0 and w_2 - 2 + (w_2 - w_0) / 4 = 0.
+    """
+    data = quadratic_clients([1.0] * 3, [0.0, 9.0, 2.0], [2, 0, 2])
+    method = GTVMin(PATH, 0.5, norm, local_solver="exact")
+    run = fit(method, data, QuadraticModule(), 60, engine)
+    first, middle, last = run.models["w"].flatten().tolist()
+    assert [first, last] == pytest.approx([ends, 2 - ends], abs=1e-6)
+    assert first - 1e-6 <= middle <= last + 1e-6
+    if norm == "squared":
+        assert middle == pytest.approx(1, abs=1e-6)
+
+
+def test_there_is_no_global_model() -> None:
+    run = fit(GTVMin("complete", 0.1), small_clients(), plain_module(), 1)
     assert run.strategy.method.global_model(run.server) is None
-    start = plain_module().state_dict()
-    client = SIZES.index(0)
-    assert all(torch.equal(leaf[client], start[name]) for name, leaf in run.models.items())
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.loop.setting import trainer
 from tests.loop.test_groups import OF, loaders, modules
 from tests.methods.graphs import (
     PAIR,
+    PATH,
     RAGGED,
     TWO_CENTRES,
     TWO_MAPS,
@@ -31,7 +32,7 @@ from tests.methods.graphs import (
     random_maps,
     two_clients,
 )
-from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES
 from tests.references.homological import homological, kkt
 
@@ -41,7 +42,7 @@ EPOCH: dict[str, Any] = {"local_epochs": 1, "local_steps": None}
 @pytest.mark.parametrize("engine", ENGINES)
 class TestHomologicalConstraints:
     @pytest.mark.filterwarnings(r"ignore:Expected a \* m")
-    @pytest.mark.parametrize("participation", [4, 3])
+    @pytest.mark.parametrize("participation", [5, 3])
     def test_matches_the_reference(self, engine: str, participation: int) -> None:
         """Models and multipliers after three rounds of a network with momentum and BatchNorm.
 
@@ -53,8 +54,8 @@ class TestHomologicalConstraints:
         method = HomologicalConstraints(RAGGED, 0.1, 0.5, maps=maps, **EPOCH)
         run = fit(method, data, small_module(), 3, engine, participation=participation)
         arrays = {edge: p.numpy() for edge, p in maps.items()}
-        some = cohorts(3, participation)
-        own, dual = homological(small_module(), data, some, RAGGED, arrays, 0.1, 0.5)
+        some = cohorts(3, participation, eligible=EVERYBODY)
+        own, dual = homological(small_module(), data, some, RAGGED, arrays, 0.1, 0.5, 0.05)
         assert_trees_close(run.models, {n: torch.stack([o[n] for o in own]) for n in own[0]})
         np.testing.assert_allclose(run.own["dual"].numpy(), np.stack(dual), rtol=1e-9, atol=1e-12)
 
@@ -85,6 +86,21 @@ def test_identity_maps_on_a_connected_graph_make_consensus() -> None:
     run = fit(method, quadratic_clients(a, c), QuadraticModule(lr=0.2), 50)
     expected = np.dot(a, c) / np.sum(a)
     assert run.models["w"].flatten().tolist() == pytest.approx([expected] * 4, abs=1e-7)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_client_without_samples_carries_the_constraint_on(engine: str) -> None:
+    """A path whose middle has no loss; rounds go to consensus at the ends' mean, (0 + 2) / 2."""
+    data = quadratic_clients([1.0] * 3, [0.0, 9.0, 2.0], [2, 0, 2])
+    run = fit(HomologicalConstraints(PATH, 0.5), data, QuadraticModule(lr=0.2), 20, engine)
+    laplacian, x, y = np.diag(PATH.sum(1)) - PATH, np.zeros(3), np.zeros(3)
+    for number in range(200):
+        if number == 20:
+            assert run.models["w"].flatten().tolist() == pytest.approx(x.tolist(), rel=1e-10)
+        gradient = np.array([1.0, 0.0, 1.0]) * (x - [0.0, 9.0, 2.0])
+        x = x - 0.2 * (gradient + laplacian @ (x + y))
+        y = y + 0.5 * laplacian @ x
+    assert x.tolist() == pytest.approx([1.0] * 3, abs=1e-3)
 
 
 def test_quadratics_end_at_the_solution_of_the_kkt_system() -> None:

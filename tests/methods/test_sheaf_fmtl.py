@@ -25,6 +25,7 @@ from tests.loop.setting import trainer
 from tests.loop.test_groups import OF, loaders, modules
 from tests.methods.graphs import (
     PAIR,
+    PATH,
     RAGGED,
     TWO_CENTRES,
     TWO_MAPS,
@@ -34,7 +35,7 @@ from tests.methods.graphs import (
     ring,
     two_clients,
 )
-from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, A, C, close
 from tests.references.sheaf_fmtl import sheaf_fmtl
 
@@ -53,13 +54,13 @@ def start_of_maps(rank: int = 6, dim: int = SCALARS) -> dict[Any, Tensor]:
 @pytest.mark.parametrize("engine", ENGINES)
 class TestSheafFMTL:
     @pytest.mark.parametrize("laplacian", ["combined", "separate"])
-    @pytest.mark.parametrize("participation", [4, 3])
+    @pytest.mark.parametrize("participation", [5, 3])
     def test_matches_the_reference(self, engine: str, laplacian: Any, participation: int) -> None:
         """Three rounds of a network: models, and the maps at both ends of all edges."""
         data, maps = small_clients(), start_of_maps()
         method = SheafFMTL(RAGGED, 0.3, 0.2, laplacian=laplacian, maps=maps)
         run = fit(method, data, plain_module(), 3, engine, participation=participation)
-        some = cohorts(3, participation)
+        some = cohorts(3, participation, eligible=EVERYBODY)
         arrays = {edge: p.numpy() for edge, p in maps.items()}
         separate, lr = laplacian == "separate", 0.05
         own, found = sheaf_fmtl(plain_module(), data, some, RAGGED, arrays, 0.3, 0.2, separate, lr)
@@ -79,6 +80,20 @@ class TestSheafFMTL:
         a = fit(method, small_clients(), small_module(), 2, engine)
         b = fit(LocalOnly(), small_clients(), small_module(), 2, engine)
         assert_trees_equal(a.models, b.models)
+
+    @pytest.mark.parametrize("laplacian", ["combined", "separate"])
+    def test_a_client_without_samples_is_between_its_neighbours(
+        self, engine: str, laplacian: Any
+    ) -> None:
+        """A path 0 - 1 - 2 whose middle has no loss, identity maps: the rounds written out."""
+        method = SheafFMTL(PATH, 0.5, laplacian=laplacian, **STILL, **ONE_STEP)
+        data = quadratic_clients([1.0] * 3, [0.0, 9.0, 2.0], [2, 0, 2])
+        run = fit(method, data, QuadraticModule(lr=0.3, start=5.0), 4, engine)
+        of_graph, w = np.diag(PATH.sum(1)) - PATH, np.full(3, 5.0)
+        for _ in range(4):
+            trained = w - 0.3 * np.array([1.0, 0.0, 1.0]) * (w - [0.0, 9.0, 2.0])
+            w = trained - 0.3 * 0.5 * of_graph @ (trained if laplacian == "separate" else w)
+        close(run.models["w"].flatten(), torch.from_numpy(w))
 
     @pytest.mark.parametrize("laplacian", ["combined", "separate"])
     def test_identity_maps_that_stay_make_it_the_graph_s_laplacian(

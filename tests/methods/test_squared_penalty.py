@@ -41,13 +41,14 @@ class TestSquaredPenalty:
         """x <- x - lr (a (x - c) + 2 Gamma N (x - m)), all minibatches being alike."""
         method = SquaredPenalty(0.1, local_epochs=None, local_steps=2)
         run = fit(method, ragged(), QuadraticModule(DIM, LR, 0.5), 3, engine)
-        x = torch.full((3, DIM), 0.5, dtype=torch.float64)
-        a, c = A[:3].unsqueeze(1), C[:3]
+        x = torch.full((4, DIM), 0.5, dtype=torch.float64)
+        a, c = A.unsqueeze(1), C
         for _ in range(3):
             m = x.mean(0)
             for _ in range(2):
-                x = x - LR * (a * (x - c) + 2 * 0.1 * 3 * (x - m))
-        close(run.models["w"][:3], x)
+                x = x - LR * (a * (x - c) + 2 * 0.1 * 4 * (x - m))
+            x[3] = m  # which has no samples
+        close(run.models["w"], x)
 
     def test_without_weight_it_is_local_training(self, engine: str) -> None:
         a = fit(SquaredPenalty(0.0), small_clients(), small_module(), 2, engine)
@@ -58,12 +59,13 @@ class TestSquaredPenalty:
 
     def test_who_is_away_counts_with_its_last_model(self, engine: str) -> None:
         run = fit(exact(0.2), ragged(), QuadraticModule(DIM, LR, 0.5), 4, engine, participation=2)
-        x = torch.full((3, DIM), 0.5, dtype=torch.float64)
-        pull = 2 * 0.2 * 3
-        for some in cohorts(4, 2, eligible=torch.arange(3)):
-            a = A[some].unsqueeze(1)
+        x = torch.full((4, DIM), 0.5, dtype=torch.float64)
+        pull, curvature = 2 * 0.2 * 4, A.clone()
+        curvature[3] = 0  # which has no samples
+        for some in cohorts(4, 2, eligible=torch.arange(4)):
+            a = curvature[some].unsqueeze(1)
             x[some] = (a * C[some] + pull * x.mean(0)) / (a + pull)
-        close(run.models["w"][:3], x)
+        close(run.models["w"], x)
 
     def test_a_model_each_way(self, engine: str) -> None:
         run = fit(SquaredPenalty(), small_clients(), plain_module(), 1, engine)

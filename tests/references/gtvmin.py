@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.references.edges import Vector, local, theta
-from tests.references.training import State, with_data
+from tests.references.edges import Vector, local, theta, with_theta
+from tests.references.training import State
 
 
 def resolvent(u: Vector, c: float, norm: str, sigma: float = 0.5) -> Vector:
@@ -36,7 +36,7 @@ def gtvmin(
     dual = {(int(i), int(j)): 0 * theta(module, own[0]) for i, j in edges}
     held = np.maximum((adjacency != 0).sum(1), 1) / ratio
     for t, cohort in enumerate(cohorts):
-        there = [k for k in with_data(data) if k in cohort.tolist()]
+        there = cohort.tolist()
         before = {k: theta(module, own[k]) for k in there}
         for k in there:
             pull = sum((u if k == i else -u) for (i, j), u in dual.items() if k in (i, j))
@@ -45,7 +45,10 @@ def gtvmin(
             def prox(w: Tensor, k: int = k, center: Tensor = center) -> Tensor:
                 return (w - center).square().sum() * (float(held[k]) / 2)
 
-            own[k] = local(module, data, k, t, own[k], prox)
+            if data.num_samples[k]:
+                own[k] = local(module, data, k, t, own[k], prox)
+            else:  # the minimiser of the quadratic alone
+                own[k] = with_theta(module, own[k], center.numpy())
         after = {k: theta(module, own[k]) for k in there}
         for i, j in dual:
             if i in there and j in there:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.references.edges import Vector, local, neighbours, theta
-from tests.references.training import State, with_data
+from tests.references.edges import Vector, local, neighbours, theta, with_theta
+from tests.references.training import State
 
 
 def homological(
@@ -20,6 +20,7 @@ def homological(
     maps: dict[tuple[int, int], Vector],
     step: float,
     penalty: float,
+    lr: float,
 ) -> tuple[list[State], list[Vector]]:
     """Every client's model and multiplier."""
     own: list[State] = [module.state_dict() for _ in range(data.num_clients)]
@@ -35,7 +36,7 @@ def homological(
         return found
 
     for t, cohort in enumerate(cohorts):
-        there = [k for k in with_data(data) if k in cohort.tolist()]
+        there = cohort.tolist()
         sent = {k: penalty * theta(module, own[k]) + y[k] for k in there}
         pull = times_laplacian(sent)
         for k in there:
@@ -44,7 +45,10 @@ def homological(
             def linear(w: Tensor, fixed: Tensor = fixed) -> Tensor:
                 return (fixed * w).sum()
 
-            own[k] = local(module, data, k, t, own[k], linear)
+            if data.num_samples[k]:
+                own[k] = local(module, data, k, t, own[k], linear)
+            else:
+                own[k] = with_theta(module, own[k], theta(module, own[k]) - lr * pull[k])
         for k, product in times_laplacian({k: theta(module, own[k]) for k in there}).items():
             y[k] = y[k] + step * product
     return own, y

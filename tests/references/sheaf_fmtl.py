@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.references.edges import Vector, local, neighbours, theta, with_theta
-from tests.references.training import State, with_data
+from tests.references.training import State
 
 Maps = dict[tuple[int, int], Vector]
 
@@ -41,7 +41,7 @@ def sheaf_fmtl(
         return found
 
     for t, cohort in enumerate(cohorts):
-        there = [k for k in with_data(data) if k in cohort.tolist()]
+        there = cohort.tolist()
         pull = dict.fromkeys(there, 0.0) if separate else pulls(there)
         for k in there:
             fixed = torch.as_tensor(pull[k])
@@ -49,7 +49,10 @@ def sheaf_fmtl(
             def linear(w: Tensor, fixed: Tensor = fixed) -> Tensor:
                 return (fixed * w).sum()
 
-            own[k] = local(module, data, k, t, own[k], linear)
+            if data.num_samples[k]:
+                own[k] = local(module, data, k, t, own[k], linear)
+            else:
+                own[k] = with_theta(module, own[k], theta(module, own[k]) - lr * pull[k])
         if separate:
             for k, step in pulls(there).items():
                 own[k] = with_theta(module, own[k], theta(module, own[k]) - lr * step)
