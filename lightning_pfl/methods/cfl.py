@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
+import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
+from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, check_number
@@ -32,6 +33,14 @@ class CFL(Method):
     are not. Complete linkage on :math:`1 - \cos(\Delta_i, \Delta_j)` gives the two parts. Then
     :math:`W_C \leftarrow W_C + \operatorname{mean}_{k \in C} \Delta_k` in each resulting cluster,
     over its clients of the round.
+
+    Each round logs the two norms of the largest cluster, over its clients that have sent a change
+    since the last split: ``cfl/mean_norm``, which is compared to :math:`\varepsilon_1`, and
+    ``cfl/max_norm``, to :math:`\varepsilon_2`. To choose the thresholds, run once with
+    ``eps_mean=0``, which never splits. Where clients form groups, ``cfl/mean_norm`` falls to a
+    level while ``cfl/max_norm`` stays well above it. Take ``eps_mean`` somewhat above that level,
+    ``eps_max`` between the two, and as ``start_round`` the round in which the first settles. If
+    both fall together, there is nothing to split.
 
     Args:
         eps_mean: :math:`\varepsilon_1 \ge 0`. 0 never splits, which is FedAvg with uniform weights.
@@ -92,6 +101,7 @@ class CFL(Method):
             )
         self.eps_mean, self.eps_max, self.start_round = eps_mean, eps_max, start_round
         self.min_gap = min_gap
+        self._norms: dict[str, float] = {}
 
     def notes(self, layout: Layout) -> list[str]:
         """Say that without splits this is another method."""
@@ -131,9 +141,7 @@ class CFL(Method):
         """Split what is to be split, then average in each cluster."""
         label = first_member(server["together"])
         at = info.index.to(label.device)
-        change, fresh = server["change"].clone(), server["fresh"].clone()
-        change[at] = self._changes(server["models"], uploads["model"], at)
-        fresh[at] = True
+        change, fresh = self._reported(server, uploads, at)
         late = info.round + 1 > self.start_round
         for cluster in label.unique() if late else ():
             members = (label == cluster).nonzero().flatten()
@@ -149,6 +157,36 @@ class CFL(Method):
             "fresh": fresh,
         }
 
+    def on_aggregation_start(
+        self, trainer: L.Trainer, module: L.LightningModule, round: Round
+    ) -> None:
+        """Measure the norms that the thresholds are compared to."""
+        from lightning_pfl.federation import require_federation
+
+        server = require_federation(trainer, self).server
+        at = round.info.index[round.accepted].to(server["together"].device)
+        self._norms = {}
+        if not len(at) or round.uploads is None:
+            return
+        change, fresh = self._reported(server, round.uploads, at)
+        label = first_member(server["together"])
+        clusters, sizes = label.unique(return_counts=True)
+        some = fresh & (label == clusters[sizes.argmax()])
+        if some.any():
+            mean, largest = norms(change[some].double())
+            self._norms = {"cfl/mean_norm": mean, "cfl/max_norm": largest}
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Log the norms."""
+        pl_module.log_dict(self._norms, on_step=False, on_epoch=True, batch_size=1)
+
+    def _reported(self, server: Tree, uploads: Tree, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Everybody's last change, and who made it since the cluster's last split."""
+        change, fresh = server["change"].clone(), server["fresh"].clone()
+        change[at] = self._changes(server["models"], uploads["model"], at)
+        fresh[at] = True
+        return change, fresh
+
     def _changes(self, models: Model, uploads: Model, at: Tensor) -> Tensor:
         """The trainable parameters' change of each client of the cohort, ``(clients, d)``."""
         names = self.layout.trainable
@@ -160,7 +198,8 @@ class CFL(Method):
         some = change[members[learns]].double()
         if len(some) <= 2 or not fresh[members[learns]].all():
             return None
-        if some.mean(0).norm() >= self.eps_mean or some.norm(dim=1).max() <= self.eps_max:
+        mean, largest = norms(some)
+        if mean >= self.eps_mean or largest <= self.eps_max:
             return None
         unit = torch.nn.functional.normalize(some, dim=1)
         similarity = (unit @ unit.T).clamp(-1, 1)
@@ -201,6 +240,19 @@ class CFL(Method):
         """Each client's cluster, int64 ``(num_clients,)``, in the order of their first clients."""
         numbered: Tensor = first_member(server["together"]).unique(return_inverse=True)[1]
         return numbered
+
+
+def norms(change: Tensor) -> tuple[float, float]:
+    """The norm of the mean change, and the largest norm of a change.
+
+    Args:
+        change: ``(clients, d)``.
+
+    Example:
+        >>> norms(torch.tensor([[3.0, 4.0], [-3.0, 4.0]]))
+        (4.0, 5.0)
+    """
+    return float(change.mean(0).norm()), float(change.norm(dim=1).max())
 
 
 def first_member(together: Tensor) -> Tensor:

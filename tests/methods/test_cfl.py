@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -93,6 +94,35 @@ def test_the_round_of_the_first_split_is_the_one_after_start_round() -> None:
         counts = [count(server) for server in run.recorder.servers]
         # Before round 0, and after rounds 0..start-1, there is one cluster.
         assert counts[: start + 2] == [1] * (start + 1) + [2]
+
+
+class Norms(L.Callback):
+    """What CFL logs after each round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[float]] = []
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        found = trainer.callback_metrics
+        self.rounds.append([float(found[f"cfl/{name}_norm"]) for name in ("mean", "max")])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_round_logs_the_norms_of_the_largest_cluster(engine: str) -> None:
+    """From one model w all move by (1 - (1 - lr)^2) (c - w); the last split leaves four of six."""
+    centers = np.array([[1.0], [-1.0], [1.1], [-0.9], [1.2], [0.9]])
+    share, seen = 1 - (1 - LR) ** 2, Norms()
+    method = CFL(0.1, 0.15, start_round=2)
+    run = fit(method, quadratics(centers), QuadraticModule(lr=LR), 4, engine, callbacks=[seen])
+    assert partition(run) == [[0, 2, 4, 5], [1, 3]]
+    everybody, most = np.arange(6), np.array([0, 2, 4, 5])
+    before, after = [everybody] * 3 + [most], [everybody] * 2 + [most] * 2
+    w = np.zeros(1)
+    for found, judged, averaged in zip(seen.rounds, before, after, strict=True):
+        change = share * (centers - w)
+        mean, lengths = change[judged].mean(0), np.linalg.norm(change[judged], axis=1)
+        np.testing.assert_allclose(found, [np.linalg.norm(mean), lengths.max()], rtol=1e-5)
+        w = w + change[averaged].mean(0)
 
 
 def test_two_clients_stay_together() -> None:
