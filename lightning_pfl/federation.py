@@ -153,11 +153,10 @@ class Federation:
         if model is None:
             raise MisconfigurationException(
                 f"Expected a method with a global model, but got {type(self.method).__name__}, "
-                "which keeps "
-                f"{len(self.layout.personal)} of the {len(self.layout.names)} entries of "
-                f"{type(module).__name__} on the "
-                "clients. Use `client_state_dict(client)`, or a method without a personal part "
-                "such as FedAvg or FedProx."
+                f"with which {len(self.method.differing(self.layout))} of the "
+                f"{len(self.layout.names)} entries of {type(module).__name__} differ between "
+                "clients. Use `client_state_dict(client)`, or a method with one model for all such "
+                "as FedAvg or FedProx."
             )
         return self._state_dict(one_group(self.groups), model)
 

@@ -151,7 +151,9 @@ def describe(split: Mapping[str, Layout]) -> dict[str, object]:
 def table(groups: Sequence[Group]) -> str:
     """Who holds which parameters, for the log."""
     return "\n".join(
-        (f"  {group.name}\n" if group.name else "") + group.layout.table() for group in groups
+        (f"  {group.name}\n" if group.name else "")
+        + group.layout.table(group.method.holders(group.layout))
+        for group in groups
     )
 
 

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl.cli import PFLCLI
+from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method
+from lightning_pfl.priors import GaussianPrior
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -58,6 +61,27 @@ def test_several_parts_compose_in_order() -> None:
     cli = compose(folder / "method" / "fedper.yaml", folder / "trainer" / "quick.yaml")
     assert type(methods_of(cli)[0]).__name__ == "FedPer"
     assert cli.trainer.max_epochs == 5
+
+
+def test_mocha_needs_a_linear_model() -> None:
+    """Its part says so, and the network of a recipe is refused by name."""
+    part = ROOT / "configs" / "method" / "mocha.yaml"
+    assert "--model=MLP --model.sizes=[784,10]" in part.read_text()
+    linear = compose(part, extra=("--model=MLP", "--model.sizes=[64,10]"))
+    (method,) = methods_of(linear)
+    method.bind(Layout(linear.model), 2, 0)
+    network = compose(part)
+    with pytest.raises(
+        MisconfigurationException, match=r"Expected a linear model, .*Use MLP\(\[inputs, outputs\]"
+    ):
+        methods_of(network)[0].bind(Layout(network.model), 2, 0)
+
+
+def test_fedmap_may_have_a_variance_for_each_layer() -> None:
+    part = ROOT / "configs" / "method" / "fedmap.yaml"
+    prior = "--method.prior.init_args.variance={head: 1.0, '*': 15}"
+    (method,) = methods_of(compose(part, extra=(prior,)))
+    assert repr(getattr(method, "prior", None)) == repr(GaussianPrior({"head": 1.0, "*": 15.0}))
 
 
 #: The rows of FedRep's Table 1, beside FedRep: with `+FT`, all of its fifteen.

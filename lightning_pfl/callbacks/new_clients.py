@@ -208,7 +208,7 @@ class NewClientAdaptation(FederatedCallback):
     def _resolved(self, federation: Federation) -> frozenset[str]:
         method, layout = federation.method, federation.layout
         name = type(method).__name__
-        if self.scope == "personal" and not layout.personal:
+        if self.scope == "personal" and not method.differing(layout):
             raise MisconfigurationException(
                 f"Expected a method with a personal part for scope='personal', but {name} shares "
                 "the whole model. Use scope='head' to train the head alone, or scope='all'."
@@ -228,7 +228,9 @@ class NewClientAdaptation(FederatedCallback):
                 "samples a new client's personal part is untrained, and its accuracy says nothing. "
                 "Leave out 0."
             )
-        return layout.personal if self.scope == "personal" else layout.match(self.scope, "scope")
+        if self.scope == "personal":
+            return method.differing(layout)
+        return layout.match(self.scope, "scope")
 
     def _data(self, trainer: Any) -> tuple[FederatedDataset, FederatedDataset]:
         if self.given is not None:

@@ -35,15 +35,16 @@ class PairwiseDistance(FederatedCallback):
     neighbours in the order of the client ids. Parameters and floating-point buffers count.
 
     Args:
-        part: What is compared: ``"personal"`` (the method's personal part), ``"all"``, or names,
-            globs and module types.
+        part: What is compared: ``"personal"`` (what differs between clients with this method: what
+            never leaves them, and what each of them or each cluster has one of), ``"all"``, or
+            names, globs and module types.
         every_n_rounds: Rounds between pictures, at least 1.
         max_clients: The first so many clients are drawn, at least 2; more can't be told apart.
 
     Raises:
         ValueError: If a number is out of its range.
         MisconfigurationException: At the start of a run without TensorBoardLogger, or if
-            ``part="personal"`` and the method has no personal part.
+            ``part="personal"`` and the method has one model for all.
 
     Example:
         >>> PairwiseDistance(part="head", every_n_rounds=5).part
@@ -97,14 +98,14 @@ class PairwiseDistance(FederatedCallback):
     def _names(self, federation: Federation) -> frozenset[str]:
         if self.part != "personal":
             return federation.layout.match(self.part, "part")
-        if not federation.layout.personal:
+        differing = federation.method.differing(federation.layout)
+        if not differing:
             raise MisconfigurationException(
-                "Expected a method with a personal part for part='personal', but "
+                "Expected a method whose clients have models of their own, but "
                 f"{type(federation.method).__name__} shares the whole model: all distances are 0. "
-                "Remove PairwiseDistance, or use part='all' for a method whose personal models "
-                "differ."
+                "Remove PairwiseDistance."
             )
-        return federation.layout.personal
+        return differing
 
 
 def distances(models: Model) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -42,15 +42,18 @@ class PriorMonitor(RoundValues):
 
     Logs, once a round and to every logger: ``prior/distance`` (mean over the cohort),
     ``prior/distance/max``, ``prior/weight/max`` and ``prior/effective_clients``, :math:`1 / \sum_k
-    \bar\omega_k^2`: how many clients with equal weights would average as much. TensorBoard also
-    gets
+    \bar\omega_k^2`: how many clients with equal weights would average as much. Of a prior that
+    learns more than a mean, ``prior/variance/<parameter>/min``, ``/median`` and ``/max`` over the
+    entries of each parameter: the variances themselves, which may be far apart, so look at them on
+    a logarithmic axis. TensorBoard also gets
 
     - histograms over the cohort, ``prior/distances`` and ``prior/weights``, and curves for each
       client (``prior/weight/<client>``, ``prior/distance/<client>``) where there are at most 16;
     - a matrix of clients and rounds for both, ``prior/weights/rounds`` and
       ``prior/distances/rounds``, in every ``every_n_rounds`` th round and after the last;
     - at the same times, for a prior that learns more than a mean, a histogram of each layer
-      (``prior/variance/<parameter>``) and their quantiles side by side (``prior/variance``).
+      (``prior/variance/<parameter>``) and their quantiles side by side (``prior/variance``), on a
+      logarithmic axis where they span more than a factor of 10.
 
     Args:
         every_n_rounds: Rounds between pictures, at least 1.
@@ -119,7 +122,9 @@ class PriorMonitor(RoundValues):
     def on_aggregation_end(
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
-        """Draw, if the round is due."""
+        """Measure what the prior has learned, and draw if the round is due."""
+        federation = require_federation(trainer, self)
+        self._values = {**self._values, **spans(self._learned(federation))}
         if (round.number + 1) % self.every_n_rounds == 0:
             self._draw(trainer)
 
@@ -154,16 +159,38 @@ class PriorMonitor(RoundValues):
         if last == self._drawn or not boards(trainer):
             return
         self._drawn = last
-        federation = require_federation(trainer, self)
+        federation: Any = require_federation(trainer, self)
         for measure in (name for name in MEASURES if name in self.rounds[last]):
             matrix = over_rounds(self.rounds, measure, federation.num_clients)
             show(trainer, f"prior/{measure}s/rounds", draw_rounds(matrix, MEASURES[measure]), last)
-        method: Any = federation.method
-        for name, entries in method.prior.learned(method.gamma(federation.server)).items():
+        for name, entries in self._learned(federation).items():
             for board in boards(trainer):
                 for parameter, leaf in entries.items():
                     board.add_histogram(f"prior/{name}/{parameter}", leaf, global_step=last)
             show(trainer, f"prior/{name}", draw_layers(entries, name, last), last)
+
+    def _learned(self, federation: Any) -> dict[str, Model]:
+        method: FedMAP = federation.method
+        return method.prior.learned(method.gamma(federation.server))
+
+
+def spans(learned: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
+    """Minimum, median and maximum over each parameter's entries, by the name that is logged.
+
+    Args:
+        learned: Entries by what they are and by the parameter's name, any shapes.
+    """
+    measures: dict[str, Callable[[Tensor], Tensor]] = {
+        "min": torch.min,
+        "median": torch.median,
+        "max": torch.max,
+    }
+    return {
+        f"prior/{name}/{parameter}/{which}": float(measure(leaf))
+        for name, entries in learned.items()
+        for parameter, leaf in entries.items()
+        for which, measure in measures.items()
+    }
 
 
 def from_mean(theta: Model, gamma: Tree) -> Tensor | None:
@@ -235,11 +262,13 @@ def draw_layers(entries: Mapping[str, Tensor], name: str, round: int) -> Figure:
             alpha=0.5, label=label,
         )  # fmt: skip
     axes.plot(curves[:, 2], places, "o", color="#1f3a5f", markersize=5, label="median")
+    label = name
     if (curves > 0).all() and curves.max() > 10 * curves.min():
         axes.set_xscale("log")
+        label = f"{name} (logarithmic)"
     axes.set_yticks(places, list(entries))
     axes.set_ylim(len(entries) - 0.5, -0.5)
-    axes.set(xlabel=name, title=f"{name} of the prior after round {round}")
+    axes.set(xlabel=label, title=f"{name} of the prior after round {round}")
     # Not in the axes, where a long bar may end anywhere.
     figure.legend(loc="outside lower center", ncols=3)
     return figure

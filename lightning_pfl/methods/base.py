@@ -167,7 +167,9 @@ class Method(FederatedCallback):
         Told at the start of a fit. Under ``"shared"`` is what all clients have alike; under the
         other names, what differs between them.
         """
-        return {self.held: layout.shared, "personal": layout.personal}
+        adapted = self.held == SHARED and self.evaluation_phases()
+        held = f"{OWN}, adapted from a shared one" if adapted else self.held
+        return {held: layout.shared, "personal": layout.personal}
 
     def differing(self, layout: Layout) -> frozenset[str]:
         """The entries in which clients' models differ."""

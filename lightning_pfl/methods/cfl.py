@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Method, check_number
+from lightning_pfl.methods.base import CLUSTER, Method, check_number
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
 from lightning_pfl.solvers.proximal_step import flat
 from lightning_pfl.tree import Model, Tree, repeat, select, tmap
@@ -77,6 +77,7 @@ class CFL(Method):
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
         {"models": 1, "together": 2, "change": 1, "fresh": 1}
     )
+    held: ClassVar[str] = CLUSTER
 
     def __init__(
         self,

@@ -3,13 +3,14 @@ r"""ClusterOracle: federated averaging inside clusters that are known."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Method, Weighting
+from lightning_pfl.methods.base import CLUSTER, Method, Weighting
 from lightning_pfl.metrics.clusters import numbered, whole
 from lightning_pfl.solvers.clusters import cluster_means
 from lightning_pfl.tree import Model, Tree, repeat, select, tmap
@@ -48,6 +49,8 @@ class ClusterOracle(Method):
         Armacki, Bajovic, Jakovetic, Kar. Personalized federated learning via convex clustering.
         2022. arXiv:2202.00718, section V, the oracle.
     """
+
+    held: ClassVar[str] = CLUSTER
 
     def __init__(
         self,

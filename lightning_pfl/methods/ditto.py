@@ -2,11 +2,19 @@ r"""Ditto: personal models pulled towards the global model of federated averagin
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Phase, Weighting, check_budget, check_number
+from lightning_pfl.methods.base import (
+    OWN,
+    Local,
+    Method,
+    Phase,
+    Weighting,
+    check_budget,
+    check_number,
+)
 from lightning_pfl.solvers.proximal import pull
 from lightning_pfl.tree import Model, Tree
 
@@ -49,6 +57,8 @@ class Ditto(Method):
         Li, Hu, Beirami, Smith. Ditto: fair and robust federated learning through personalization.
         ICML 2021. arXiv:2012.04221, Algorithms 1 and 2.
     """
+
+    held: ClassVar[str] = OWN
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, get_args
 
 import lightning as L
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round, RoundValues
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Local, Method, Phase, check_number
+from lightning_pfl.methods.base import OWN, SHARED, Local, Method, Phase, check_number
 from lightning_pfl.priors import GaussianPrior, Prior
+from lightning_pfl.priors.probe import check_prior, depends_on_gamma
 from lightning_pfl.tree import Model, Tree, expand, per_client, rows, select, tmap, weighted_mean
 
 PosteriorWeighting = Literal["posterior", "exact", "per_sample", "samples", "uniform"]
@@ -108,17 +108,29 @@ class FedMAP(RoundValues, Method):
         """What the user says, and the buffers."""
         return sorted(layout.match(self.personal, "personal") | frozenset(layout.buffers))
 
+    def holders(self, layout: Layout) -> dict[str, frozenset[str]]:
+        """What is under the prior, and so differs between clients, is told apart."""
+        under = self._under(layout)
+        return {
+            f"{OWN}, under the prior": under,
+            SHARED: layout.shared - under,
+            "personal": layout.personal,
+        }
+
+    def _under(self, layout: Layout) -> frozenset[str]:
+        return frozenset(layout.trainable) & layout.match(self.prior.parameters, "parameters")
+
     def bind(
         self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
     ) -> None:
-        """Find what is under the prior.
+        """Find what is under the prior, and try the prior on two clients.
 
         Raises:
-            ValueError: If that is nothing, or some of it is personal.
+            TypeError, ValueError: If nothing is under the prior, some of it is personal, or the
+                prior's functions don't do what a federation needs.
         """
         super().bind(layout, num_clients, seed, num_samples)
-        chosen = layout.match(self.prior.parameters, "parameters")
-        self.under = frozenset(layout.trainable) & chosen
+        self.under = self._under(layout)
         if not self.under:
             raise ValueError(
                 "Expected the prior's `parameters` to pick something that trains, but got "
@@ -130,6 +142,7 @@ class FedMAP(RoundValues, Method):
                 f"{', '.join(both[:5])}. What is under the prior is sent to the server; take it "
                 "out of one of the two."
             )
+        check_prior(self.prior, select(layout.model(), self.under))
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """Local training; then, where the loss is needed, a pass that measures it."""
@@ -254,9 +267,15 @@ class FedMAP(RoundValues, Method):
     # --- what is said of it ---
 
     def notes(self, layout: Layout) -> list[str]:
-        """Say that without a pull this is another method."""
-        alone = isinstance(self.prior, GaussianPrior) and self.prior.variance == math.inf
-        return ["variance=inf makes FedMAP LocalOnly, beside a mean."] if alone else []
+        """Say that without a pull this is another method, and that a fixed prior learns nothing."""
+        alone = isinstance(self.prior, GaussianPrior) and self.prior.pulls_nobody
+        notes = ["variance=inf makes FedMAP LocalOnly, beside a mean."] if alone else []
+        if not depends_on_gamma(self.prior, select(layout.model(), self._under(layout))):
+            notes.append(
+                f"{type(self.prior).__name__} doesn't depend on gamma: the server leaves it as "
+                "`init` made it."
+            )
+        return notes
 
     def settings(self) -> dict[str, str]:
         """The prior's own settings as well."""

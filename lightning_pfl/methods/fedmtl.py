@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, check_number
+from lightning_pfl.methods.base import OWN, Local, Method, check_number
 from lightning_pfl.tree import Model, Tree, add, per_client, put_rows, repeat, rows, select, tmap
 
 Relationship = Literal["spread", "asrun", "none"]
@@ -83,6 +83,7 @@ class FedMTL(Method):
     """
 
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
+    held: ClassVar[str] = OWN
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_pfl._lightning import copy_apart
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Phase, Weighting
+from lightning_pfl.methods.base import CLUSTER, Local, Method, Phase, Weighting
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.solvers.clusters import cluster_means
 from lightning_pfl.tree import Model, Tree, select, tmap, whole_nbytes
@@ -67,6 +67,7 @@ class IFCA(Method):
 
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"cluster": 1})
     state_settings: ClassVar[tuple[str, ...]] = ("num_clusters",)
+    held: ClassVar[str] = CLUSTER
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import torch
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Method, Phase, check_number
+from lightning_pfl.methods.base import OWN, Method, Phase, check_number
 from lightning_pfl.randomness import derive
 from lightning_pfl.solvers.proximal import towards
 from lightning_pfl.tree import Model, Tree, floats, weighted_mean
@@ -61,6 +61,7 @@ class L2GD(Method):
     """
 
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"informed": 1})
+    held: ClassVar[str] = OWN
 
     def __init__(
         self,

@@ -22,7 +22,9 @@ class LocalOnly(Method):
     State:
         own: ``model``, the whole model; each leaf ``(clients, *shape)``. The server holds nothing.
 
-    Deviation from the paper: none (a baseline without a paper of its own).
+    Deviation from the paper: there is none of its own. As in every method, an optimizer begins anew
+    in each round: with momentum or Adam, ``T`` rounds of ``E`` epochs aren't one training of ``T *
+    E`` epochs, unlike with plain SGD. One round of ``T * E`` epochs is.
 
     Example:
         >>> LocalOnly(local_epochs=5).phases(0)[0].epochs

@@ -2,10 +2,10 @@ r"""pFedMe: personalization by Moreau envelopes."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.methods.base import Local, Method, Weighting, check_number
+from lightning_pfl.methods.base import OWN, Local, Method, Weighting, check_number
 from lightning_pfl.solvers.proximal import pull, towards
 from lightning_pfl.tree import Model, Tree, select, tmap, weighted_mean
 
@@ -50,6 +50,8 @@ class PFedMe(Method):
         Dinh, Tran, Nguyen. Personalized federated learning with Moreau envelopes. NeurIPS 2020.
         arXiv:2006.08848, Algorithm 1.
     """
+
+    held: ClassVar[str] = OWN
 
     def __init__(
         self,

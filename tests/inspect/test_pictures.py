@@ -20,8 +20,9 @@ from lightning_pfl.inspect.board import new_figure
 from lightning_pfl.inspect.client_histogram import QUANTILES, draw_rounds, draw_sorted
 from lightning_pfl.inspect.pairwise_distance import distances, draw_matrix
 from lightning_pfl.inspect.partition_picture import draw_dataset
-from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.methods import FedAvg, FedMAP, FedRep, SquaredPenalty
 from lightning_pfl.models import DigitsCNN
+from lightning_pfl.priors import GaussianPrior
 from tests.callbacks.setting import Data, classes, network, quadratics, split, trainer
 from tests.inspect.board import Board
 
@@ -145,6 +146,19 @@ def test_the_matrix_is_that_of_the_heads(tmp_path: Path, monkeypatch: pytest.Mon
     np.testing.assert_allclose(drawn[2], want, rtol=1e-10, atol=1e-12)
 
 
+def test_models_that_the_server_knows_are_compared_as_a_whole(tmp_path: Path) -> None:
+    """They are personal, though nothing of them stays on the client; FedMAP's head alone is."""
+    for method, names in (
+        (SquaredPenalty(), {"backbone.weight", "head.weight"}),
+        (FedMAP(GaussianPrior(parameters="head")), {"head.weight"}),
+    ):
+        pairs = PairwiseDistance()
+        run = board_run(tmp_path, method, pairs)
+        run.fit(split(), quadratics())
+        assert pairs._names(run.strategy) == names
+        assert is_drawn(Board(run).picture("distance"))
+
+
 def test_the_matrix_reaches_the_board(tmp_path: Path) -> None:
     run = board_run(tmp_path, FedRep(head_epochs=1), PairwiseDistance())
     run.fit(network(), classes()[0])
@@ -154,7 +168,7 @@ def test_the_matrix_reaches_the_board(tmp_path: Path) -> None:
 
 
 def test_a_method_without_a_personal_part_has_no_distances(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="for part='personal', but FedAvg shares the whole"):
+    with pytest.raises(Exception, match="clients have models of their own, but FedAvg shares the"):
         board_run(tmp_path, FedAvg(), PairwiseDistance()).fit(split(), quadratics())
 
 

@@ -57,6 +57,37 @@ def test_every_round_logs_its_cohort_to_any_logger(engine: str, tmp_path: Path) 
             assert float(row[name]) == pytest.approx(value, rel=1e-5)
 
 
+def test_learned_variances_reach_any_logger(tmp_path: Path) -> None:
+    """Each round the variances s + c, c = 1, of what the server holds after it."""
+    recorder = Recorder()
+    run = trainer(
+        FedMAP(DiagonalGaussianPrior(epsilon=1e-3)), PriorMonitor(), recorder, max_epochs=3,
+        logger=CSVLogger(tmp_path), log_every_n_steps=1,
+    )  # fmt: skip
+    run.fit(network(), classes()[0])
+    with (Path(run.log_dir) / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3
+    for row, server in zip(rows, recorder.servers[1:], strict=True):
+        for name, leaf in server["prior"]["spread"].items():
+            entries = sorted((leaf + 1).flatten().tolist())
+            want = {
+                "min": entries[0],
+                "median": entries[(len(entries) - 1) // 2],
+                "max": entries[-1],
+            }
+            for which, value in want.items():
+                assert float(row[f"prior/variance/{name}/{which}"]) == pytest.approx(
+                    value, rel=1e-6
+                )
+
+
+def test_a_plain_prior_has_no_variances_to_log(tmp_path: Path) -> None:
+    run = trainer(FedMAP(), PriorMonitor(), max_epochs=1, logger=CSVLogger(tmp_path))
+    run.fit(split(), quadratics())
+    assert not [name for name in run.logged_metrics if "variance" in name]
+
+
 def test_clients_rounds_and_layers_reach_the_board(tmp_path: Path) -> None:
     recorder, monitor = Recorder(), PriorMonitor(every_n_rounds=2)
     run = trainer(
@@ -136,6 +167,7 @@ def test_layers_are_drawn_by_their_quantiles() -> None:
     entries = {"wide": torch.logspace(-3, 3, 101), "equal": torch.full((4,), 2.0)}
     axes = draw_layers(entries, "variance", 7).axes[0]
     assert axes.get_xscale() == "log"
+    assert axes.get_xlabel() == "variance (logarithmic)"
     assert [label.get_text() for label in axes.get_yticklabels()] == ["wide", "equal"]
     assert axes.lines[0].get_xdata() == pytest.approx([1.0, 2.0])  # the medians
 

@@ -56,6 +56,18 @@ FORMULAS: dict[str, Bytes] = {
     "FedMAP, learned variances": Bytes(
         lambda: methods.FedMAP(DiagonalGaussianPrior()), 8 * D, 4 * D + 8
     ),
+    # Nothing is measured; or one more double, with the weight or without.
+    "FedMAP, by samples": Bytes(lambda: methods.FedMAP(weighting="samples"), 4 * D, 4 * D),
+    "FedMAP, envelope": Bytes(lambda: methods.FedMAP(log_envelope=True), 4 * D, 4 * D + 16),
+    "FedMAP, by samples, envelope": Bytes(
+        lambda: methods.FedMAP(weighting="samples", log_envelope=True), 4 * D, 4 * D + 8
+    ),
+    # All but the buffers.
+    "FedMAP, with BatchNorm": Bytes(methods.FedMAP, 4 * WITH_NORM, 4 * WITH_NORM + 8, small_module),
+    # Two statistics for each of two channels, and an int64 that counts batches.
+    "FedAvg, with BatchNorm": Bytes(
+        methods.FedAvg, 4 * (WITH_NORM + 2 * 2) + 8, 4 * (WITH_NORM + 2 * 2) + 8, small_module
+    ),
     # The sum of the others' models in the place of all of them.
     "FedMTL": Bytes(methods.FedMTL, 4 * D, 4 * D),
     "FedPer": Bytes(methods.FedPer, 4 * BODY, 4 * BODY),

@@ -234,6 +234,23 @@ class TestFedMAP:
         for round in run.recorder.rounds:
             assert list((round.uploads or {})["model"]) == ["head.weight"]
 
+    def test_each_layer_may_have_a_variance_of_its_own(self, engine: str) -> None:
+        """Both halves move by their half of the change of the sum, each with a pull of its own."""
+        prior = GaussianPrior({"head": 0.5, "*": math.inf})
+        run = fit(FedMAP(prior, "uniform"), q2(), SplitQuadraticModule(1, 0.1, 0.2, 0.4), 2, engine)
+        body, head, gamma = [0.2, 0.2], [0.4, 0.4], 0.4
+        for _ in range(2):
+            for k, (a, c) in enumerate(((1.0, 0.0), (3.0, 1.0))):
+                slope = a * (body[k] + head[k] - c)
+                body[k] -= 0.1 * slope
+                head[k] -= 0.1 * (slope + (head[k] - gamma) / 0.5)
+            gamma = sum(head) / 2
+        assert run.models["backbone.weight"].flatten().tolist() == pytest.approx(body, abs=1e-12)
+        assert run.models["head.weight"].flatten().tolist() == pytest.approx(head, abs=1e-12)
+        server = run.server["model"]
+        assert float(server["head.weight"]) == pytest.approx(gamma, abs=1e-12)
+        assert float(server["backbone.weight"]) == pytest.approx(sum(body) / 2, abs=1e-12)
+
     @pytest.mark.parametrize(
         ("weighting", "log_weight"), [("posterior", 8), ("samples", 0), ("uniform", 0)]
     )
@@ -321,7 +338,9 @@ def test_an_infinite_variance_is_said() -> None:
     method = FedMAP(GaussianPrior(math.inf))
     module = QuadraticModule()
     layout = local_round(method, module, q2()).engine.layout
-    assert method.notes(layout) == ["variance=inf makes FedMAP LocalOnly, beside a mean."]
+    said = ["variance=inf makes FedMAP LocalOnly, beside a mean."]
+    assert method.notes(layout) == said
+    assert FedMAP(GaussianPrior({"*": math.inf})).notes(layout) == said
     assert FedMAP().notes(layout) == []
 
 
@@ -365,14 +384,15 @@ def test_nothing_is_personal_and_under_the_prior(personal: Spec) -> None:
         local_round(method, plain_module(), small_clients())
 
 
-@pytest.mark.parametrize("data_term", ["mean", "sum"])
+@pytest.mark.parametrize(("data_term", "scope"), [("mean", "all"), ("sum", "personal")])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_new_client_adapts_under_the_prior(engine: Any, data_term: Any) -> None:
-    """Many steps from the prior's mean m end at (a c + r m) / (a + r), r = 1 / (variance [N])."""
+def test_a_new_client_adapts_under_the_prior(engine: Any, data_term: Any, scope: Any) -> None:
+    """Many steps from the prior's mean m end at (a c + r m) / (a + r), r = 1 / (variance [N]).
+    Personal is what is under the prior, here all."""
     curvature, center, samples, variance = 2.0, 5.0, 4, 0.5
     train = quadratic_clients([curvature], [center], samples)
     adaptation = NewClientAdaptation(
-        samples=[samples], scope="all", epochs=400, clients=(train, train)
+        samples=[samples], scope=scope, epochs=400, clients=(train, train)
     )
     method = FedMAP(GaussianPrior(variance), weighting="uniform", data_term=data_term)
     run = fit(method, q2(), QuadraticModule(lr=0.1), 1, engine, callbacks=[adaptation])

@@ -19,6 +19,12 @@ from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.quadratics import ENGINES, LR, STEPS, A, C, close, ragged
 from tests.references.local import local
 
+
+class Momentum(QuadraticModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.5)
+
+
 W0 = torch.tensor([0.5, 0.5], dtype=torch.float64)
 
 
@@ -45,6 +51,28 @@ class TestLocalOnly:
         two = fit(LocalOnly(local_epochs=1), ragged(), QuadraticModule(2, LR, 0.5), 2, engine)
         one = fit(LocalOnly(local_epochs=2), ragged(), QuadraticModule(2, LR, 0.5), 1, engine)
         assert_trees_equal(two.own, one.own)
+
+    def test_momentum_begins_anew_in_every_round(self, engine: str) -> None:
+        """v <- 0.5 v + a (w - c), w <- w - lr v, with v = 0 at the start of each round: so rounds
+        of one epoch are behind one round of as many."""
+
+        def by_hand(rounds: int, epochs: int) -> torch.Tensor:
+            w = W0.repeat(len(A), 1)
+            for k, steps in enumerate((epochs * STEPS).tolist()):
+                for _ in range(rounds):
+                    v = torch.zeros(2, dtype=torch.float64)
+                    for _ in range(int(steps)):
+                        v = 0.5 * v + A[k] * (w[k] - C[k])
+                        w[k] -= LR * v
+            return w
+
+        apart, together = by_hand(3, 1), by_hand(1, 3)
+        for rounds, epochs, want in ((3, 1, apart), (1, 3, together)):
+            run = fit(LocalOnly(epochs), ragged(), Momentum(2, LR, 0.5), rounds, engine)
+            close(run.own["model"]["w"], want)
+        trained = STEPS > 0
+        distance = [(w - C)[trained].norm(dim=1) for w in (apart, together)]
+        assert (distance[0] > distance[1] + 1e-3).all()
 
     def test_is_fedper_with_everything_personal(self, engine: str) -> None:
         a = fit(LocalOnly(), small_clients(), small_module(), 2, engine)
