@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal, get_args
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
+from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
 from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
@@ -71,10 +72,14 @@ class MOCHA(Method):
         w_t = \frac1\lambda \sum_s \Sigma_{ts}\, b_s, \qquad \text{every so often} \quad \Sigma
         \leftarrow \frac{(W^\top W)^{1/2}}{\operatorname{tr} (W^\top W)^{1/2}}
 
-    Any part of the local work may be left undone: clients that aren't sampled, or make few steps,
-    only slow it down. All begin at :math:`\alpha = 0`, so :math:`W = 0`, and :math:`\Sigma = I /
-    n`; the module's own initial weights and its optimizer are not used. A model with several
-    outputs is that many one-versus-rest classifiers, which share :math:`\Sigma`.
+    Any part of the local work may be left undone: for a given :math:`\Sigma` clients that aren't
+    sampled, or make few steps, only slow it down. But where :math:`\Sigma` is learned before a
+    client with data has ever taken part, its row is nearly 0, its weights stay small until the next
+    time, and with ``bound="common"`` everybody's steps become short; this is warned of.
+
+    All begin at :math:`\alpha = 0`, so :math:`W = 0`, and :math:`\Sigma = I / n`; the module's own
+    initial weights and its optimizer are not used. A model with several outputs is that many
+    one-versus-rest classifiers, which share :math:`\Sigma`.
 
     The module must be linear in its flattened inputs: one weight matrix, perhaps with a bias, which
     is regularised like the weights. Batches are pairs (inputs, targets): class numbers for several
@@ -251,10 +256,32 @@ class MOCHA(Method):
         vectors = server["dual_vectors"]
         vectors = vectors.index_add(0, info.index.to(vectors.device), uploads["change"])
         server = {**server, "dual_vectors": vectors}
-        outer, within = divmod(info.round + 1, self.inner_iterations)
-        if within or outer > self.outer_iterations:
+        if not self._learns(info.round):
             return server
         return {**server, "relationship": learned_relationship(self._all_weights(server))}
+
+    def _learns(self, round: int) -> bool:
+        """Whether the relationship is learned at the end of a round."""
+        outer, within = divmod(round + 1, self.inner_iterations)
+        return not within and outer <= self.outer_iterations
+
+    def on_aggregation_end(
+        self, trainer: L.Trainer, module: L.LightningModule, round: Round
+    ) -> None:
+        """Warn where the relationship was learned without having heard of some clients."""
+        from lightning_pfl.federation import require_federation
+
+        if not self._learns(round.number):
+            return
+        server = require_federation(trainer, self).server
+        silent = ~server["dual_vectors"].flatten(1).any(1).cpu() & (self.num_samples > 0).cpu()
+        if silent.any():
+            rank_zero_warn(
+                f"MOCHA learned its relationship after round {round.number}, when "
+                f"{int(silent.sum())} of {self.num_clients} clients had not yet taken part: their "
+                "rows are nearly 0, and their weights stay small until it is learned again. Use a "
+                f"larger `inner_iterations` than {self.inner_iterations}."
+            )
 
     def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
         """The client's weights, and its bias where the module has one."""

@@ -256,6 +256,16 @@ def test_with_bounds_of_their_own_one_client_does_not_slow_all() -> None:
     assert 0 <= gaps[1] < gaps[0] / 5
 
 
+def test_learning_the_relationship_before_all_took_part_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="after round 0, when 2 of 3 clients had not yet taken"):
+        fit(MOCHA(LAM, inner_iterations=1), clients(), plane_module(), participation=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(MOCHA(LAM, inner_iterations=1), clients(), plane_module())
+        # Round 0 is before the first time.
+        fit(MOCHA(LAM, inner_iterations=2), clients(), plane_module(), participation=1)
+
+
 def test_a_sample_of_zeros_reaches_its_bound() -> None:
     x, y = problem()
     x[0][0] = 0.0
