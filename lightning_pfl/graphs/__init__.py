@@ -9,6 +9,7 @@ from lightning_pfl.graphs.builders import (
     ScaleFree,
     SmallWorld,
     label_histograms,
+    model_features,
 )
 from lightning_pfl.graphs.graph import Graph
 from lightning_pfl.graphs.resolve import BUILDERS, GraphLike, resolve_graph
@@ -25,5 +26,6 @@ __all__ = [
     "ScaleFree",
     "SmallWorld",
     "label_histograms",
+    "model_features",
     "resolve_graph",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,16 @@ class GraphBuilder(ABC):
     @abstractmethod
     def __call__(self, num_clients: int, seed: int) -> Any:
         """A networkx graph of the nodes ``0..num_clients-1``, or an adjacency matrix."""
+
+    def __repr__(self) -> str:
+        """The class and its settings; of an array its shape."""
+        given = ", ".join(
+            f"{name}=<{type(value).__name__} {tuple(value.shape)}>"
+            if hasattr(value, "shape")
+            else f"{name}={value!r}"
+            for name, value in vars(self).items()
+        )
+        return f"{type(self).__name__}({given})"
 
 
 class Complete(GraphBuilder):
@@ -164,7 +175,7 @@ class KNearest(GraphBuilder):
     Args:
         features: What is compared by Euclidean distance, an array ``(clients, features)`` or the
             path of a ``.npy`` file with one: :func:`label_histograms`, which clients have to
-            disclose for it, or the clients' models as rows.
+            disclose for it, or :func:`model_features`.
         neighbours: How many nearest clients count, at least 1.
     """
 
@@ -221,3 +232,34 @@ def label_histograms(data: FederatedTensorDataset, num_classes: int) -> Tensor:
     counts = torch.bincount(place, minlength=data.num_clients * num_classes).double()
     counts = counts.view(data.num_clients, num_classes)
     return counts / counts.sum(1, keepdim=True).clamp_min(1)
+
+
+def model_features(models: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """The clients' models as rows, float64 ``(clients, scalars)``.
+
+    Every floating-point entry counts, buffers too, in the order of the first model.
+
+    Args:
+        models: A ``state_dict`` for each client, such as
+            ``[strategy.client_state_dict(k) for k in range(strategy.num_clients)]`` of a run of
+            LocalOnly.
+
+    Raises:
+        ValueError: If the models don't have the same entries of the same shapes.
+
+    Example:
+        >>> model_features([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.0, 5.0])}])
+        tensor([[1., 2.],
+                [0., 5.]], dtype=torch.float64)
+    """
+    shapes = [{name: tuple(leaf.shape) for name, leaf in model.items()} for model in models]
+    for client, found in enumerate(shapes):
+        if found != shapes[0]:
+            raise ValueError(
+                "Expected `models` to have the same entries of the same shapes, but got "
+                f"{shapes[0]} of client 0 and {found} of client {client}. Compare clients of "
+                "different architectures by their label histograms."
+            )
+    names = [name for name, leaf in models[0].items() if leaf.is_floating_point()] if models else []
+    rows = [torch.cat([model[name].flatten().double() for name in names]) for model in models]
+    return torch.stack(rows).cpu() if rows else torch.zeros(0, 0, dtype=torch.float64)

@@ -25,6 +25,7 @@ from lightning_pfl.graphs import (
     SmallWorld,
     builders,
     label_histograms,
+    model_features,
     resolve_graph,
 )
 from lightning_pfl.randomness import derive
@@ -226,3 +227,23 @@ def test_wrong_settings_of_builders_are_refused(make: Any, match: str) -> None:
 def test_the_complete_graph_of_one_client_has_no_edge() -> None:
     graph = resolve_graph(Complete(), 1)
     assert (len(graph), graph.mask.numel(), graph.largest_eigenvalue) == (1, 0, 0.0)
+
+
+def test_model_features_are_the_floating_point_entries_in_one_order() -> None:
+    models = [
+        {"b": torch.tensor([[1.0, 2.0]]), "n": torch.tensor(7), "a": torch.tensor(3.0)},
+        {"a": torch.tensor(6.0), "b": torch.tensor([[4.0, 5.0]]), "n": torch.tensor(8)},
+    ]
+    found = model_features(models)
+    assert found.dtype == torch.float64
+    assert found.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    assert model_features([]).shape == (0, 0)
+
+
+def test_models_of_different_shapes_are_not_compared() -> None:
+    models = [{"w": torch.zeros(2)}, {"w": torch.zeros(3)}]
+    with pytest.raises(
+        ValueError,
+        match=r"Expected `models` to have the same .* \(2,\)} of client 0 and .* client 1",
+    ):
+        model_features(models)
