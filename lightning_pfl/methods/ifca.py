@@ -37,24 +37,35 @@ class IFCA(Method):
     :math:`\eta` the learning rate. :math:`F_k` is the client's training loss, measured in eval mode
     in a pass over its data with each model.
 
+    Where the start is unfortunate, one model ends up with two groups. With ``restarts`` the first
+    rounds try several sets of models, one after another, each for ``trial_rounds``; the set with
+    the lowest training loss, measured at the beginning of its last trial round, goes on from
+    where its trial ended. A client is only sent the set whose turn it is, so that a restart costs
+    rounds, and no round costs more than another.
+
     Args:
         num_clusters: Number of models, at least 1. 1 is FedAvg.
         averaging: ``"models"`` or ``"gradients"``. The latter is one step on all samples of a
             client; it doesn't use ``local_epochs`` and ``local_steps``.
         initial: The models at the start, as ``state_dict``\ s of the module. None: the module, and
             copies whose layers are drawn anew; what no layer can draw anew gets normal noise of
-            its own root mean square. Models that are alike would all stay alike.
+            its own root mean square. Models that are alike would all stay alike. With restarts,
+            the models of all sets, set after set.
+        restarts: Further sets of models that are tried, at least 0.
+        trial_rounds: Rounds that each set is tried for, at least 1; unused without restarts.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
         weighting: ``"uniform"`` as in the paper, or ``"samples"``, inside each cluster.
 
     State:
-        server: ``models``, each leaf ``(num_clusters, *shape)``; ``cluster``, every client's last
-        choice, int64 ``(num_clients,)``, -1 before the first. own: ``cluster``, int64
-        ``(clients,)``.
+        server, for :math:`S` = ``restarts + 1`` sets: ``models``, each leaf ``(S * num_clusters,
+        *shape)``; ``cluster``, every client's last choice among all of them, int64
+        ``(num_clients,)``, -1 before the first; with restarts ``trial_loss``, float64 ``(S,)``.
+        own: ``cluster``, int64 ``(clients,)``.
 
-    Deviation from the paper: none in a round. A client that has never taken part is evaluated with
-    the model that most clients have chosen.
+    Deviation from the paper: none in a round. A client that has not chosen among the set in use is
+    evaluated with the model that most clients have chosen. The paper begins anew on its synthetic
+    data and keeps the best of whole runs; here a trial is short.
 
     Example:
         >>> IFCA(num_clusters=4).averaging
@@ -66,7 +77,7 @@ class IFCA(Method):
     """
 
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"cluster": 1})
-    state_settings: ClassVar[tuple[str, ...]] = ("num_clusters",)
+    state_settings: ClassVar[tuple[str, ...]] = ("num_clusters", "restarts", "trial_rounds")
     held: ClassVar[str] = CLUSTER
 
     def __init__(
@@ -77,13 +88,14 @@ class IFCA(Method):
         local_epochs: int | None = 1,
         local_steps: int | None = None,
         weighting: Weighting = "uniform",
+        restarts: int = 0,
+        trial_rounds: int = 5,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        if not isinstance(num_clusters, int) or isinstance(num_clusters, bool) or num_clusters < 1:
-            raise ValueError(
-                f"Expected `num_clusters` to be a whole number >= 1, but got {num_clusters=}. Use "
-                "the number of groups that you expect, or a few more."
-            )
+        advice = "Use the number of groups that you expect, or a few more."
+        _check_count("num_clusters", num_clusters, 1, advice)
+        _check_count("restarts", restarts, 0, "Use 0 for one start, or 4 for five.")
+        _check_count("trial_rounds", trial_rounds, 1, "Use 5, for example.")
         if averaging not in ("models", "gradients"):
             raise ValueError(
                 f"Expected `averaging` to be 'models' or 'gradients', but got {averaging=}. Use "
@@ -94,21 +106,28 @@ class IFCA(Method):
                 f"Expected `initial` to be a list of state_dicts or None, but got {initial=}. Give "
                 "[module.state_dict(), ...], one per cluster."
             )
-        if initial is not None and len(initial) != num_clusters:
+        self.restarts, self.trial_rounds = restarts, trial_rounds
+        self._sets = restarts + 1
+        self._count = self._sets * num_clusters
+        if initial is not None and len(initial) != self._count:
             raise ValueError(
-                f"Expected `initial` to have {num_clusters} models, one for each cluster, but got "
-                f"{len(initial)}. Give one state_dict per cluster, or None."
+                f"Expected `initial` to have {self._count} models, one for each cluster"
+                f"{' of each set' if restarts else ''}, but got {len(initial)}. Give one "
+                "state_dict each, or None."
             )
         self.num_clusters, self.initial = num_clusters, initial
         self.averaging: Averaging = averaging
 
     def notes(self, layout: Layout) -> list[str]:
-        """Say that one cluster is another method."""
+        """Say that one cluster is another method, and which rounds are trials."""
+        if self.restarts:
+            last = self._sets * self.trial_rounds - 1
+            return [f"IFCA tries {self._sets} sets of models in rounds 0 to {last}."]
         return ["num_clusters=1 makes IFCA FedAvg."] if self.num_clusters == 1 else []
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """A pass that measures, where there is a choice; then local training, or one gradient."""
-        choose = (Phase(epochs=1, name=CHOICE, measure=True),) if self.num_clusters > 1 else ()
+        choose = (Phase(epochs=1, name=CHOICE, measure=True),) if self._count > 1 else ()
         if self.averaging == "gradients":
             return (*choose, Phase("all", steps=1, whole=True, name="gradient"))
         return (*choose, Phase("all", epochs=self.local_epochs, steps=self.local_steps))
@@ -120,10 +139,14 @@ class IFCA(Method):
         device = next(iter(model.values())).device
         shared = [select(each, self.layout.shared) for each in self._starts(model)]
         names = list(shared[0])
-        return {
+        server: Tree = {
             "models": {name: torch.stack([each[name] for each in shared]) for name in names},
             "cluster": torch.full((self.num_clients,), -1, dtype=torch.int64, device=device),
         }
+        if self.restarts:
+            unknown = torch.full((self._sets,), torch.inf, dtype=torch.float64, device=device)
+            server["trial_loss"] = unknown
+        return server
 
     def init_own(self, model: Model) -> Tree:
         """No choice yet."""
@@ -132,7 +155,7 @@ class IFCA(Method):
 
     def _starts(self, model: Model) -> list[Model]:
         if self.initial is None:
-            drawn = (self._drawn(model, number) for number in range(1, self.num_clusters))
+            drawn = (self._drawn(model, number) for number in range(1, self._count))
             return [model, *drawn]
         for number, given in enumerate(self.initial):
             if missing := [name for name in model if name not in given]:
@@ -170,17 +193,38 @@ class IFCA(Method):
                     drawn[name] = leaf + leaf.square().mean().sqrt() * torch.randn_like(leaf)
         return drawn
 
+    def _first(self, server: Tree, round: int) -> Tensor:
+        """The number of the first model of the set in use in a round, int64 ``()``."""
+        trial, device = round // self.trial_rounds, server["cluster"].device
+        if not self.restarts:
+            return torch.zeros((), dtype=torch.int64, device=device)
+        if trial < self._sets:
+            return torch.tensor(trial * self.num_clusters, device=device)
+        best: Tensor = server["trial_loss"].argmin() * self.num_clusters
+        return best
+
     # --- a client's round ---
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """All models, and for clients without a choice the one that most others have chosen."""
-        chosen = server["cluster"][server["cluster"] >= 0]
-        counts = torch.bincount(chosen, minlength=self.num_clusters)
-        return {"models": server["models"], "popular": counts.argmax()}
+        """The models in use, and for clients without a choice the one that most have chosen."""
+        first, models, cluster = (
+            self._first(server, info.round),
+            server["models"],
+            server["cluster"],
+        )
+        # One bin more, at the end, for choices among other sets, and for none.
+        at = cluster - first
+        at = torch.where((at >= 0) & (at < self.num_clusters), at, self.num_clusters)
+        counts = torch.bincount(at, minlength=self.num_clusters + 1)[: self.num_clusters]
+        if self.restarts:
+            some = first + torch.arange(self.num_clusters, device=first.device)
+            models = tmap(lambda leaf: leaf.index_select(0, some), models)
+        return {"models": models, "popular": counts.argmax(), "first": first}
 
     def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor:
-        """All models; a client of a round has no use for what is popular."""
-        return torch.full((len(info),), whole_nbytes(server["models"]), dtype=torch.int64)
+        """The models in use; a client of a round has no use for the rest."""
+        size = whole_nbytes(server["models"]) // self._sets
+        return torch.full((len(info),), size, dtype=torch.int64)
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
         """The first model, before any is measured."""
@@ -193,6 +237,8 @@ class IFCA(Method):
             "cluster": first,
             "model": model,
         }
+        if self.restarts:
+            state["measured"] = torch.zeros_like(state["losses"][:, 0])
         if self.averaging == "gradients":
             state["gradient"] = tmap(torch.zeros_like, select(model, self.layout.trainable))
         return state
@@ -209,6 +255,8 @@ class IFCA(Method):
             # argmin takes NaN for the smallest: a model that overflows on a client is no choice.
             cluster = total.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(1)
             chosen = {"cluster": cluster, "model": pick(state["models"], cluster)}
+            if self.restarts:
+                chosen["measured"] = state["measured"] + count
             return {**state, "losses": total, **chosen}
         if local.phase == "gradient":
             return {**state, "gradient": {**state["gradient"], **local.grad(state["model"], batch)}}
@@ -219,22 +267,35 @@ class IFCA(Method):
     ) -> tuple[Tree, Tree]:
         """Send the trained model, or the gradient, and the choice."""
         sent = state["gradient"] if self.averaging == "gradients" else state["model"]
-        memory = {"cluster": state["cluster"]}
-        return {"model": dict(sent), "cluster": state["cluster"]}, memory
+        cluster = state["cluster"] + received["first"]
+        upload = {"model": dict(sent), "cluster": cluster}
+        if self.restarts:
+            lowest = state["losses"].nan_to_num(nan=torch.inf, posinf=torch.inf).amin(1)
+            upload["loss"] = lowest / state["measured"].clamp_min(1)
+        return upload, {"cluster": cluster}
 
     # --- the server's round ---
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """A mean in each cluster, or a gradient step; the choices."""
         choice = uploads["cluster"]
-        member = torch.nn.functional.one_hot(choice, self.num_clusters).T.double()
+        member = torch.nn.functional.one_hot(choice, self._count).T.double()
         if self.averaging == "gradients":
             moved = self._descend(server["models"], uploads["model"], member, info)
         else:
             moved = cluster_means(server["models"], uploads["model"], member, info.weights)
         cluster = server["cluster"].clone()
         cluster[info.index.to(cluster.device)] = choice
-        return {"models": moved, "cluster": cluster}
+        return {"models": moved, "cluster": cluster, **self._judged(server, uploads, info)}
+
+    def _judged(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """The loss of a set that is tried; the one of its last trial round stays."""
+        if not self.restarts:
+            return {}
+        losses, trial = server["trial_loss"].clone(), info.round // self.trial_rounds
+        if trial < self._sets:
+            losses[trial] = (info.weights.to(losses) * uploads["loss"]).sum()
+        return {"trial_loss": losses}
 
     def _descend(self, models: Model, grads: Model, member: Tensor, info: ClientInfo) -> Model:
         def step(leaf: Tensor, grad: Tensor) -> Tensor:
@@ -248,20 +309,28 @@ class IFCA(Method):
 
     def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
         """The model of the client's last choice."""
-        chosen = own["cluster"]
-        return pick(received["models"], torch.where(chosen < 0, received["popular"], chosen))
+        chosen = own["cluster"] - received["first"]
+        known = (own["cluster"] >= 0) & (chosen >= 0) & (chosen < self.num_clusters)
+        return pick(received["models"], torch.where(known, chosen, received["popular"]))
 
     def global_model(self, server: Tree) -> Model | None:
         """There is none, but for one cluster."""
-        if self.num_clusters > 1:
+        if self._count > 1:
             return None
         model: Model = tmap(lambda leaf: leaf[0], server["models"])
         return model
 
     def clusters(self, server: Tree) -> Tensor:
-        """Each client's cluster, int64 ``(num_clients,)``; -1 where none is known."""
+        """Each client's model among those of all sets, int64 ``(num_clients,)``; -1 for none."""
         found: Tensor = server["cluster"]
         return found
+
+
+def _check_count(name: str, value: int, least: int, advice: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(
+            f"Expected `{name}` to be a whole number >= {least}, but got {name}={value!r}. {advice}"
+        )
 
 
 def pick(models: Model, cluster: Tensor) -> Model:

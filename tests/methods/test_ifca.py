@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,9 @@ def test_all_models_go_down_and_one_with_its_number_up() -> None:
     [
         ({"num_clusters": 0}, "whole number >= 1, but got num_clusters=0"),
         ({"num_clusters": 2.0}, "whole number >= 1, but got num_clusters=2.0"),
+        ({"restarts": -1}, "`restarts` to be a whole number >= 0, but got restarts=-1"),
+        ({"trial_rounds": 0}, "`trial_rounds` to be a whole number >= 1, but got trial_rounds=0"),
+        ({"restarts": 1, "initial": given(1.0, 2.0)}, "4 models, one for each cluster of each set"),
         ({"averaging": "mean"}, "'models' or 'gradients', but got averaging='mean'"),
         ({"initial": given(1.0)}, "to have 2 models, one for each cluster, but got 1"),
     ],
@@ -208,3 +212,78 @@ def test_initial_models_have_the_module_s_shapes() -> None:
     match = r"Expected 'w' of `initial\[1\]` to have the shape \(1,\), .* but got \(2,\)"
     with pytest.raises(ValueError, match=match):
         fit(method, quadratics(), QuadraticModule(lr=LR), 1)
+
+
+# --- restarts ---
+
+# Two groups at -1 and 1. Of a set {5, 9} the first model is everybody's best, takes all and goes to
+# their mean 0, where it stays the best for all: one model. Of {-2, 2} each takes a group.
+PLANTED = [-1.0, -1.0, 1.0, 1.0]
+BAD, GOOD = (5.0, 9.0), (-2.0, 2.0)
+
+
+def planted() -> Any:
+    return quadratic_clients([1.0] * 4, PLANTED)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("averaging", ["models", "gradients"])
+def test_restarts_find_what_an_unfortunate_start_misses(engine: str, averaging: Any) -> None:
+    module, rounds = QuadraticModule(lr=0.5), 16
+    alone = IFCA(2, averaging, given(*BAD))
+    run = fit(alone, planted(), module, rounds, engine)
+    assert run.server["cluster"].tolist() == [0] * 4
+    assert float(run.models["w"].abs().max()) < 0.01
+    method: Any = IFCA(2, averaging, given(*BAD, *GOOD, *BAD), restarts=2, trial_rounds=2)
+    run = fit(method, planted(), module, rounds, engine)
+    assert method.clusters(run.server).tolist() == [2, 2, 3, 3]
+    torch.testing.assert_close(
+        run.models["w"].flatten(), torch.tensor(PLANTED).double(), rtol=0, atol=0.15
+    )
+    # (w - c)^2 / 2 where the second round of each trial begins.
+    servers = run.recorder.servers
+    for number, at in enumerate((1, 3, 5)):
+        models = servers[at]["models"]["w"].flatten()[2 * number : 2 * number + 2]
+        losses = (models.unsqueeze(0) - torch.tensor(PLANTED).double().unsqueeze(1)).square() / 2
+        assert float(run.server["trial_loss"][number]) == pytest.approx(
+            losses.amin(1).mean().item()
+        )
+    # A set rests while another is tried, and a set that lost never moves again.
+    for at, moves in enumerate([0, 0, 1, 1, 2, 2, 1, 1, 1]):
+        before, after = (servers[k]["models"]["w"].view(3, 2) for k in (at, at + 1))
+        assert (before != after).any(1).tolist() == [number == moves for number in range(3)]
+
+
+def test_a_round_of_a_trial_sends_one_set() -> None:
+    method = IFCA(3, restarts=2, trial_rounds=1)
+    assert method.notes(Layout(plain_module())) == ["IFCA tries 3 sets of models in rounds 0 to 2."]
+    run = fit(method, small_clients(), plain_module(), 4)
+    for round in run.recorder.rounds:
+        assert round.bytes_down == 3 * 8 * SCALARS
+        assert round.bytes_up == 8 * SCALARS + 8 + 8  # the choice, and its loss
+
+
+def test_who_chose_among_another_set_has_the_most_popular_model() -> None:
+    """Clients 0 to 3 are evaluated in a set in which some of them have not chosen."""
+    method = IFCA(2, initial=given(*GOOD, *GOOD), restarts=1, trial_rounds=1)
+    run = fit(method, planted(), QuadraticModule(lr=0.5), 2, participation=3)
+    cohort = set(run.recorder.rounds[1].info.index.tolist())
+    assert len(cohort) == 3
+    (away,) = set(range(4)) - cohort
+    models = run.server["models"]["w"].flatten()[2:]
+    chosen = [int(k >= 2) for k in range(4)]
+    popular = int(sum(chosen[k] for k in cohort) > 1)
+    expected = [models[popular if k == away else chosen[k]].item() for k in range(4)]
+    assert run.models["w"].flatten().tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("half", [1, 3, 5])
+def test_a_resumed_trial_ends_as_the_whole_one(half: int, tmp_path: Path) -> None:
+    def run(rounds: int, path: Path | None = None) -> Any:
+        method = IFCA(2, restarts=1, trial_rounds=2)
+        return fit(method, small_clients(), plain_module(), rounds, participation=3, ckpt_path=path)
+
+    whole = run(6)
+    resumed = run(6, run(half).save(tmp_path / "half.ckpt"))
+    assert_trees_equal(resumed.server, whole.server)
+    assert_trees_equal(resumed.own, whole.own)
