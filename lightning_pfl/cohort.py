@@ -12,7 +12,7 @@ from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset
 from lightning_pfl.engine.base import LocalResult, OnClients, told
 from lightning_pfl.gate import judge, judge_cohort
-from lightning_pfl.groups import Group, merge, split_rows, values
+from lightning_pfl.groups import Group, merge, named, split_rows, values
 from lightning_pfl.methods.base import Phase
 from lightning_pfl.peers import Exchange, Postman
 from lightning_pfl.ranks import whole_work
@@ -92,7 +92,8 @@ class Cohort:
             nothing = torch.empty(0, dtype=torch.float64, device=self.device)
             return LocalResult({}, own, loss=nothing)
         engine, method = share.group.engine, share.group.method
-        return engine.train(method, received, own, info, data, phases, listener)
+        with named(share.group, data.names, info.index, "client_step", info.round):
+            return engine.train(method, received, own, info, data, phases, listener)
 
     def _joined(self) -> LocalResult:
         """The work of this process's clients, in their order."""

@@ -25,6 +25,7 @@ from lightning_pfl.adaptation import adapt
 from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import Evaluation, LogOptions, told
+from lightning_pfl.groups import named
 from lightning_pfl.history import higher_is_better
 from lightning_pfl.idle import evaluated
 from lightning_pfl.metrics.summary import summarize
@@ -115,11 +116,10 @@ def evaluate_clients(
         for group, at in federation.by_group(clients) if len(clients) else ():
             positions = torch.arange(len(clients))[at]
             for some in positions.split(models_at_a_time(group)):
-                found.append(
-                    group.engine.evaluate(
-                        models_of(clients[some]), rows[some], data, step, told(on_clients, some)
-                    )
-                )
+                said = told(on_clients, some)
+                with named(group, data.names, rows[some], step, federation.rounds):
+                    models = models_of(clients[some])
+                    found.append(group.engine.evaluate(models, rows[some], data, step, said))
                 order.append(some)
     return whole_evaluation(part, join(found, order))
 

@@ -7,7 +7,9 @@ is batched on its own, and only what has the same shape in all of them can meet 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.client_modules import ClientModules
+from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.ranks import Ranks
 from lightning_pfl.state import Bank
@@ -104,6 +107,35 @@ class Group:
     def positions(self, clients: Tensor) -> Tensor:
         """Rows of the bank of some of its clients."""
         return clients if self.clients is None else torch.searchsorted(self.clients, clients)
+
+
+@contextmanager
+def named(
+    group: Group, names: Sequence[str], rows: Tensor, stage: str, round: int
+) -> Iterator[None]:
+    """Say in an error of a group's module which group of ``ClientModules`` it is, and whose.
+
+    Args:
+        group: The group.
+        names: The names of all clients of the data.
+        rows: Which of them are at work, int64 ``(clients,)``.
+        stage: What they do, such as ``"client_step"``.
+        round: The round.
+    """
+    try:
+        yield
+    except RuntimeError as cause:
+        if not group.name or type(cause) not in (RuntimeError, ClientError):
+            raise
+        told = cause if isinstance(cause, ClientError) else None
+        shown = ", ".join(names[row] for row in rows[:5].tolist()) + ", ..." * (len(rows) > 5)
+        raise ClientError(
+            told.stage if told else stage,
+            told.client if told else shown,
+            round,
+            f"{(told and told.__cause__) or cause} They have the module {group.name!r} of "
+            "ClientModules: check that `groups` gives each client the module that fits its data.",
+        ) from cause
 
 
 def _base() -> type[Method]:
@@ -214,11 +246,19 @@ def check_server_trees(method: Method, groups: Sequence[Group], trees: Sequence[
         MisconfigurationException: Names the entry, both shapes, and what works across them.
     """
     if difference := _difference(groups, trees):
+        settings = inspect.signature(type(method)).parameters
+        split = next((name for name in ("shared", "personal") if name in settings), "")
+        what = {"shared": "a part that all groups have", "personal": "every part that differs"}
+        advice = (
+            f"Name {what[split]} in `{split}=`, or across architectures use LocalOnly, SheafFMTL "
+            "or HomologicalConstraints."
+            if split
+            else "Across architectures use LocalOnly, SheafFMTL or HomologicalConstraints; or "
+            "FedPer, FedRep or LGFedAvg with a split whose shared part is the same in all groups."
+        )
         raise MisconfigurationException(
             f"Expected what {type(method).__name__} holds on the server to have one shape for all "
-            f"clients, but {difference}. Across architectures use LocalOnly, SheafFMTL or "
-            "HomologicalConstraints; or FedPer, FedRep or LGFedAvg with a split whose shared part "
-            "is the same in all groups."
+            f"clients, but {difference}. {advice}"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.graphs.builders import (
@@ -55,7 +55,12 @@ def resolve_graph(graph: GraphLike, num_clients: int, seed: int = 0) -> Graph:
     index, weights = matrix.indices(), matrix.values()
     upper = (index[0] < index[1]) & (weights != 0)
     made = Graph.of(num_clients, index[:, upper], weights[upper])
-    if made.components > 1:
+    if num_clients > 1 and not made.edges.shape[1]:
+        rank_zero_warn(
+            f"Expected `graph` to have edges, but it has none between its {num_clients} clients: "
+            "every client trains alone. Give a matrix with weights above 0, or use LocalOnly."
+        )
+    elif made.components > 1:
         rank_zero_info(
             f"The graph of {num_clients} clients has {made.components} components that learn "
             "nothing from each other."

@@ -17,6 +17,7 @@ from lightning_pfl.inspect.board import boards, new_figure, require_board, show
 from lightning_pfl.inspect.known_groups import Groups, resolve_groups
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NAMED = 60
@@ -25,6 +26,8 @@ FEW = 20
 """Clients up to which also long names have room."""
 SHORT = 6
 """Letters of a name that has room among more clients."""
+LEGEND = 10
+"""Groups that the legend names, as many as there are colours."""
 SPRINGS = 150
 """Clients up to which distances in the picture follow those in the graph."""
 
@@ -36,7 +39,8 @@ class ClientGraph(FederatedCallback):
     by connected component.
 
     Args:
-        groups: Known groups: one for each client, or the number of equal blocks of clients.
+        groups: Known groups: one for each client, or the number of blocks of clients in the order
+            of their ids, whose sizes differ by one at most.
         max_clients: The first so many clients are drawn, at least 2; more can't be told apart.
 
     Raises:
@@ -88,13 +92,15 @@ def draw_graph(graph: Graph, names: tuple[str, ...], groups: Tensor | None = Non
     Args:
         graph: All clients.
         names: Of the clients that are drawn, in the order of their ids.
-        groups: Known groups from 0, ``(drawn,)``, which colour them; None: connected components.
+        groups: Known groups from 0, ``(drawn,)``, which colour them, with a legend of at most
+            :data:`LEGEND` of them; None: connected components.
     """
     import networkx
     from matplotlib import colormaps
 
     count = len(names)
     drawn = graph.to_networkx().subgraph(range(count))
+    known = groups is not None
     if groups is None:
         groups = _components(drawn, count)
     places = _places(drawn)
@@ -126,9 +132,24 @@ def draw_graph(graph: Graph, names: tuple[str, ...], groups: Tensor | None = Non
         fit = count <= FEW or max(map(len, names)) <= SHORT
         labels = {k: name if fit else str(k) for k, name in enumerate(names)}
         networkx.draw_networkx_labels(drawn, places, labels, ax=axes, font_size=8)
+    if known:
+        _add_legend(axes, groups)
     axes.set_axis_off()
     axes.set_title(_title(graph, count))
     return figure
+
+
+def _add_legend(axes: Axes, groups: Tensor) -> None:
+    """Which colour is which group; beyond :data:`LEGEND` colours mean several."""
+    from matplotlib import colormaps
+    from matplotlib.lines import Line2D
+
+    palette, numbers = colormaps["tab10"], groups.unique().tolist()
+    marks = [
+        Line2D([], [], marker="o", linestyle="", color=palette(group % 10), label=f"group {group}")
+        for group in numbers[:LEGEND]
+    ]
+    axes.legend(handles=marks, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
 
 
 def _components(drawn: Any, count: int) -> Tensor:

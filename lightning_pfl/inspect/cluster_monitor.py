@@ -37,13 +37,16 @@ class ClusterMonitor(RoundValues):
 
     Logs, once a round and to every logger, ``clusters/number`` and, where the groups are known,
     ``clusters/ari``: the adjusted Rand index, 1 for the groups themselves and about 0 for chance.
-    Clients whose cluster isn't known yet don't count. TensorBoard also gets the picture
+    Clients whose cluster isn't known yet don't count. ConvexClustering reads its clusters off the
+    differences :math:`z`, which begin at 0: before its first updates of them, all clients are in
+    one cluster whatever their models are. TensorBoard also gets the picture
     ``clusters``: clients against rounds, coloured by cluster, in every ``every_n_rounds`` th round
     and after the last one. A cluster keeps its colour as long as it keeps most of its clients.
 
     Args:
-        groups: Known groups, to compare with: one for each client, or the number of equal blocks
-            of clients. The picture then lists the clients group by group.
+        groups: Known groups, to compare with: one for each client, or the number of blocks of
+            clients in the order of their ids, whose sizes differ by one at most, as with
+            ``FeatureSkew``. The picture then lists the clients group by group.
         every_n_rounds: Rounds between pictures, at least 1.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.inspect.board import new_figure
+from lightning_pfl.metrics.clusters import Labels, numbered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,12 +30,16 @@ def joining_weights(clusters: Tensor, weights: Sequence[float]) -> Tensor:
         clusters: Clusters at each weight, int64 ``(weights, clients)``.
         weights: Ascending.
 
+    Raises:
+        ValueError: If the weights don't ascend.
+
     Example:
         >>> joining_weights(torch.tensor([[0, 1, 2], [0, 0, 1]]), [0.1, 0.2])
         tensor([[0.0000, 0.2000,    inf],
                 [0.2000, 0.0000,    inf],
                 [   inf,    inf, 0.0000]], dtype=torch.float64)
     """
+    _check_ascending(weights)
     together = clusters.unsqueeze(2) == clusters.unsqueeze(1)
     later = together.flip(0).cummin(0).values.flip(0) if len(weights) else together
     levels = torch.tensor([*weights, float("inf")], dtype=torch.float64)
@@ -41,8 +47,16 @@ def joining_weights(clusters: Tensor, weights: Sequence[float]) -> Tensor:
     return found.masked_fill(torch.eye(clusters.shape[1], dtype=torch.bool), 0.0)
 
 
+def _check_ascending(weights: Sequence[float]) -> None:
+    if not len(weights) or any(b <= a for a, b in pairwise(weights)):
+        raise ValueError(
+            f"Expected `weights` to ascend, but got {list(weights)}. Sort them, and the clusters "
+            "and models with them."
+        )
+
+
 def draw_dendrogram(
-    clusters: Tensor, weights: Sequence[float], groups: Tensor | None = None
+    clusters: Tensor, weights: Sequence[float], groups: Labels | None = None
 ) -> Figure:
     """Draw who joins whom at which weight.
 
@@ -51,10 +65,11 @@ def draw_dendrogram(
     Args:
         clusters: Clusters at each weight, int64 ``(weights, clients)``.
         weights: Ascending and positive.
-        groups: Known groups from 0, ``(clients,)``, which colour the clients' numbers.
+        groups: Known groups, ``(clients,)``, which colour the clients' numbers.
 
     Raises:
-        ValueError: If there aren't as many rows as weights, or fewer than two clients.
+        ValueError: If there aren't as many rows as weights, or fewer than two clients; if the
+            weights don't ascend from above 0; or if there isn't a group for each client.
     """
     from scipy.cluster.hierarchy import dendrogram, linkage
     from scipy.spatial.distance import squareform
@@ -65,15 +80,21 @@ def draw_dendrogram(
             f"the shape {tuple(clusters.shape)}. Give one row for each weight, one column for each "
             "client."
         )
+    if weights[0] <= 0:
+        raise ValueError(
+            "Expected `weights` to be positive, as their axis is logarithmic, but got "
+            f"{weights[0]}. Leave out 0, at which every client is alone."
+        )
     heights = joining_weights(clusters, weights).numpy()
     top = 1.3 * weights[-1]
     tree = linkage(squareform(np.where(np.isinf(heights), top, heights)), "single")
     count = clusters.shape[1]
+    known = None if groups is None else numbered("groups", groups, count)
     figure, axes = new_figure(max(6.0, 0.16 * count), 4.5)
     dendrogram(tree, ax=axes, color_threshold=0, above_threshold_color="0.35", leaf_font_size=7)
-    if groups is not None:
+    if known is not None:
         for label in axes.get_xticklabels():
-            label.set_color(COLORS[int(groups[int(label.get_text())]) % len(COLORS)])
+            label.set_color(COLORS[int(known[int(label.get_text())]) % len(COLORS)])
     first = min((h for h in tree[:, 2] if h > 0), default=weights[0])
     axes.set_yscale("log")
     axes.set(xlabel="client", ylabel="weight", ylim=(0.7 * first, 1.1 * top))
@@ -90,7 +111,7 @@ def draw_dendrogram(
     return figure
 
 
-def draw_path(models: Tensor, weights: Sequence[float], groups: Tensor | None = None) -> Figure:
+def draw_path(models: Tensor, weights: Sequence[float], groups: Labels | None = None) -> Figure:
     """Draw how the models move towards each other as the weight grows.
 
     In the plane of the first two principal components of the models at the smallest weight.
@@ -98,8 +119,19 @@ def draw_path(models: Tensor, weights: Sequence[float], groups: Tensor | None = 
     Args:
         models: ``(weights, clients, dim)``.
         weights: Ascending.
-        groups: Known groups from 0, ``(clients,)``, which colour the lines.
+        groups: Known groups, ``(clients,)``, which colour the lines.
+
+    Raises:
+        ValueError: If the models aren't one row for each weight, the weights don't ascend, or
+            there isn't a group for each client.
     """
+    _check_ascending(weights)
+    if models.ndim != 3 or len(models) != len(weights):
+        raise ValueError(
+            f"Expected `models` to have the shape ({len(weights)}, clients, dim), but got "
+            f"{tuple(models.shape)}. Stack the solutions' models, one for each weight."
+        )
+    known = None if groups is None else numbered("groups", groups, models.shape[1])
     first = models[0] - models[0].mean(0)
     axes_of = torch.linalg.svd(first, full_matrices=False).Vh[:2]
     plane = (models - models[0].mean(0)) @ axes_of.T
@@ -107,7 +139,7 @@ def draw_path(models: Tensor, weights: Sequence[float], groups: Tensor | None = 
         plane = torch.cat([plane, torch.zeros_like(plane)], 2)
     figure, axes = new_figure(6.0, 5.0)
     for client in range(plane.shape[1]):
-        color = COLORS[int(groups[client]) % len(COLORS)] if groups is not None else "tab:blue"
+        color = COLORS[int(known[client]) % len(COLORS)] if known is not None else "tab:blue"
         line = plane[:, client].numpy()
         axes.plot(line[:, 0], line[:, 1], color=color, linewidth=0.8, alpha=0.6)
         axes.plot(*line[0], "o", color=color, markersize=4)

@@ -37,7 +37,7 @@ def resolve_groups(groups: Groups, num_clients: int) -> Tensor | None:
         if isinstance(groups, bool) or not 1 <= groups <= num_clients:
             raise ValueError(
                 f"Expected `groups` to be between 1 and the number of clients ({num_clients}), but "
-                f"got {groups=}. Use the number of equal blocks, or a list with a group for each "
+                f"got {groups=}. Use the number of like blocks, or a list with a group for each "
                 "client."
             )
         return groups * torch.arange(num_clients) // num_clients

@@ -27,12 +27,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+NAMED = 40
+"""Clients up to which each has its number at the matrix where they are sorted by cluster."""
+
+
 class PairwiseDistance(FederatedCallback):
     r"""Draws the distances :math:`\lVert \theta_j - \theta_k \rVert_2` between the clients' models.
 
     A matrix of clients, under ``distance`` in TensorBoard, in every ``every_n_rounds`` th round and
     after the last one. Groups of like clients are dark blocks on the diagonal, once they are
-    neighbours in the order of the client ids. Parameters and floating-point buffers count.
+    neighbours in the order of the client ids: with a method that forms clusters, the clients are
+    drawn cluster by cluster, with a line around each. Parameters and floating-point buffers count.
 
     Args:
         part: What is compared: ``"personal"`` (what differs between clients with this method: what
@@ -71,6 +76,14 @@ class PairwiseDistance(FederatedCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Require something to compare."""
+        federation = require_federation(trainer, self)
+        if len(federation.groups) > 1:
+            names = ", ".join(repr(group.name) for group in federation.groups)
+            raise MisconfigurationException(
+                "Expected one module for all clients, as PairwiseDistance compares parameters of "
+                f"one shape, but got ClientModules with the groups {names}. Remove "
+                "PairwiseDistance, or run it in a fit of one group's clients."
+            )
         self._names(require_federation(trainer, self))
         self._drawn = -1
 
@@ -92,7 +105,8 @@ class PairwiseDistance(FederatedCallback):
         clients = torch.arange(min(federation.num_clients, self.max_clients))
         with torch.no_grad():
             models = personal_models(federation, clients)
-        figure = draw_matrix(distances(select(models, self._names(federation))), round)
+        matrix = distances(select(models, self._names(federation)))
+        figure = draw_matrix(matrix, round, _clusters(federation, len(clients)))
         show(trainer, "distance", figure, round)
 
     def _names(self, federation: Federation) -> frozenset[str]:
@@ -119,12 +133,42 @@ def distances(models: Model) -> Tensor:
     return torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist").cpu()
 
 
-def draw_matrix(matrix: Tensor, round: int) -> Figure:
-    """Draw a matrix of distances ``(clients, clients)``."""
+def _clusters(federation: Federation, count: int) -> Tensor | None:
+    """The first clients' clusters, where the method forms some."""
+    read = getattr(federation.method, "clusters", None)
+    return read(federation.server)[:count].cpu() if callable(read) else None
+
+
+def draw_matrix(matrix: Tensor, round: int, clusters: Tensor | None = None) -> Figure:
+    """Draw a matrix of distances.
+
+    Args:
+        matrix: ``(clients, clients)``.
+        round: For the title.
+        clusters: Each client's cluster, ``(clients,)``, by which they are sorted; clusters are
+            framed.
+    """
+    from matplotlib.patches import Rectangle
+
     figure, axes = new_figure(6.0, 5.0)
+    label = "client"
+    if clusters is None:
+        whole_numbers(axes.xaxis)
+        whole_numbers(axes.yaxis)
+    else:
+        order = clusters.argsort(stable=True)
+        matrix, label = matrix[order][:, order], "client, by cluster"
+        if len(order) <= NAMED:
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_ticks(range(len(order)), [str(k) for k in order.tolist()], fontsize=7)
+        else:
+            axes.set(xticks=[], yticks=[])
+        first = 0
+        for size in clusters.unique(return_counts=True)[1].tolist():
+            corner = (first - 0.5, first - 0.5)
+            axes.add_patch(Rectangle(corner, size, size, fill=False, edgecolor="white"))
+            first += size
     image = axes.imshow(matrix.numpy(), cmap="viridis", vmin=0)
     figure.colorbar(image, ax=axes, label="distance")
-    whole_numbers(axes.xaxis)
-    whole_numbers(axes.yaxis)
-    axes.set(xlabel="client", ylabel="client", title=f"distance of models after round {round}")
+    axes.set(xlabel=label, ylabel=label, title=f"distance of models after round {round}")
     return figure

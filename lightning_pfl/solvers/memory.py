@@ -9,6 +9,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
 
 def available(device: torch.device) -> int:
     """Bytes that can be allocated on a device now."""
@@ -19,6 +21,21 @@ def available(device: torch.device) -> int:
         return next(1024 * int(line.split()[1]) for line in lines if "MemAvailable" in line)
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def size(count: int) -> str:
+    """Bytes in the unit in which they are from 1 to 1023.
+
+    Example:
+        >>> size(1000), size(1536), size(3 * 2**40)
+        ('1000 bytes', '1.5 KiB', '3 TiB')
+    """
+    if count < 1024:
+        return f"{count} bytes"
+    power = min((count.bit_length() - 1) // 10, 4)
+    number = count / 1024**power
+    # Three digits, but 1023 rather than 1.02e+03.
+    return f"{number:.0f} {UNITS[power]}" if number >= 100 else f"{number:.3g} {UNITS[power]}"
 
 
 def require(needed: int, device: torch.device, what: str, remedy: str) -> None:
@@ -37,6 +54,6 @@ def require(needed: int, device: torch.device, what: str, remedy: str) -> None:
     if needed > free:
         raise MisconfigurationException(
             f"Expected {what} to fit the memory of {device}, but it takes "
-            f"{needed / 2**30:.3g} GiB and {free / 2**30:.3g} GiB are free. {remedy}"
+            f"{size(needed)} and {size(free)} are free. {remedy}"
         )
-    rank_zero_info(f"{what} takes {needed / 2**30:.3g} GiB of memory at most.")
+    rank_zero_info(f"{what} takes {size(needed)} of memory at most.")

@@ -81,6 +81,18 @@ def test_groups_have_colours_or_else_components() -> None:
         assert axes.get_title() == "5 clients with 0 to 1 neighbours: 2 edges, 3 components"
 
 
+def test_known_groups_have_a_legend_and_components_none() -> None:
+    graph = resolve_graph("ring", 12)
+    assert draw_graph(graph, names(12)).axes[0].get_legend() is None
+    for count, shown in ((2, 2), (12, 10)):
+        axes: Any = draw_graph(graph, names(12), torch.arange(12) % count).axes[0]
+        texts = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert texts == [f"group {k}" for k in range(shown)]
+        colors = axes.collections[1].get_facecolors()
+        for mark, client in zip(axes.get_legend().get_lines(), range(shown), strict=True):
+            assert tuple(mark.get_color()) == tuple(colors[client])
+
+
 def test_components_lie_beside_each_other() -> None:
     """No two of them share a place: their bounding boxes don't overlap."""
     sizes, graph = (6, 5, 4, 1, 1), torch.zeros(17, 17)

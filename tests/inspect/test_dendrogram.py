@@ -45,6 +45,26 @@ def test_wrong_clusters_are_refused(clusters: torch.Tensor, shape: str) -> None:
         draw_dendrogram(clusters, WEIGHTS)
 
 
+@pytest.mark.parametrize("weights", [WEIGHTS[::-1], [0.1, 0.1, 0.4, 0.8]])
+def test_weights_have_to_ascend(weights: list[float]) -> None:
+    for draw in (draw_dendrogram, joining_weights):
+        with pytest.raises(ValueError, match=r"`weights` to ascend, but got \[0\.[18], "):
+            draw(CLUSTERS, weights)
+    with pytest.raises(ValueError, match="`weights` to ascend, but got"):
+        draw_path(torch.randn(4, 5, 3), weights)
+    with pytest.raises(ValueError, match=r"`weights` to be positive, .* but got 0\.0"):
+        draw_dendrogram(CLUSTERS, [0.0, *WEIGHTS[1:]])
+
+
+def test_groups_and_models_of_others_are_refused() -> None:
+    with pytest.raises(ValueError, match="`groups` to have one entry for each of 4 clients, but"):
+        draw_dendrogram(CLUSTERS, WEIGHTS, [0, 1])
+    with pytest.raises(ValueError, match="`groups` to have one entry for each of 5 clients, but"):
+        draw_path(torch.randn(4, 5, 3), WEIGHTS, [0, 1])
+    with pytest.raises(ValueError, match=r"the shape \(4, clients, dim\), but got \(3, 5, 3\)"):
+        draw_path(torch.randn(3, 5, 3), WEIGHTS)
+
+
 def test_the_path_has_a_line_for_each_client() -> None:
     models = torch.randn(4, 5, 3)
     figure = draw_path(models, WEIGHTS, torch.tensor([0, 0, 1, 1, 2]))

@@ -127,6 +127,26 @@ def test_distances_are_euclidean_and_exact() -> None:
     torch.testing.assert_close(distances(models), want, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("count", [5, 41])
+def test_clusters_are_framed_blocks_of_the_matrix(count: int) -> None:
+    clusters = torch.arange(count) % 2
+    at = torch.arange(count, dtype=torch.float64)
+    matrix = (at.unsqueeze(1) - at).abs() + 100 * (clusters.unsqueeze(1) != clusters)
+    axes: Any = draw_matrix(matrix, 3, clusters).axes[0]
+    order = [*range(0, count, 2), *range(1, count, 2)]
+    np.testing.assert_array_equal(axes.images[0].get_array(), matrix[order][:, order])
+    frames = [(*frame.get_xy(), frame.get_width(), frame.get_height()) for frame in axes.patches]
+    half = (count + 1) // 2
+    assert frames == [
+        (-0.5, -0.5, half, half),
+        (half - 0.5, half - 0.5, count - half, count - half),
+    ]
+    named = [text.get_text() for text in axes.get_xticklabels()]
+    assert named == ([str(k) for k in order] if count == 5 else [])
+    assert axes.get_xlabel() == "client, by cluster"
+    assert draw_matrix(matrix, 3).axes[0].get_xlabel() == "client"
+
+
 def test_the_matrix_is_that_of_the_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = {}
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pfl import ClientModules, PersonalizedModule
 from lightning_pfl.callbacks import HeadFineTuning
 from lightning_pfl.engine.base import told
-from lightning_pfl.errors import CheckpointMismatchError
-from lightning_pfl.methods import SCAFFOLD, FedAvg, LGFedAvg, LocalOnly
+from lightning_pfl.errors import CheckpointMismatchError, ClientError
+from lightning_pfl.methods import SCAFFOLD, FedAvg, FedPer, LGFedAvg, LocalOnly
 from lightning_pfl.methods.base import Method
 from tests.loop.setting import trainer
 
@@ -186,6 +186,27 @@ def test_a_server_that_can_not_hold_all_architectures_says_which_methods_can(
         r".*LocalOnly, SheafFMTL",
     ):
         fit(method, ClientModules(modules(), OF))
+
+
+def test_a_split_method_is_told_to_name_another_part() -> None:
+    match = "Name every part that differs in `personal=`, or across architectures use LocalOnly"
+    with pytest.raises(MisconfigurationException, match=match):
+        fit(FedPer(personal="head"), ClientModules(modules(), OF))
+    match = "Name a part that all groups have in `shared=`, or across architectures"
+    with pytest.raises(MisconfigurationException, match=match):
+        fit(LGFedAvg(shared="backbone"), ClientModules(modules(), OF))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized", "auto"])
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_a_module_that_does_not_fit_names_its_group_and_clients(engine: Any, sanity: int) -> None:
+    """Client 1 has the inputs of the other group."""
+    wrong = ["wide" if client == 1 else name for client, name in enumerate(OF)]
+    match = r"'.*1.*' in round 0: .*shapes cannot be multiplied.* They have the module 'wide'"
+    with pytest.raises(ClientError, match=match):
+        fit(
+            LocalOnly(), ClientModules(modules(), wrong), engine=engine, num_sanity_val_steps=sanity
+        )
 
 
 def test_what_needs_one_architecture_says_so() -> None:
