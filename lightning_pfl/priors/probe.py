@@ -65,10 +65,13 @@ def depends_on_gamma(prior: Prior, model: Model) -> bool:
 
 def _first(prior: Prior, model: Model) -> Tree:
     found: Any = prior.init(model)
-    if not isinstance(found, dict) or not all(isinstance(leaf, Tensor) for leaf in leaves(found)):
+    held = [*leaves(found)] if isinstance(found, dict) else []
+    others = [type(leaf).__name__ for leaf in held if not isinstance(leaf, Tensor)]
+    if others or not isinstance(found, dict):
+        got = f"a dict with {others[0]} in it" if others else type(found).__name__
         raise TypeError(
             f"Expected `init` of {_name(prior)} to return a dict of tensors or of dicts of them, "
-            f"but got {type(found).__name__}. Return {{'mean': model}}, for example."
+            f"but got {got}. Return {{'mean': model}}, for example."
         )
     gamma: Tree = found
     if "mean" in gamma and shapes({"": gamma["mean"]}) != shapes({"": model}):

@@ -71,6 +71,11 @@ class OneTensor(LaplacePrior):
         return torch.zeros(3)  # type: ignore[return-value]
 
 
+class OneNumber(LaplacePrior):
+    def init(self, model: Model) -> Tree:
+        return {"mean": model, "scale": 1.0}
+
+
 class OtherMean(LaplacePrior):
     def init(self, model: Model) -> Tree:
         return {"mean": {"weight": model["weight"]}}
@@ -105,6 +110,7 @@ MISTAKES: list[tuple[type[Prior], type[Exception], str]] = [
     (Blind, ValueError, r"`regularizer` of Blind to depend on `theta`, but got no gradient"),
     (Renamed, ValueError, r"`theta_gradient` of Renamed .*but got \{'model\.weight'"),
     (OneTensor, TypeError, r"`init` of OneTensor to return a dict .*but got Tensor"),
+    (OneNumber, TypeError, r"`init` of OneNumber to return a dict .*but got a dict with float in"),
     (OtherMean, ValueError, r"'mean' that `init` of OtherMean returns .*but got \{'mean/weight'"),
 ]
 
