@@ -42,10 +42,12 @@ from lightning_pfl.stability import warn_of_overshooting
 from lightning_pfl.tree import Model, Tree, select, where
 
 Scale = Literal["canonical", "equation-3", "equation-3-unordered", "equation-14", "theorems"]
-COPIES = 9
-"""Tensors of the size of all pairs at the end of a round.
+COPIES = 12
+"""Tensors of the size of all pairs that there is room for, at the fullest moment of a round.
 
-Three of the server, old and new, what the clients send, and two to compute with.
+That is when what the clients send is looked at, beside the three of the server: once as it came,
+once less what they had received, and twice of that in double precision, in which its norm is taken.
+With what is left of the clients' parts, runs in single precision take up to 11.
 """
 
 ROWS = 32

@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused_before_the_start(monkeypatch: pytest.Monke
     with pytest.raises(
         MisconfigurationException,
         match=r"Expected ConvexClustering with 4 clients, 3 pairs each and 1 parameters to fit .*"
-        r"takes 1.12 KiB and 1000 bytes are free. Use a sparse `graph`",
+        r"takes 1.5 KiB and 1000 bytes are free. Use a sparse `graph`",
     ):
         fit(exact(0.1), *line(), 1)
 
