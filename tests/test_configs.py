@@ -91,20 +91,45 @@ TABLE_1 = (
 )
 
 
+@pytest.mark.parametrize(
+    ("recipe", "layer", "shared"),
+    [
+        ("fedrep_cifar10_100_5", "backbone.9", ("backbone.9", "head")),
+        ("fedrep_cifar100_100_20", "backbone.9", ("backbone.9", "head.1")),
+        ("fedrep_femnist_letters", "backbone.5", ("backbone.5", "head")),
+    ],
+)
+def test_lg_fedavg_shares_the_last_two_layers_in_table_1(
+    recipe: str, layer: str, shared: tuple[str, str]
+) -> None:
+    cli = compose(
+        ROOT / "configs" / "method" / "lg_fedavg.yaml",
+        extra=(f"--method.shared=[head, {layer}]",),
+        recipe=ROOT / "recipes" / f"{recipe}.yaml",
+    )
+    (method,) = methods_of(cli)
+    personal = method.resolve_personal(Layout(cli.model))
+    found = set(Layout(cli.model, personal).shared)
+    assert found == {f"{name}.{part}" for name in shared for part in ("weight", "bias")}
+    layers = [name.rpartition(".")[0] for name, _ in cli.model.named_parameters()]
+    assert set(layers[-4:]) == set(shared)  # the last two of the network
+
+
 @pytest.mark.parametrize("method", TABLE_1)
 def test_a_column_of_table_1_runs_every_other_method(method: str) -> None:
-    """The data, the network, and as many local epochs as FedRep's body has."""
+    """The data, the network, and the local epochs: FedRep's of the body; for local, one."""
     folder = ROOT / "configs"
+    epochs = 1 if method == "local" else 5
     cli = compose(
         folder / "method" / f"{method}.yaml",
         folder / "trainer" / "head_fine_tuning.yaml",
-        extra=("--method.local_epochs=5",),
+        extra=() if method == "local" else (f"--method.local_epochs={epochs}",),
         recipe=ROOT / "recipes" / "fedrep_cifar10_1000_2.yaml",
     )
     (one,) = methods_of(cli)
     wanted = yaml.safe_load((folder / "method" / f"{method}.yaml").read_text())["method"]
     assert type(one).__name__ == wanted["class_path"]
-    assert one.local_epochs == 5
+    assert one.local_epochs == epochs
     data: Any = cli.datamodule
     assert (type(data.source).__name__, data.clients_wanted) == ("CIFAR10", 1000)
     names = {type(callback).__name__ for callback in callbacks_of(cli)}

@@ -272,7 +272,7 @@ def mean(name: str, outcomes: list[dict[str, Any]]) -> float | None:
 def section(grid: Grid) -> str:
     """What stands in README.md."""
     how = "; ".join(
-        f"{shown(split)}: {rounds(split)} rounds of {plan.passes} passes"
+        f"{shown(split)}: {rounds(split)} rounds of {plan.passes} pass{'es' * (plan.passes > 1)}"
         for split, plan in SPLITS.items()
     )
     return "\n\n".join(
