@@ -14,6 +14,7 @@ from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import CLUSTER, Method, check_number
+from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
 from lightning_pfl.solvers.proximal_step import flat
 from lightning_pfl.tree import Model, Tree, repeat, select, tmap
@@ -116,6 +117,7 @@ class CFL(Method):
         size = sum(model[name].numel() for name in self.layout.trainable)
         like = next(iter(model.values()))
         n, device = self.num_clients, like.device
+        memory.require_rows(type(self).__name__, n, shared, memory.MODELS + 3)  # and the changes
         return {
             "models": repeat(shared, n),
             "together": torch.ones(n, n, dtype=torch.bool, device=device),

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import OWN, Local, Method, check_number
+from lightning_pfl.solvers import memory
 from lightning_pfl.tree import Model, Tree, add, per_client, put_rows, repeat, rows, select, tmap
 
 Relationship = Literal["spread", "asrun", "none"]
@@ -109,7 +110,9 @@ class FedMTL(Method):
 
     def init_server(self, model: Model) -> Tree:
         """Every client's parameters, which begin alike."""
-        return {"models": repeat(select(model, self.layout.trainable), self.num_clients)}
+        row = select(model, self.layout.trainable)
+        memory.require_rows(type(self).__name__, self.num_clients, row)
+        return {"models": repeat(row, self.num_clients)}
 
     def init_own(self, model: Model) -> Tree:
         """The whole model."""

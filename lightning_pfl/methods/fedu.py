@@ -16,6 +16,7 @@ from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import OWN, Method, check_number
 from lightning_pfl.peers import Exchange, Inbox, Postman
+from lightning_pfl.solvers import memory
 from lightning_pfl.tree import Model, Tree, per_client, put_rows, repeat, select, tmap
 
 MIX = Exchange("models", "sum")
@@ -130,7 +131,9 @@ class FedU(Method):
         """Every client's parameters, which begin alike."""
         if self.decentralized:
             return {}
-        return {"models": repeat(select(model, self.layout.shared), self.num_clients)}
+        row = select(model, self.layout.shared)
+        memory.require_rows(type(self).__name__, self.num_clients, row)
+        return {"models": repeat(row, self.num_clients)}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
         """Nothing is the same for all."""

@@ -15,6 +15,7 @@ from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, Phase, check_number
 from lightning_pfl.peers import Exchange, Inbox
+from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import (
     LocalSolver,
     check_local_solver,
@@ -26,9 +27,14 @@ from lightning_pfl.solvers.proximal_step import (
     unflat,
 )
 from lightning_pfl.stability import warn_of_overshooting
-from lightning_pfl.tree import Model, Tree, select, sub
+from lightning_pfl.tree import Model, Tree, expand, select, sub
 
 Norm = Literal["l2", "l1", "squared"]
+COPIES = 7
+"""Of the duals, in their update.
+
+In the bank, of the cohort, what came, and four to compute with.
+"""
 
 
 def dual_update(dual: Tensor, weights: Tensor, norm: Norm, step: float = 0.5) -> Tensor:
@@ -177,12 +183,18 @@ class GTVMin(Method):
 
     def init_own(self, model: Model) -> Tree:
         """The whole model; no edge pulls yet."""
-        zeros = flat({n: leaf.unsqueeze(0) for n, leaf in model.items()}, self.layout.trainable) * 0
-        return {
-            "model": model,
-            "pull": zeros[0],
-            "duals": zeros.repeat(self.graph.mask.shape[1], 1),
-        }
+        theta = flat(expand(model, 1), self.layout.trainable)[0]
+        slots = self.graph.mask.shape[1]
+        memory.require(
+            COPIES * self.num_clients * slots * theta.numel() * theta.element_size(),
+            theta.device,
+            f"GTVMin with {self.num_clients} clients, up to {slots} neighbours each and "
+            f"{theta.numel()} parameters",
+            "Use a sparser `graph`, such as the nearest neighbours, or a smaller model.",
+        )
+        # An expanded view: the bank makes the clients' own.
+        duals = theta.new_zeros(()).expand(slots, len(theta))
+        return {"model": model, "pull": torch.zeros_like(theta), "duals": duals}
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
         """The primal update's problem."""

@@ -131,7 +131,7 @@ class HomologicalConstraints(Method):
             memory.require(
                 COPIES * self.sheaf.scalars * theta.element_size(),
                 theta.device,
-                f"The restriction maps of HomologicalConstraints for {self.num_clients} clients",
+                f"the restriction maps of HomologicalConstraints for {self.num_clients} clients",
                 "Use maps='identity', a smaller `edge_dim_ratio` or a sparser `graph`.",
             )
         return {"model": model, "dual": torch.zeros_like(theta), **maps}

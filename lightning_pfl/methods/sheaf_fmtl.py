@@ -86,9 +86,12 @@ class SheafFMTL(RoundValues, Method):
     Deviation from the paper: parameters are flattened, trainable ones only; buffers stay. Local
     gradients are those of minibatches. A client without training samples, or without a minibatch,
     has :math:`F_i = 0`: with ``"combined"`` it takes one plain step of size :math:`\alpha` a round
-    along the pull. The released code lets clients step one after another, each
-    seeing the last one's result (Gauss-Seidel); that order needs a loop over clients, so only
-    ``"synchronous"``, the paper's, is offered. Edges have weights, 1 in the paper.
+    along the pull. In the released code clients step one after another, and each sees what
+    the ones before it have become (Gauss-Seidel). That is not offered: a client would train between
+    messages of its own, so that a round became one of a single client, or of one colour of the
+    graph, after another, with results that depend on how clients are numbered and on who takes
+    part. With one full local step its fixed points are those of ``"synchronous"``, the paper's
+    order. Edges have weights, 1 in the paper.
 
     Example:
         >>> SheafFMTL("ring", regularization=0.01, map_lr=0.1, edge_dim_ratio=0.3).order
@@ -122,7 +125,7 @@ class SheafFMTL(RoundValues, Method):
         if order != "synchronous":
             raise ValueError(
                 f"Expected `order` to be 'synchronous', but got order={order!r}. One client after "
-                "another (Gauss-Seidel) is not offered."
+                "another (Gauss-Seidel) is not offered; SheafFMTL's docstring says why."
             )
         if laplacian not in get_args(Laplacian):
             raise ValueError(
@@ -166,7 +169,7 @@ class SheafFMTL(RoundValues, Method):
             memory.require(
                 COPIES * self.sheaf.scalars * theta.element_size(),
                 theta.device,
-                f"The restriction maps of SheafFMTL for {self.num_clients} clients with up to "
+                f"the restriction maps of SheafFMTL for {self.num_clients} clients with up to "
                 f"{self.sheaf.dims.shape[1]} neighbours and {self.sheaf.width} dimensions an edge",
                 "Use a smaller `edge_dim_ratio`, a sparser `graph`, or a smaller model.",
             )

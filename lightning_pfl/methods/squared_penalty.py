@@ -11,6 +11,7 @@ import lightning as L
 from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
+from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import (
     LocalSolver,
     check_local_solver,
@@ -110,7 +111,9 @@ class SquaredPenalty(Method):
 
     def init_server(self, model: Model) -> Tree:
         """Every client's parameters, which begin alike."""
-        return {"models": repeat(select(model, self.layout.trainable), self.num_clients)}
+        row = select(model, self.layout.trainable)
+        memory.require_rows(type(self).__name__, self.num_clients, row)
+        return {"models": repeat(row, self.num_clients)}
 
     def init_own(self, model: Model) -> Tree:
         """The whole model."""

@@ -1,4 +1,4 @@
-"""How much memory there is, for methods whose state grows with the square of the clients."""
+"""How much memory there is, for methods whose state grows with clients, edges or pairs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_pfl.tree import Tree, leaves, whole_nbytes
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -44,7 +46,7 @@ def require(needed: int, device: torch.device, what: str, remedy: str) -> None:
     Args:
         needed: Bytes.
         device: Where.
-        what: Begins the sentence, such as ``"FedAvg with 3 clients"``.
+        what: Needs it, such as ``"FedAvg with 3 clients"``.
         remedy: What to do instead, a sentence.
 
     Raises:
@@ -56,4 +58,31 @@ def require(needed: int, device: torch.device, what: str, remedy: str) -> None:
             f"Expected {what} to fit the memory of {device}, but it takes "
             f"{size(needed)} and {size(free)} are free. {remedy}"
         )
-    rank_zero_info(f"{what} takes {size(needed)} of memory at most.")
+    sentence = f"{what[:1].upper()}{what[1:]} takes"
+    rank_zero_info(f"{sentence} {size(needed)} of memory at most.")
+
+
+MODELS = 10
+"""Of all clients' models that there is room for, at the fullest moment of a round.
+
+The server's before and after it, the clients' and what they begin with, what is sent, and, in
+double precision, how far that is from what had come.
+"""
+
+
+def require_rows(method: str, clients: int, row: Tree, copies: int = MODELS) -> None:
+    """:func:`require` the memory of a method whose server has a model of every client.
+
+    Args:
+        method: Its name.
+        clients: How many.
+        row: One client's model.
+        copies: How many models of each there are at once.
+    """
+    first = next(leaves(row), torch.empty(0))
+    require(
+        copies * clients * whole_nbytes(row),
+        first.device,
+        f"{method} with the models of {clients} clients, {copies} times,",
+        "Use fewer clients, a smaller model, or a method without a model for each client.",
+    )

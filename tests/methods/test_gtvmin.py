@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl.methods import GTVMin, LocalOnly
 from lightning_pfl.methods.gtvmin import dual_update
+from lightning_pfl.solvers import memory
 from lightning_pfl.testing import (
     QuadraticModule,
     assert_trees_close,
@@ -196,3 +198,14 @@ def test_there_is_no_global_model() -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         GTVMin("ring", **settings)
+
+
+def test_duals_that_do_not_fit_are_refused_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda device: 50_000)
+    # 5 clients, 4 slots, 77 parameters, 8 bytes, seven times
+    match = r"GTVMin with 5 clients, up to 4 neighbours each and 77 parameters .* 84.2 KiB and 48.8"
+    with pytest.raises(MisconfigurationException, match=match):
+        fit(GTVMin("complete", 0.1), small_clients(), plain_module(), 1)
+    fit(GTVMin("ring", 0.1), small_clients(), plain_module(), 1)
