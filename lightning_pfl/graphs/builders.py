@@ -169,6 +169,31 @@ class ScaleFree(GraphBuilder):
         return networkx.barabasi_albert_graph(num_clients, self.attached, seed=drawn)
 
 
+class MatrixFile(GraphBuilder):
+    """An adjacency matrix from a file, such as a graph made in Python for a run from a recipe.
+
+    Args:
+        path: A ``.npy`` file with a symmetric matrix ``(clients, clients)``, or the ``.npz`` file
+            of a sparse one by ``scipy.sparse.save_npz``.
+    """
+
+    def __init__(self, path: str) -> None:
+        if not str(path).endswith((".npy", ".npz")):
+            raise ValueError(
+                f"Expected `path` to be a .npy or .npz file, but got {path=}. Save the matrix by "
+                "numpy.save or scipy.sparse.save_npz."
+            )
+        self.path = str(path)
+
+    def __call__(self, num_clients: int, seed: int) -> Any:
+        """The matrix."""
+        if self.path.endswith(".npy"):
+            return np.load(self.path)
+        from scipy.sparse import load_npz
+
+        return load_npz(self.path)
+
+
 class KNearest(GraphBuilder):
     """Clients that are similar: an edge where one is among the other's nearest.
 

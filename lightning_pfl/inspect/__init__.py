@@ -3,6 +3,7 @@
 from lightning_pfl.inspect.client_graph import ClientGraph
 from lightning_pfl.inspect.client_histogram import ClientHistogram
 from lightning_pfl.inspect.cluster_monitor import ClusterMonitor
+from lightning_pfl.inspect.dendrogram import draw_dendrogram, draw_path
 from lightning_pfl.inspect.drift import DriftMonitor
 from lightning_pfl.inspect.pairwise_distance import PairwiseDistance
 from lightning_pfl.inspect.partition_picture import PartitionPicture
@@ -18,4 +19,6 @@ __all__ = [
     "PartitionPicture",
     "PriorMonitor",
     "SubspaceDistance",
+    "draw_dendrogram",
+    "draw_path",
 ]

@@ -1,14 +1,23 @@
-"""Graphs that join nobody, and how builders look in a log."""
+"""Graphs that join nobody, graphs from files, and how builders look in a log."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 
-from lightning_pfl.graphs import Complete, ErdosRenyi, KNearest, SmallWorld, resolve_graph
+from lightning_pfl.graphs import (
+    Complete,
+    ErdosRenyi,
+    KNearest,
+    MatrixFile,
+    SmallWorld,
+    resolve_graph,
+)
 
 
 def test_a_graph_without_edges_warns() -> None:
@@ -34,3 +43,14 @@ def test_one_client_and_one_edge_do_not(graph: str, clients: int) -> None:
 )
 def test_builders_say_their_settings(builder: Any, text: str) -> None:
     assert repr(builder) == text
+
+
+def test_a_matrix_comes_from_a_file(tmp_path: Path) -> None:
+    matrix = np.array([[0.0, 2.0, 0.0], [2.0, 0.0, 0.5], [0.0, 0.5, 0.0]])
+    np.save(tmp_path / "dense.npy", matrix)
+    scipy.sparse.save_npz(tmp_path / "sparse.npz", scipy.sparse.csr_array(matrix))
+    for name in ("dense.npy", "sparse.npz"):
+        graph = resolve_graph(MatrixFile(str(tmp_path / name)), 3)
+        np.testing.assert_array_equal(graph.adjacency().to_dense(), matrix)
+    with pytest.raises(ValueError, match=r"`path` to be a .npy or .npz file, but got path='a.csv'"):
+        MatrixFile("a.csv")
