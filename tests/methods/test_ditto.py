@@ -105,9 +105,16 @@ class TestDitto:
         assert_trees_close(run.server["model"], server)
         assert_trees_close(run.models, {n: torch.stack([o[n] for o in own]) for n in server})
 
-    def test_one_client_stays_at_its_optimum(self, engine: str) -> None:
-        data = q2().subset([1])
-        run = fit(Ditto(1.0), data, QuadraticModule(start=1.0), 2, engine)
+    def test_one_client_goes_to_its_optimum_and_stays(self, engine: str) -> None:
+        """Curvature 3, step 0.2: x keeps 0.4 of its distance a round; v 0.2, and 0.2 of that."""
+        data, rounds = q2().subset([1]), 30
+        run = fit(Ditto(1.0), data, QuadraticModule(lr=0.2), rounds, engine)
+        x, v, path = 1.0, 1.0, []  # distances from the optimum
+        for _ in range(rounds):
+            x, v = 0.4 * x, 0.2 * v + 0.2 * x
+            path.append(1 - v)
+        found = [bank["personal"]["w"].item() for bank in run.recorder.banks[1:]]
+        assert found == pytest.approx(path, rel=1e-12)
         close(run.models["w"], torch.ones(1, 1, dtype=torch.float64))
 
     def test_one_model_travels_each_way(self, engine: str) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_pfl import FederatedDataModule, PersonalizedModule
 from lightning_pfl.callbacks import NewClientAdaptation
 from lightning_pfl.data import FreshSamples, LinearRepresentation
+from lightning_pfl.data.clients import FederatedTensorDataset
 from lightning_pfl.inspect import SubspaceDistance
 from lightning_pfl.methods import FedAvg, FedRep, LinearFedRep, LocalOnly
 from lightning_pfl.methods.linear_fedrep import step_bound
@@ -102,6 +103,54 @@ class TestAlgorithm2:
             0.05,
         )
         close(done.server["model"][BODY].T, torch.from_numpy(body))
+
+    @pytest.mark.parametrize("weighting", ["samples", "uniform"])
+    def test_ragged_clients_and_the_modules_own_step(self, engine: str, weighting: Any) -> None:
+        """Weights of the moments and of the bodies; `body_lr=None` is the optimizer's 0.05."""
+        sizes = [5, 1, 9, 3]
+        rng = np.random.default_rng(0)
+        x = [rng.normal(size=(m, 6)) for m in sizes]
+        samples = [(one, rng.normal(size=len(one))) for one in x]
+        fields = tuple(
+            torch.from_numpy(np.concatenate(part)) for part in zip(*samples, strict=True)
+        )
+        data = FederatedTensorDataset(fields, torch.arange(18).split(sizes), batch_size=50)
+        done = run(LinearFedRep(weighting=weighting), data, rounds=4, engine=engine)
+        weights = sizes if weighting == "samples" else [1] * 4
+        first = done.recorder.servers[1]["model"][BODY].T
+        expected = torch.from_numpy(reference.moments(samples, 2, weights))
+        for a, b in zip(first.T, expected.T, strict=True):
+            close(a.outer(a), b.outer(b))
+        body, heads = reference.algorithm2(
+            first.numpy(),
+            np.zeros((4, 2)),
+            lambda t, i: samples[i],
+            [(t, range(4)) for t in (1, 2, 3)],
+            0.05,
+            weights=weights,
+        )
+        close(done.server["model"][BODY].T, torch.from_numpy(body))
+        close(done.own["model"][HEAD].squeeze(1), torch.from_numpy(heads))
+
+    @pytest.mark.parametrize(("body_lr", "step"), [(0.03, 0.03), (None, 0.05)])
+    def test_heads_step_like_the_body_unless_they_are_told(
+        self, engine: str, body_lr: float | None, step: float
+    ) -> None:
+        problem, begin = source(), module()
+        method = LinearFedRep("module", "gradient", 3, body_lr=body_lr)
+        done = run(method, fixed(problem), rounds=2, engine=engine)
+        fields = problem.load().fields
+        body, heads = reference.algorithm2(
+            begin.representation.detach().numpy(),
+            np.repeat(begin.state_dict()[HEAD].numpy(), 8, 0),
+            lambda t, i: of_client(fields, i, 5),
+            [(t, range(8)) for t in (0, 1)],
+            step,
+            head_steps=3,
+            head_lr=step,
+        )
+        close(done.server["model"][BODY].T, torch.from_numpy(body))
+        close(done.own["model"][HEAD].squeeze(1), torch.from_numpy(heads))
 
     def test_the_truth_stays_without_noise(self, engine: str) -> None:
         problem = source(noise_variance=0.0)

@@ -13,13 +13,15 @@ Draw = Callable[[int, int], tuple[Array, Array]]
 """Samples ``(m, d)`` and ``(m,)`` of a round and a client."""
 
 
-def moments(samples: Sequence[tuple[Array, Array]], k: int) -> Array:
+def moments(
+    samples: Sequence[tuple[Array, Array]], k: int, weights: Sequence[float] | None = None
+) -> Array:
     """B^0, ``(d, k)``: the rank-k SVD of the mean of 1/m sum_j y_j^2 x_j x_j^T."""
-    z = sum(
+    each = [
         sum(y_j**2 * np.outer(x_j, x_j) for x_j, y_j in zip(x, y, strict=True)) / len(y)
         for x, y in samples
-    ) / len(samples)
-    return np.linalg.svd(z)[0][:, :k]
+    ]
+    return np.linalg.svd(np.average(each, 0, weights))[0][:, :k]
 
 
 def algorithm2(
@@ -30,10 +32,12 @@ def algorithm2(
     lr: float,
     head_steps: int | None = None,
     head_lr: float = 0.0,
+    weights: Sequence[float] | None = None,
 ) -> tuple[Array, Array]:
     """B ``(d, k)`` and heads ``(n, k)`` after the rounds of ``cohorts``, pairs (round, clients).
 
-    Heads are solved for; or, with ``head_steps``, take that many gradient steps.
+    Heads are solved for; or, with ``head_steps``, take that many gradient steps. ``weights`` are
+    the clients', equal unless given.
     """
     heads = heads.copy()
     for t, clients in cohorts:
@@ -46,5 +50,5 @@ def algorithm2(
                 heads[i] -= head_lr * body.T @ x.T @ (x @ body @ heads[i] - y) / len(y)
             gradient = x.T @ (x @ body @ heads[i] - y)[:, None] @ heads[i][None] / len(y)
             received.append(body - lr * gradient)
-        body = np.mean(received, axis=0)
+        body = np.average(received, 0, weights and [weights[i] for i in clients])
     return body, heads
