@@ -21,7 +21,7 @@ def bytes_of(method: Method, network: str) -> tuple[int, int]:
     layout = Layout(module, method.resolve_personal(Layout(module)))
     method.bind(layout, 1, 0, ONE)
     model = layout.model()
-    info = ClientInfo(ONE - 1, ONE, ONE, ONE.double(), 0, 1, 0.1)
+    info = ClientInfo(ONE - 1, ONE, ONE, ONE.double(), 0, 1, (0.1,))
     received = method.download(method.init_server(model), info)
     own = expand(method.init_own(model), 1)
     state = method.client_init(expand(received, 1), own, info)
