@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,6 +17,7 @@ from lightning_pfl import ClientModules, PersonalizedModule
 from lightning_pfl.callbacks import HeadFineTuning
 from lightning_pfl.engine.base import told
 from lightning_pfl.errors import CheckpointMismatchError, ClientError
+from lightning_pfl.inspect import PairwiseDistance
 from lightning_pfl.methods import SCAFFOLD, FedAvg, FedPer, LGFedAvg, LocalOnly
 from lightning_pfl.methods.base import Method
 from tests.loop.setting import trainer
@@ -215,6 +217,13 @@ def test_what_needs_one_architecture_says_so() -> None:
         _ = run.strategy.layout
     with pytest.raises(MisconfigurationException, match="one architecture, but got clients of"):
         fit(LocalOnly(), ClientModules(modules(), OF), callbacks=[HeadFineTuning(epochs=1)])
+
+
+def test_models_of_different_shapes_have_no_distance(tmp_path: Path) -> None:
+    pairs, logger = PairwiseDistance(part="all"), TensorBoardLogger(tmp_path)
+    match = "one module for all clients, as PairwiseDistance .* the groups 'wide', 'narrow'. Remove"
+    with pytest.raises(MisconfigurationException, match=match):
+        fit(LocalOnly(), ClientModules(modules(), OF), callbacks=[pairs], logger=logger)
 
 
 def test_groups_by_client_name() -> None:
