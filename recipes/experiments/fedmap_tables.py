@@ -22,10 +22,14 @@ class Line:
     Attributes:
         grid: Settings.
         batch_norm: Whether its network has BatchNorm.
+        rounds: Rounds, where nothing is chosen; 0 where the grid and the rounds are.
+        epochs: Local epochs a round.
     """
 
     grid: tuple[dict[str, float], ...]
     batch_norm: bool = False
+    rounds: int = 0
+    epochs: int = 5
 
 
 TITLES = {
@@ -60,7 +64,12 @@ PAPER: dict[str, dict[str, tuple[float, ...]]] = {
 #: Groups of clients; the last five are the skewed ones where there are such.
 GROUPS = {"1 to 5": [*range(5)], "6 to 10": [*range(5, 10)], "**mean**": [*range(10)]}
 #: Differences that are shown.
-GAINS = (("FedMAP", "Individual"), ("FedMAP + decay", "Individual + decay"))
+GAINS = (
+    ("FedMAP", "Individual"),
+    ("FedMAP + decay", "Individual + decay"),
+    ("FedMAP, lr 1e-4, variance 15", "Individual, lr 1e-4"),
+    ("FedMAP, lr 1e-4, variance 15", "Individual, lr 1e-4, 100 epochs"),
+)
 #: How a line is called in the tables.
 NAMES = {"FedBN": "FedBN (network with BatchNorm)"}
 NOTE = """
@@ -148,12 +157,46 @@ def choices_table(choices: Choices, grids: dict[str, tuple[dict[str, float], ...
             ", ".join(f"{k.replace('_', ' ')} {v:g}" for k, v in choices[scenario][line].items())
             for scenario in choices
         ]
-        lines.append(f"| {line} | " + " | ".join(chosen) + f" | {offered} |")
+        among_what = offered if len(grid) > 1 else "fixed"
+        lines.append(f"| {line} | " + " | ".join(chosen) + f" | {among_what} |")
     return "\n".join(lines)
 
 
+def edges(choices: Choices, grids: dict[str, tuple[dict[str, float], ...]], rounds: int) -> str:
+    """How many of the choices lie at an end of what was offered, in words.
+
+    Args:
+        choices: The settings chosen.
+        grids: What each line could choose among; those with one setting chose nothing.
+        rounds: The most rounds that could be chosen.
+    """
+    found: dict[str, list[str]] = {}
+    for chosen in choices.values():
+        for line, setting in chosen.items():
+            if len(grids[line]) < 2:
+                continue
+            for name, value in setting.items():
+                offered = {one[name] for one in grids[line]} if name != "rounds" else {0, rounds}
+                if len(offered) > 1:
+                    ends = {max(offered): "largest", min(offered): "smallest"}
+                    found.setdefault(name.replace("_", " "), []).append(ends.get(value, "between"))
+    counts = [
+        f"{name} the largest in {ends.count('largest')} and the smallest in "
+        f"{ends.count('smallest')} of {len(ends)}"
+        for name, ends in found.items()
+    ]
+    return (
+        "Many chosen settings lie at an end of what was offered, so better ones may lie beyond: "
+        f"{'; '.join(counts)} choices."
+    )
+
+
 def section(
-    choices: Choices, found: Found, grids: dict[str, tuple[dict[str, float], ...]], protocol: str
+    choices: Choices,
+    found: Found,
+    grids: dict[str, tuple[dict[str, float], ...]],
+    protocol: str,
+    rounds: int,
 ) -> str:
     """What stands in README.md."""
     parts = [protocol]
@@ -165,6 +208,7 @@ def section(
             parts.append(f"{line} minus {base}, on the same data:\n\n{gains(found, line, base)}")
     parts.append(f"Lines beyond the paper:\n\n{beyond(found)}")
     parts.append(f"What was chosen:\n\n{choices_table(choices, grids)}")
+    parts.append(edges(choices, grids, rounds))
     parts += ["![Learning curves](figures/fedmap_synthetic.png)", NOTE.strip()]
     return "\n\n".join(parts)
 

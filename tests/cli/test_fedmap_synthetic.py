@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes.experiments import fedmap_synthetic, fedmap_tsne
-from recipes.experiments.fedmap_tables import PAPER, Line, gains, table
+from recipes.experiments.fedmap_tables import PAPER, Line, edges, gains, table
 
 MARKERS = "above\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\nbelow\n"
 
@@ -67,11 +67,47 @@ def test_every_setting_of_a_line_builds_its_method(line: str) -> None:
     for setting in choices.grid:
         arguments = {k: v for k, v in setting.items() if k not in ("lr", "weight_decay")}
         method: Any = build(**arguments)
-        assert method.local_epochs == fedmap_synthetic.EPOCHS
+        assert method.local_epochs == choices.epochs
         found = {name: getattr(method, name, None) for name in arguments}
         if "variance" in arguments:
             found["variance"] = method.prior.variance
         assert found == arguments
+
+
+def test_the_authors_setting_is_fixed_and_has_their_passes() -> None:
+    """100 rounds of 5 epochs, or 100 epochs in one, at a step size of 1e-4."""
+    lines = {n: line for n, (_, line) in fedmap_synthetic.LINES.items() if line.rounds}
+    assert {line.rounds * line.epochs for n, line in lines.items() if "100" not in n} == {500}
+    assert [line.rounds * line.epochs for n, line in lines.items() if "100" in n] == [100]
+    for line in lines.values():
+        assert [setting["lr"] for setting in line.grid] == [1e-4]
+    options = fedmap_synthetic.parse(["--small"])
+    chosen = [fedmap_synthetic.choose(None, n, "label", options) for n in lines]  # type: ignore[arg-type]
+    assert [setting["rounds"] for setting in chosen] == [2, 1, 2]
+    assert {tuple(fedmap_synthetic.seeds_of(name, options)) for name in lines} == {(0, 1, 2)}
+
+
+def test_every_method_chooses_among_the_same_step_sizes() -> None:
+    for name in PAPER["label"]:
+        grid = fedmap_synthetic.LINES[name][1].grid
+        assert {setting["lr"] for setting in grid} == {1e-3, 3e-3}
+
+
+def test_choices_at_an_end_are_counted() -> None:
+    grids = {
+        "A": ({"lr": 1.0}, {"lr": 3.0}),
+        "B": ({"lr": 1.0, "v": 1.0}, {"lr": 1.0, "v": 2.0}, {"lr": 1.0, "v": 3.0}),
+        "C": ({"lr": 9.0},),
+    }
+    chosen = {
+        "A": {"lr": 3.0, "rounds": 20},
+        "B": {"lr": 1.0, "v": 2.0, "rounds": 15},
+        "C": {"lr": 9.0, "rounds": 1},
+    }
+    text = edges({"label": chosen}, grids, 20)
+    assert "lr the largest in 1 and the smallest in 0 of 1" in text
+    assert "v the largest in 0 and the smallest in 0 of 1" in text
+    assert "rounds the largest in 1 and the smallest in 0 of 2" in text
 
 
 def test_tables_pair_seeds_and_keep_the_papers_numbers() -> None:

@@ -321,6 +321,8 @@ def test_a_prior_of_the_users_own_needs_no_mean(engine: str) -> None:
     slope = sum((1 - t * t) / 2 for t in theta) / 2
     assert float(run.server["prior"]["log_factor"]) == pytest.approx(-0.2 * slope, abs=1e-12)
     assert "model" not in run.server
+    with pytest.raises(Exception, match=r"got FedMAP, with which 1 of the 1 entries of .* differ"):
+        run.strategy.global_state_dict()
 
 
 def test_settings_tell_the_prior() -> None:
