@@ -18,9 +18,8 @@ from tests.methods.networks import SCALARS, plain_module
 
 #: Numbers of the small network: all, of its last layer, of what is below.
 D, HEAD, BODY = SCALARS, 18 * 3 + 3, 2 * 9 + 2
-#: Clients that have data, and so a client's neighbours in the complete graph.
-CLIENTS = sum(size > 0 for size in SIZES)
-DEGREE = CLIENTS - 1
+#: A client's neighbours in the complete graph, in which clients without data take part too.
+DEGREE = len(SIZES) - 1
 #: A convolution, two numbers for each of two channels, and the last layer.
 WITH_NORM, NORM = 2 * 9 + 4 + HEAD, 4
 LINEAR = 25 * 3 + 3
@@ -110,14 +109,16 @@ FORMULAS: dict[str, Bytes] = {
 
 def rounds_of(method: Method, module: torch.nn.Module, rounds: int) -> list[tuple[int, int]]:
     """Bytes down and up of one client in each round, messages between clients included."""
+    # A client without data is no part of a cohort that trains.
+    clients = sum(size > 0 or method.idle_take_part for size in SIZES)
     run = fit(method, small_clients(torch.float32), module.float(), rounds)  # type: ignore[arg-type]
     found = []
     for round in run.recorder.rounds:
-        assert len(round.info) == CLIENTS
-        between, rest = divmod(round.bytes_exchanged, CLIENTS)
+        assert len(round.info) == clients
+        between, rest = divmod(round.bytes_exchanged, clients)
         assert rest == 0
         found.append((round.bytes_down + between, round.bytes_up + between))
-    last = tuple(CLIENTS * one for one in found[-1])
+    last = tuple(clients * one for one in found[-1])
     assert (run.metrics["round/bytes_down"], run.metrics["round/bytes_up"]) == last
     return found
 
