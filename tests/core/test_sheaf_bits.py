@@ -57,6 +57,7 @@ def test_a_run_logs_the_sum_in_bytes(map_lr: float, messages: int) -> None:
     assert 8 * run.metrics["round/bytes_up"] == sent
 
 
+@pytest.mark.filterwarnings("ignore:Expected `graph` to have edges")
 def test_without_clients_nothing_travels() -> None:
     graph = resolve_graph(torch.zeros(3, 3).tolist(), 3)
     assert bits_per_round(graph, edge_dims(graph, torch.tensor([4, 4, 4]), 0.5)) == (0, 0)

@@ -39,7 +39,10 @@ def graph(edges: dict[tuple[int, int], float], clients: int) -> Any:
         for s, j in enumerate(mine):
             neighbours[i, s], mask[i, s], reverse[i, s] = j, True, of[j].index(i)
             weights[i, s] = edges.get((i, j), edges.get((j, i), 0.0))
-    return SimpleNamespace(neighbours=neighbours, mask=mask, reverse=reverse, slot_weights=weights)
+    rows = torch.tensor([[i, j, weight] for (i, j), weight in edges.items()], dtype=torch.float64)
+    return SimpleNamespace(
+        neighbours=neighbours, mask=mask, reverse=reverse, slot_weights=weights, rows=rows
+    )
 
 
 GRAPH = graph(EDGES, 4)

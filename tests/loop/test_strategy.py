@@ -180,7 +180,7 @@ def test_a_method_without_global_model_says_so() -> None:
     run.fit(network(), classes()[0])
     with pytest.raises(
         MisconfigurationException,
-        match="Expected a method with a global model, but got FedRep, which",
+        match="Expected a method with a global model, but got FedRep, with which 2 of the 9",
     ):
         run.strategy.global_state_dict()
 

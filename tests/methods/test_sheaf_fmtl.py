@@ -190,6 +190,7 @@ def test_bytes_are_those_of_the_projections() -> None:
             assert round.bytes_exchanged == times * 4 * (SCALARS // 10) * edges > 0
 
 
+@pytest.mark.filterwarnings("ignore:Expected `graph` to have edges")
 def test_without_neighbours_it_is_local_training() -> None:
     nobody = np.zeros((5, 5))
     for maps in ("random", "identity"):
