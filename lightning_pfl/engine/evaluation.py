@@ -119,9 +119,11 @@ class VectorizedEvaluation:
     def _width(self, data: FederatedDataset, samples: Tensor, per_sample: bool) -> int:
         if not isinstance(data, FederatedTensorDataset):
             return max(int(samples.max()) if len(samples) else 1, 1)
-        # A limit counts the user's own batches; the int 1 is one batch, and equals the float 1.0.
+        # A limit and drop_last are of the user's own batches; the int 1 is one batch, and equals
+        # the float 1.0.
         limit = self.settings.limit_eval_batches
-        if per_sample and isinstance(limit, float) and limit == 1.0:
+        whole = isinstance(limit, float) and limit == 1.0 and not data.drop_last
+        if per_sample and whole:
             return max(1, min(SAMPLES, int(samples.max()) if len(samples) else 1))
         return data.batch_size
 

@@ -96,6 +96,15 @@ class TestEvaluation:
             expected = by_hand(module, models, limit)
             torch.testing.assert_close(found.values["val_loss"], expected, equal_nan=True)
 
+    def test_drop_last_is_of_the_users_batches(self, engine: str) -> None:
+        module = cnn().eval()
+        models = personal_models(module)
+        found = evaluate(engine, cnn(), models, image_clients(drop_last=True))
+        whole = [size // 4 for size in SIZES]
+        assert found.counts.tolist() == [4 * batches for batches in whole]
+        expected = torch.stack([by_hand(module, models, n)[k] for k, n in enumerate(whole)])
+        torch.testing.assert_close(found.values["val_loss"], expected, equal_nan=True)
+
     def test_some_clients_in_another_order(self, engine: str) -> None:
         models = personal_models(cnn())
         index = torch.tensor([3, 0])
