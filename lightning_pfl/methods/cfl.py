@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.callback import ClientInfo, Round, RoundValues
 from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import CLUSTER, Method, check_number
@@ -20,7 +20,7 @@ from lightning_pfl.solvers.proximal_step import flat
 from lightning_pfl.tree import Model, Tree, repeat, select, tmap
 
 
-class CFL(Method):
+class CFL(RoundValues, Method):
     r"""Clustered federated learning: federated averaging that splits its clusters.
 
     Every client trains from its cluster's model and sends :math:`\Delta_k`. With the last
@@ -103,7 +103,6 @@ class CFL(Method):
             )
         self.eps_mean, self.eps_max, self.start_round = eps_mean, eps_max, start_round
         self.min_gap = min_gap
-        self._norms: dict[str, float] = {}
 
     def notes(self, layout: Layout) -> list[str]:
         """Say that without splits this is another method."""
@@ -168,7 +167,7 @@ class CFL(Method):
 
         server = require_federation(trainer, self).server
         at = round.info.index[round.accepted].to(server["together"].device)
-        self._norms = {}
+        self._values = {}
         if not len(at) or round.uploads is None:
             return
         change, fresh = self._reported(server, round.uploads, at)
@@ -177,11 +176,7 @@ class CFL(Method):
         some = fresh & (label == clusters[sizes.argmax()])
         if some.any():
             mean, largest = norms(change[some].double())
-            self._norms = {"cfl/mean_norm": mean, "cfl/max_norm": largest}
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the norms."""
-        pl_module.log_dict(self._norms, on_step=False, on_epoch=True, batch_size=1)
+            self._values = {"cfl/mean_norm": mean, "cfl/max_norm": largest}
 
     def _reported(self, server: Tree, uploads: Tree, at: Tensor) -> tuple[Tensor, Tensor]:
         """Everybody's last change, and who made it since the cluster's last split."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_pfl import FederatedStrategy
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods import CFL, FedAvg
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
@@ -123,6 +126,30 @@ def test_a_round_logs_the_norms_of_the_largest_cluster(engine: str) -> None:
         mean, lengths = change[judged].mean(0), np.linalg.norm(change[judged], axis=1)
         np.testing.assert_allclose(found, [np.linalg.norm(mean), lengths.max()], rtol=1e-5)
         w = w + change[averaged].mean(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*dirpath has changed from.*")
+def test_a_run_resumed_inside_a_round_logs_its_norms(tmp_path: Path) -> None:
+    """A checkpoint of the validation lies before what the round logs at its end."""
+
+    def run(folder: Path, path: Path | None = None) -> list[list[float]]:
+        seen, data = Norms(), quadratics()
+        saving = ModelCheckpoint(
+            folder, "{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=False
+        )
+        trainer = L.Trainer(
+            max_epochs=3,
+            accelerator="cpu",
+            strategy=FederatedStrategy(CFL(), seed=0),
+            callbacks=[seen, saving],
+            logger=False,
+        )
+        trainer.fit(QuadraticModule(dim=2, lr=LR), data, data, ckpt_path=path)
+        return seen.rounds
+
+    whole = run(tmp_path / "whole")
+    resumed = run(tmp_path / "resumed", tmp_path / "whole" / "epoch=1.ckpt")
+    assert resumed == whole[1:]
 
 
 def test_two_clients_stay_together() -> None:
