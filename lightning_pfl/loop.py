@@ -141,6 +141,10 @@ class FederatedLoop(FitLoop):
         limit = f"{flag}={getattr(trainer, flag)!r}"
         data = self.require_data()
         self._learners = learners(self.strategy, data, phases, limit, self._fate)
+        some = torch.zeros(data.num_clients, dtype=torch.bool)
+        some[self._learners] = True
+        for each in (method, *(group.method for group in self.strategy.groups)):
+            each.learns = some
         self.max_batches = len(self._draw(start))
 
     @property

@@ -110,6 +110,8 @@ class Method(FederatedCallback):
             without, as these entries may be large.
         graph: Who is whose neighbour, for methods over a graph; set by them in :meth:`bind`.
         layout, num_clients, num_samples, seed: Set by :meth:`bind` before the first round.
+        learns: Which clients have a minibatch to train on, bool ``(num_clients,)``; until the loop
+            has counted, those with samples.
         model_sizes: Trainable scalars of each client's model, int64 ``(num_clients,)``; set before
             :meth:`bind` where clients may differ, else by it.
     """
@@ -125,6 +127,7 @@ class Method(FederatedCallback):
     layout: Layout
     num_clients: int
     num_samples: Tensor
+    learns: Tensor
     seed: int
     graph: Graph
     model_sizes: Tensor
@@ -151,6 +154,7 @@ class Method(FederatedCallback):
         self.layout, self.num_clients, self.seed = layout, num_clients, seed
         none = torch.zeros(num_clients, dtype=torch.int64)
         self.num_samples = none if num_samples is None else num_samples
+        self.learns = self.num_samples > 0
         if len(getattr(self, "model_sizes", ())) != num_clients:
             self.model_sizes = torch.full((num_clients,), layout.num_trainable())
 

@@ -61,9 +61,9 @@ class CFL(RoundValues, Method):
         ``fresh``, whether it was made since the cluster's last split, bool ``(num_clients,)``.
 
     Deviation from the paper: all clients take part there. Here a cluster is split only when every
-    member with samples has trained since its last split, so that no change is judged that was
-    made from another model; clients without samples stay with the larger part. A client that is
-    new to the federation is evaluated with the model of the largest cluster.
+    member with a minibatch to train on has trained since its last split, so that no change is
+    judged that was made from another model; the other clients stay with the larger part. A client
+    that is new to the federation is evaluated with the model of the largest cluster.
 
     Example:
         >>> CFL(start_round=5).eps_mean
@@ -192,7 +192,7 @@ class CFL(RoundValues, Method):
 
     def _split(self, members: Tensor, change: Tensor, fresh: Tensor) -> Tensor | None:
         """The part that leaves a cluster, bool ``(members,)``; None if it stays together."""
-        learns = self.num_samples.to(members.device)[members] > 0
+        learns = self.learns.to(members.device)[members]
         some = change[members[learns]].double()
         if len(some) <= 2 or not fresh[members[learns]].all():
             return None

@@ -274,7 +274,7 @@ class MOCHA(Method):
         if not self._learns(round.number):
             return
         server = require_federation(trainer, self).server
-        silent = ~server["dual_vectors"].flatten(1).any(1).cpu() & (self.num_samples > 0).cpu()
+        silent = ~server["dual_vectors"].flatten(1).any(1).cpu() & self.learns.cpu()
         if silent.any():
             rank_zero_warn(
                 f"MOCHA learned its relationship after round {round.number}, when "

@@ -79,3 +79,15 @@ def test_a_gap_at_the_threshold_is_none(min_gap: float, parts: int) -> None:
     data = quadratic_clients([1.0] * 4, [1.0, -1.0, 1.5, -1.5])
     run = fit(CFL(0.5, 0.05, 0, min_gap=min_gap), data, QuadraticModule(lr=LR), 1)
     assert len(run.server["together"].unique(dim=0)) == parts
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("own", [0, 1])
+def test_nobody_waits_for_a_client_that_never_trains(engine: str, own: int) -> None:
+    """Without samples, or with one that drop_last leaves out; it stays with the larger part."""
+    centers = torch.tensor([[1.0], [-1.0], [1.0], [-1.0], [1.0], [0.0]])
+    data = quadratic_clients([1.0] * 6, centers, [2, 2, 2, 2, 2, own], 2)
+    data.drop_last = own == 1
+    method = CFL(100.0, LR / 2, start_round=0)
+    run = fit(method, data, QuadraticModule(lr=LR), 1, engine)
+    assert method.clusters(run.server).tolist() == [0, 1, 0, 1, 0, 0]
