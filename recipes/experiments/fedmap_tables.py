@@ -85,11 +85,11 @@ own within 100. At the step size and length chosen here, variance 15 does as wel
 under label and feature skew, and loses about a point to Individual under quantity skew, where it
 holds back the large clients.
 
-*The step size of the authors' code*, 1e-4, doesn't bring the paper's gains either. It is small: both
-are still rising after 100 rounds of 5 epochs, and with equally many passes FedMAP is 1 to 2 points
-below Individual, being held back by the prior. FedMAP is far above, by 10 to 12 points, where
-Individual makes 100 epochs and no more. The paper's gains lie between these two comparisons, and
-the paper doesn't say which it made.
+*The step size of the authors' code*, 1e-4, doesn't bring the paper's gains either. It is small:
+both are still rising after 100 rounds of 5 epochs, and with equally many passes FedMAP is 1 to 2
+points below Individual, being held back by the prior. FedMAP is far above, by 10 to 12 points,
+where Individual makes 100 epochs and no more. The paper's gains lie between these two comparisons,
+and the paper doesn't say which it made.
 
 A prior also keeps weights small, and so does weight decay, which the paper doesn't use. With it
 both are better, Individual so much that FedMAP's gain under label skew falls from 5 points to 0.7
