@@ -16,6 +16,7 @@ from lightning_pfl.errors import is_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
+from lightning_pfl.methods.phases import without_data
 from lightning_pfl.metrics.clusters import clusters_of_pairs
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.blocks import BlockDraws, check_share, damping
@@ -274,7 +275,8 @@ class ConvexClustering(Method):
         chosen = drawn.pairs[at].to(view.mask.device)
         split = torch.where(chosen.unsqueeze(2), split, received["split"])
         some = drawn.models[at]
-        model = where(some, proximal_result(state, info.steps), own["model"])
+        idle = without_data(self.phases(info.round), info.steps)
+        model = where(some, proximal_result(state, idle), own["model"])
         return {"model": select(model, self.layout.trainable), "split": split}, {"model": model}
 
     # --- the server's round ---

@@ -14,6 +14,7 @@ from lightning_pfl.errors import is_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, Phase, check_number
+from lightning_pfl.methods.phases import without_data
 from lightning_pfl.peers import Exchange, Inbox
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import (
@@ -214,7 +215,8 @@ class GTVMin(Method):
     ) -> tuple[Tree, Tree]:
         """Keep the model, and the last one for the message."""
         last = flat(own["model"], self.layout.trainable)
-        model = proximal_result(state, info.steps)
+        idle = without_data(self.phases(info.round), info.steps)
+        model = proximal_result(state, idle)
         return {"model": {}}, {"model": model, "pull": own["pull"], "last": last}
 
     # --- messages ---

@@ -14,6 +14,7 @@ from lightning_pfl.errors import is_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, check_number
+from lightning_pfl.methods.phases import without_data
 from lightning_pfl.peers import Exchange, Inbox
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import flat, unflat
@@ -184,7 +185,8 @@ class HomologicalConstraints(Method):
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Keep the model and the multipliers."""
-        return {"model": {}}, {"model": pulled(state, info), "dual": own["dual"]}
+        idle = without_data(self.phases(info.round), info.steps)
+        return {"model": {}}, {"model": pulled(state, idle, info), "dual": own["dual"]}
 
     # --- what is watched ---
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_pfl.layout import Spec
@@ -39,6 +41,24 @@ class Phase:
     draws: int = 1
     whole: bool = False
     measure: bool = False
+
+
+def without_data(phases: Iterable[Phase], steps: Tensor) -> Tensor:
+    """Clients that took no step though the phases have some, bool ``(clients,)``.
+
+    With a budget of 0 nobody steps, and it says nothing about a client's data.
+
+    Args:
+        phases: A round's local training.
+        steps: How many steps each client took, int64 ``(clients,)``.
+
+    Example:
+        >>> steps = torch.tensor([0, 3])
+        >>> without_data([Phase(epochs=1)], steps), without_data([Phase(epochs=0)], steps * 0)
+        (tensor([ True, False]), tensor([False, False]))
+    """
+    budget = any(phase.epochs or phase.steps for phase in phases)
+    return steps == 0 if budget else torch.zeros_like(steps, dtype=torch.bool)
 
 
 class Local(Protocol):

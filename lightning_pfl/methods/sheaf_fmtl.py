@@ -11,6 +11,7 @@ from lightning_pfl.callback import ClientInfo, Round, RoundValues
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, check_number
+from lightning_pfl.methods.phases import without_data
 from lightning_pfl.peers import Exchange, Inbox
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import flat, unflat
@@ -225,7 +226,8 @@ class SheafFMTL(RoundValues, Method):
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Keep the model."""
-        return {"model": {}}, {"model": pulled(state, info)}
+        idle = without_data(self.phases(info.round), info.steps)
+        return {"model": {}}, {"model": pulled(state, idle, info)}
 
     # --- what is watched ---
 

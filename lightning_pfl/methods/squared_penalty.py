@@ -11,6 +11,7 @@ import lightning as L
 from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
+from lightning_pfl.methods.phases import without_data
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import (
     LocalSolver,
@@ -137,7 +138,8 @@ class SquaredPenalty(Method):
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the parameters, keep the model."""
-        model = proximal_result(state, info.steps)
+        idle = without_data(self.phases(info.round), info.steps)
+        model = proximal_result(state, idle)
         return {"model": select(model, self.layout.trainable)}, {"model": model}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:

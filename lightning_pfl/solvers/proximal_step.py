@@ -74,15 +74,15 @@ def proximal_step(state: Tree, batch: Any, local: Local, local_solver: LocalSolv
     return {**state, "model": local.update(model, {**grads, **pulled})}
 
 
-def proximal_result(state: Tree, steps: Tensor) -> Model:
-    """The model after local work; of a client without a step, whose :math:`F_i` is 0, :math:`b`.
+def proximal_result(state: Tree, idle: Tensor) -> Model:
+    """The model after local work; of a client without data, whose :math:`F_i` is 0, :math:`b`.
 
     Args:
         state: Of :func:`proximal_state`, after all steps.
-        steps: How many each client took, int64 ``(clients,)``.
+        idle: Which clients have no data, bool ``(clients,)``.
     """
     strength = state["strength"]
-    free = (steps.to(strength.device) == 0) & (strength > 0)
+    free = idle.to(strength.device) & (strength > 0)
     return {**state["model"], **where(free, state["anchor"], state["model"])}
 
 

@@ -302,15 +302,15 @@ def disagreement(ours: Tensor, theirs: Tensor, weights: Tensor) -> Tensor:
     return (ours - theirs) * weights.to(ours).unsqueeze(2)
 
 
-def pulled(state: Tree, info: ClientInfo) -> Model:
-    """The model after local training; of a client without a step, after one along the pull.
+def pulled(state: Tree, idle: Tensor, info: ClientInfo) -> Model:
+    """The model after local training; of a client without data, after one along the pull.
 
     Args:
         state: ``model``, and ``pull`` if there is one, ``(clients, ...)``.
+        idle: Which clients have no data, bool ``(clients,)``.
         info: These clients.
     """
     model: Model = state["model"]
-    idle = info.steps == 0
     if "pull" not in state or not idle.any():
         return model
     moved = tmap(lambda x, g: x - info.lr * g, select(model, state["pull"]), state["pull"])
