@@ -33,7 +33,8 @@ def displacement(steps: int, momentum: float) -> float:
     In units of the learning rate: :math:`\sum_{k = 1}^K \frac{1 - \beta^k}{1 - \beta}`, which is
     :math:`K` without momentum.
     """
-    return sum((1 - momentum**k) / (1 - momentum) for k in range(1, steps + 1))
+    # Step k adds the sum of beta^j over j < k; written so that it holds for beta = 1.
+    return float(sum((steps - j) * momentum**j for j in range(steps)))
 
 
 def rate_along_pull(federation: Federation, round: Round) -> float | None:

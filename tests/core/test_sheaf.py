@@ -195,13 +195,13 @@ def test_random_maps_are_a_function_of_seed_and_edge() -> None:
     assert float((both[0] * both[1]).mean()) == pytest.approx(0.0, abs=3e-4)
 
 
-def test_how_far_momentum_goes() -> None:
-    assert displacement(4, 0.0) == 4
+@pytest.mark.parametrize("momentum", [0.0, 0.9, 1.0])
+def test_how_far_momentum_goes(momentum: float) -> None:
     velocity = position = 0.0
     for _ in range(5):
-        velocity = 0.9 * velocity + 1
+        velocity = momentum * velocity + 1
         position += velocity
-    assert displacement(5, 0.9) == pytest.approx(position)
+    assert displacement(5, momentum) == pytest.approx(position)
 
 
 @pytest.mark.parametrize(
