@@ -30,12 +30,12 @@ class GaussianPrior(Prior):
             variance) < 2``. In a round the mean moves by a share of about ``variance * L``, so for
             a small variance a larger ``prior_lr`` is faster than the closed form. Or a variance for
             each of several names or globs, ``{"head": 1.0, "*": 15.0}``: a parameter has that of
-            the first that picks it, and one must pick it.
+            the first that picks it, and one must pick it; so names come before ``"*"``.
         parameters: Which trainable parameters are under the prior.
 
     Raises:
         ValueError: If a variance isn't above 0; before the first round, if a parameter under the
-            prior is left out, or a name picks none.
+            prior is left out, or a name picks none that those before it leave.
 
     Deviation from the paper: none. Variances by name are its anisotropic prior, with
     :math:`\sigma_i` for what is :math:`1 / \sigma_i` there.
@@ -61,6 +61,7 @@ class GaussianPrior(Prior):
                 )
             for pattern, value in variance.items():
                 check_positive(f"variance[{pattern!r}]", value, advice, infinite=True)
+            variance = dict(variance)
         else:
             check_positive("variance", variance, advice, infinite=True)
         self.variance = variance
@@ -122,14 +123,16 @@ def _by_name(variances: tuple[tuple[str, float], ...], names: tuple[str, ...]) -
 
 
 def _check_names(variances: Mapping[str, float], model: Mapping[str, Any]) -> None:
+    left = list(model)
     for pattern in variances:
-        if not any(picks(pattern, name) for name in model):
+        rest = [name for name in left if not picks(pattern, name)]
+        if len(rest) == len(left):
             raise ValueError(
-                "Expected every name in `variance` to pick a parameter under the prior, but got "
-                f"{pattern!r}, and under it are {', '.join(sorted(model)[:8])}. Use one of these, "
-                "or a glob."
+                "Expected every name in `variance` to pick a parameter under the prior that those "
+                f"before it leave, but got {pattern!r}, and under the prior are "
+                f"{', '.join(sorted(model)[:8])}. Use one of these, or a glob, and put '*' last."
             )
-    left = [name for name in model if not any(picks(pattern, name) for pattern in variances)]
+        left = rest
     if left:
         raise ValueError(
             "Expected `variance` to have one for every parameter under the prior, but got "

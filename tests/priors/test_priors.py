@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,7 @@ def test_the_gaussian_closed_form_is_a_step_by_its_variance() -> None:
 
 def test_variances_by_name_are_those_of_the_first_that_picks() -> None:
     """Halves of squares over 2.5 and 0.4, by hand; the mean is that of any variances."""
-    prior = GaussianPrior({"bias": 2.5, "*": 0.4, "weight": 100.0})
+    prior = GaussianPrior(MappingProxyType({"bias": 2.5, "*": 0.4}))  # type: ignore[arg-type]
     theta, gamma = problem(prior)
     each, mean = expand(gamma, 3), gamma["mean"]
     want = [
@@ -171,6 +172,7 @@ def test_variances_by_name_are_those_of_the_first_that_picks() -> None:
         ({}, r"Expected `variance` to have a variance for every parameter, but got variance=\{\}"),
         ({"*": 0.0}, r"Expected `variance\['\*'\]` to be a number > 0, but got .*=0\.0"),
         ({"head": 1.0, "*": 2.0}, "name in `variance` to pick a parameter .*but got 'head', and"),
+        ({"*": 1.0, "bias": 2.0}, "that those before it leave, but got 'bias', and .* '.' last"),
         ({"bias": 1.0}, r"one for every parameter .*\{'bias': 1\.0\}, which leaves out weight"),
     ],
 )
