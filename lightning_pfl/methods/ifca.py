@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+import lightning as L
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl._lightning import copy_apart
@@ -131,6 +133,17 @@ class IFCA(Method):
         if self.averaging == "gradients":
             return (*choose, Phase("all", steps=1, whole=True, name="gradient"))
         return (*choose, Phase("all", epochs=self.local_epochs, steps=self.local_steps))
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Warn of a run that ends before the best set is chosen: it ends with the last one."""
+        trials, rounds = self._sets * self.trial_rounds, trainer.max_epochs
+        if self.restarts and rounds is not None and 0 <= rounds <= trials:
+            rank_zero_warn(
+                f"Expected more rounds than the {trials} in which IFCA tries {self._sets} sets of "
+                f"models, but got max_epochs={rounds}: the run ends with the set that is tried "
+                "last, not with the best one. Use a larger `max_epochs`, or fewer `restarts` or "
+                "`trial_rounds`."
+            )
 
     # --- state ---
 

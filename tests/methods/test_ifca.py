@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_pfl import FederatedStrategy
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods import IFCA, FedAvg
 from lightning_pfl.testing import (
@@ -263,6 +267,7 @@ def test_a_round_of_a_trial_sends_one_set() -> None:
         assert round.bytes_up == 8 * SCALARS + 8 + 8  # the choice, and its loss
 
 
+@pytest.mark.filterwarnings("ignore:Expected more rounds than")
 def test_who_chose_among_another_set_has_the_most_popular_model() -> None:
     """Clients 0 to 3 are evaluated in a set in which some of them have not chosen."""
     method = IFCA(2, initial=given(*GOOD, *GOOD), restarts=1, trial_rounds=1)
@@ -277,6 +282,7 @@ def test_who_chose_among_another_set_has_the_most_popular_model() -> None:
     assert run.models["w"].flatten().tolist() == pytest.approx(expected)
 
 
+@pytest.mark.filterwarnings("ignore:Expected more rounds than")
 @pytest.mark.parametrize("half", [1, 3, 5])
 def test_a_resumed_trial_ends_as_the_whole_one(half: int, tmp_path: Path) -> None:
     def run(rounds: int, path: Path | None = None) -> Any:
@@ -287,3 +293,18 @@ def test_a_resumed_trial_ends_as_the_whole_one(half: int, tmp_path: Path) -> Non
     resumed = run(6, run(half).save(tmp_path / "half.ckpt"))
     assert_trees_equal(resumed.server, whole.server)
     assert_trees_equal(resumed.own, whole.own)
+
+
+@pytest.mark.parametrize("rounds", [3, 4, 5])
+def test_a_run_that_ends_in_a_trial_is_warned_of(rounds: int) -> None:
+    """Two sets are tried for two rounds each; the best one is in use from the fifth round on."""
+    strategy: Any = FederatedStrategy(IFCA(2, restarts=1, trial_rounds=2), seed=0)
+    flags: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
+    trainer = L.Trainer(max_epochs=rounds, accelerator="cpu", strategy=strategy, **flags)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(QuadraticModule(lr=0.5), planted())
+    said = [str(one.message) for one in found if "in which IFCA tries" in str(one.message)]
+    known = f"more rounds than the 4 .* 2 sets of models, but got max_epochs={rounds}: "
+    assert len(said) == (rounds <= 4)
+    assert all(re.search(known, one) for one in said)
