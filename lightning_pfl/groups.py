@@ -133,7 +133,7 @@ def named(
             told.stage if told else stage,
             told.client if told else shown,
             round,
-            f"{(told and told.__cause__) or cause} They have the module {group.name!r} of "
+            f"{(told and told.__cause__) or cause}. They have the module {group.name!r} of "
             "ClientModules: check that `groups` gives each client the module that fits its data.",
         ) from cause
 

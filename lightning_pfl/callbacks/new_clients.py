@@ -143,6 +143,11 @@ class NewClientAdaptation(FederatedCallback):
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Adapt and evaluate in a test."""
+        if require_federation(trainer, self).rounds == 0:
+            rank_zero_warn(
+                "NewClientAdaptation expected a trained model, but this federation has not run a "
+                "round: new clients begin with the module as it is. Give `ckpt_path`."
+            )
         pl_module.log_dict(self._report(trainer), batch_size=1)
 
     # --- the work ---------------------------------------------------------------------------------

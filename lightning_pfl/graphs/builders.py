@@ -186,7 +186,12 @@ class MatrixFile(GraphBuilder):
         self.path = str(path)
 
     def __call__(self, num_clients: int, seed: int) -> Any:
-        """The matrix."""
+        """The matrix; an error if there is no such file."""
+        if not Path(self.path).is_file():
+            raise FileNotFoundError(
+                f"Expected `path` of MatrixFile to be a file, but got path={self.path!r}, which "
+                f"isn't there, seen from {Path.cwd()}. Give a path from there, or an absolute one."
+            )
         if self.path.endswith(".npy"):
             return np.load(self.path)
         from scipy.sparse import load_npz

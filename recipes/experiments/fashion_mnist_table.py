@@ -256,7 +256,8 @@ def summary(grid: Grid) -> str:
         for split in SPLITS:
             found = means[name, split]
             text = "-" if found is None else f"{100 * found:.1f}"
-            cells.append(f"**{text}**" if found is not None and found == best[split] else text)
+            ties = found is not None and text == f"{100 * (best[split] or 0):.1f}"
+            cells.append(f"**{text}**" if ties else text)
         cells.append(seconds(grid.stored(name, "100,5") or grid.stored(name, "100,2")))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return SUMMARY.strip() + "\n\n" + "\n".join(lines)

@@ -135,6 +135,12 @@ def test_a_checkpoint_alone_gives_the_same_values(tmp_path: Path) -> None:
     assert {key: got[key] for key in want} == want
 
 
+def test_a_test_without_a_trained_model_is_warned_of() -> None:
+    run = trainer(FedRep(), NewClientAdaptation(classes(7, shuffle=True), samples=[2]))
+    with pytest.warns(UserWarning, match="expected a trained model, but .* not run a round"):
+        run.test(network(1), datamodule=Data(*classes()), verbose=False)
+
+
 def test_no_samples_evaluate_the_global_model() -> None:
     adaptation = NewClientAdaptation(new_clients(), samples=[0, 2], scope="head")
     run = trainer(FedAvg(), adaptation)

@@ -54,3 +54,8 @@ def test_a_matrix_comes_from_a_file(tmp_path: Path) -> None:
         np.testing.assert_array_equal(graph.adjacency().to_dense(), matrix)
     with pytest.raises(ValueError, match=r"`path` to be a .npy or .npz file, but got path='a.csv'"):
         MatrixFile("a.csv")
+
+
+def test_a_matrix_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"Expected `path` of MatrixFile .*nope\.npy.*Give"):
+        resolve_graph(MatrixFile(str(tmp_path / "nope.npy")), 3)
