@@ -43,7 +43,8 @@ class IFCA(Method):
     rounds try several sets of models, one after another, each for ``trial_rounds``; the set with
     the lowest training loss, measured at the beginning of its last trial round, goes on from
     where its trial ended. A client is only sent the set whose turn it is, so that a restart costs
-    rounds, and no round costs more than another.
+    rounds, and no round costs more than another. Where few clients take part in a round the sets
+    are compared on different clients, so that chance has more of a say.
 
     Args:
         num_clusters: Number of models, at least 1. 1 is FedAvg.
