@@ -33,3 +33,13 @@ def is_number(value: object) -> bool:
         (True, False, False)
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a setting is a whole number of at least ``least``.
+
+    Example:
+        >>> is_whole(2, 1), is_whole(0, 1), is_whole(2.0, 1), is_whole(True, 1)
+        (True, False, False, False)
+    """
+    return isinstance(value, int) and is_number(value) and value >= least

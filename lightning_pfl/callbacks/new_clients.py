@@ -30,6 +30,7 @@ from lightning_pfl.callbacks.new_client_start import Start, starting_models
 from lightning_pfl.callbacks.samples import take_samples
 from lightning_pfl.callbacks.settings import check_budget, check_lr
 from lightning_pfl.data.clients import FederatedDataset, as_federated
+from lightning_pfl.errors import is_whole
 from lightning_pfl.evaluation import log_folder
 from lightning_pfl.federation import Federation, require_federation
 from lightning_pfl.idle import evaluated
@@ -301,7 +302,7 @@ def _phases(
 
 
 def _check_samples(samples: Sequence[int]) -> tuple[int, ...]:
-    whole = [isinstance(m, int) and not isinstance(m, bool) and m >= 0 for m in samples]
+    whole = [is_whole(m, 0) for m in samples]
     if not whole or not all(whole) or len(set(samples)) != len(whole):
         raise ValueError(
             "Expected `samples` to be different whole numbers >= 0, but got "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lightning_pfl.errors import is_number
-from lightning_pfl.methods.base import Phase
+from lightning_pfl.methods.base import Phase, check_whole
 
 
 def check_budget(epochs: int | None, steps: int | None, default_epochs: int | None) -> Phase:
@@ -25,11 +25,7 @@ def check_budget(epochs: int | None, steps: int | None, default_epochs: int | No
             f"steps={steps!r}. Set the other one to None."
         )
     name, value = ("epochs", epochs) if steps is None else ("steps", steps)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(
-            f"Expected `{name}` to be a whole number >= 0, but got {name}={value!r}. "
-            "Use 10, for example."
-        )
+    check_whole(name, value, 0, "Use 10, for example.")
     return Phase(epochs=epochs, steps=steps)
 
 

@@ -11,18 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pfl.errors import is_number
+from lightning_pfl.errors import is_number, is_whole
 from lightning_pfl.randomness import derive
+from lightning_pfl.tree import shapes
 
 if TYPE_CHECKING:
     from lightning_pfl.data.clients import FederatedTensorDataset
 
 TRIES = 1000
 """Random graphs that are drawn until one is connected."""
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and is_number(value) and value >= least
 
 
 class GraphBuilder(ABC):
@@ -108,7 +105,7 @@ class SmallWorld(GraphBuilder):
     """
 
     def __init__(self, neighbours: int = 4, rewiring: float = 0.1) -> None:
-        if not _whole(neighbours, 2) or neighbours % 2:
+        if not is_whole(neighbours, 2) or neighbours % 2:
             raise ValueError(
                 f"Expected `neighbours` to be an even number of at least 2, but got {neighbours=}. "
                 "Use 4, two on each side."
@@ -146,7 +143,7 @@ class ScaleFree(GraphBuilder):
     """
 
     def __init__(self, attached: int = 2) -> None:
-        if not _whole(attached, 1):
+        if not is_whole(attached, 1):
             raise ValueError(
                 f"Expected `attached` to be at least 1, a whole number, but got {attached=}. Use 2."
             )
@@ -210,7 +207,7 @@ class KNearest(GraphBuilder):
     """
 
     def __init__(self, features: Any, neighbours: int = 5) -> None:
-        if not _whole(neighbours, 1):
+        if not is_whole(neighbours, 1):
             raise ValueError(
                 f"Expected `neighbours` to be at least 1, a whole number, but got {neighbours=}. "
                 "Use 5."
@@ -282,12 +279,12 @@ def model_features(models: Sequence[Mapping[str, Tensor]]) -> Tensor:
         tensor([[1., 2.],
                 [0., 5.]], dtype=torch.float64)
     """
-    shapes = [{name: tuple(leaf.shape) for name, leaf in model.items()} for model in models]
-    for client, found in enumerate(shapes):
-        if found != shapes[0]:
+    found = [shapes(dict(model)) for model in models]
+    for client, other in enumerate(found):
+        if other != found[0]:
             raise ValueError(
                 "Expected `models` to have the same entries of the same shapes, but got "
-                f"{shapes[0]} of client 0 and {found} of client {client}. Compare clients of "
+                f"{found[0]} of client 0 and {other} of client {client}. Compare clients of "
                 "different architectures by their label histograms."
             )
     names = [name for name, leaf in models[0].items() if leaf.is_floating_point()] if models else []

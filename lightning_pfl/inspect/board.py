@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_pfl.errors import is_whole
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -76,9 +78,21 @@ def check_every(every_n_rounds: int) -> None:
     Raises:
         ValueError: If it isn't.
     """
-    whole = isinstance(every_n_rounds, int) and not isinstance(every_n_rounds, bool)
-    if not whole or every_n_rounds < 1:
+    if not is_whole(every_n_rounds, 1):
         raise ValueError(
             "Expected `every_n_rounds` to be a whole number >= 1, but got "
             f"every_n_rounds={every_n_rounds!r}. Use 1 for a picture in every round."
+        )
+
+
+def check_max_clients(max_clients: int, usual: int) -> None:
+    """Require a whole number of at least 2; the error's text advises the ``usual`` one.
+
+    Raises:
+        ValueError: If it isn't.
+    """
+    if not is_whole(max_clients, 2):
+        raise ValueError(
+            f"Expected `max_clients` to be at least 2, but got {max_clients=}. Use {usual}, for "
+            "example."
         )

@@ -13,7 +13,13 @@ from torch import Tensor
 from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.federation import require_federation
 from lightning_pfl.graphs import Graph
-from lightning_pfl.inspect.board import boards, new_figure, require_board, show
+from lightning_pfl.inspect.board import (
+    boards,
+    check_max_clients,
+    new_figure,
+    require_board,
+    show,
+)
 from lightning_pfl.inspect.known_groups import Groups, resolve_groups
 
 if TYPE_CHECKING:
@@ -54,11 +60,7 @@ class ClientGraph(FederatedCallback):
     """
 
     def __init__(self, groups: Groups = None, max_clients: int = 300) -> None:
-        if not isinstance(max_clients, int) or max_clients < 2:
-            raise ValueError(
-                f"Expected `max_clients` to be at least 2, but got {max_clients=}. Use 300, for "
-                "example."
-            )
+        check_max_clients(max_clients, 300)
         self.groups, self.max_clients = groups, max_clients
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -15,6 +15,7 @@ from lightning_pfl.federation import Federation, require_federation
 from lightning_pfl.inspect.board import (
     boards,
     check_every,
+    check_max_clients,
     new_figure,
     require_board,
     show,
@@ -60,11 +61,7 @@ class PairwiseDistance(FederatedCallback):
         self, part: Spec = "personal", every_n_rounds: int = 10, max_clients: int = 256
     ) -> None:
         check_every(every_n_rounds)
-        if not isinstance(max_clients, int) or max_clients < 2:
-            raise ValueError(
-                f"Expected `max_clients` to be at least 2, but got max_clients={max_clients!r}. "
-                "Use 256, for example."
-            )
+        check_max_clients(max_clients, 256)
         self.part, self.every_n_rounds, self.max_clients = part, every_n_rounds, max_clients
         self._drawn = -1
 
@@ -84,7 +81,7 @@ class PairwiseDistance(FederatedCallback):
                 f"one shape, but got ClientModules with the groups {names}. Remove "
                 "PairwiseDistance, or run it in a fit of one group's clients."
             )
-        self._names(require_federation(trainer, self))
+        self._names(federation)
         self._drawn = -1
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

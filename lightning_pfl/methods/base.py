@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, FederatedCallback
-from lightning_pfl.errors import is_number
+from lightning_pfl.errors import is_number, is_whole
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.phases import Local, Phase
 from lightning_pfl.peers import Exchange, Inbox
@@ -34,6 +34,7 @@ __all__ = [
     "check_budget",
     "check_number",
     "check_weighting",
+    "check_whole",
     "say_split",
 ]
 
@@ -53,11 +54,7 @@ def check_budget(epochs: int | None, steps: int | None, what: str = "local") -> 
             "other one to None."
         )
     ((name, value),) = chosen.items()
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(
-            f"Expected `{name}` to be a whole number >= 0, but got {name}={value!r}. Use 1, for "
-            "example."
-        )
+    check_whole(name, value, 0, "Use 1, for example.")
 
 
 def check_weighting(weighting: str) -> None:
@@ -76,6 +73,14 @@ def check_number(name: str, value: float, advice: str, positive: bool = False) -
         kind = "> 0" if positive else ">= 0"
         raise ValueError(
             f"Expected `{name}` to be a finite number {kind}, but got {name}={value!r}. {advice}"
+        )
+
+
+def check_whole(name: str, value: object, least: int, advice: str) -> None:
+    """Require a whole number >= ``least``; ``advice`` ends the error's text."""
+    if not is_whole(value, least):
+        raise ValueError(
+            f"Expected `{name}` to be a whole number >= {least}, but got {name}={value!r}. {advice}"
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo, Round, RoundValues
 from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import CLUSTER, Method, check_number
+from lightning_pfl.methods.base import CLUSTER, Method, check_number, check_whole
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
 from lightning_pfl.solvers.proximal_step import flat
@@ -92,10 +92,7 @@ class CFL(RoundValues, Method):
         super().__init__(local_epochs, local_steps, weighting="uniform")
         for name, value in (("eps_mean", eps_mean), ("eps_max", eps_max)):
             check_number(name, value, "Use a norm of a round's change of the model.")
-        if not isinstance(start_round, int) or isinstance(start_round, bool) or start_round < 0:
-            raise ValueError(
-                f"Expected `start_round` to be a whole number >= 0, but got {start_round=}. Use 20."
-            )
+        check_whole("start_round", start_round, 0, "Use 20.")
         if min_gap is not None and not (is_number(min_gap) and -2 <= min_gap <= 2):
             raise ValueError(
                 "Expected `min_gap` to be None or a difference of two cosines, in [-2, 2], but got "

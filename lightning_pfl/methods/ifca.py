@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_pfl._lightning import copy_apart
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import CLUSTER, Local, Method, Phase, Weighting
+from lightning_pfl.methods.base import CLUSTER, Local, Method, Phase, Weighting, check_whole
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.solvers.clusters import cluster_means
 from lightning_pfl.tree import Model, Tree, select, tmap, whole_nbytes
@@ -96,9 +96,9 @@ class IFCA(Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
         advice = "Use the number of groups that you expect, or a few more."
-        _check_count("num_clusters", num_clusters, 1, advice)
-        _check_count("restarts", restarts, 0, "Use 0 for one start, or 4 for five.")
-        _check_count("trial_rounds", trial_rounds, 1, "Use 5, for example.")
+        check_whole("num_clusters", num_clusters, 1, advice)
+        check_whole("restarts", restarts, 0, "Use 0 for one start, or 4 for five.")
+        check_whole("trial_rounds", trial_rounds, 1, "Use 5, for example.")
         if averaging not in ("models", "gradients"):
             raise ValueError(
                 f"Expected `averaging` to be 'models' or 'gradients', but got {averaging=}. Use "
@@ -338,13 +338,6 @@ class IFCA(Method):
         """Each client's model among those of all sets, int64 ``(num_clients,)``; -1 for none."""
         found: Tensor = server["cluster"]
         return found
-
-
-def _check_count(name: str, value: int, least: int, advice: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"Expected `{name}` to be a whole number >= {least}, but got {name}={value!r}. {advice}"
-        )
 
 
 def pick(models: Model, cluster: Tensor) -> Model:

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round, RoundValues
+from lightning_pfl.errors import is_whole
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Local, Method, Phase, Weighting, check_number
 from lightning_pfl.solvers.least_squares import (
@@ -307,7 +308,7 @@ def _check(initialization: str, head_solver: str, head_steps: int) -> None:
                 f"Expected `{name}` to be {' or '.join(map(repr, get_args(known)))}, but got "
                 f"{name}={value!r}. Use one of the two."
             )
-    if not isinstance(head_steps, int) or isinstance(head_steps, bool) or head_steps < 1:
+    if not is_whole(head_steps, 1):
         raise ValueError(
             f"Expected `head_steps` to be a whole number of at least 1, but got {head_steps=}. Use "
             "1 for GD-GD, and 10 for 10GD-GD."

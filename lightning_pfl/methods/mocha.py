@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.errors import is_whole
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
 from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
@@ -132,7 +133,7 @@ class MOCHA(Method):
             ("outer_iterations", outer_iterations, 0),
             ("inner_iterations", inner_iterations, 1),
         ):
-            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            if not is_whole(count, least):
                 raise ValueError(
                     f"Expected `{name}` to be a whole number of at least {least}, but got "
                     f"{name}={count!r}. Use 10 rounds between updates, for example."
