@@ -5,13 +5,16 @@ The losses' own curvature isn't known, so these conditions are necessary only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import lightning as L
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.solvers.proximal_step import LocalSolver
+
 if TYPE_CHECKING:
-    from lightning_pfl.callback import Round
     from lightning_pfl.federation import Federation
 
 
@@ -45,34 +48,51 @@ def rate_along_pull(federation: Federation, round: Round) -> float | None:
     return max(round.info.rates) * displacement(int(round.info.steps.max()), beta)
 
 
-def warn_of_overshooting(
-    federation: Federation, round: Round, strength: float, formula: str, remedy: str
-) -> bool:
-    r"""Warn of local steps that overshoot :math:`\frac c2 \lVert x - b \rVert^2`.
+class Pull(NamedTuple):
+    r"""A quadratic :math:`\frac c2 \lVert x - b \rVert^2` in a client's local problem.
+
+    Attributes:
+        strength: The largest :math:`c` of a client.
+        formula: How it is computed, for a message.
+        remedy: What may be changed beside the learning rate, for a message.
+    """
+
+    strength: float
+    formula: str
+    remedy: str
+
+
+class WatchedPull(FederatedCallback):
+    r"""Part of a method: warns, once, of local steps that overshoot its quadratic.
 
     Gradient descent with momentum :math:`\beta` on it needs :math:`\eta c < 2 (1 + \beta)`; a
-    single step, where there is no momentum yet, :math:`\eta c < 2`.
-
-    Args:
-        federation: The strategy.
-        round: The round that begins.
-        strength: The largest :math:`c` of a client.
-        formula: How it is computed, for the message.
-        remedy: What else may be changed, beside the learning rate.
-
-    Returns:
-        Whether a warning was given.
+    single step, where there is no momentum yet, :math:`\eta c < 2`. An exact solver takes no steps.
     """
-    beta = momentum(federation)
-    if beta is None or not len(round.info):
-        return False
-    bound = 2 * (1 + beta) if int(round.info.steps.max()) > 1 else 2.0
-    step = max(round.info.rates) * strength
-    if step < bound:
-        return False
-    rank_zero_warn(
-        f"Expected lr * {formula} to be below {bound:g}, but got {step:.3g} before round "
-        f"{round.number}: local steps overshoot the pull of other clients, and the run is likely "
-        f"to diverge. Use a learning rate below {bound / strength:.2g}, or {remedy}."
-    )
-    return True
+
+    local_solver: LocalSolver
+    _overshot = False
+
+    def pull(self) -> Pull:
+        """The quadratic; known after ``bind``."""
+        raise NotImplementedError
+
+    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """Warn of local steps that are too long, before they are taken."""
+        from lightning_pfl.federation import require_federation
+
+        if self.local_solver == "exact" or self._overshot or not len(round.info):
+            return
+        beta = momentum(require_federation(trainer, self))
+        if beta is None:
+            return
+        pull = self.pull()
+        bound = 2 * (1 + beta) if int(round.info.steps.max()) > 1 else 2.0
+        step = max(round.info.rates) * pull.strength
+        self._overshot = step >= bound
+        if self._overshot:
+            rank_zero_warn(
+                f"Expected lr * {pull.formula} to be below {bound:g}, but got {step:.3g} before "
+                f"round {round.number}: local steps overshoot the pull of other clients, and the "
+                f"run is likely to diverge. Use a learning rate below {bound / pull.strength:.2g}, "
+                f"or {pull.remedy}."
+            )

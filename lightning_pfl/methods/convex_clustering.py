@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
-import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.callback import ClientInfo
 from lightning_pfl.errors import is_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout
@@ -39,7 +38,7 @@ from lightning_pfl.solvers.proximal_step import (
     proximal_step,
     unflat,
 )
-from lightning_pfl.stability import warn_of_overshooting
+from lightning_pfl.stability import Pull, WatchedPull
 from lightning_pfl.tree import Model, Tree, select, where
 
 Scale = Literal["canonical", "equation-3", "equation-3-unordered", "equation-14", "theorems"]
@@ -71,7 +70,7 @@ def canonical_weight(weight: float, scale: Scale, clients: int) -> float:
     return weight * factors.get(scale, 1.0)
 
 
-class ConvexClustering(Method):
+class ConvexClustering(WatchedPull, Method):
     r"""Every client has a model; a penalty makes models of like clients equal.
 
     Minimises :math:`\sum_i f_i(x_i) + \Lambda \sum_{i<j} \lVert x_i - x_j \rVert_2` by PDMM, with a
@@ -169,7 +168,6 @@ class ConvexClustering(Method):
         self.blocks, self.dual_blocks = blocks, dual_blocks
         self.given_graph = graph
         self.local_solver: LocalSolver = local_solver
-        self._warned = False
 
     def bind(
         self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
@@ -197,21 +195,12 @@ class ConvexClustering(Method):
         """Steps of the optimizer, or one step on all samples."""
         return proximal_phases(self.local_solver, super().phases(round))
 
-    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
-        """Warn of local steps that are too long for the quadratic."""
-        from lightning_pfl.federation import require_federation
-
-        if self.local_solver == "exact" or self._warned:
-            return
+    def pull(self) -> Pull:
+        """The augmented Lagrangian's quadratic, and the proximal one."""
         sides = 2 if self.step == "full" else 1
         pairs = self.penalty * sides * int(self._pairs.degree.max())
-        self._warned = warn_of_overshooting(
-            require_federation(trainer, self),
-            round,
-            pairs + self.proximal_weight,
-            f"({sides} * penalty * neighbours + proximal_weight)",
-            "a smaller `penalty`",
-        )
+        formula = f"({sides} * penalty * neighbours + proximal_weight)"
+        return Pull(pairs + self.proximal_weight, formula, "a smaller `penalty`")
 
     def init_server(self, model: Model) -> Tree:
         """Models that are all alike, and zeros for the pairs."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar, Literal, get_args
 
-import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.callback import ClientInfo
 from lightning_pfl.errors import is_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
@@ -27,7 +26,7 @@ from lightning_pfl.solvers.proximal_step import (
     proximal_step,
     unflat,
 )
-from lightning_pfl.stability import warn_of_overshooting
+from lightning_pfl.stability import Pull, WatchedPull
 from lightning_pfl.tree import Model, Tree, expand, select, sub
 
 Norm = Literal["l2", "l1", "squared"]
@@ -64,7 +63,7 @@ def dual_update(dual: Tensor, weights: Tensor, norm: Norm, step: float = 0.5) ->
     return dual * (weights / length.clamp_min(torch.finfo(dual.dtype).tiny)).clamp_max(1)
 
 
-class GTVMin(Method):
+class GTVMin(WatchedPull, Method):
     r"""Neighbours' models are held together by the total variation over the graph.
 
     .. math::
@@ -151,7 +150,6 @@ class GTVMin(Method):
         self.norm: Norm = norm
         self.step_ratio = step_ratio
         self.local_solver: LocalSolver = local_solver
-        self._warned = False
 
     def bind(
         self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
@@ -166,19 +164,9 @@ class GTVMin(Method):
         """Steps of the optimizer, or one step on all samples."""
         return proximal_phases(self.local_solver, super().phases(round))
 
-    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
-        """Warn of local steps that are too long for the proximal term."""
-        from lightning_pfl.federation import require_federation
-
-        if self.local_solver == "exact" or self._warned:
-            return
-        self._warned = warn_of_overshooting(
-            require_federation(trainer, self),
-            round,
-            float(self.pulls.max()),
-            "degree / step_ratio",
-            "a larger `step_ratio`",
-        )
+    def pull(self) -> Pull:
+        """The proximal term."""
+        return Pull(float(self.pulls.max()), "degree / step_ratio", "a larger `step_ratio`")
 
     # --- a client's round ---
 

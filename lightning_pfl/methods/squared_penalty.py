@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import lightning as L
-
-from lightning_pfl.callback import ClientInfo, Round
+from lightning_pfl.callback import ClientInfo
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
 from lightning_pfl.methods.phases import without_data
@@ -21,11 +19,11 @@ from lightning_pfl.solvers.proximal_step import (
     proximal_state,
     proximal_step,
 )
-from lightning_pfl.stability import warn_of_overshooting
+from lightning_pfl.stability import Pull, WatchedPull
 from lightning_pfl.tree import Model, Tree, put_rows, repeat, select, tmap
 
 
-class SquaredPenalty(Method):
+class SquaredPenalty(WatchedPull, Method):
     r"""Every client has a model; the squared distances of all pairs are penalised.
 
     Minimises :math:`\sum_i f_i(x_i) + \Gamma \sum_{i<j} \lVert x_i - x_j \rVert^2`. As the sum is
@@ -82,7 +80,6 @@ class SquaredPenalty(Method):
         check_number("penalty_weight", penalty_weight, "Use 0 to train every client alone.")
         self.penalty_weight = penalty_weight
         self.local_solver: LocalSolver = local_solver
-        self._warned = False
 
     def notes(self, layout: Layout) -> list[str]:
         """Say that at 0 this is another method."""
@@ -92,19 +89,10 @@ class SquaredPenalty(Method):
         """Steps of the optimizer, or one step on all samples."""
         return proximal_phases(self.local_solver, super().phases(round))
 
-    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
-        """Warn of local steps that are too long for the penalty."""
-        from lightning_pfl.federation import require_federation
-
-        if self.local_solver == "exact" or self._warned:
-            return
-        self._warned = warn_of_overshooting(
-            require_federation(trainer, self),
-            round,
-            self._strength(),
-            "2 * penalty_weight * clients",
-            "a smaller `penalty_weight`",
-        )
+    def pull(self) -> Pull:
+        """The penalty in one client's model."""
+        formula = "2 * penalty_weight * clients"
+        return Pull(self._strength(), formula, "a smaller `penalty_weight`")
 
     def _strength(self) -> float:
         """Curvature of the penalty in one client's model."""
