@@ -23,12 +23,11 @@ from lightning_pfl.methods import FedAvg, LinearFedRep
 from lightning_pfl.solvers.least_squares import least_squares
 from recipes.experiments.linear_regressions import (
     RIDGE,
+    by_samples,
     figure,
     parse,
     risks,
     samples_of,
-    short,
-    table,
     train,
     with_heads,
 )
@@ -138,15 +137,11 @@ def draw(found: dict[str, list[float]], axes: Any) -> None:
 
 def section(found: dict[str, list[float]], seeds: list[int]) -> str:
     """What stands in README.md."""
-    rows = []
-    for name, values in found.items():
-        pairs = zip(EXPECTED[name], values, strict=True)
-        rows.append([name, *(f"{expected} / {short(value)}" for expected, value in pairs)])
-    head = ["expected / measured", *(f"m = {m}" for m in SAMPLES)]
     return (
         f"**Error against samples (FedRep, Figure 1)**, {CLIENTS} clients, d = {DIM}, k = {RANK}, "
         f"{ROUNDS} rounds of all clients; half the squared distance to the client's true solution, "
-        f"mean over clients, median of {len(seeds)} seeds.\n\n{table(head, rows)}\n\n"
+        f"mean over clients, median of {len(seeds)} seeds.\n\n"
+        f"{by_samples(EXPECTED, found, SAMPLES)}\n\n"
         f"![Error against samples](figures/fedrep_figure1.png)\n\n{NOTE.strip()}"
     )
 
@@ -156,9 +151,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments, "Figure 1 of the FedRep paper")
     found = measure(options)
     figure(options.figures / "fedrep_figure1.png", 6.0, lambda axes: draw(found, axes))
-    plan = Plan("fedrep_figure1", options.results)
-    plan.write_section(section(found, options.seeds), options.readme)
-    print(section(found, options.seeds))
+    text = section(found, options.seeds)
+    Plan("fedrep_figure1", options.results).write_section(text, options.readme)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -128,9 +128,9 @@ def main(arguments: list[str] | None = None) -> None:
     panels = len({clients for clients, _ in found})
     path = options.figures / "fedrep_figure3.png"
     figure(path, 3.2 * panels, lambda axes: draw(found, axes), panels)
-    plan = Plan("fedrep_figure3", options.results)
-    plan.write_section(section(found, options.seeds), options.readme)
-    print(section(found, options.seeds))
+    text = section(found, options.seeds)
+    Plan("fedrep_figure3", options.results).write_section(text, options.readme)
+    print(text)
 
 
 if __name__ == "__main__":

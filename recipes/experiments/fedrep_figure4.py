@@ -19,12 +19,11 @@ from lightning_pfl.solvers.least_squares import least_squares
 from recipes.experiments.fedrep_figure1 import NEW, RANK, learned, source
 from recipes.experiments.linear_regressions import (
     RIDGE,
+    by_samples,
     figure,
     parse,
     risks,
     samples_of,
-    short,
-    table,
     with_heads,
 )
 from recipes.plan import Plan
@@ -82,16 +81,11 @@ def draw(found: Errors, axes: Any) -> None:
 
 def section(found: Errors, seeds: list[int]) -> str:
     """What stands in README.md."""
-    rows = []
-    for name, values in found.items():
-        pairs = zip(EXPECTED[name], values, strict=True)
-        rows.append([name, *(f"{expected} / {short(value)}" for expected, value in pairs)])
-    head = ["expected / measured", *(f"m = {m}" for m in SAMPLES)]
     return (
         f"**New clients' error against their samples (FedRep, Figure 4)**, {NEW} new clients, "
         f"representations of Figure 1 at m = {TRAINED_WITH}; half the squared distance to the "
         f"client's true solution, median over clients and over {len(seeds)} seeds.\n\n"
-        f"{table(head, rows)}\n\n"
+        f"{by_samples(EXPECTED, found, SAMPLES)}\n\n"
         f"![New clients' error](figures/fedrep_figure4.png)\n\n{NOTE.strip()}"
     )
 
@@ -101,9 +95,9 @@ def main(arguments: list[str] | None = None) -> None:
     options: argparse.Namespace = parse(arguments, "Figure 4 of the FedRep paper")
     found = measure(options)
     figure(options.figures / "fedrep_figure4.png", 5.0, lambda axes: draw(found, axes))
-    plan = Plan("fedrep_figure4", options.results)
-    plan.write_section(section(found, options.seeds), options.readme)
-    print(section(found, options.seeds))
+    text = section(found, options.seeds)
+    Plan("fedrep_figure4", options.results).write_section(text, options.readme)
+    print(text)
 
 
 if __name__ == "__main__":

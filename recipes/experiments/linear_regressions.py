@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,19 @@ def short(value: float) -> str:
     if value < 0.01:
         return f"{value:.1e}"
     return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+
+def by_samples(
+    expected: Mapping[str, Sequence[str]],
+    found: Mapping[str, Sequence[float]],
+    samples: Iterable[int],
+) -> str:
+    """What was expected beside what was found, by method and number of samples."""
+    rows = []
+    for name, values in found.items():
+        pairs = zip(expected[name], values, strict=True)
+        rows.append([name, *(f"{wanted} / {short(value)}" for wanted, value in pairs)])
+    return table(["expected / measured", *(f"m = {m}" for m in samples)], rows)
 
 
 def figure(path: Path, width: float, draw: Callable[[Any], None], panels: int = 1) -> None:
