@@ -125,7 +125,16 @@ class FederatedCallback(Callback):
     """A Lightning callback that also hears the stages of a round.
 
     Every Lightning hook fires at its normal place.
+
+    Raises:
+        MisconfigurationException: At the start of a run whose strategy isn't a federated one.
     """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Require a federated run: in any other there are no rounds, and nothing would say so."""
+        from lightning_pfl.federation import require_federation
+
+        require_federation(trainer, self)
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """The cohort is drawn; nothing was sent yet."""

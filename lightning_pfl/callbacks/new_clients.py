@@ -130,7 +130,7 @@ class NewClientAdaptation(FederatedCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Require new clients before anything is trained."""
-        require_federation(trainer, self)
+        super().setup(trainer, pl_module, stage)
         if stage in ("fit", "test"):
             self._data(trainer)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.errors import is_whole
 
 if TYPE_CHECKING:
@@ -49,6 +51,16 @@ def require_board(trainer: Any, callback: object) -> None:
         raise ModuleNotFoundError(
             f"{name} draws with matplotlib, which is not installed. Install 'lightning-pfl[plots]'."
         ) from cause
+
+
+class PictureCallback(FederatedCallback):
+    """A callback that gives nothing but pictures: a fit without a place for them is refused."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Require a federated run, and a board."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            require_board(trainer, self)
 
 
 def new_figure(width: float = 8.0, height: float = 4.0) -> tuple[Figure, Axes]:

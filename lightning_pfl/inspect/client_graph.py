@@ -10,14 +10,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.federation import require_federation
 from lightning_pfl.graphs import Graph
 from lightning_pfl.inspect.board import (
+    PictureCallback,
     boards,
     check_max_clients,
     new_figure,
-    require_board,
     show,
 )
 from lightning_pfl.inspect.known_groups import Groups, resolve_groups
@@ -38,7 +37,7 @@ SPRINGS = 150
 """Clients up to which distances in the picture follow those in the graph."""
 
 
-class ClientGraph(FederatedCallback):
+class ClientGraph(PictureCallback):
     """Draws the graph of a method over one, ``graph`` in TensorBoard, at the start of a fit.
 
     Edges with larger weights are thicker and darker. Clients are coloured by known groups, or else
@@ -62,12 +61,6 @@ class ClientGraph(FederatedCallback):
     def __init__(self, groups: Groups = None, max_clients: int = 300) -> None:
         check_max_clients(max_clients, 300)
         self.groups, self.max_clients = groups, max_clients
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Require a board."""
-        require_federation(trainer, self)
-        if stage == "fit":
-            require_board(trainer, self)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the graph."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.evaluation import direction
-from lightning_pfl.federation import require_federation
 from lightning_pfl.inspect.board import (
     boards,
     check_every,
@@ -69,7 +68,7 @@ class ClientHistogram(FederatedCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Require a board; forget the rounds of another fit."""
-        require_federation(trainer, self)
+        super().setup(trainer, pl_module, stage)
         require_board(trainer, self)
         if stage == "fit":
             self.rounds, self._drawn = {}, -1

@@ -69,7 +69,7 @@ class ClusterMonitor(RoundValues):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget the rounds of another fit."""
-        require_federation(trainer, self)
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.rounds, self._values, self._last, self._drawn = {}, {}, -1, -1
             if boards(trainer):

@@ -9,15 +9,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.evaluation import personal_models
 from lightning_pfl.federation import Federation, require_federation
 from lightning_pfl.inspect.board import (
+    PictureCallback,
     boards,
     check_every,
     check_max_clients,
     new_figure,
-    require_board,
     show,
     whole_numbers,
 )
@@ -32,7 +31,7 @@ NAMED = 40
 """Clients up to which each has its number at the matrix where they are sorted by cluster."""
 
 
-class PairwiseDistance(FederatedCallback):
+class PairwiseDistance(PictureCallback):
     r"""Draws the distances :math:`\lVert \theta_j - \theta_k \rVert_2` between the clients' models.
 
     A matrix of clients, under ``distance`` in TensorBoard, in every ``every_n_rounds`` th round and
@@ -64,12 +63,6 @@ class PairwiseDistance(FederatedCallback):
         check_max_clients(max_clients, 256)
         self.part, self.every_n_rounds, self.max_clients = part, every_n_rounds, max_clients
         self._drawn = -1
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Require a board."""
-        require_federation(trainer, self)
-        if stage == "fit":
-            require_board(trainer, self)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Require something to compare."""

@@ -9,11 +9,9 @@ import lightning as L
 import numpy as np
 from torch import Tensor
 
-from lightning_pfl.callback import FederatedCallback
 from lightning_pfl.data.clients import FederatedDataset, FederatedLoaders
 from lightning_pfl.data.partition.draw import draw
-from lightning_pfl.federation import require_federation
-from lightning_pfl.inspect.board import boards, new_figure, require_board, show, whole_numbers
+from lightning_pfl.inspect.board import PictureCallback, boards, new_figure, show, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 Split = Literal["train", "val", "test"]
 
 
-class PartitionPicture(FederatedCallback):
+class PartitionPicture(PictureCallback):
     """Draws, at the start of a fit, how much of what each client holds.
 
     A map of classes and clients where there are class labels, else the clients' sizes; under
@@ -52,12 +50,6 @@ class PartitionPicture(FederatedCallback):
                 "Choose one of the three."
             )
         self.split, self.labels = split, labels
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Require a board."""
-        require_federation(trainer, self)
-        if stage == "fit":
-            require_board(trainer, self)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw."""

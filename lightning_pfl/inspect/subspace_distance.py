@@ -55,7 +55,7 @@ class SubspaceDistance(FederatedCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget the rounds of another fit."""
-        require_federation(trainer, self)
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.distances = {}
 
