@@ -63,8 +63,14 @@ def test_a_cohort_is_a_function_of_seed_and_round() -> None:
     for round in (5, 0, 4):
         sample_cohort(1, round, ELIGIBLE, 4)
     assert torch.equal(sample_cohort(1, 3, ELIGIBLE, 4), before)
-    others = [sample_cohort(seed, round, ELIGIBLE, 4) for seed, round in [(1, 4), (2, 3), (1, 2)]]
-    assert not all(torch.equal(other, before) for other in others)
+
+
+@pytest.mark.parametrize("varied", ["seed", "round"])
+def test_other_seeds_and_other_rounds_draw_other_cohorts(varied: str) -> None:
+    """Two independent cohorts of 4 of 10 are equal with probability 1/210."""
+    pairs = [(k, 3) if varied == "seed" else (1, k) for k in range(20)]
+    cohorts = {tuple(sample_cohort(*pair, ELIGIBLE, 4).tolist()) for pair in pairs}
+    assert len(cohorts) > 15
 
 
 def test_full_participation_takes_everyone() -> None:

@@ -125,6 +125,12 @@ class TestArithmetic:
         assert tree.finite(some).tolist() == [True, False, True]
         assert tree.finite({"n": torch.zeros(3, dtype=torch.int64)}).all()
 
+    @pytest.mark.parametrize("leaf", ["first", "second"])
+    def test_one_bad_leaf_of_several_is_enough(self, leaf: str) -> None:
+        some = {"first": torch.zeros(3, 2), "model": {"second": torch.zeros(3)}}
+        (some if leaf == "first" else some["model"])[leaf][2] = torch.nan  # type: ignore[index]
+        assert tree.finite(some).tolist() == [True, True, False]
+
     def test_bytes_are_those_of_one_client(self) -> None:
         some = {
             "w": torch.zeros(3, 2, 5),

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from lightning_pfl.engine.optimizer import ClientOptimizer, check_optimizer, clip, is_elementwise
 from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.testing import QuadraticModule, fit
 from lightning_pfl.tree import expand, is_expanded
+from tests.methods.quadratics import LR, SAMPLES, A, C, close, mean, ragged
 
 CLIENTS = 3
 
@@ -102,6 +105,34 @@ def test_a_scheduler_changes_the_rate_of_later_rounds() -> None:
     assert halved.lr == 0.05
     new = halved.update(expand(layout.model(), CLIENTS), grads)
     torch.testing.assert_close(new["bias"][0], layout.model()["bias"] - 0.05)
+
+
+class HeavyBall(QuadraticModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LR, momentum=0.9)
+
+
+class Twice(Method):
+    """The same parameters train in both phases."""
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        return (Phase("all", steps=3), Phase("all", steps=2))
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+def test_every_phase_of_every_round_begins_without_momentum(engine: Any) -> None:
+    """Rounds of 3 and 2 steps of v <- 0.9 v + a (w - c), w <- w - lr v, each from v = 0."""
+    run = fit(Twice(), ragged(), HeavyBall(2, LR, 0.5), 2, engine)
+    start = torch.full((2,), 0.5, dtype=torch.float64)
+    for _ in range(2):
+        w = start.expand(4, 2)
+        for steps in (3, 2):
+            v = torch.zeros_like(w)
+            for _ in range(steps):
+                v = 0.9 * v + A[:, None] * (w - C)
+                w = w - LR * v
+        start = mean(w, SAMPLES)
+    close(run.server["model"]["w"], start)
 
 
 def test_one_rate_is_required_where_a_method_uses_it() -> None:

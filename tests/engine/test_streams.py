@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,7 +75,7 @@ def test_augmentation_is_that_of_the_sequential_engine(norm: bool) -> None:
     compare(lambda: cnn(norm), image_clients(augment=jitter), chunk_sizes=CHUNKS)
 
 
-def test_every_epoch_and_phase_draws_anew() -> None:
+def test_masks_of_several_epochs_and_phases() -> None:
     compare(lambda: cnn(dropout=0.4), image_clients(), lambda: FedRep(head_epochs=2), CHUNKS)
 
 
@@ -109,6 +110,32 @@ def test_masks_differ_by_client_round_step_and_seed(engine: Any) -> None:
     assert not torch.isclose(first, masks(engine, round=1)).any()
     assert not torch.isclose(first, masks(engine, seed=1)).any()
     assert not torch.isclose(first, masks(engine, epochs=2)).any()  # the mean of two steps
+
+
+class Moved(L.LightningModule):
+    """Two vectors of which each step at rate 1 subtracts its own dropout mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Parameter(torch.zeros(64, dtype=torch.float64))
+        self.head = nn.Parameter(torch.zeros(64, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        mask = F.dropout(torch.ones(64, dtype=torch.float64), 0.5)
+        return ((self.body + self.head) * mask).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+def test_the_phases_of_a_round_draw_different_masks(engine: Any) -> None:
+    """One step in each phase, the first minibatch of both."""
+    method = FedRep(head_steps=1, body_steps=1)
+    found = local_round(method, Moved(), twins(), engine).models
+    head, body = -found["head"], -found["body"]
+    assert set(head.unique().tolist()) == set(body.unique().tolist()) == {0.0, 2.0}
+    assert not any(torch.equal(h, b) for h, b in zip(head, body, strict=True))
 
 
 def test_masks_do_not_depend_on_who_else_is_there() -> None:

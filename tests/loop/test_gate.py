@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,19 @@ from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
 from lightning_pfl.engine.base import LocalResult
 from lightning_pfl.gate import judge, update_norm
 from lightning_pfl.methods import FedAvg, FedPer, LocalOnly
-from tests.loop.setting import SIZES, Quadratic, classes, mean, network, points, trained, trainer
+from tests.loop.setting import (
+    BATCH,
+    CENTRES,
+    LR,
+    SIZES,
+    Quadratic,
+    classes,
+    mean,
+    network,
+    points,
+    trained,
+    trainer,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
 ZERO = torch.zeros(2, dtype=torch.float64)
@@ -134,12 +147,16 @@ def test_if_all_are_rejected_the_server_is_unchanged() -> None:
         run.fit(module, poisoned(0, 1, 2, 3))
     assert torch.equal(module.w.data, ZERO)
     assert run.global_step == 2
+    assert run.callback_metrics["round/rejected"] == 4
 
 
-def test_updates_beyond_the_bound_are_left_out() -> None:
+@pytest.mark.parametrize("near", ["second largest", "largest"])
+def test_updates_beyond_the_bound_are_left_out(near: str) -> None:
+    """The bound is close to a norm above 1, so that its square is on the other side."""
     module = Quadratic()
     moved = torch.stack([trained(ZERO, k) for k in range(4)]).norm(dim=1)
-    bound = float(moved.sort().values[2:].mean())  # between the second largest and the largest
+    second, first = moved.sort().values[2:].tolist()
+    bound = 1.01 * second if near == "second largest" else 0.99 * first
     run = trainer(max_epochs=1, max_update_norm=bound)
     with pytest.warns(
         UserWarning, match="left out 1 of 4 clients .*'3': update norm above max_update_norm"
@@ -152,6 +169,21 @@ def test_updates_beyond_the_bound_are_left_out() -> None:
         rtol=0,
         atol=1e-12,
     )
+
+
+def test_values_that_left_out_clients_logged_are_in_no_mean() -> None:
+    half = CENTRES.square().sum(1) / 2
+    bound = 0.9 * float(trained(ZERO, 3).norm())
+    run = trainer(max_epochs=1, max_update_norm=bound)
+    with pytest.warns(UserWarning, match="left out 1 of 4 clients .*'3'"):
+        run.fit(Quadratic(), points())
+    # Half the squared distance to the centre, which every step shrinks by 1 - LR.
+    logged = []
+    for client in range(3):
+        sizes = [min(BATCH, SIZES[client] - at) for at in range(0, SIZES[client], BATCH)]
+        losses = [float(half[client]) * (1 - LR) ** (2 * step) for step in range(len(sizes))]
+        logged.append(float(np.average(losses, weights=sizes)))
+    assert float(run.callback_metrics["train_loss"]) == pytest.approx(np.mean(logged), rel=1e-6)
 
 
 def test_a_poisoned_head_is_caught_although_it_is_never_sent() -> None:
