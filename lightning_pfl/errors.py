@@ -1,9 +1,11 @@
-"""The exceptions of the package, and what its checks take for a number.
+"""The exceptions of the package, and the checks of single settings.
 
-Each exception carries a complete sentence: what was given, what was expected, what to do.
+Each error carries a complete sentence: what was given, what was expected, what to do.
 """
 
 from __future__ import annotations
+
+import math
 
 
 class ClientError(RuntimeError):
@@ -43,3 +45,55 @@ def is_whole(value: object, least: int) -> bool:
         (True, False, False, False)
     """
     return isinstance(value, int) and is_number(value) and value >= least
+
+
+def check_number(
+    name: str, value: float, advice: str, positive: bool = False, infinite: bool = False
+) -> None:
+    """Require a finite number >= 0; > 0 if ``positive``, also infinity if ``infinite``.
+
+    Args:
+        name: The argument.
+        value: What was given.
+        advice: The sentence that ends the error's text.
+        positive: Whether 0 is refused.
+        infinite: Whether infinity is a number here.
+
+    Raises:
+        ValueError: If it isn't.
+    """
+    fits = is_number(value) and (value > 0 if positive else value >= 0)
+    if not fits or (value == math.inf and not infinite):
+        kind = f"a {'' if infinite else 'finite '}number {'>' if positive else '>='} 0"
+        raise ValueError(f"Expected `{name}` to be {kind}, but got {name}={value!r}. {advice}")
+
+
+def check_whole(name: str, value: object, least: int, advice: str) -> None:
+    """Require a whole number >= ``least``; ``advice`` ends the error's text.
+
+    Raises:
+        ValueError: If it isn't.
+    """
+    if not is_whole(value, least):
+        raise ValueError(
+            f"Expected `{name}` to be a whole number >= {least}, but got {name}={value!r}. {advice}"
+        )
+
+
+def check_choice(name: str, value: object, known: tuple[str, ...], advice: str) -> None:
+    """Require one of two or more known strings; ``advice`` ends the error's text.
+
+    Raises:
+        ValueError: If it is none of them.
+
+    Example:
+        >>> check_choice("norm", "l3", ("l2", "l1", "squared"), "Use 'l2'.")
+        Traceback (most recent call last):
+        ValueError: Expected `norm` to be 'l2', 'l1' or 'squared', but got norm='l3'. Use 'l2'.
+    """
+    if not isinstance(value, str) or value not in known:
+        *first, last = map(repr, known)
+        raise ValueError(
+            f"Expected `{name}` to be {', '.join(first)} or {last}, but got {name}={value!r}. "
+            f"{advice}"
+        )

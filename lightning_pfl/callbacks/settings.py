@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from lightning_pfl.errors import is_number
-from lightning_pfl.methods.base import Phase, check_whole
+from lightning_pfl.errors import check_whole, is_number
+from lightning_pfl.methods.base import Phase
 
 
 def check_budget(epochs: int | None, steps: int | None, default_epochs: int | None) -> Phase:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pfl.errors import is_number, is_whole
+from lightning_pfl.errors import check_whole, is_number, is_whole
 from lightning_pfl.randomness import derive
 from lightning_pfl.tree import shapes
 
@@ -143,10 +143,7 @@ class ScaleFree(GraphBuilder):
     """
 
     def __init__(self, attached: int = 2) -> None:
-        if not is_whole(attached, 1):
-            raise ValueError(
-                f"Expected `attached` to be at least 1, a whole number, but got {attached=}. Use 2."
-            )
+        check_whole("attached", attached, 1, "Use 2.")
         self.attached = attached
 
     def __call__(self, num_clients: int, seed: int) -> Any:
@@ -207,11 +204,7 @@ class KNearest(GraphBuilder):
     """
 
     def __init__(self, features: Any, neighbours: int = 5) -> None:
-        if not is_whole(neighbours, 1):
-            raise ValueError(
-                f"Expected `neighbours` to be at least 1, a whole number, but got {neighbours=}. "
-                "Use 5."
-            )
+        check_whole("neighbours", neighbours, 1, "Use 5.")
         self.features, self.neighbours = features, neighbours
 
     def __call__(self, num_clients: int, seed: int) -> Any:

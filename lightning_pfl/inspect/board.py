@@ -8,7 +8,7 @@ import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl.callback import FederatedCallback
-from lightning_pfl.errors import is_whole
+from lightning_pfl.errors import check_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,11 +90,7 @@ def check_every(every_n_rounds: int) -> None:
     Raises:
         ValueError: If it isn't.
     """
-    if not is_whole(every_n_rounds, 1):
-        raise ValueError(
-            "Expected `every_n_rounds` to be a whole number >= 1, but got "
-            f"every_n_rounds={every_n_rounds!r}. Use 1 for a picture in every round."
-        )
+    check_whole("every_n_rounds", every_n_rounds, 1, "Use 1 for a picture in every round.")
 
 
 def check_max_clients(max_clients: int, usual: int) -> None:
@@ -103,8 +99,4 @@ def check_max_clients(max_clients: int, usual: int) -> None:
     Raises:
         ValueError: If it isn't.
     """
-    if not is_whole(max_clients, 2):
-        raise ValueError(
-            f"Expected `max_clients` to be at least 2, but got {max_clients=}. Use {usual}, for "
-            "example."
-        )
+    check_whole("max_clients", max_clients, 2, f"Use {usual}, for example.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning as L
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_pfl.data.clients import FederatedDataset, FederatedLoaders
 from lightning_pfl.data.partition.draw import draw
+from lightning_pfl.errors import check_choice
 from lightning_pfl.inspect.board import PictureCallback, boards, new_figure, show, whole_numbers
 
 if TYPE_CHECKING:
@@ -44,11 +45,7 @@ class PartitionPicture(PictureCallback):
     def __init__(
         self, split: Split = "train", labels: Callable[[Any], Tensor] | None = None
     ) -> None:
-        if split not in ("train", "val", "test"):
-            raise ValueError(
-                f"Expected `split` to be 'train', 'val' or 'test', but got split={split!r}. "
-                "Choose one of the three."
-            )
+        check_choice("split", split, get_args(Split), "Choose one of the three.")
         self.split, self.labels = split, labels
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import is_number
+from lightning_pfl.errors import check_choice, is_number
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import OWN, Local, Method, Weighting
 from lightning_pfl.mixture import SHARE, mixture
@@ -81,11 +81,7 @@ class APFL(Method):
                 f"Expected `mixing` to be in [0, 1], but got mixing={mixing!r}. Use 0.25, 0.5 or "
                 "0.75 as in the paper."
             )
-        if mix not in get_args(Mix):
-            raise ValueError(
-                f"Expected `mix` to be 'parameters' or 'outputs', but got mix={mix!r}. Use "
-                "'parameters' as in the paper."
-            )
+        check_choice("mix", mix, get_args(Mix), "Use 'parameters' as in the paper.")
         self.mixing, self.adaptive, self.mix = mixing, adaptive, mix
 
     def init_own(self, model: Model) -> Tree:

@@ -8,16 +8,15 @@ in ``tree.py`` and ``solvers/``.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, FederatedCallback
-from lightning_pfl.errors import is_number, is_whole
+from lightning_pfl.errors import check_choice, check_whole
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.phases import Local, Phase
 from lightning_pfl.peers import Exchange, Inbox
@@ -32,9 +31,7 @@ __all__ = [
     "Phase",
     "Weighting",
     "check_budget",
-    "check_number",
     "check_weighting",
-    "check_whole",
     "say_split",
 ]
 
@@ -59,29 +56,8 @@ def check_budget(epochs: int | None, steps: int | None, what: str = "local") -> 
 
 def check_weighting(weighting: str) -> None:
     """Require one of the aggregation weightings."""
-    if weighting not in ("samples", "uniform"):
-        raise ValueError(
-            "Expected `weighting` to be 'samples' (proportional to training samples) or "
-            "'uniform', but got "
-            f"weighting={weighting!r}. Use one of the two."
-        )
-
-
-def check_number(name: str, value: float, advice: str, positive: bool = False) -> None:
-    """Require a finite number >= 0, or > 0 if ``positive``; ``advice`` ends the error's text."""
-    if not is_number(value) or not 0 <= value < math.inf or (positive and not value):
-        kind = "> 0" if positive else ">= 0"
-        raise ValueError(
-            f"Expected `{name}` to be a finite number {kind}, but got {name}={value!r}. {advice}"
-        )
-
-
-def check_whole(name: str, value: object, least: int, advice: str) -> None:
-    """Require a whole number >= ``least``; ``advice`` ends the error's text."""
-    if not is_whole(value, least):
-        raise ValueError(
-            f"Expected `{name}` to be a whole number >= {least}, but got {name}={value!r}. {advice}"
-        )
+    advice = "Use 'samples' to weight clients by their training samples."
+    check_choice("weighting", weighting, get_args(Weighting), advice)
 
 
 class Method(FederatedCallback):

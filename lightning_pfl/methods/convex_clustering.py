@@ -2,7 +2,6 @@ r"""ConvexClustering: a penalty on the norms of differences makes models of like
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import is_number
+from lightning_pfl.errors import check_choice, check_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
+from lightning_pfl.methods.base import OWN, Local, Method, Phase
 from lightning_pfl.methods.phases import without_data
 from lightning_pfl.metrics.clusters import clusters_of_pairs
 from lightning_pfl.solvers import memory
@@ -156,11 +155,11 @@ class ConvexClustering(WatchedPull, Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         check_local_solver(local_solver)
-        _check_choice("scale", scale, get_args(Scale))
-        _check_choice("step", step, get_args(Step))
+        check_choice("scale", scale, get_args(Scale), "Use 'canonical'.")
+        check_choice("step", step, get_args(Step), "Use 'full'.")
         check_number("fusion_weight", fusion_weight, "Use 0 to train every client alone.")
         check_number("proximal_weight", proximal_weight, "Use 0 for no such term.")
-        _check_penalty(penalty)
+        check_number("penalty", penalty, "Use 0.1, for example.", positive=True)
         check_share("blocks", blocks)
         check_share("dual_blocks", dual_blocks)
         self.fusion_weight, self.scale, self.step = fusion_weight, scale, step
@@ -360,19 +359,3 @@ def _take(leaf: Tensor, at: Tensor) -> Tensor:
     if torch.equal(at, torch.arange(first, first + count)):
         return leaf[first : first + count]
     return leaf.index_select(0, at.to(leaf.device))
-
-
-def _check_penalty(penalty: float) -> None:
-    if not is_number(penalty) or not 1e-12 <= penalty < math.inf:
-        raise ValueError(
-            f"Expected `penalty` to be a finite number above 0, but got {penalty=}. Use 0.1, for "
-            "example."
-        )
-
-
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(
-            f"Expected `{name}` to be one of {', '.join(known)}, but got {name}={value!r}. Use "
-            f"{known[0]!r}."
-        )

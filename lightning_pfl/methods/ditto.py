@@ -5,16 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.errors import check_number
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import (
-    OWN,
-    Local,
-    Method,
-    Phase,
-    Weighting,
-    check_budget,
-    check_number,
-)
+from lightning_pfl.methods.base import OWN, Local, Method, Phase, Weighting, check_budget
 from lightning_pfl.solvers.proximal import pull
 from lightning_pfl.tree import Model, Tree
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round, RoundValues
+from lightning_pfl.errors import check_choice, check_number
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import OWN, SHARED, Local, Method, Phase, check_number
+from lightning_pfl.methods.base import OWN, SHARED, Local, Method, Phase
 from lightning_pfl.priors import GaussianPrior, Prior
 from lightning_pfl.priors.probe import check_prior, depends_on_gamma
 from lightning_pfl.tree import Model, Tree, expand, per_client, rows, select, tmap, weighted_mean
@@ -317,13 +318,8 @@ def _check(prior: Prior, weighting: str, prior_lr: float | None, data_term: str)
             f"Expected `prior` to be a Prior, but got {prior=}. Use one of lightning_pfl.priors, "
             "such as GaussianPrior(variance=15.0)."
         )
-    choices = {"weighting": (weighting, PosteriorWeighting), "data_term": (data_term, DataTerm)}
-    for name, (value, known) in choices.items():
-        if value not in get_args(known):
-            raise ValueError(
-                f"Expected `{name}` to be one of {', '.join(map(repr, get_args(known)))}, but got "
-                f"{name}={value!r}. Use one of these."
-            )
+    check_choice("weighting", weighting, get_args(PosteriorWeighting), "Use one of these.")
+    check_choice("data_term", data_term, get_args(DataTerm), "Use one of the two.")
     if prior_lr is None and not prior.has_closed_form:
         raise ValueError(
             f"Expected `prior_lr` to be a number, as {type(prior).__name__} has no closed form, "

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal, get_args
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.errors import check_choice, check_number
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import OWN, Local, Method, check_number
+from lightning_pfl.methods.base import OWN, Local, Method
 from lightning_pfl.solvers import memory
 from lightning_pfl.tree import Model, Tree, add, per_client, put_rows, repeat, rows, select, tmap
 
@@ -96,11 +97,7 @@ class FedMTL(Method):
         # Uniform weights are one over the size of the cohort.
         super().__init__(local_epochs, local_steps, weighting="uniform")
         check_number("regularization", regularization, "Use 0 to train every client alone.")
-        if relationship not in get_args(Relationship):
-            raise ValueError(
-                "Expected `relationship` to be 'spread', 'asrun' or 'none', but got "
-                f"relationship={relationship!r}. Use 'spread'."
-            )
+        check_choice("relationship", relationship, get_args(Relationship), "Use 'spread'.")
         self.regularization = regularization
         self.relationship: Relationship = relationship
 

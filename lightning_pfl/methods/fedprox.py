@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.errors import check_number
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Weighting, check_number
+from lightning_pfl.methods.base import Local, Method, Weighting
 from lightning_pfl.solvers.proximal import pull
 from lightning_pfl.tree import Tree
 

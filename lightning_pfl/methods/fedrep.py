@@ -2,15 +2,9 @@ r"""FedRep: a shared representation, and heads that each client fits anew in eve
 
 from __future__ import annotations
 
+from lightning_pfl.errors import check_number
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import (
-    Method,
-    Phase,
-    Weighting,
-    check_budget,
-    check_number,
-    say_split,
-)
+from lightning_pfl.methods.base import Method, Phase, Weighting, check_budget, say_split
 
 
 class FedRep(Method):

@@ -2,17 +2,16 @@ r"""GTVMin: generalized total variation minimisation by a primal-dual method on 
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import is_number
+from lightning_pfl.errors import check_choice, check_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Local, Method, Phase, check_number
+from lightning_pfl.methods.base import Local, Method, Phase
 from lightning_pfl.methods.phases import without_data
 from lightning_pfl.peers import Exchange, Inbox
 from lightning_pfl.solvers import memory
@@ -136,15 +135,9 @@ class GTVMin(WatchedPull, Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         check_number("regularization", regularization, "Use 0.01, for example.")
-        if norm not in get_args(Norm):
-            raise ValueError(
-                f"Expected `norm` to be 'l2', 'l1' or 'squared', but got norm={norm!r}. Use 'l2'."
-            )
-        if not is_number(step_ratio) or not 0 < step_ratio < math.inf:
-            raise ValueError(
-                "Expected `step_ratio` to be a finite number above 0, but got "
-                f"step_ratio={step_ratio!r}. Use 1 as in the paper, or 10 for networks."
-            )
+        check_choice("norm", norm, get_args(Norm), "Use 'l2'.")
+        advice = "Use 1 as in the paper, or 10 for networks."
+        check_number("step_ratio", step_ratio, advice, positive=True)
         check_local_solver(local_solver)
         self.given_graph, self.regularization = graph, regularization
         self.norm: Norm = norm

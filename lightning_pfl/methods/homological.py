@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import lightning as L
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round
-from lightning_pfl.errors import is_number
+from lightning_pfl.errors import check_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Local, Method, check_number
+from lightning_pfl.methods.base import Local, Method
 from lightning_pfl.methods.phases import without_data
 from lightning_pfl.peers import Exchange, Inbox
 from lightning_pfl.solvers import memory
@@ -95,11 +94,8 @@ class HomologicalConstraints(Method):
         local_steps: int | None = 1,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
-        if step is not None and not (is_number(step) and 0 < step < math.inf):
-            raise ValueError(
-                f"Expected `step` to be a finite number above 0 or None, but got step={step!r}. "
-                "Use None for the learning rate."
-            )
+        if step is not None:
+            check_number("step", step, "Use None for the learning rate.", positive=True)
         check_number("penalty", penalty, "Use 1, as the authors do.")
         check_maps(edge_dim_ratio, maps, map_std)
         self.given_graph, self.given_maps = graph, maps

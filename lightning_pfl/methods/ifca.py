@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import lightning as L
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lightning_pfl._lightning import copy_apart
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.errors import check_choice, check_whole
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import CLUSTER, Local, Method, Phase, Weighting, check_whole
+from lightning_pfl.methods.base import CLUSTER, Local, Method, Phase, Weighting
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.solvers.clusters import cluster_means
 from lightning_pfl.tree import Model, Tree, select, tmap, whole_nbytes
@@ -99,11 +100,7 @@ class IFCA(Method):
         check_whole("num_clusters", num_clusters, 1, advice)
         check_whole("restarts", restarts, 0, "Use 0 for one start, or 4 for five.")
         check_whole("trial_rounds", trial_rounds, 1, "Use 5, for example.")
-        if averaging not in ("models", "gradients"):
-            raise ValueError(
-                f"Expected `averaging` to be 'models' or 'gradients', but got {averaging=}. Use "
-                "'models'."
-            )
+        check_choice("averaging", averaging, get_args(Averaging), "Use 'models'.")
         if initial is not None and not isinstance(initial, (list, tuple)):
             raise ValueError(
                 f"Expected `initial` to be a list of state_dicts or None, but got {initial=}. Give "

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import is_number
+from lightning_pfl.errors import check_number, is_number
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import OWN, Method, Phase, check_number
+from lightning_pfl.methods.base import OWN, Method, Phase
 from lightning_pfl.randomness import derive
 from lightning_pfl.solvers.proximal import towards
 from lightning_pfl.tree import Model, Tree, floats, weighted_mean
@@ -76,7 +76,7 @@ class L2GD(Method):
         check_number("mixing_weight", mixing_weight, "Use 0 to train every client alone.")
         if not is_number(aggregation_probability) or not 0 < aggregation_probability < 1:
             raise ValueError(
-                "Expected `aggregation_probability` to be between 0 and 1, but got "
+                "Expected `aggregation_probability` to be in (0, 1), both ends excluded, but got "
                 f"aggregation_probability={aggregation_probability!r}. Use 0.5."
             )
         self.mixing_weight = mixing_weight

@@ -12,9 +12,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round, RoundValues
-from lightning_pfl.errors import is_whole
+from lightning_pfl.errors import check_choice, check_number, check_whole
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Local, Method, Phase, Weighting, check_number
+from lightning_pfl.methods.base import Local, Method, Phase, Weighting
 from lightning_pfl.solvers.least_squares import (
     leading_eigenvectors,
     least_squares,
@@ -298,21 +298,10 @@ class LinearFedRep(RoundValues, Method):
 
 
 def _check(initialization: str, head_solver: str, head_steps: int) -> None:
-    choices = {
-        "initialization": (initialization, Initialization),
-        "head_solver": (head_solver, HeadSolver),
-    }
-    for name, (value, known) in choices.items():
-        if value not in get_args(known):
-            raise ValueError(
-                f"Expected `{name}` to be {' or '.join(map(repr, get_args(known)))}, but got "
-                f"{name}={value!r}. Use one of the two."
-            )
-    if not is_whole(head_steps, 1):
-        raise ValueError(
-            f"Expected `head_steps` to be a whole number of at least 1, but got {head_steps=}. Use "
-            "1 for GD-GD, and 10 for 10GD-GD."
-        )
+    one = "Use one of the two."
+    check_choice("initialization", initialization, get_args(Initialization), one)
+    check_choice("head_solver", head_solver, get_args(HeadSolver), one)
+    check_whole("head_steps", head_steps, 1, "Use 1 for GD-GD, and 10 for 10GD-GD.")
     if head_solver == "exact" and head_steps != 1:
         raise ValueError(
             f"Expected no `head_steps` for exact heads, but got {head_steps=}. Use "

@@ -14,9 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round
-from lightning_pfl.errors import is_whole
+from lightning_pfl.errors import check_choice, check_number, check_whole
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
+from lightning_pfl.methods.base import OWN, Local, Method, Phase
 from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
 from lightning_pfl.tree import Model, Tree
 
@@ -129,20 +129,9 @@ class MOCHA(Method):
         super().__init__(weighting="uniform")
         check_number("regularization", regularization, "Use 0.01, for example.", positive=True)
         check_number("local_fraction", local_fraction, "Use 0.5, for example.", positive=True)
-        for name, count, least in (
-            ("outer_iterations", outer_iterations, 0),
-            ("inner_iterations", inner_iterations, 1),
-        ):
-            if not is_whole(count, least):
-                raise ValueError(
-                    f"Expected `{name}` to be a whole number of at least {least}, but got "
-                    f"{name}={count!r}. Use 10 rounds between updates, for example."
-                )
-        if bound not in get_args(Bound):
-            raise ValueError(
-                f"Expected `bound` to be 'common' or 'own', but got bound={bound!r}. Use 'own' "
-                "where clients differ much in size."
-            )
+        check_whole("outer_iterations", outer_iterations, 0, "Use 0 to keep the clients apart.")
+        check_whole("inner_iterations", inner_iterations, 1, "Use 10, for example.")
+        check_choice("bound", bound, get_args(Bound), "Use 'own' where clients differ in size.")
         self.bound: Bound = bound
         self.regularization, self.local_fraction = regularization, local_fraction
         self.outer_iterations, self.inner_iterations = outer_iterations, inner_iterations

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+from lightning_pfl.errors import check_choice, check_number, check_whole
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import Local, Method, Phase, Weighting, check_number
+from lightning_pfl.methods.base import Local, Method, Phase, Weighting
 from lightning_pfl.tree import Model, Tree
 
 Order = Literal["first", "hessian-free"]
@@ -66,18 +67,9 @@ class PerFedAvg(Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
         check_number("inner_lr", inner_lr, "Use 0 for FedAvg, or 0.01 as in the paper.")
-        if order not in get_args(Order):
-            raise ValueError(
-                "Expected `order` to be 'first' or 'hessian-free', but got "
-                f"order={order!r}. Use one of the two."
-            )
+        check_choice("order", order, get_args(Order), "Use one of the two.")
         check_number("difference", difference, "Use 0.001.", positive=True)
-        whole = isinstance(evaluation_steps, int) and not isinstance(evaluation_steps, bool)
-        if not whole or evaluation_steps < 1:
-            raise ValueError(
-                "Expected `evaluation_steps` to be a whole number of at least 1, but got "
-                f"evaluation_steps={evaluation_steps!r}. Use 1 as in the paper."
-            )
+        check_whole("evaluation_steps", evaluation_steps, 1, "Use 1 as in the paper.")
         self.inner_lr, self.order, self.difference = inner_lr, order, difference
         self.evaluation_steps = evaluation_steps
 

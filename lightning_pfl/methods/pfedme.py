@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import is_whole
-from lightning_pfl.methods.base import OWN, Local, Method, Weighting, check_number
+from lightning_pfl.errors import check_number, check_whole
+from lightning_pfl.methods.base import OWN, Local, Method, Weighting
 from lightning_pfl.solvers.proximal import pull, towards
 from lightning_pfl.tree import Model, Tree, select, tmap, weighted_mean
 
@@ -72,11 +72,7 @@ class PFedMe(Method):
         }
         for name, (value, advice) in given.items():
             check_number(name, value, advice, positive=True)
-        if not is_whole(inner_steps, 1):
-            raise ValueError(
-                "Expected `inner_steps` to be a whole number of at least 1, but got "
-                f"inner_steps={inner_steps!r}. Use 5 as in the paper."
-            )
+        check_whole("inner_steps", inner_steps, 1, "Use 5 as in the paper.")
         self.moreau_weight, self.inner_steps, self.inner_lr = moreau_weight, inner_steps, inner_lr
         self.server_mixing = server_mixing
 

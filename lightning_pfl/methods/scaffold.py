@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.methods.base import Local, Method, Phase, check_number
+from lightning_pfl.errors import check_choice, check_number
+from lightning_pfl.methods.base import Local, Method, Phase
 from lightning_pfl.solvers.proximal import towards
 from lightning_pfl.tree import (
     Model,
@@ -73,11 +74,8 @@ class SCAFFOLD(Method):
         local_steps: int | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
-        if option not in get_args(Option):
-            raise ValueError(
-                f"Expected `option` to be 'I' or 'II', but got option={option!r}. Use 'II', which "
-                "needs no further pass over the data."
-            )
+        advice = "Use 'II', which needs no further pass over the data."
+        check_choice("option", option, get_args(Option), advice)
         advice = "Use 1 to replace the model by the clients' mean."
         check_number("server_lr", server_lr, advice, positive=True)
         self.option, self.server_lr = option, server_lr

@@ -8,9 +8,10 @@ import lightning as L
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, Round, RoundValues
+from lightning_pfl.errors import check_choice, check_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Local, Method, check_number
+from lightning_pfl.methods.base import Local, Method
 from lightning_pfl.methods.phases import without_data
 from lightning_pfl.peers import Exchange, Inbox
 from lightning_pfl.solvers import memory
@@ -128,11 +129,7 @@ class SheafFMTL(RoundValues, Method):
                 f"Expected `order` to be 'synchronous', but got order={order!r}. One client after "
                 "another (Gauss-Seidel) is not offered; SheafFMTL's docstring says why."
             )
-        if laplacian not in get_args(Laplacian):
-            raise ValueError(
-                "Expected `laplacian` to be 'combined' or 'separate', but got "
-                f"laplacian={laplacian!r}. Use 'combined'."
-            )
+        check_choice("laplacian", laplacian, get_args(Laplacian), "Use 'combined'.")
         check_maps(edge_dim_ratio, maps, map_std)
         self.given_graph, self.given_maps = graph, maps
         self.regularization, self.map_lr = regularization, map_lr

@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from lightning_pfl.callback import ClientInfo
+from lightning_pfl.errors import check_number
 from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import OWN, Local, Method, Phase, check_number
+from lightning_pfl.methods.base import OWN, Local, Method, Phase
 from lightning_pfl.methods.phases import without_data
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import (

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from lightning_pfl.errors import is_number
 from lightning_pfl.layout import Spec
 from lightning_pfl.tree import Model, Tree, leaves, tmap
 
@@ -166,14 +164,3 @@ def reaches(function: Callable[[Tree], Tensor], tree: Tree) -> bool:
 
 def _refill(tree: Tree, values: Iterator[Tensor]) -> Tree:
     return tmap(lambda _: next(values), tree)
-
-
-def check_positive(name: str, value: float, advice: str, infinite: bool = False) -> None:
-    """Require a number > 0, finite unless ``infinite``.
-
-    Raises:
-        ValueError: If it isn't.
-    """
-    if not is_number(value) or not 0 < value <= math.inf or (value == math.inf and not infinite):
-        kind = "a number > 0" if infinite else "a finite number > 0"
-        raise ValueError(f"Expected `{name}` to be {kind}, but got {name}={value!r}. {advice}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_pfl.errors import is_number
+from lightning_pfl.errors import check_number, is_number
 from lightning_pfl.layout import Spec
-from lightning_pfl.priors.base import Prior, check_positive, sum_entries
+from lightning_pfl.priors.base import Prior, sum_entries
 from lightning_pfl.tree import Model, Tree, sub, tmap, weighted_mean
 
 SWEEPS = 200
@@ -66,9 +66,9 @@ class DiagonalGaussianPrior(Prior):
         parameters: Spec = "all",
     ) -> None:
         super().__init__(parameters)
-        check_positive("offset", offset, "Use 1 as in the paper.")
-        check_positive("epsilon", epsilon, "Use 1e-4 as in the paper.")
-        check_positive("margin", margin, "Use 1e-3, for example.")
+        check_number("offset", offset, "Use 1 as in the paper.", positive=True)
+        check_number("epsilon", epsilon, "Use 1e-4 as in the paper.", positive=True)
+        check_number("margin", margin, "Use 1e-3, for example.", positive=True)
         if not is_number(spread) or not -offset + margin <= spread < float("inf"):
             raise ValueError(
                 f"Expected `spread` to be a finite number >= margin - offset, but got {spread=}, "

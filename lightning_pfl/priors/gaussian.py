@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pfl.errors import check_number
 from lightning_pfl.layout import Spec, picks
-from lightning_pfl.priors.base import Prior, check_positive, sum_entries
+from lightning_pfl.priors.base import Prior, sum_entries
 from lightning_pfl.tree import Model, Tree, sub, weighted_mean
 
 
@@ -60,10 +61,10 @@ class GaussianPrior(Prior):
                     f"{variance=}. Use {{'*': 15.0}}, or 15.0."
                 )
             for pattern, value in variance.items():
-                check_positive(f"variance[{pattern!r}]", value, advice, infinite=True)
+                check_number(f"variance[{pattern!r}]", value, advice, positive=True, infinite=True)
             variance = dict(variance)
         else:
-            check_positive("variance", variance, advice, infinite=True)
+            check_number("variance", variance, advice, positive=True, infinite=True)
         self.variance = variance
 
     @property

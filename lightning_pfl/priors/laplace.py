@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightning_pfl.errors import check_number
 from lightning_pfl.layout import Spec
-from lightning_pfl.priors.base import Prior, check_positive, sum_entries
+from lightning_pfl.priors.base import Prior, sum_entries
 from lightning_pfl.tree import Model, Tree
 
 
@@ -43,8 +44,8 @@ class LaplacePrior(Prior):
         self, scale: float = 1.0, smoothing: float = 0.1, parameters: Spec = "all"
     ) -> None:
         super().__init__(parameters)
-        check_positive("scale", scale, "Use 1, for example.")
-        check_positive("smoothing", smoothing, "Use a tenth of the scale, for example.")
+        check_number("scale", scale, "Use 1, for example.", positive=True)
+        check_number("smoothing", smoothing, "Use a tenth of the scale.", positive=True)
         self.scale, self.smoothing = scale, smoothing
 
     def regularizer(self, theta: Model, gamma: Tree) -> Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_pfl.errors import check_choice
 from lightning_pfl.solvers.lbfgs import minimise
 from lightning_pfl.tree import Model, Tree, as_rows, per_client, select, tmap, where
 
@@ -22,12 +23,8 @@ LocalSolver = Literal["optimizer", "exact"]
 
 def check_local_solver(local_solver: str) -> None:
     """Require one of the local solvers."""
-    if local_solver not in get_args(LocalSolver):
-        raise ValueError(
-            "Expected `local_solver` to be 'optimizer' or 'exact', but got "
-            f"local_solver={local_solver!r}. Use 'optimizer' for networks, 'exact' for small "
-            "convex models."
-        )
+    advice = "Use 'optimizer' for networks, 'exact' for small convex models."
+    check_choice("local_solver", local_solver, get_args(LocalSolver), advice)
 
 
 def proximal_phases(local_solver: LocalSolver, optimizer: tuple[Phase, ...]) -> tuple[Phase, ...]:

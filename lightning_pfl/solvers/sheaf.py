@@ -11,7 +11,6 @@ memory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from lightning_pfl.errors import is_number
+from lightning_pfl.errors import check_number, is_number
 from lightning_pfl.randomness import derive, generator
 from lightning_pfl.tree import Model, Tree, select, tmap, where
 
@@ -56,11 +55,7 @@ def check_maps(edge_dim_ratio: float, maps: object, map_std: float) -> None:
                 "Expected `maps` to hold tensors of finite floating-point numbers, but got "
                 f"{given!r} under {ends}. Use torch.tensor(..., dtype=torch.float32)."
             )
-    if not is_number(map_std) or not 0 < map_std < math.inf:
-        raise ValueError(
-            f"Expected `map_std` to be a finite number above 0, but got map_std={map_std!r}. Use "
-            "0.01, as the authors do."
-        )
+    check_number("map_std", map_std, "Use 0.01, as the authors do.", positive=True)
 
 
 def edge_dims(graph: Graph, sizes: Tensor, ratio: float) -> Tensor:

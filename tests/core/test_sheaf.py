@@ -174,7 +174,7 @@ def test_given_maps_must_fit(changed: dict[Any, Any], match: str) -> None:
         ((0.0, "random", 1.0), r"Expected `edge_dim_ratio` to be a number in \(0, 1\], but got"),
         ((1.5, "random", 1.0), "edge_dim_ratio=1.5"),
         ((0.5, "zeros", 1.0), "Expected `maps` to be 'random', 'identity' or a mapping .*'zeros'"),
-        ((0.5, "random", 0.0), "Expected `map_std` to be a finite number above 0, but got"),
+        ((0.5, "random", 0.0), "Expected `map_std` to be a finite number > 0, but got"),
     ],
 )
 def test_wrong_settings_are_refused(settings: Any, match: str) -> None:

@@ -215,8 +215,8 @@ def test_what_is_no_graph_is_refused(given: Any, error: type[Exception], match: 
         (lambda: ErdosRenyi(0.0), r"in \(0, 1\], but got probability=0.0"),
         (lambda: SmallWorld(3), "even number of at least 2, but got neighbours=3"),
         (lambda: SmallWorld(4, 1.5), r"in \[0, 1\], but got rewiring=1.5"),
-        (lambda: ScaleFree(0), "at least 1, a whole number, but got attached=0"),
-        (lambda: KNearest(np.zeros((3, 1)), 0), "at least 1, a whole number, but got neighbours=0"),
+        (lambda: ScaleFree(0), "to be a whole number >= 1, but got attached=0"),
+        (lambda: KNearest(np.zeros((3, 1)), 0), "to be a whole number >= 1, but got neighbours=0"),
     ],
 )
 def test_wrong_settings_of_builders_are_refused(make: Any, match: str) -> None:

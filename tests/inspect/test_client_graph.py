@@ -127,7 +127,9 @@ def test_the_graph_of_a_run_reaches_the_board(method: Method, tmp_path: Path) ->
 
 
 def test_what_can_not_be_drawn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`max_clients` to be at least 2, but got max_clients=1"):
+    with pytest.raises(
+        ValueError, match="`max_clients` to be a whole number >= 2, but got max_clients=1"
+    ):
         ClientGraph(max_clients=1)
     for method in (FedAvg(), ConvexClustering()):
         match = rf"a method over a graph .* but got {type(method).__name__}.* with a `graph`; or"

@@ -288,7 +288,10 @@ def test_a_fast_dev_run_draws_nothing_and_asks_for_nothing() -> None:
             "of evaluated values, but got metrics='val_acc'",
         ),
         (lambda: ClientHistogram([]), r"but got metrics=\[\]"),
-        (lambda: PairwiseDistance(max_clients=1), "Expected `max_clients` to be at least 2"),
+        (
+            lambda: PairwiseDistance(max_clients=1),
+            "Expected `max_clients` to be a whole number >= 2",
+        ),
         (lambda: PartitionPicture("all"), "Expected `split` to be 'train', 'val' or 'test'"),  # type: ignore[arg-type]
     ],
 )

@@ -22,7 +22,7 @@ def test_the_prior_is_a_prior() -> None:
 
 @pytest.mark.parametrize("name", ["weighting", "data_term"])
 def test_choices(name: str) -> None:
-    with pytest.raises(ValueError, match=f"Expected `{name}` to be one of .*but got {name}='x'"):
+    with pytest.raises(ValueError, match=f"Expected `{name}` to be '.* or '.*but got {name}='x'"):
         FedMAP(**{name: "x"})  # type: ignore[arg-type]
 
 

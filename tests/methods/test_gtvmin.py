@@ -191,7 +191,7 @@ def test_there_is_no_global_model() -> None:
     [
         ({"regularization": -1.0}, "Expected `regularization` to be a finite number >= 0, but got"),
         ({"norm": "linf"}, "Expected `norm` to be 'l2', 'l1' or 'squared', but got norm='linf'"),
-        ({"step_ratio": 0.0}, "Expected `step_ratio` to be a finite number above 0, but got"),
+        ({"step_ratio": 0.0}, "Expected `step_ratio` to be a finite number > 0, but got"),
         ({"local_solver": "adam"}, "Expected `local_solver` to be 'optimizer' or 'exact'"),
     ],
 )

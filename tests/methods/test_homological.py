@@ -192,7 +192,7 @@ def test_maps_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"step": 0.0}, "Expected `step` to be a finite number above 0 or None, but got step=0.0"),
+        ({"step": 0.0}, "Expected `step` to be a finite number > 0, but got step=0.0"),
         ({"penalty": -1.0}, "Expected `penalty` to be a finite number >= 0, but got penalty=-1.0"),
         ({"maps": 3}, "Expected `maps` to be 'random', 'identity' or a mapping"),
     ],

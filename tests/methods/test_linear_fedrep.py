@@ -295,7 +295,7 @@ def test_moments_find_the_subspace() -> None:
     [
         ({"initialization": "svd"}, r"`initialization` to be 'moments' or 'module', .*'svd'"),
         ({"head_solver": "sgd"}, r"`head_solver` to be 'exact' or 'gradient', .*'sgd'"),
-        ({"head_steps": 0}, r"`head_steps` to be a whole number of at least 1, .*head_steps=0"),
+        ({"head_steps": 0}, r"`head_steps` to be a whole number >= 1, .*head_steps=0"),
         ({"head_steps": 5}, r"no `head_steps` for exact heads, but got head_steps=5"),
         ({"body_lr": -1.0}, r"`body_lr` to be a finite number >= 0, but got body_lr=-1.0"),
         ({"head_lr": float("nan")}, r"`head_lr` to be a finite number >= 0, but got head_lr=nan"),

@@ -301,7 +301,7 @@ def test_inputs_have_to_be_those_of_the_layer() -> None:
         ({"regularization": 0.0}, "Expected `regularization` to be a finite .* > 0, .*=0.0"),
         ({"local_fraction": 0.0}, "Expected `local_fraction` to be a finite .* > 0, .*=0.0"),
         ({"bound": "mine"}, "Expected `bound` to be 'common' or 'own', but got bound='mine'"),
-        ({"inner_iterations": 0}, "Expected `inner_iterations` to be a whole .* at least 1, .*=0"),
+        ({"inner_iterations": 0}, "Expected `inner_iterations` to be a whole number >= 1, .*=0"),
         ({"outer_iterations": 1.5}, "Expected `outer_iterations` to be a whole number .*=1.5"),
     ],
 )

@@ -187,7 +187,7 @@ def test_moving_keeps_what_has_no_direction() -> None:
         ),
         (
             {"evaluation_steps": 0},
-            "Expected `evaluation_steps` to be a whole number of at least 1, but got .*=0",
+            "Expected `evaluation_steps` to be a whole number >= 1, but got .*=0",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def test_shares_are_numbers_between_0_and_1(make: Callable[..., Any], name: str,
     ],
 )
 def test_counts_are_whole_numbers_from_1(make: Callable[..., Any], name: str, bad: Any) -> None:
-    match = rf"Expected `{name}` to be a whole number of at least 1, .*{name}={given(bad)}"
+    match = rf"Expected `{name}` to be a whole number >= 1, .*{name}={given(bad)}"
     with pytest.raises(ValueError, match=match):
         make(**{name: bad})
 
