@@ -78,7 +78,7 @@ class ClusterMonitor(RoundValues):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Require a method with clusters, and groups that fit."""
         federation = require_federation(trainer, self)
-        if not callable(getattr(federation.method, "clusters", None)):
+        if federation.method.clusters(federation.server) is None:
             raise MisconfigurationException(
                 "Expected a method that forms clusters for ClusterMonitor, but got "
                 f"{type(federation.method).__name__}. Use CFL, IFCA, ClusterOracle or "
@@ -89,8 +89,9 @@ class ClusterMonitor(RoundValues):
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Look at the clusters."""
         federation = require_federation(trainer, self)
-        method: Any = federation.method
-        found: Tensor = method.clusters(federation.server).cpu()
+        found = federation.method.clusters(federation.server)
+        assert found is not None, "asked at the start of the fit"
+        found = found.cpu()
         before = self.rounds.get(max(self.rounds, default=-1))
         if before is None or not torch.equal(before, found):
             self.rounds[round.number] = found
@@ -191,9 +192,9 @@ def draw_clusters(history: Mapping[int, Tensor], last: int, groups: Tensor | Non
     if groups is not None:
         _mark_groups(axes, groups[order].numpy())
     number = len(matrix[:, -1][matrix[:, -1] >= 0].unique())
+    unknown = ", grey: unknown" if (matrix < 0).any() else ""
     axes.set(xlabel="round", ylabel="client")
-    axes.set_title(f"clusters: {number} after round {last}" + (", grey: unknown" * bool(
-        (matrix < 0).any())))  # fmt: skip
+    axes.set_title(f"clusters: {number} after round {last}{unknown}")
     return figure
 
 

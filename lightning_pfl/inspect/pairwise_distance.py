@@ -125,8 +125,8 @@ def distances(models: Model) -> Tensor:
 
 def _clusters(federation: Federation, count: int) -> Tensor | None:
     """The first clients' clusters, where the method forms some."""
-    read = getattr(federation.method, "clusters", None)
-    return read(federation.server)[:count].cpu() if callable(read) else None
+    found = federation.method.clusters(federation.server)
+    return None if found is None else found[:count].cpu()
 
 
 def draw_matrix(matrix: Tensor, round: int, clusters: Tensor | None = None) -> Figure:

@@ -234,9 +234,9 @@ class Method(FederatedCallback):
         return {}
 
     def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
-        """The state in which local training begins; default.
+        """The state in which local training begins.
 
-        The shared part received, the personal part kept.
+        Default: the shared part as received, the personal part as kept.
         """
         return {"model": {**received["model"], **own.get("model", {})}}
 
@@ -247,9 +247,9 @@ class Method(FederatedCallback):
     def client_final(
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """What leaves the client (the upload) and what it remembers; default.
+        """What leaves the client (the upload), and what it remembers.
 
-        The shared and the personal part.
+        Default: the shared and the personal part.
         """
         upload = {"model": select(state["model"], self.layout.shared)}
         return upload, {"model": select(state["model"], self.layout.personal)}
@@ -257,9 +257,9 @@ class Method(FederatedCallback):
     # --- the server's round ---
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """The server's step on the accepted uploads ``(clients, ...)``; default.
+        """The server's step on the accepted uploads, ``(clients, ...)``.
 
-        The weighted mean.
+        Default: their weighted mean.
         """
         return {**server, "model": weighted_mean(uploads["model"], info.weights)}
 
@@ -303,19 +303,27 @@ class Method(FederatedCallback):
     # --- what is evaluated and handed out ---
 
     def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
-        """Each client's model under evaluation; default.
+        """Each client's model under evaluation.
 
-        The shared part received now, the personal part stored.
+        Default: the shared part as received now, where there is one, and the personal part as
+        stored.
         """
-        model: Model = {**received["model"], **own.get("model", {})}
+        model: Model = {**received.get("model", {}), **own.get("model", {})}
         return model
 
     def global_model(self, server: Tree) -> Model | None:
-        """The one model for everybody, without client axis.
+        """The one model for everybody, without client axis; None where there is none.
 
-        None if some of the model is personal.
+        Default: the entry ``model`` of the server, unless some of the model is personal.
         """
-        return dict(server["model"]) if not self.layout.personal else None
+        return dict(server["model"]) if "model" in server and not self.layout.personal else None
+
+    def clusters(self, server: Tree) -> Tensor | None:
+        """Each client's cluster, int64 ``(num_clients,)``, -1 where it isn't known yet.
+
+        None for a method that forms none.
+        """
+        return None
 
     # --- what is said of it ---
 

@@ -98,10 +98,6 @@ class ClusterOracle(Method):
         member = torch.nn.functional.one_hot(at, self._count).T.double()
         return {"models": cluster_means(server["models"], uploads["model"], member, info.weights)}
 
-    def global_model(self, server: Tree) -> Model | None:
-        """There is none."""
-        return None
-
     def clusters(self, server: Tree) -> Tensor:
         """Each client's cluster, int64 ``(num_clients,)``, in the order of the names."""
         found: Tensor = self._cluster

@@ -320,15 +320,6 @@ class ConvexClustering(WatchedPull, Method):
 
     # --- results ---
 
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
-        """The client's own model."""
-        model: Model = own["model"]
-        return model
-
-    def global_model(self, server: Tree) -> Model | None:
-        """There is none."""
-        return None
-
     def clusters(self, server: Tree) -> Tensor:
         """Each client's cluster, int64 ``(num_clients,)``: joined by pairs with z exactly zero."""
         return clusters_of_pairs(server["split"], self._pairs)

@@ -154,15 +154,6 @@ class FedMTL(Method):
         """Store what came; nothing is averaged."""
         return {"models": put_rows(server["models"], info.index, uploads["model"])}
 
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
-        """The client's own model."""
-        model: Model = own["model"]
-        return model
-
-    def global_model(self, server: Tree) -> Model | None:
-        """There is none."""
-        return None
-
     def _known(self, info: ClientInfo, models: Model) -> Tensor:
         """Rows of the clients; one that is new to the federation gets any."""
         device = next(iter(models.values())).device

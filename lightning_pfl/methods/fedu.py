@@ -193,13 +193,3 @@ class FedU(Method):
 
         mixed: Model = tmap(pull, models, inbox.messages)
         return mixed
-
-    # --- what is evaluated and handed out ---
-
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
-        """The client's own model."""
-        return {**own["model"], **received.get("model", {})}
-
-    def global_model(self, server: Tree) -> Model | None:
-        """There is none."""
-        return None

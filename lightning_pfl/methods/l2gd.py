@@ -136,11 +136,6 @@ class L2GD(Method):
             informed[info.index] = True
         return {**server, "informed": informed}
 
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
-        """The client's own model."""
-        model: Model = own["model"]
-        return model
-
     def _share(self, lr: float) -> float:
         p = self.aggregation_probability
         share = lr * self.mixing_weight * (1 - p) / p

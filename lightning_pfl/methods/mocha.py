@@ -281,10 +281,6 @@ class MOCHA(Method):
             model[self._bias] = weights[..., self._inputs]
         return model
 
-    def global_model(self, server: Tree) -> Model | None:
-        """There is none."""
-        return None
-
     @property
     def _longest(self) -> int:
         return max(1, int(self.num_samples.max()))

@@ -134,12 +134,3 @@ class SquaredPenalty(WatchedPull, Method):
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Store what came."""
         return {"models": put_rows(server["models"], info.index, uploads["model"])}
-
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
-        """The client's own model."""
-        model: Model = own["model"]
-        return model
-
-    def global_model(self, server: Tree) -> Model | None:
-        """There is none."""
-        return None

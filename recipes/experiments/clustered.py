@@ -27,7 +27,7 @@ from lightning_pfl.inspect import ClusterMonitor
 from lightning_pfl.inspect.cluster_monitor import draw_clusters
 from lightning_pfl.inspect.known_groups import resolve_groups
 from lightning_pfl.methods import CFL, IFCA, ClusterOracle, FedAvg, LocalOnly
-from lightning_pfl.methods.base import Method
+from lightning_pfl.methods.base import CLUSTER, Method
 from lightning_pfl.metrics import adjusted_rand_index
 from lightning_pfl.models import MLP
 from recipes.experiments.setting import parser, quiet_trainer
@@ -115,7 +115,7 @@ def run(name: str, seed: int, rounds: int, data_dir: Path | None) -> Outcome:
     trainer: Any = quiet_trainer(
         FederatedStrategy(method, seed=seed),
         rounds,
-        callbacks=[monitor] if hasattr(method, "clusters") else [],
+        callbacks=[monitor] if method.held == CLUSTER else [],
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )

@@ -198,14 +198,14 @@ class TestFourPointsOnALine:
     def test_are_two_clusters(self) -> None:
         run = fit(exact(0.1, penalty=1.0), *line(), 100)
         torch.testing.assert_close(run.models["w"], l4_solution(0.1), rtol=0, atol=1e-3)
-        assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 1, 1]  # type: ignore[attr-defined]
+        assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 1, 1]  # type: ignore[union-attr]
 
     def test_gradient_steps_go_to_the_same_solution(self) -> None:
         """One step a round in the place of the minimiser, on half of the blocks."""
         method = ConvexClustering(0.1, penalty=0.5, blocks=0.5, local_epochs=None, local_steps=1)
         run = fit(method, *line(lr=0.2), 180)
         torch.testing.assert_close(run.models["w"], l4_solution(0.1), rtol=0, atol=1e-2)
-        assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 1, 1]  # type: ignore[attr-defined]
+        assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 1, 1]  # type: ignore[union-attr]
 
 
 def test_on_a_weighted_graph_it_is_total_variation() -> None:
@@ -250,7 +250,7 @@ class TestEndPoints:
         mean = (A[:3].unsqueeze(1) * C[:3]).sum(0) / A[:3].sum()
         torch.testing.assert_close(run.models["w"], mean.expand(3, DIM), rtol=0, atol=1e-3)
         assert not run.server["split"].any()
-        assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 0]  # type: ignore[attr-defined]
+        assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 0]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
