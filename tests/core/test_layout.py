@@ -93,6 +93,13 @@ def test_what_is_no_name_and_no_type_is_refused(spec: Any) -> None:
         Layout(Net(), spec)
 
 
+def test_a_type_picks_its_layers_and_no_name_that_begins_alike() -> None:
+    net = nn.Module()
+    net.norm1, net.norm10 = nn.BatchNorm1d(2), nn.Linear(2, 2)
+    kept = {"norm1.weight", "norm1.bias", "norm1.running_mean", "norm1.running_var"}
+    assert Layout(net, nn.BatchNorm1d).personal == kept | {"norm1.num_batches_tracked"}
+
+
 def test_a_module_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(
         ValueError, match="Expected the module to have parameters to train, but Linear has none"

@@ -167,9 +167,14 @@ def test_dropout_in_the_head_is_no_obstacle() -> None:
     compare(make, image_clients(), lambda: FedRep(head_epochs=3))
 
 
-def test_augmentation() -> None:
-    data = image_clients(augment=lambda batch: (batch[0] + torch.randn_like(batch[0]), batch[1]))
-    is_off_and_right(cnn, data)
+@pytest.mark.parametrize("strength", [1.0, 1e-4])
+def test_augmentation(strength: float) -> None:
+    """However weak, so that a step with the features of the plain samples has nearly its loss."""
+
+    def jitter(batch: Any) -> Any:
+        return batch[0] + strength * torch.randn_like(batch[0]), batch[1]
+
+    is_off_and_right(cnn, image_clients(augment=jitter))
 
 
 class Noise(nn.Module):
