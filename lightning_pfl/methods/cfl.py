@@ -140,7 +140,11 @@ class CFL(RoundValues, Method):
         """Split what is to be split, then average in each cluster."""
         label = first_member(server["together"])
         at = info.index.to(label.device)
-        change, fresh = self._reported(server, uploads, at)
+        change, fresh = server["change"].clone(), server["fresh"].clone()
+        names = self.layout.trainable
+        models, sent = server["models"], uploads["model"]
+        change[at] = flat({name: sent[name] - models[name][at] for name in names}, names)
+        fresh[at] = True
         late = info.round + 1 > self.start_round
         for cluster in label.unique() if late else ():
             members = (label == cluster).nonzero().flatten()
@@ -159,33 +163,28 @@ class CFL(RoundValues, Method):
     def on_aggregation_start(
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
-        """Measure the norms that the thresholds are compared to."""
+        """Keep who is in whose cluster, and who has reported: a split will change both."""
         from lightning_pfl.federation import require_federation
 
         server = require_federation(trainer, self).server
-        at = round.info.index[round.accepted].to(server["together"].device)
+        fresh = server["fresh"].clone()
+        fresh[round.info.index[round.accepted].to(fresh.device)] = True
+        self._before = first_member(server["together"]), fresh
+
+    def on_aggregation_end(
+        self, trainer: L.Trainer, module: L.LightningModule, round: Round
+    ) -> None:
+        """Measure the norms that the thresholds were compared to."""
+        from lightning_pfl.federation import require_federation
+
         self._values = {}
-        if not len(at) or round.uploads is None:
-            return
-        change, fresh = self._reported(server, round.uploads, at)
-        label = first_member(server["together"])
+        label, fresh = self._before
         clusters, sizes = label.unique(return_counts=True)
         some = fresh & (label == clusters[sizes.argmax()])
-        if some.any():
+        if round.accepted.any() and some.any():
+            change = require_federation(trainer, self).server["change"]
             mean, largest = norms(change[some].double())
             self._values = {"cfl/mean_norm": mean, "cfl/max_norm": largest}
-
-    def _reported(self, server: Tree, uploads: Tree, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Everybody's last change, and who made it since the cluster's last split."""
-        change, fresh = server["change"].clone(), server["fresh"].clone()
-        change[at] = self._changes(server["models"], uploads["model"], at)
-        fresh[at] = True
-        return change, fresh
-
-    def _changes(self, models: Model, uploads: Model, at: Tensor) -> Tensor:
-        """The trainable parameters' change of each client of the cohort, ``(clients, d)``."""
-        names = self.layout.trainable
-        return flat({n: uploads[n] - models[n][at] for n in names}, names)
 
     def _split(self, members: Tensor, change: Tensor, fresh: Tensor) -> Tensor | None:
         """The part that leaves a cluster, bool ``(members,)``; None if it stays together."""
