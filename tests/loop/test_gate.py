@@ -126,6 +126,7 @@ def test_a_poisoned_client_never_reaches_the_aggregate() -> None:
     want = mean([trained(ZERO, k) for k in (0, 2, 3)], [SIZES[k] for k in (0, 2, 3)])
     torch.testing.assert_close(module.w.data, want, rtol=0, atol=1e-12)
     assert run.callback_metrics["round/rejected"] == 1
+    assert run.callback_metrics["round/bytes_up"] == 4 * 2 * 8  # what is left out was sent
     assert run.callback_metrics["train_loss"].isfinite()
     assert keep.rounds[0].rejected == {1: "upload is not finite"}
 

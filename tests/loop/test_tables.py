@@ -46,6 +46,17 @@ def test_a_resumed_run_replaces_the_rounds_that_it_repeats(tmp_path: Path) -> No
     assert [name.name for name in tmp_path.iterdir()] == ["clients_val.csv"]
 
 
+def test_a_row_torn_inside_the_number_of_its_round_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "clients_val.csv"
+    first = ClientTable(path)
+    for round in range(10):
+        first.append(round, ["a"], [3], {"acc": [0.5]})
+    with path.open("a") as file:
+        file.write("1")  # of round 10
+    ClientTable(path).append(10, ["a"], [3], {"acc": [0.5]})
+    assert rows(path) == [(str(round), "a", "3", "0.5") for round in range(11)]
+
+
 def test_a_value_that_comes_later_gets_a_column(tmp_path: Path) -> None:
     table = ClientTable(tmp_path / "clients_val.csv")
     table.append(0, ["a"], [3], {"acc": [0.5]})
