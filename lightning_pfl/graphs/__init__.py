@@ -4,16 +4,14 @@ from lightning_pfl.graphs.builders import (
     Complete,
     ErdosRenyi,
     GraphBuilder,
-    KNearest,
-    MatrixFile,
     Ring,
     ScaleFree,
     SmallWorld,
-    label_histograms,
-    model_features,
 )
+from lightning_pfl.graphs.files import MatrixFile
 from lightning_pfl.graphs.graph import Graph
 from lightning_pfl.graphs.resolve import BUILDERS, GraphLike, resolve_graph
+from lightning_pfl.graphs.similarity import KNearest, label_histograms, model_features
 
 __all__ = [
     "BUILDERS",

@@ -57,5 +57,30 @@ def test_a_matrix_comes_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_matrix_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"Expected `path` of MatrixFile .*nope\.npy.*Give"):
+    with pytest.raises(FileNotFoundError, match=r"Expected `path` to be a file, .*nope\.npy.*Give"):
         resolve_graph(MatrixFile(str(tmp_path / "nope.npy")), 3)
+
+
+@pytest.mark.parametrize("name", ["text.npy", "empty.npy", "text.npz", "dense.npz"])
+def test_a_file_that_holds_something_else_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"" if name == "empty.npy" else b"0,1\n1,0\n")
+    if name == "dense.npz":
+        np.savez(path, np.eye(2))
+    with pytest.raises(ValueError, match=rf"Expected `path` to be a file of .*{name}.*can't be re"):
+        resolve_graph(MatrixFile(str(path)), 2)
+
+
+def test_features_come_from_npy_files_alone() -> None:
+    for given in ("rows.csv", Path("rows.csv")):
+        with pytest.raises(
+            ValueError, match=r"Expected `features` to be a \.npy file, .*rows\.csv"
+        ):
+            KNearest(given)
+
+
+def test_features_that_can_not_be_read_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.npy"
+    path.write_bytes(b"1.0, 2.0\n")
+    with pytest.raises(ValueError, match=r"Expected `features` to be a file of .*rows\.npy.*can't"):
+        resolve_graph(KNearest(path, 1), 3)

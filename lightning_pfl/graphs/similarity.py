@@ -1,0 +1,110 @@
+"""Graphs of clients that are alike: nearest neighbours, by their labels or by their models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_pfl.errors import check_whole
+from lightning_pfl.graphs.builders import GraphBuilder
+from lightning_pfl.graphs.files import check_ending, read
+from lightning_pfl.tree import shapes
+
+if TYPE_CHECKING:
+    from lightning_pfl.data.clients import FederatedTensorDataset
+
+
+class KNearest(GraphBuilder):
+    """Clients that are similar: an edge where one is among the other's nearest.
+
+    Args:
+        features: What is compared by Euclidean distance, an array ``(clients, features)`` or the
+            path of a ``.npy`` file with one: :func:`label_histograms`, which clients have to
+            disclose for it, or :func:`model_features`.
+        neighbours: How many nearest clients count, at least 1.
+    """
+
+    def __init__(self, features: Any, neighbours: int = 5) -> None:
+        check_whole("neighbours", neighbours, 1, "Use 5.")
+        if isinstance(features, (str, Path)):
+            check_ending("features", features, (".npy",))
+        self.features, self.neighbours = features, neighbours
+
+    def __call__(self, num_clients: int, seed: int) -> Any:
+        """The union of both directions, with weights 1.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If it can't be read, the features are of other clients, or there are too few
+                clients.
+        """
+        from sklearn.neighbors import kneighbors_graph
+
+        given = self.features
+        if isinstance(given, (str, Path)):
+            given = read("features", str(given))
+        rows = np.asarray(given, dtype=np.float64)
+        if rows.ndim != 2 or len(rows) != num_clients or not np.isfinite(rows).all():
+            raise ValueError(
+                f"Expected `features` to be finite, one row for each of {num_clients} clients, but "
+                f"got the shape {rows.shape}. Give an array (clients, features)."
+            )
+        if num_clients <= self.neighbours:
+            raise ValueError(
+                f"Expected more than neighbours={self.neighbours!r} clients, but got "
+                f"{num_clients}. Use a smaller number."
+            )
+        directed = kneighbors_graph(rows, self.neighbours)
+        return directed.maximum(directed.T)
+
+
+def label_histograms(data: FederatedTensorDataset, num_classes: int) -> Tensor:
+    """Share of each class among each client's samples, float64 ``(clients, classes)``.
+
+    Args:
+        data: A split whose second field is the label, an integer per sample.
+        num_classes: Number of classes.
+    """
+    labels = data.fields[1]
+    owner = torch.arange(data.num_clients).repeat_interleave(data.num_samples)
+    positions = torch.cat([*data.indices, torch.empty(0, dtype=torch.int64)]).to(labels.device)
+    place = owner * num_classes + labels[positions].long().cpu()
+    counts = torch.bincount(place, minlength=data.num_clients * num_classes).double()
+    counts = counts.view(data.num_clients, num_classes)
+    return counts / counts.sum(1, keepdim=True).clamp_min(1)
+
+
+def model_features(models: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """The clients' models as rows, float64 ``(clients, scalars)``.
+
+    Every floating-point entry counts, buffers too, in the order of the first model.
+
+    Args:
+        models: A ``state_dict`` for each client, such as
+            ``[strategy.client_state_dict(k) for k in range(strategy.num_clients)]`` of a run of
+            LocalOnly.
+
+    Raises:
+        ValueError: If the models don't have the same entries of the same shapes.
+
+    Example:
+        >>> model_features([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.0, 5.0])}])
+        tensor([[1., 2.],
+                [0., 5.]], dtype=torch.float64)
+    """
+    found = [shapes(dict(model)) for model in models]
+    for client, other in enumerate(found):
+        if other != found[0]:
+            raise ValueError(
+                "Expected `models` to have the same entries of the same shapes, but got "
+                f"{found[0]} of client 0 and {other} of client {client}. Compare clients of "
+                "different architectures by their label histograms."
+            )
+    names = [name for name, leaf in models[0].items() if leaf.is_floating_point()] if models else []
+    rows = [torch.cat([model[name].flatten().double() for name in names]) for model in models]
+    return torch.stack(rows).cpu() if rows else torch.zeros(0, 0, dtype=torch.float64)
