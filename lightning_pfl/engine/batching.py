@@ -185,13 +185,13 @@ def order_key(seed: int, stream: str, round: int, client: int, epoch: int) -> in
     return derive(seed, "order", stream, round, client, epoch)
 
 
-def as_rows(rows: Tensor, clients: int) -> slice | Tensor | None:
-    """None for all clients, a slice for the first ones, else the positions."""
+def tick_rows(rows: Tensor, clients: int, device: torch.device) -> slice | Tensor | None:
+    """None for all clients, a slice for the first ones, else the positions, beside the models."""
     if len(rows) == clients:
         return None
     if int(rows[-1]) == len(rows) - 1:
         return slice(0, len(rows))
-    return rows
+    return rows.to(device)
 
 
 def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:

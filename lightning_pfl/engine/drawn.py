@@ -14,9 +14,9 @@ from lightning_pfl.engine.batching import (
     Limits,
     Minibatch,
     Tick,
-    as_rows,
     batch_length,
     step_bounds,
+    tick_rows,
 )
 from lightning_pfl.engine.resident import ResidentBatches
 from lightning_pfl.engine.stream import fetch
@@ -65,7 +65,7 @@ class LoaderBatches:
                 data = stack_batches(parts, self.device)
                 sizes = torch.full((len(rows),), batch_length(parts[0]))
                 minibatches.append(Minibatch(data, sizes, number=number + offset))
-            yield Tick(as_rows(rows, len(self.steps)), minibatches)
+            yield Tick(tick_rows(rows, len(self.steps), self.device), minibatches)
 
     def _next(self, row: int, number: int) -> Any:
         epoch, within = divmod(number, self.per_epoch[row])

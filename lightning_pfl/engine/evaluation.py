@@ -98,23 +98,24 @@ class VectorizedEvaluation:
         width = self._width(data, samples, per_sample)
         order = torch.argsort(samples, descending=True, stable=True)
         logs = ClientLogs(len(clients), self.settings.device)
-        counts = torch.zeros(len(clients), dtype=torch.int64)
+        counts = torch.zeros(len(clients), dtype=torch.int64, device=self.settings.device)
         predictions: list[list[Any]] = [[] for _ in clients]
         with torch.no_grad(), batchable_kernels(self.transform), self.program.capturing():
             for positions in order.split(max(1, SAMPLES // width)):
                 ids = clients[positions].tolist()
                 batches = evaluation_batches(data, ids, self.settings, per_sample, width)
-                part = rows(models, positions.to(self.settings.device))
+                here = positions.to(self.settings.device)
+                part = rows(models, here)
                 for number in range(int(batches.steps.max()) if len(ids) else 0):
                     for tick in batches.at(number):
-                        at = positions if tick.rows is None else positions[tick.rows]
-                        counts[at] += tick.minibatches[0].sizes
+                        at = here if tick.rows is None else here[tick.rows]
+                        counts[at] += tick.minibatches[0].sizes.to(counts.device)
                         output = self._tick(part, tick, step, per_sample, logs, at)
                         if step == "predict_step":
                             _keep(predictions, output, at)
                 if on_clients is not None:
                     on_clients(positions.tolist())
-        return Evaluation(logs.compute(), counts, dict(self.program.log.options), predictions)
+        return Evaluation(logs.compute(), counts.cpu(), dict(self.program.log.options), predictions)
 
     def _width(self, data: FederatedDataset, samples: Tensor, per_sample: bool) -> int:
         if not isinstance(data, FederatedTensorDataset):
@@ -138,7 +139,7 @@ class VectorizedEvaluation:
         else:
             output, values = self._step(part, minibatch, step)
         reductions = self.program.log.reductions
-        logs.add(values, minibatch.sizes, at.to(self.settings.device), reductions)
+        logs.add(values, minibatch.sizes, at, reductions)
         return output
 
     def _per_sample(self, models: Model, minibatch: Minibatch, stage: str) -> dict[str, Tensor]:

@@ -15,9 +15,9 @@ from lightning_pfl.engine.batching import (
     Limits,
     Minibatch,
     Tick,
-    as_rows,
     epoch_minibatches,
     step_bounds,
+    tick_rows,
 )
 from lightning_pfl.randomness import permutation
 
@@ -188,4 +188,4 @@ class ResidentBatches:
                 else None
             )
             minibatches.append(Minibatch(data, sizes, mask, features, starts[0] + offset))
-        return Tick(as_rows(rows, len(self.steps)), minibatches)
+        return Tick(tick_rows(rows, len(self.steps), device), minibatches)
