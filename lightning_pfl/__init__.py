@@ -5,10 +5,11 @@ Importing the package registers ``Trainer(strategy="federated")``.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_pfl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightning_pfl.callback import FederatedCallback
@@ -31,26 +32,17 @@ __all__ = [
 ]
 
 # Loaded when first used, so that `import lightning_pfl` stays as fast as `import lightning`.
-_HOME = {
-    "FederatedStrategy": "lightning_pfl.strategy",
-    "FederatedDataModule": "lightning_pfl.data",
-    "PersonalizedModule": "lightning_pfl.module",
-    "ClientModules": "lightning_pfl.client_modules",
-    "FederatedLoop": "lightning_pfl.loop",
-    "FederatedCallback": "lightning_pfl.callback",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "FederatedStrategy": "lightning_pfl.strategy",
+        "FederatedDataModule": "lightning_pfl.data",
+        "PersonalizedModule": "lightning_pfl.module",
+        "ClientModules": "lightning_pfl.client_modules",
+        "FederatedLoop": "lightning_pfl.loop",
+        "FederatedCallback": "lightning_pfl.callback",
+    },
+)
 
 
 def _federated() -> FederatedStrategy:

@@ -1,7 +1,8 @@
 """Values per sample, summaries over clients and rounds, and distances between subspaces."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lightning_pfl.lazy import lazy_names
 from lightning_pfl.metrics.clusters import (
     adjusted_rand_index,
     clusters_of_models,
@@ -43,13 +44,11 @@ __all__ = [
     "recovery_interval",
 ]
 
-RECOVERY = ("Bounds", "cluster_models", "consensus_weight", "recovery_bounds", "recovery_interval")
-
-
-def __getattr__(name: str) -> Any:
-    """Load what solves problems when it is asked for: the solvers import this package."""
-    if name not in RECOVERY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_pfl.metrics import recovery
-
-    return getattr(recovery, name)
+# The solvers import this package.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    dict.fromkeys(
+        ("Bounds", "cluster_models", "consensus_weight", "recovery_bounds", "recovery_interval"),
+        "lightning_pfl.metrics.recovery",
+    ),
+)

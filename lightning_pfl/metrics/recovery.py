@@ -38,7 +38,7 @@ from torch import Tensor
 
 from lightning_pfl.metrics.clusters import Labels, numbered
 from lightning_pfl.solvers.losses import Grouped, Losses
-from lightning_pfl.solvers.newton import newton
+from lightning_pfl.solvers.newtons_method import newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.sum_of_norms import SumOfNorms
 

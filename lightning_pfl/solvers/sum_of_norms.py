@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.solvers.losses import Losses
-from lightning_pfl.solvers.newton import newton
+from lightning_pfl.solvers.newtons_method import newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.proximal import block_soft_threshold
 

@@ -29,7 +29,7 @@ from lightning_pfl.metrics import (
 from lightning_pfl.metrics.recovery import consensus_weight, recovery_interval
 from lightning_pfl.models import SquaredHingeClassifier
 from lightning_pfl.solvers.losses import ClientLosses, Grouped
-from lightning_pfl.solvers.newton import newton, proximal_newton
+from lightning_pfl.solvers.newtons_method import newton, proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.sum_of_norms import SumOfNorms, solve_squared
 from lightning_pfl.testing import fit

@@ -12,7 +12,7 @@ from lightning_pfl.data import EllipseClusters, FederatedDataModule
 from lightning_pfl.data.ellipses import SETTINGS
 from lightning_pfl.metrics import within_cluster_distance
 from lightning_pfl.solvers.losses import Grouped
-from lightning_pfl.solvers.newton import newton, proximal_newton
+from lightning_pfl.solvers.newtons_method import newton, proximal_newton
 from tests.solvers.problems import Hinges
 
 

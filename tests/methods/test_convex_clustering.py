@@ -17,7 +17,7 @@ from lightning_pfl.methods.convex_clustering import canonical_weight
 from lightning_pfl.models import SquaredHingeClassifier
 from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.blocks import damping
-from lightning_pfl.solvers.newton import proximal_newton
+from lightning_pfl.solvers.newtons_method import proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import solve
 from lightning_pfl.testing import (

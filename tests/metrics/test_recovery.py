@@ -15,7 +15,7 @@ from lightning_pfl.metrics.recovery import (
     recovery_bounds,
     recovery_interval,
 )
-from lightning_pfl.solvers.newton import proximal_newton
+from lightning_pfl.solvers.newtons_method import proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.sum_of_norms import SumOfNorms
 from tests.solvers.problems import L4, Hinges, Quadratics, ellipses

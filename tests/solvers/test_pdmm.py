@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_pfl.randomness import derive, permutation
 from lightning_pfl.solvers.blocks import BlockDraws, check_share, damping
-from lightning_pfl.solvers.newton import proximal_newton
+from lightning_pfl.solvers.newtons_method import proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import PDMMState, objective, solve
 from lightning_pfl.solvers.proximal import block_soft_threshold

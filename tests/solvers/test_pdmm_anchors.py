@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.solvers.newton import proximal_newton
+from lightning_pfl.solvers.newtons_method import proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import PDMMState, objective, solve
 from lightning_pfl.solvers.sum_of_norms import SumOfNorms

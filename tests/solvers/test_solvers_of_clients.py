@@ -11,7 +11,7 @@ from lightning_pfl.models import SquaredHingeClassifier
 from lightning_pfl.module import PersonalizedModule
 from lightning_pfl.solvers.lbfgs import minimise
 from lightning_pfl.solvers.losses import ClientLosses, Grouped
-from lightning_pfl.solvers.newton import newton, proximal_newton
+from lightning_pfl.solvers.newtons_method import newton, proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import solve
 from lightning_pfl.solvers.sum_of_norms import SumOfNorms, regularization_path

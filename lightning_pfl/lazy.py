@@ -1,0 +1,36 @@
+"""Names of a package that are loaded when they are first used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's ``__getattr__`` and ``__dir__``, which load some of its names when asked for.
+
+    Args:
+        package: The package, its ``__name__``.
+        homes: The module in which each of these names is.
+
+    Example:
+        >>> load, _ = lazy_names("json", {"JSONDecoder": "json.decoder"})
+        >>> load("JSONDecoder").__name__
+        'JSONDecoder'
+    """
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)  # asked for once only
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return load, names

@@ -1,0 +1,45 @@
+"""The names that packages export are what they say, whatever was imported before."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+import lightning_pfl
+
+MODULES = sorted(
+    found.name
+    for found in pkgutil.walk_packages(lightning_pfl.__path__, "lightning_pfl.")
+    if not found.name.endswith("__main__")
+)
+PACKAGES = [
+    name
+    for name in ("lightning_pfl", *MODULES)
+    if hasattr(importlib.import_module(name), "__path__")
+]
+
+
+def test_the_packages_are_found() -> None:
+    wanted = ("methods", "priors", "data", "models", "callbacks", "inspect", "solvers", "metrics")
+    assert {"lightning_pfl", *(f"lightning_pfl.{name}" for name in wanted)} <= set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_export_is_hidden_by_a_module_of_its_name(package: str) -> None:
+    for name in MODULES:
+        importlib.import_module(name)
+    module = importlib.import_module(package)
+    for name in getattr(module, "__all__", ()):
+        assert not isinstance(getattr(module, name), ModuleType), f"{package}.{name} is a module"
+        assert name in dir(module)
+
+
+@pytest.mark.parametrize(
+    "package", ["lightning_pfl", "lightning_pfl.solvers", "lightning_pfl.metrics"]
+)
+def test_other_names_are_not_there(package: str) -> None:
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        importlib.import_module(package).nothing  # noqa: B018
