@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 import lightning_pfl
+from lightning_pfl import FederatedCallback, callbacks, inspect
 
 MODULES = sorted(
     found.name
@@ -43,3 +44,14 @@ def test_no_export_is_hidden_by_a_module_of_its_name(package: str) -> None:
 def test_other_names_are_not_there(package: str) -> None:
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
         importlib.import_module(package).nothing  # noqa: B018
+
+
+def test_callbacks_has_every_monitor() -> None:
+    monitors = {
+        name
+        for name in inspect.__all__
+        if isinstance(getattr(inspect, name), type)
+        and issubclass(getattr(inspect, name), FederatedCallback)
+    }
+    assert len(monitors) >= 8
+    assert monitors <= set(callbacks.__all__)

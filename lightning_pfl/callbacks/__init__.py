@@ -3,17 +3,25 @@
 from lightning_pfl.callbacks.head_fine_tuning import HeadFineTuning
 from lightning_pfl.callbacks.new_clients import NewClientAdaptation
 from lightning_pfl.inspect import (
+    ClientGraph,
     ClientHistogram,
+    ClusterMonitor,
     DriftMonitor,
     PairwiseDistance,
     PartitionPicture,
+    PriorMonitor,
+    SubspaceDistance,
 )
 
 __all__ = [
     "HeadFineTuning",
     "NewClientAdaptation",
+    "ClientGraph",
     "ClientHistogram",
+    "ClusterMonitor",
     "DriftMonitor",
     "PairwiseDistance",
     "PartitionPicture",
+    "PriorMonitor",
+    "SubspaceDistance",
 ]
