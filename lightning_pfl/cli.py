@@ -94,6 +94,10 @@ class PFLCLI(LightningCLI):
             metrics = {k: v for k, v in metrics.items() if not k.startswith("best/")}
         print_results(metrics)
 
+    def after_validate(self) -> None:
+        """Print the statistics over clients as one table, below Lightning's list."""
+        print_results(self.trainer.callback_metrics, title="After the validation")
+
     def after_test(self) -> None:
         """Print the statistics over clients as one table, below Lightning's list."""
         print_results(self.trainer.callback_metrics, title="After the test")

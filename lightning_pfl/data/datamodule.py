@@ -123,6 +123,7 @@ class FederatedDataModule(L.LightningDataModule):
         partition = self._choose_partition(arrays)
         keys = partition.keys(arrays.labels, arrays.columns)
         parts, plan = partition.split(keys, self.clients_wanted, self._rng("partition"))
+        _check_once(parts, partition)
         self._check_new(len(parts))
         features, *rest = arrays.fields
         fields = (partition.change_features(features, parts, plan), *rest)
@@ -282,6 +283,22 @@ class FederatedDataModule(L.LightningDataModule):
                 f"Expected `new_clients` to be below the number of clients ({num_clients}), but "
                 f"got new_clients={self.num_new_clients}. Leave at least one client to train."
             )
+
+
+def _check_once(parts: Parts, partition: Partition) -> None:
+    """Require that no client has a sample twice: the cuts would put it on both sides."""
+    held = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
+    owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    order = np.lexsort((held, owners))
+    again = (np.diff(owners[order]) == 0) & (np.diff(held[order]) == 0)
+    if again.any():
+        at = order[again.argmax()]
+        raise ValueError(
+            "Expected `partition` to give a client each sample once, but "
+            f"{type(partition).__name__} gave sample {held[at]} to client {owners[at]} several "
+            "times, so that it could be among its training and its test data. Drop what is there "
+            "twice (np.unique)."
+        )
 
 
 def _check_settings(

@@ -203,7 +203,9 @@ def numeric_column(values: Sequence[Any], name: str) -> Tensor:
     try:
         array = np.asarray(values)
         if array.dtype.kind not in "biuf":
-            raise ValueError(f"values of type {type(values[0]).__name__}")
+            gaps = [row for row, value in enumerate(values) if value is None]
+            kind = type(values[0]).__name__
+            raise ValueError(f"no value in row {gaps[0]}" if gaps else f"values of type {kind}")
         return torch.from_numpy(array.astype(np.float32))
     except ValueError as error:
         raise ValueError(
@@ -229,9 +231,11 @@ def encode_labels(columns: Sequence[Sequence[Any]], name: str) -> list[npt.NDArr
         return [array.astype(np.float32) for array in labels]
     if kinds <= set("biu") and all(array.min(initial=0) >= 0 for array in labels):
         return [array.astype(np.int64) for array in labels]
-    first = next((value for column in columns for value in column if value is None), labels[0][0])
+    every = [value for column in columns for value in column]
+    numbers = (value for value in every if isinstance(value, int) and value < 0)
+    wrong = None if None in every else next(numbers, every[0])
     raise ValueError(
         f"Expected label column {name!r} to hold classes from 0, strings or floats, one per "
-        f"sample, but got {first!r} among {[str(array.dtype) for array in labels]}. "
-        "Fill or drop rows without label."
+        f"sample, but got {wrong!r} among {[str(array.dtype) for array in labels]}. "
+        "Fill or drop rows without label, and number classes from 0."
     )

@@ -170,6 +170,13 @@ def test_the_table_after_fit_names_model_and_statistics(
     assert "0.5000" in shown
 
 
+def test_validate_ends_with_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = ["--trainer.enable_progress_bar", "false", "--trainer.default_root_dir", str(tmp_path)]
+    PFLCLI(["validate", "--config", RECIPE, *CPU, *quiet])
+    shown = capsys.readouterr().out
+    assert "worst_decile" in shown.partition("After the validation")[2]
+
+
 def test_there_is_no_table_without_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
     print_results({"train_loss": 1.0})
     assert capsys.readouterr().out == ""

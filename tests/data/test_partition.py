@@ -120,6 +120,7 @@ def test_draw_shows_counts(labels: npt.NDArray[Any]) -> None:
     parts = ClassesPerClient(2)(LABELS, 20, rng())
     _, ax = plt.subplots()
     assert draw(parts, labels, ax) is ax
+    assert all(tick.is_integer() for tick in ax.get_xticks())  # clients are counted
     if labels.dtype.kind == "f":
         heights = [patch.get_height() for patch in ax.patches]  # type: ignore[attr-defined]
         assert heights == [len(part) for part in parts]

@@ -88,3 +88,29 @@ def test_flower_partitioner_with_regression_targets_divides_test_by_size() -> No
     _, plan = partition.split(np.linspace(0, 1, 8), None, rng())
     test = partition.apply(np.linspace(0, 1, 100), plan, rng())
     assert [len(part) for part in test] == [50, 25, 25]
+
+
+def test_flower_partitioner_by_a_column_of_the_source_divides_test_by_that_column() -> None:
+    """Two hospitals a client, as of GroupedNaturalIdPartitioner: their test samples follow."""
+
+    class Pairs(Shards):
+        num_partitions = 2
+
+        def load_partition(self, partition_id: int) -> Any:
+            names = self._dataset["hospital"]
+            wanted = [("a", "b"), ("c", "d")][partition_id]
+            return self._dataset.select([k for k, name in enumerate(names) if name in wanted])
+
+    partition = FlowerPartitioner(Pairs(), label_column="hospital")
+    who = {"hospital": np.array(["c", "a", "b", "d", "a"])}
+    keys = partition.keys(np.zeros(5, dtype=np.int64), who)
+    parts, plan = partition.split(keys, None, rng())
+    assert [part.tolist() for part in parts] == [[1, 2, 4], [0, 3]]
+    test = partition.apply(np.array(["a", "d", "b", "a", "new", "c"]), plan, rng())
+    assert [sorted(part.tolist()) for part in test] == [[0, 2, 3], [1, 5]]
+
+
+def test_flower_partitioner_gets_the_labels_where_the_source_has_no_such_column() -> None:
+    labels = np.array([0, 1, 1, 0])
+    who = {"hospital": np.array(["a", "b", "b", "a"])}
+    assert FlowerPartitioner(Shards()).keys(labels, who) is labels

@@ -126,12 +126,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "client column": ({"client": "nope"}, ValueError, r"columns \['nope'\].*Set features, label"),
     "split": ({"test_split": "test"}, ValueError, r"split 'test' .* splits \['train'\]"),
     "text feature": ({"features": "kind"}, ValueError, "column 'kind' to hold numbers.*tokenise"),
-    "missing value": ({"features": "gap"}, ValueError, "column 'gap' to hold numbers.*fill gaps"),
+    "missing value": (
+        {"features": "gap"},
+        ValueError,
+        "column 'gap' to hold numbers.* no value in row 1\\. .*fill gaps",
+    ),
     "missing label": ({"label": "gap_label"}, ValueError, "label column 'gap_label'.*got None"),
     "negative label": (
         {"label": "minus"},
         ValueError,
-        "label column 'minus' to hold classes from 0",
+        "label column 'minus' to hold classes from 0.* got -3 among .*number classes from 0",
     ),
     "missing client": ({"client": "gap_label"}, ValueError, "a client for every sample.*missing"),
     "ragged lists": ({"features": "ragged"}, ValueError, "column 'ragged' to hold .*pad lists"),
@@ -148,7 +152,7 @@ def test_wrong_tables_are_refused(tmp_path: Path, case: str) -> None:
     frame = FRAME.assign(
         gap=["x", None, "y", "z", "z"],
         gap_label=["x", None, "y", "z", "z"],
-        minus=[-1, 0, 1, 2, 3],
+        minus=[0, -3, 1, 2, 3],
         ragged=[[1.0], [1.0, 2.0], [], [1.0], [1.0]],
         pair=[[1.0, 2.0]] * 5,
     )

@@ -55,6 +55,22 @@ class TwoPartitions:
         raise AssertionError("must not be reached")
 
 
+class ByHospital:
+    num_partitions = 2
+    dataset: Any = None
+
+    def load_partition(self, partition_id: int) -> Any:
+        raise ValueError(f"Column (hospital) not in {self.dataset.column_names}.")
+
+
+class Twice(IID):
+    """Gives client 1 its first sample a second time."""
+
+    def apply(self, labels: Any, plan: Any, rng: np.random.Generator) -> Any:
+        first, second, *others = super().apply(labels, plan, rng)
+        return [first, np.append(second, second[0]), *others]
+
+
 Case = tuple[Callable[[], Any], type[Exception], str]
 CASES: dict[str, Case] = {
     # Partitions
@@ -195,6 +211,17 @@ CASES: dict[str, Case] = {
         lambda: split(FlowerPartitioner(TwoPartitions()), 5),
         ValueError,
         "num_partitions=2, but got num_clients=5. Leave num_clients out",
+    ),
+    "Flower partitioner by another column": (
+        lambda: split(FlowerPartitioner(ByHospital()), 2),
+        ValueError,
+        r"columns 'label' and 'position', but ByHospital says: Column \(hospital\) not in "
+        r"\['label', 'position'\]\. Set label_column to its partition_by",
+    ),
+    "sample held twice": (
+        lambda: module(partition=Twice()).setup(),
+        ValueError,
+        r"each sample once, but Twice gave sample \d+ to client 1 several times.*Drop",
     ),
     # Data module
     "validation of everything": (

@@ -39,12 +39,15 @@ def draw(
     Returns:
         The axes, for titles and saving (``ax.figure.savefig``).
     """
+    from matplotlib.ticker import MaxNLocator
+
     if ax is None:
         import matplotlib.pyplot as plt
 
         _, ax = plt.subplots(figsize=(8, 4), layout="constrained")
     labels = np.asarray(labels)
     ax.set_xlabel("client")
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     if labels.dtype.kind == "f":
         ax.bar(np.arange(len(parts)), [len(part) for part in parts])
         ax.set_ylabel("samples")

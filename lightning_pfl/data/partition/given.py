@@ -19,7 +19,8 @@ class Natural(Partition):
 
     Args:
         column: Column of the source that says whose sample it is. ``None``: the source's only one.
-        min_size: Clients with fewer training samples than this are left out.
+        min_size: Clients with fewer samples than this are left out; it counts before the data
+            module cuts validation (and, without a test set, test) samples off.
     """
 
     def __init__(self, column: str | None = None, min_size: int = 1) -> None:
@@ -79,14 +80,16 @@ class Natural(Partition):
 class FlowerPartitioner(Partition):
     """Any partitioner of flwr-datasets.
 
-    The partitioner sees a table with one row per training sample and the label in
+    The partitioner sees a table with one row per training sample and one column to split by,
     ``label_column``; its own seed decides the draw. A Flower partitioner knows no second split, so
-    the test samples of each class are divided in proportion to the clients' training samples of it.
+    the test samples of each class, or with each value of that column, are divided in proportion to
+    the clients' training samples of it.
 
     Args:
         partitioner: Object with the attributes ``dataset`` (is assigned), ``num_partitions`` and
             ``load_partition(partition_id)``. A copy is used, so it can serve several times.
-        label_column: Name of the label column that the partitioner expects (its ``partition_by``).
+        label_column: The column that the partitioner expects (its ``partition_by``): if it is a
+            column of the source, such as the client of a table, that one, else the labels.
     """
 
     def __init__(self, partitioner: Any, label_column: str = "label") -> None:
@@ -99,27 +102,17 @@ class FlowerPartitioner(Partition):
         self.partitioner = partitioner
         self.label_column = label_column
 
+    def keys(
+        self, labels: npt.NDArray[Any], columns: Mapping[str, npt.NDArray[Any]]
+    ) -> npt.NDArray[Any]:
+        """Return the source's column of that name, or the labels."""
+        return columns.get(self.label_column, labels)
+
     def split(
         self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
     ) -> tuple[Parts, Any]:
         """Let the partitioner split the samples; the plan holds counts per class and client."""
-        from datasets import Dataset
-
-        # flwr-datasets lets a dataset be assigned only once, hence the copy.
-        partitioner = copy.deepcopy(self.partitioner)
-        partitioner.dataset = Dataset.from_dict(
-            {self.label_column: labels, "position": np.arange(len(labels))}
-        )
-        clients = partitioner.num_partitions
-        if num_clients not in (None, clients):
-            raise ValueError(
-                f"Expected `num_clients` to be the partitioner's num_partitions={clients}, but got "
-                f"{num_clients=}. Leave num_clients out."
-            )
-        parts = [
-            np.asarray(list(partitioner.load_partition(client)["position"]), dtype=np.int64)
-            for client in range(clients)
-        ]
+        parts = self._load(labels, num_clients)
         if labels.dtype.kind == "f":
             return parts, np.array([len(part) for part in parts])
         classes, counts = class_counts(parts, labels)
@@ -134,3 +127,31 @@ class FlowerPartitioner(Partition):
         if isinstance(plan, np.ndarray):
             return cut_by_shares(rng.permutation(len(labels)), plan)
         return cut_classes(labels, plan, rng)
+
+    def _load(self, labels: npt.NDArray[Any], num_clients: int | None) -> Parts:
+        """Positions of each of the partitioner's clients."""
+        from datasets import Dataset
+
+        # flwr-datasets lets a dataset be assigned only once, hence the copy.
+        partitioner = copy.deepcopy(self.partitioner)
+        try:
+            partitioner.dataset = Dataset.from_dict(
+                {self.label_column: labels, "position": np.arange(len(labels))}
+            )
+            clients = partitioner.num_partitions
+            if num_clients in (None, clients):
+                return [
+                    np.asarray(list(partitioner.load_partition(k)["position"]), dtype=np.int64)
+                    for k in range(clients)
+                ]
+        except Exception as error:  # another library's, of any kind
+            raise ValueError(
+                f"Expected `partitioner` to split a table with the columns {self.label_column!r} "
+                f"and 'position', but {type(partitioner).__name__} says: "
+                f"{str(error).rstrip('. ')}. Set label_column to its partition_by, or change its "
+                "settings."
+            ) from error
+        raise ValueError(
+            f"Expected `num_clients` to be the partitioner's num_partitions={clients}, but got "
+            f"{num_clients=}. Leave num_clients out."
+        )

@@ -111,7 +111,8 @@ class Dirichlet(Partition):
 
     Args:
         alpha: :math:`\alpha > 0`, concentration.
-        min_size: Smallest number of training samples of a client, at least 0.
+        min_size: Smallest number of samples of a client, at least 0, before the data module cuts
+            validation (and, without a test set, test) samples off them.
 
     References:
         Yurochkin et al. Bayesian nonparametric federated learning of neural networks. ICML 2019.

@@ -64,7 +64,8 @@ class LogNormalSizes(SizePartition):
     Args:
         sigma: :math:`\sigma > 0`, standard deviation of the logarithm of the size. With 1 the
             largest of 100 clients has about ten times the samples of a typical one.
-        min_size: Smallest number of training samples of a client; smaller ones are topped up.
+        min_size: Smallest number of samples of a client, at least 0, before the data module cuts
+            validation (and, without a test set, test) samples off them; smaller ones are topped up.
     """
 
     def __init__(self, sigma: float = 1.0, min_size: int = 1) -> None:
