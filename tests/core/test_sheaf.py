@@ -195,6 +195,13 @@ def test_random_maps_are_a_function_of_seed_and_edge() -> None:
     assert float((both[0] * both[1]).mean()) == pytest.approx(0.0, abs=3e-4)
 
 
+def test_random_maps_of_a_clients_edges_are_independent() -> None:
+    graph, sizes = resolve_graph("complete", 3, 0), torch.full((3,), 200)
+    for maps in kept(Restrictions.plan(graph, sizes, "random", 1, 0.1, 0), sizes):
+        # The mean of 40,000 products has a deviation of 0.1 * 0.1 / 200 = 5e-5.
+        assert float((maps[0] * maps[1]).mean()) == pytest.approx(0.0, abs=3e-4)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 1.0])
 def test_how_far_momentum_goes(momentum: float) -> None:
     velocity = position = 0.0

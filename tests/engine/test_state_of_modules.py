@@ -153,6 +153,17 @@ def test_a_recording_follows_the_module(monkeypatch: pytest.MonkeyPatch, change:
     assert_trees_close(fast.models, slow.models, rtol=1e-10, atol=1e-10)
 
 
+def test_a_dropout_rate_may_be_raised_later() -> None:
+    """The first step drew no random numbers, which is no promise for later rounds."""
+
+    def run(engine: str) -> Fit:
+        when = Change(1, lambda m: setattr(m.backbone[0], "p", 0.5))
+        data, module = image_clients((8, 5)), network(nn.Dropout(0.0))
+        return fit(FedAvg(), data, module, 3, engine, callbacks=[when])
+
+    assert_trees_close(run("vectorized").models, run("sequential").models, rtol=1e-10, atol=1e-10)
+
+
 # --- steps that keep things on the module ---
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +336,28 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     assert not [name for name in tmp_path.iterdir() if name.suffix == ".ckpt" and name != path]
     AtomicCheckpointIO().save_checkpoint({"round": 3}, path)
     assert [name.name for name in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="only there can a folder be synchronised")
+def test_the_data_reach_the_disk_before_the_name_and_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, rename, path = os.fsync, Path.replace, tmp_path / "last.ckpt"
+    events: list[str | int] = []
+
+    def fsync(handle: int) -> None:
+        state = os.fstat(handle)
+        events.append("folder" if stat.S_ISDIR(state.st_mode) else state.st_size)
+        sync(handle)
+
+    def replace(old: Path, new: Path) -> Path:
+        events.append("name")
+        return rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    AtomicCheckpointIO().save_checkpoint({"round": 1}, path)
+    assert events == [path.stat().st_size, "name", "folder"]
 
 
 def test_a_users_checkpoint_plugin_is_used(tmp_path: Path) -> None:

@@ -1,14 +1,20 @@
-"""Resuming with other settings: refused where the server's state depends on them, else said."""
+"""Resuming with other settings: refused where the server's state depends on them, else said. And
+what a round had logged before the run was interrupted inside it."""
 
 from __future__ import annotations
 
+import csv
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_pfl.errors import CheckpointMismatchError
 from lightning_pfl.methods import SCAFFOLD, FedAvg, FedProx
@@ -75,6 +81,43 @@ def test_other_settings_are_said(before: Method, now: Method, said: str, tmp_pat
     path = saved(before, tmp_path)
     with pytest.warns(UserWarning, match=f"continues with other settings .*{said}"):
         assert resume(now, path).strategy.rounds == 2
+
+
+class Stop(Callback):
+    """Ends the run before the validation of a round."""
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 2 and not trainer.sanity_checking:
+            raise InterruptedError
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_run_resumed_inside_a_round_logs_what_the_round_had_logged(tmp_path: Path) -> None:
+    def run(name: str, *callbacks: Callback, **settings: Any) -> dict[int, dict[str, str]]:
+        logger = CSVLogger(tmp_path, name)
+        folder = tmp_path / f"checkpoints of the {'whole' if name == 'whole' else 'parts'}"
+        saver = ModelCheckpoint(folder, save_last=True, every_n_train_steps=1)
+        new = trainer(
+            max_epochs=4,
+            logger=logger,
+            enable_checkpointing=True,
+            callbacks=[*callbacks, saver],
+        )
+        with suppress(InterruptedError):
+            new.fit(Quadratic(), points(), points(), **settings)
+        logger.save()
+        with (Path(logger.log_dir) / "metrics.csv").open(newline="") as file:
+            found = [row for row in csv.DictReader(file) if row.get("train_loss")]
+        names = ("train_loss", "round/clients", "round/bytes_up")
+        return {int(row["epoch"]): {name: row[name] for name in names} for row in found}
+
+    whole = run("whole")
+    first = run("first", Stop())
+    second = run("second", ckpt_path="last")
+    assert list(whole) == [0, 1, 2, 3]
+    assert len({row["train_loss"] for row in whole.values()}) == 4
+    assert {**first, **second} == whole
+    assert list(second) == [2, 3]
 
 
 class More(FedProx):
