@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pfl.callbacks import HeadFineTuning, head_fine_tuning
 from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.methods import Ditto, FedAvg, FedRep
 from lightning_pfl.metrics import summarize
 from lightning_pfl.testing import assert_trees_equal, descend
 from tests.callbacks.setting import (
@@ -95,6 +95,22 @@ def test_methods_without_a_global_model_start_from_the_personal_one() -> None:
         )
         got = tuning.client_state_dict(str(client))["head.weight"]
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_methods_with_both_models_start_from_the_global_one() -> None:
+    tuning = HeadFineTuning(epochs=2)
+    run = trainer(Ditto(prox_weight=0.5), tuning)
+    run.fit(split(), quadratics())
+    start = run.strategy.global_state_dict()
+    for client, size in enumerate(SIZES):
+        personal = run.strategy.client_state_dict(client)["backbone.weight"]
+        assert not torch.allclose(personal, start["backbone.weight"])
+        want = tuned_head(
+            start["backbone.weight"], start["head.weight"], client, 2 * steps_of(size)
+        )
+        got = tuning.client_state_dict(client)
+        assert torch.equal(got["backbone.weight"], start["backbone.weight"])
+        torch.testing.assert_close(got["head.weight"], want, rtol=1e-12, atol=1e-12)
 
 
 def plain_torch(state: dict[str, Tensor], data: FederatedTensorDataset, client: int) -> nn.Module:
