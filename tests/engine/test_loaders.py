@@ -75,6 +75,25 @@ def test_steps_cycle_through_a_loader() -> None:
 
 
 def test_phases_draw_new_batches() -> None:
+    """Those that one phase of two epochs draws, in which every sample comes once an epoch."""
+    seen: dict[str, list[float]] = {}
+
+    class Looking(PersonalizedModule):
+        name = ""
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+            seen.setdefault(self.name, []).extend(batch[0][:, 0, 0, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    for name, method in (("one", FedAvg(local_epochs=2)), ("two", FedRep(head_epochs=1))):
+        plain = cnn()
+        module = Looking(plain.backbone, plain.head).double()
+        module.name = name
+        local_round(method, module, loaders(True), "sequential", clients=[3])
+    assert seen["one"] == seen["two"]
+    first, second = seen["two"][: SIZES[3]], seen["two"][SIZES[3] :]
+    assert sorted(first) == sorted(second) == sorted(samples(3)[0][:, 0, 0, 0].tolist())
+    assert first != second
     compare(cnn, loaders(True), lambda: FedRep(head_epochs=2))
 
 
