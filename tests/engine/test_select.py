@@ -1,0 +1,179 @@
+"""``engine="auto"`` trains every module: for many clients at once where that gives the same, else
+one client after another, and says why."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.methods import FedAvg
+from lightning_pfl.testing.fitting import Fit, fit
+from lightning_pfl.testing.rounds import assert_trees_close
+from tests.engine.nets import CLASSES, image_clients
+from tests.loop.setting import trainer
+
+
+def clients() -> FederatedTensorDataset:
+    return image_clients((9, 4, 1), batch_size=4)
+
+
+class Classifier(L.LightningModule):
+    """A user's own module; subclasses change one thing."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(CLASSES))
+        self.layers(torch.zeros(2, 1, 5, 5))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log_dict({"train_loss": loss, "twice": 2 * loss})
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Recurrent(Classifier):
+    """Reads the rows of a picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 5, batch_first=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.lstm(x.flatten(1, 2))[0])
+
+
+class Attentive(Classifier):
+    """Rows of a picture look at each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(5, 1, batch_first=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(1, 2)
+        return super().forward(self.attention(rows, rows, rows, need_weights=False)[0])
+
+
+class TwoRates(Classifier):
+    """Two parameter groups, and a scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        last: Any = self.layers[-1]
+        groups: list[dict[str, Any]] = [
+            {"params": [last.weight]},
+            {"params": [last.bias], "lr": 0.3},
+        ]
+        optimizer = torch.optim.Adam(groups, lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Measuring(Classifier):
+    """Validates with a torchmetrics object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.accuracy(self(batch[0]), batch[1])
+        self.log("val_loss", self.accuracy)
+
+
+class OwnSGD(torch.optim.SGD):
+    """May do anything."""
+
+
+class OwnOptimizer(Classifier):
+    def configure_optimizers(self) -> Any:
+        return OwnSGD(self.parameters(), lr=0.1)
+
+
+class Wrong(torch.autograd.Function):
+    """The identity, with a wrong rule for many clients at once."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return 1.1 * x, in_dims[0]
+
+
+class Otherwise(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        result: Tensor = Wrong.apply(super().training_step(batch, batch_idx))
+        return result
+
+
+MODULES: dict[str, tuple[Callable[[], Classifier], str, str]] = {
+    "linear": (Classifier, "vectorized", "vectorized"),
+    "BatchNorm": (lambda: Classifier(nn.BatchNorm2d(1)), "vectorized", "vectorized"),
+    "dropout": (lambda: Classifier(nn.Dropout(0.4)), "vectorized", "vectorized"),
+    "LSTM": (Recurrent, "vectorized", "vectorized"),
+    "attention": (Attentive, "vectorized", "vectorized"),
+    "groups and scheduler": (TwoRates, "vectorized", "vectorized"),
+    "torchmetrics": (Measuring, "vectorized", "sequential .*torchmetrics"),
+    "own optimizer": (OwnOptimizer, "sequential .*OwnSGD", "vectorized"),
+    "another result": (Otherwise, "sequential .*differs", "vectorized"),
+}
+
+
+def run(make: Callable[[], Classifier], engine: str) -> Fit:
+    return fit(FedAvg(), clients(), make(), 3, engine, val_data=clients())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_trains_like_one_client_after_another(name: str) -> None:
+    make, training, validation = MODULES[name]
+    auto, slow = run(make, "auto"), run(make, "sequential")
+    choices = auto.strategy.engine.choices
+    for step, expected in (("training_step", training), ("validation_step", validation)):
+        assert re.match(expected, choices[step]), choices
+    assert_trees_close(auto.models, slow.models, rtol=1e-9, atol=1e-9)
+    assert auto.metrics.keys() == slow.metrics.keys()
+    assert auto.metrics == pytest.approx(slow.metrics, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["own optimizer", "another result"])
+def test_what_can_not_run_at_once_is_refused_where_that_was_asked_for(name: str) -> None:
+    match = r"Expected `training_step` of .* engine='vectorized' says"
+    with pytest.raises(ValueError, match=match):
+        run(MODULES[name][0], "vectorized")
+
+
+def test_the_log_says_what_runs_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        trainer(engine="auto", max_epochs=1).fit(OwnOptimizer(), clients(), clients())
+    assert re.search(r"training_step runs sequential: .*OwnSGD", caplog.text)
+    assert re.search(r"validation_step runs vectorized: \w+", caplog.text)
