@@ -149,7 +149,10 @@ def test_a_recording_follows_the_module(monkeypatch: pytest.MonkeyPatch, change:
 
     fast, slow = run("vectorized"), run("sequential")
     Sharper.strength[0] = 1.0
-    assert fast.strategy.engine._engines["training_step"].traces.used > 0  # type: ignore[union-attr]
+    traces = fast.strategy.engine._engines["training_step"].traces  # type: ignore[union-attr]
+    assert traces.used > 0
+    # What a fingerprint sees begins another recording; what none sees ends all recording.
+    assert traces.enabled == (change != "unseen")
     assert_trees_close(fast.models, slow.models, rtol=1e-10, atol=1e-10)
 
 

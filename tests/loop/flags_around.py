@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     Callback,
     GradientAccumulationScheduler,
@@ -18,9 +19,11 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 
+from lightning_pfl.flags import autocast_dtype
 from lightning_pfl.methods import FedRep
 from tests.loop.flags_of_rounds import ends, fit, refused
 from tests.loop.setting import (
@@ -72,6 +75,8 @@ def precision(tmp_path: Path) -> None:
         UserWarning, match="AMP with fp16 is not supported on CPU. Using `precision='bf16-mixed'`"
     ):
         trainer(precision="16-mixed")
+    with pytest.raises(MisconfigurationException, match=r"precision='16-mixed'\)` .* Loss scaling"):
+        autocast_dtype(MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cpu")))
     refused(
         r"Trainer\(precision='bf16-true'\)` .* Use '32-true', '64-true' or 'bf16-mixed'",
         precision="bf16-true",

@@ -108,13 +108,13 @@ def test_a_run_resumed_inside_a_round_logs_what_the_round_had_logged(tmp_path: P
         logger.save()
         with (Path(logger.log_dir) / "metrics.csv").open(newline="") as file:
             found = [row for row in csv.DictReader(file) if row.get("train_loss")]
-        names = ("train_loss", "round/clients", "round/bytes_up")
+        names = ("step", "train_loss", "round/clients", "round/bytes_up")
         return {int(row["epoch"]): {name: row[name] for name in names} for row in found}
 
     whole = run("whole")
     first = run("first", Stop())
     second = run("second", ckpt_path="last")
-    assert list(whole) == [0, 1, 2, 3]
+    assert [(round, row["step"]) for round, row in whole.items()] == [(k, str(k)) for k in range(4)]
     assert len({row["train_loss"] for row in whole.values()}) == 4
     assert {**first, **second} == whole
     assert list(second) == [2, 3]
