@@ -1,0 +1,138 @@
+"""The kernels for a CPU give what torch's own give each client alone: values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_pfl.engine import kernels
+from lightning_pfl.engine.kernels import FastKernels
+
+CLIENTS = 3
+Dims = tuple[int | None, ...]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def check(function: Callable[..., Tensor], tensors: list[Tensor], dims: Dims) -> None:
+    """A weighted sum of the outputs and its gradients, under ``vmap`` and client by client."""
+
+    def fast(*args: Tensor) -> Tensor:
+        with FastKernels():
+            return function(*args)
+
+    def alone(*args: Tensor) -> Tensor:
+        def of(k: int) -> list[Tensor]:
+            pairs = zip(args, dims, strict=True)
+            return [arg if dim is None else arg.select(dim, k) for arg, dim in pairs]
+
+        return torch.stack([function(*of(k)) for k in range(CLIENTS)])
+
+    results = []
+    for run in (torch.vmap(fast, in_dims=dims), alone):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out = run(*leaves)
+        shares = torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)
+        grads = torch.autograd.grad((out * shares).sum(), leaves)
+        results.append((out.detach(), *grads))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stride": {"stride": 2},
+    "padding": {"padding": 1},
+    "dilation": {"dilation": 2},
+    "pairs": {"stride": (2, 1), "padding": (0, 2), "dilation": (1, 2)},
+    "all at once": {"stride": 2, "padding": 2, "dilation": 2},
+    "padding by name": {"padding": "same"},
+    "groups": {"groups": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shared", ["nothing", "weights", "samples"])
+@pytest.mark.parametrize("settings", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_convolutions(settings: dict[str, Any], shared: str, bias: bool) -> None:
+    x, w, b = (2, 4, 7, 6), (6, 4 // settings.get("groups", 1), 3, 2), (6,)
+    x_dim, w_dim = None if shared == "samples" else 0, None if shared == "weights" else 0
+    shapes = [(x, x_dim), (w, w_dim), (b, w_dim)][: 3 if bias else 2]
+    tensors = [draw(*(() if dim is None else (CLIENTS,)), *shape) for shape, dim in shapes]
+    dims = tuple(dim for _, dim in shapes)
+    check(lambda *args: F.conv2d(*args, **settings), tensors, dims)
+
+
+@pytest.mark.parametrize("dims", [(1, 0, 0), (0, 1, 0), (2, 3, 1), (0, 0, None), (0, None, 0)])
+def test_the_clients_of_a_convolution_may_be_on_any_axis(dims: Dims) -> None:
+    shapes: list[list[int]] = [[2, 4, 7, 6], [6, 4, 3, 2], [6]]
+    for shape, dim in zip(shapes, dims, strict=True):
+        if dim is not None:
+            shape.insert(dim, CLIENTS)
+    check(F.conv2d, [draw(*shape) for shape in shapes], dims)
+
+
+def test_one_picture_without_an_axis_for_samples() -> None:
+    check(F.conv2d, [draw(CLIENTS, 4, 7, 6), draw(CLIENTS, 6, 4, 3, 2)], (0, 0))
+    check(lambda x: F.max_pool2d(x, 2), [draw(CLIENTS, 4, 7, 6)], (0,))
+
+
+POOLS: dict[str, dict[str, Any]] = {
+    "2": {"kernel_size": 2},
+    "pair": {"kernel_size": (2, 2), "stride": (2, 2)},
+    "overlapping": {"kernel_size": 2, "stride": 1},
+    "unequal": {"kernel_size": (2, 1)},
+    "3": {"kernel_size": 3},
+    "padding": {"kernel_size": 2, "padding": 1},
+    "dilation": {"kernel_size": 2, "dilation": 2},
+    "ceil": {"kernel_size": 2, "ceil_mode": True},
+}
+
+
+@pytest.mark.parametrize("size", [(6, 4), (7, 5), (5, 6), (4, 3)])
+@pytest.mark.parametrize("settings", POOLS.values(), ids=POOLS)
+def test_pooling(settings: dict[str, Any], size: tuple[int, int]) -> None:
+    check(lambda x: F.max_pool2d(x, **settings), [draw(CLIENTS, 2, 3, *size)], (0,))
+
+
+@pytest.mark.parametrize("dim", range(5))
+def test_the_clients_of_a_pooling_may_be_on_any_axis(dim: int) -> None:
+    shape = [2, 4, 7, 6]
+    shape.insert(dim, CLIENTS)
+    check(lambda x: F.max_pool2d(x, 2), [draw(*shape)], (dim,))
+
+
+def test_of_equal_maxima_the_first_has_the_gradient() -> None:
+    """Of whole numbers from 0 to 1, most windows have several maxima; so has every ReLU of 0."""
+    x = torch.randint(2, (CLIENTS, 5, 3, 8, 8)).double()
+    check(lambda x: F.max_pool2d(x, 2), [x], (0,))
+
+
+def test_the_kernels_are_the_ones_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            calls.append(name)
+            return apply(*args)
+
+        return run
+
+    for name in ("_ClientConvolution", "MaxPool2x2"):
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(kernel, "apply", counted(name, kernel.apply))
+
+    def both(x: Tensor, w: Tensor) -> Tensor:
+        with FastKernels():
+            return F.max_pool2d(F.conv2d(x, w), 2)
+
+    torch.vmap(both)(draw(CLIENTS, 2, 1, 6, 6), draw(CLIENTS, 4, 1, 3, 3))
+    assert calls == ["_ClientConvolution", "MaxPool2x2"]
