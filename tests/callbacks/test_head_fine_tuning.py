@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from lightning_pfl.callbacks import HeadFineTuning, head_fine_tuning
 from lightning_pfl.data import FederatedTensorDataset
+from lightning_pfl.engine.batching import order_key
 from lightning_pfl.methods import Ditto, FedAvg, FedRep
 from lightning_pfl.metrics import summarize
+from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.randomness import permutation
 from lightning_pfl.testing import assert_trees_equal, descend
 from tests.callbacks.setting import (
     CENTERS,
@@ -170,6 +173,27 @@ def test_no_epochs_give_the_global_model_exactly(engine: str) -> None:
     assert len(tuned) == 10  # five statistics of two values
     for key, value in tuned.items():
         assert value == run.callback_metrics[key.replace("ft/", "global/")]
+
+
+def test_the_order_of_samples_is_that_of_the_last_round_and_no_rounds_own() -> None:
+    train, val = classes(shuffle=True)
+    seen: list[int] = []
+
+    class Looking(PersonalizedModule):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+            same = (batch[0][:, None] == train.fields[0]).all(2)
+            seen.extend(same.nonzero()[:, 1].tolist())
+            return super().training_step(batch, batch_idx)
+
+    plain = network()
+    run = trainer(FedAvg(), HeadFineTuning(epochs=1), max_epochs=2, seed=3)
+    run.fit(Looking(plain.backbone, plain.head).double(), train, val)
+    for client, owned in enumerate(train.indices):
+        expected: list[int] = []
+        for stream, round in (("local", 0), ("local", 1), ("fine-tuning", 1)):
+            order = permutation(len(owned), order_key(3, stream, round, client, 0))
+            expected += owned[order].tolist()
+        assert [position for position in seen if position in owned] == expected
 
 
 def rows_of(run: Any, name: str) -> list[dict[str, str]]:

@@ -151,6 +151,7 @@ def test_validate_test_and_predict_after_a_fit() -> None:
     run = trainer(LocalOnly(), max_epochs=1)
     module = Quadratic()
     run.fit(module, datamodule=Splits())
+    history = run.strategy.history.state_dict()
     want = sum(loss_at(trained(ZERO, k), k) for k in range(4)) / 4
     assert run.validate(module, datamodule=Splits(), verbose=False)[0]["val_loss"] == pytest.approx(
         want, rel=1e-6
@@ -166,6 +167,8 @@ def test_validate_test_and_predict_after_a_fit() -> None:
         torch.testing.assert_close(
             rows[0], trained(ZERO, client) - CENTRES[client], rtol=0, atol=1e-12
         )
+    # The last ten rounds and the best one are those of the fit, whatever was tested since.
+    assert run.strategy.history.state_dict() == history
 
 
 class Writer(BasePredictionWriter):

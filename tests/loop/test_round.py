@@ -224,6 +224,26 @@ def test_reloaded_data_must_hold_the_same_clients() -> None:
         trainer(reload_dataloaders_every_n_epochs=1).fit(Quadratic(), NamesData())
 
 
+class GrowingData(L.LightningDataModule):
+    """Other numbers of samples from the second round on."""
+
+    sizes = (SIZES, (2, 9, 3, 1))
+
+    def train_dataloader(self) -> Any:
+        first = self.trainer is None or self.trainer.current_epoch == 0
+        return points(self.sizes[not first])
+
+
+def test_weights_are_those_of_the_reloaded_data() -> None:
+    module = Quadratic()
+    trainer(reload_dataloaders_every_n_epochs=1).fit(module, GrowingData())
+    w = torch.zeros(2, dtype=torch.float64)
+    for sizes in GrowingData.sizes:
+        ends = [trained(w, k, steps_of(size)) for k, size in enumerate(sizes)]
+        w = mean(ends, list(sizes))
+    torch.testing.assert_close(module.w.data, w, rtol=0, atol=1e-12)
+
+
 def test_results_do_not_depend_on_the_chunks_or_the_global_generator() -> None:
     states = []
     for chunk, seed in ((None, 1), (1, 2), (3, 4)):
