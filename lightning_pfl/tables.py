@@ -12,8 +12,9 @@ FIXED_COLUMNS = ("round", "client", "num_samples")
 class ClientTable:
     """Appends to ``clients_val.csv`` or ``clients_test.csv``.
 
-    A resumed run repeats the rounds after its checkpoint: before the first append, rows of the
-    round and of later ones are dropped, so that no round is there twice.
+    A resumed run repeats the rounds after its checkpoint, and a run that is over can be validated
+    once more: rows of the round and of later ones are dropped before it is appended, so that no
+    round is there twice.
 
     Args:
         path: The file; its folder is made when needed.
@@ -22,6 +23,8 @@ class ClientTable:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.columns: list[str] = []
+        self._round = -1
+        self._size: int | None = None
 
     def append(
         self,
@@ -38,7 +41,8 @@ class ClientTable:
             num_samples: Samples evaluated, one per client.
             values: Metric name to one value per client.
         """
-        if not set(values) <= set(self.columns):
+        new_column = not set(values) <= set(self.columns)
+        if new_column or round <= self._round or self._changed():
             self._begin(round, [*values])
         missing = [""] * len(clients)
         metrics = (
@@ -48,6 +52,7 @@ class ClientTable:
             csv.writer(file).writerows(
                 zip([round] * len(clients), clients, num_samples, *metrics, strict=True)
             )
+        self._remember(round)
 
     def extend(
         self,
@@ -76,6 +81,14 @@ class ClientTable:
                 rows[client][name] = repr(value)
         self.columns = [*dict.fromkeys([*known, *values])]
         self._write(kept)
+        self._remember(round)
+
+    def _remember(self, round: int) -> None:
+        self._round, self._size = round, self.path.stat().st_size
+
+    def _changed(self) -> bool:
+        """Whether somebody else wrote: `fit` and `validate` have a table each, of one file."""
+        return not self.path.exists() or self.path.stat().st_size != self._size
 
     def _begin(self, round: int, names: list[str]) -> None:
         """Write the header and what stays of an earlier run; a torn row has no last column."""

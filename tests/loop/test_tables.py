@@ -69,6 +69,40 @@ def test_a_value_that_comes_later_gets_a_column(tmp_path: Path) -> None:
     ]
 
 
+def test_a_round_that_is_evaluated_again_is_there_once(tmp_path: Path) -> None:
+    table = ClientTable(tmp_path / "clients_val.csv")
+    for acc in (0.5, 0.6):
+        table.append(0, ["a", "b"], [3, 4], {"acc": [acc, 1.0]})
+    table.append(1, ["a"], [3], {"acc": [0.7]})
+    assert rows(table.path) == [
+        ("0", "a", "3", "0.6"),
+        ("0", "b", "4", "1.0"),
+        ("1", "a", "3", "0.7"),
+    ]
+
+
+def test_two_tables_of_one_file_keep_its_columns(tmp_path: Path) -> None:
+    """A fit, a validation with one value more, and the fit goes on."""
+    fit, validate = (ClientTable(tmp_path / "clients_val.csv") for _ in range(2))
+    fit.append(0, ["a"], [3], {"acc": [0.5]})
+    validate.append(0, ["a"], [3], {"ft/acc": [0.6], "acc": [0.5]})
+    fit.append(1, ["a"], [3], {"acc": [0.7]})
+    with fit.path.open(newline="") as file:
+        assert list(csv.DictReader(file)) == [
+            {"round": "0", "client": "a", "num_samples": "3", "acc": "0.5", "ft/acc": "0.6"},
+            {"round": "1", "client": "a", "num_samples": "3", "acc": "0.7", "ft/acc": ""},
+        ]
+
+
+def test_a_table_that_was_deleted_begins_anew(tmp_path: Path) -> None:
+    table = ClientTable(tmp_path / "clients_val.csv")
+    table.append(0, ["a"], [3], {"acc": [0.5]})
+    table.path.unlink()
+    table.append(1, ["a"], [3], {"acc": [0.7]})
+    with table.path.open(newline="") as file:
+        assert [row["acc"] for row in csv.DictReader(file)] == ["0.7"]
+
+
 def test_the_best_round_is_chosen_by_the_first_value_that_is_no_loss() -> None:
     history = History()
     for round, (loss, acc) in enumerate([(3.0, 0.2), (1.0, 0.6), (2.0, 0.7), (4.0, 0.1)]):
