@@ -8,7 +8,7 @@ clients whose minibatches have equal sizes run together.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -69,6 +69,7 @@ class Minibatch:
         features: Cached backbone features ``(clients, batch, ...)``; None without a cache.
         number: The minibatch's number within the phase.
         size: Samples of every client's minibatch; None if they differ.
+        gather: Gives the samples where ``data`` holds features in their place; else None.
     """
 
     data: Any
@@ -77,6 +78,11 @@ class Minibatch:
     features: Tensor | None = None
     number: int = 0
     size: int | None = None
+    gather: Callable[[], Any] | None = None
+
+    def samples(self) -> Any:
+        """The samples themselves, leaves ``(clients, batch, ...)``."""
+        return self.data if self.gather is None else self.gather()
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,10 +149,10 @@ class ResidentBatches:
         width = self.local.shape[2]
         for number in numbers:
             features, data = self._cached(slice(0, active), number, width)
-            if data is None:
-                data = self.data.gather(self.positions[:active, number])
+            gather = partial(self.data.gather, self.positions[:active, number])
+            data, later = (gather(), None) if data is None else (data, gather)
             sizes = self.sizes[:active, number]
-            minibatches.append(Minibatch(data, sizes, None, features, number, width))
+            minibatches.append(Minibatch(data, sizes, None, features, number, width, later))
         return Tick(None if active == len(self.steps) else slice(0, active), minibatches)
 
     def _cached(self, rows: slice | Tensor, numbers: Any, width: int) -> tuple[Tensor | None, Any]:
@@ -181,11 +182,14 @@ class ResidentBatches:
             positions = self.positions[at][:, :width]
             ragged = padded and bool((sizes != width).any())
             features, data = self._cached(*at, width)
-            data = self.data.gather(positions) if data is None else data
+            gather = partial(self.data.gather, positions)
+            data, later = (gather(), None) if data is None else (data, gather)
             mask = (
                 self._mask[at][:, :width].to(torch.get_default_dtype())
                 if ragged and self._mask is not None
                 else None
             )
-            minibatches.append(Minibatch(data, sizes, mask, features, starts[0] + offset))
+            minibatches.append(
+                Minibatch(data, sizes, mask, features, starts[0] + offset, gather=later)
+            )
         return Tick(tick_rows(rows, len(self.steps), device), minibatches)

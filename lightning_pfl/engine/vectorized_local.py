@@ -79,7 +79,8 @@ class VectorizedLocal:
         sums = []
         for minibatch in batch:
             self.gradient.number = minibatch.number
-            loss = self.gradient.loss(model, self._inputs(minibatch)).detach()
+            inputs = self._inputs(minibatch, minibatch.samples())
+            loss = self.gradient.loss(model, inputs).detach()
             sums.append(loss.double() * minibatch.sizes.to(loss.device))
         count = torch.stack([m.sizes for m in batch]).sum(0).to(sums[0])
         return torch.stack(sums).sum(0) / count, count
@@ -95,12 +96,13 @@ class VectorizedLocal:
 
     def samples(self, batch: list[Minibatch]) -> tuple[Any, Tensor]:
         """The samples of a step's minibatches, and which of them are real."""
-        masks = []
+        data, masks = [], []
         for minibatch in batch:
-            width = next(batch_leaves(minibatch.data)).shape[1]
+            data.append(minibatch.samples())
+            width = next(batch_leaves(data[-1])).shape[1]
             real = torch.arange(width) < minibatch.sizes.unsqueeze(1)
             masks.append(real.to(self.chunk.device))
-        return join_batches([m.data for m in batch]), torch.cat(masks, 1)
+        return join_batches(data), torch.cat(masks, 1)
 
     def report(self, loss: Tensor, batch: list[Minibatch]) -> None:
         """Log a loss ``(clients,)``, weighted by samples."""
@@ -115,9 +117,9 @@ class VectorizedLocal:
         materialize(model, self.chunk.program.throwaway)
         return model
 
-    def _inputs(self, minibatch: Minibatch) -> dict[str, Any]:
+    def _inputs(self, minibatch: Minibatch, data: Any) -> dict[str, Any]:
         """What a client's program takes beside the model, leaves ``(clients, ...)``."""
-        inputs: dict[str, Any] = {"data": minibatch.data}
+        inputs: dict[str, Any] = {"data": data}
         keys = self.chunk.keys
         if keys is not None:
             keys = keys if self._tick.rows is None else keys[self._tick.rows]
@@ -131,8 +133,10 @@ class VectorizedLocal:
         fixed = {name: leaf for name, leaf in model.items() if name not in trained}
         # What a step may write to needs a row per client, also where it is thrown away.
         materialize(fixed, self.chunk.program.throwaway)
-        inputs = self._inputs(minibatch)
-        if minibatch.features is not None and self.chunk.engine.prefix.fits(model):
+        # A method may train a second model, which the cached features aren't of.
+        cached = minibatch.features is not None and self.chunk.engine.prefix.fits(model)
+        inputs = self._inputs(minibatch, minibatch.data if cached else minibatch.samples())
+        if cached:
             inputs["features"] = minibatch.features
         self.gradient.number = minibatch.number
         traces = self.chunk.engine.traces

@@ -11,15 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_pfl.callback import ClientInfo
 from lightning_pfl.engine import prefix
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.vectorized import VectorizedEngine
 from lightning_pfl.methods import FedAvg, FedPer, FedRep
-from lightning_pfl.methods.base import Method
+from lightning_pfl.methods.base import Local, Method, Phase
 from lightning_pfl.module import PersonalizedModule
 from lightning_pfl.testing.conformance import small_clients, small_module
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_close, local_round
-from lightning_pfl.tree import rows
+from lightning_pfl.tree import Model, Tree, rows
 from tests.engine.nets import CLASSES, cnn, compare, image_clients
 
 
@@ -175,6 +176,80 @@ def test_augmentation(strength: float) -> None:
         return batch[0] + strength * torch.randn_like(batch[0]), batch[1]
 
     is_off_and_right(cnn, image_clients(augment=jitter))
+
+
+class SecondModel(Method):
+    """Trains the heads of two models, of which the second has a backbone of its own."""
+
+    personal = "head"
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        return (Phase("head", epochs=3),)
+
+    def init_own(self, model: Model) -> Tree:
+        second = {n: 1.5 * v if v.is_floating_point() else v for n, v in model.items()}
+        return {**super().init_own(model), "second": second}
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        return {**super().client_init(received, own, info), "second": own["second"]}
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        state = super().client_step(state, batch, local)
+        grads = local.grad(state["second"], batch)
+        return {**state, "second": local.update(state["second"], grads, slot="second")}
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        upload, kept = super().client_final(received, own, state, info)
+        return upload, {**kept, "second": state["second"]}
+
+
+def test_a_second_model_has_features_of_its_own() -> None:
+    assert used(run(cnn, SecondModel()))
+    compare(cnn, image_clients(), SecondModel)
+
+
+class Looking(Method):
+    """Adds up the pixels, or the losses, that it sees in two epochs with a frozen backbone."""
+
+    personal = "head"
+
+    def __init__(self, measure: bool) -> None:
+        super().__init__()
+        self.measure = measure
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        return (Phase("head", epochs=2, measure=self.measure),)
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        state = super().client_init(received, own, info)
+        return {**state, "sum": torch.zeros(len(info), dtype=torch.float64)}
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        if self.measure:
+            loss, count = local.loss(state["model"], batch)
+            return {**state, "sum": state["sum"] + loss * count}
+        (x, _), real = local.samples(batch)
+        return {**state, "sum": state["sum"] + (x.flatten(2).sum(2) * real).sum(1)}
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        upload, kept = super().client_final(received, own, state, info)
+        return {**upload, "sum": state["sum"]}, kept
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_samples_and_measured_losses_are_those_of_the_data(measure: bool) -> None:
+    data, module = image_clients(), cnn(norm=False)
+    found = run(lambda: cnn(norm=False), Looking(measure), data=data).result.uploads["sum"]
+    expected = []
+    for owned in data.indices:
+        x, y = data.gather(owned)
+        total = F.cross_entropy(module(x), y, reduction="sum") if measure else x.sum()
+        expected.append(2 * total.detach())
+    torch.testing.assert_close(found, torch.stack(expected))
 
 
 class Noise(nn.Module):
