@@ -69,7 +69,7 @@ def explained(path: Any) -> Iterator[None]:
         yield
     except pickle.UnpicklingError as cause:
         # torch says so for an object that needs code; for bytes that are no pickle it doesn't.
-        if "Unsupported global" not in str(cause):
+        if "unsupported global" not in str(cause).lower():
             raise _broken(path, cause) from cause
         raise RuntimeError(
             f"Expected the checkpoint {str(path)!r} to hold tensors and plain values, but reading "

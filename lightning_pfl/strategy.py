@@ -229,8 +229,10 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint; by default without running code from it (``weights_only=True``)."""
+        # Lightning's own default is another one for remote paths.
+        safely = True if weights_only is None else weights_only
         with explained(checkpoint_path):
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            checkpoint = super().load_checkpoint(checkpoint_path, safely)
         return require_lightning(checkpoint, checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
