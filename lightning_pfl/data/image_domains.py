@@ -139,7 +139,7 @@ class ImageDomains(Source):
             if not domain or not found[domain]:
                 raise load_error(
                     "images in folders by domain and class",
-                    [str(folder / "CLASS" / "*.jpg")],
+                    [str(folder / ("" if domain else "DOMAIN") / "CLASS" / "*.jpg")],
                     "Unpack Office-31 there, or set data_dir and domains.",
                 )
         return found

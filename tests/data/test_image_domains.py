@@ -104,6 +104,13 @@ def test_missing_folders_say_what_to_do(
             getattr(ImageDomains(str(place), **settings), step)()
 
 
+def test_the_layout_that_was_looked_for_is_shown(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nothing/DOMAIN/CLASS/\*\.jpg"):
+        ImageDomains(str(tmp_path / "nothing")).files()
+    with pytest.raises(FileNotFoundError, match=r"nothing/dslr/CLASS/\*\.jpg"):
+        ImageDomains(str(tmp_path / "nothing"), domains=["dslr"]).files()
+
+
 def test_a_broken_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "a" / "x").mkdir(parents=True)
     (tmp_path / "a" / "x" / "broken.jpg").write_bytes(b"no image")
