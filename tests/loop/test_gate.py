@@ -96,6 +96,14 @@ def test_methods_that_send_nothing_pass() -> None:
     assert rejected == {}
 
 
+def test_if_those_that_are_left_have_no_weight_they_count_alike() -> None:
+    """Nodes of a graph without samples, say."""
+    cohort = info(3)
+    cohort.weights = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    assert cohort.keep(torch.tensor([False, True, True])).weights.tolist() == [0.5, 0.5]
+    assert cohort.keep(torch.tensor([True, True, False])).weights.tolist() == [1.0, 0.0]
+
+
 def poisoned(*clients: int) -> Any:
     """Client data with a NaN in it."""
     data = points(names=["ann", "bob", "cem", "dag"])

@@ -16,6 +16,12 @@ class TestLastRounds:
             last.update(round, {"test_acc": float(round)})
         assert last.mean() == {"test_acc": sum(range(30, 60, 3)) / 10}
 
+    def test_a_window_of_one_is_the_last_round(self) -> None:
+        last = LastRounds(window=1)
+        for round in range(3):
+            last.update(round, {"acc": float(round)})
+        assert last.mean() == {"acc": 2.0}
+
     def test_fewer_rounds_than_the_window(self) -> None:
         last = LastRounds(window=10)
         last.update(0, {"a": 1.0})
