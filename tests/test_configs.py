@@ -63,6 +63,27 @@ def test_several_parts_compose_in_order() -> None:
     assert cli.trainer.max_epochs == 5
 
 
+# The first run begins anew, and says so; the second finds the folder in use.
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_run_with_the_resume_part_goes_on_from_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the part's folder is relative
+    parts = ("--config", str(RECIPE), "--config", str(ROOT / "configs/trainer/resume.yaml"))
+    given = (*parts, "--ckpt_path", "last", "--method.head_epochs", "1")
+    quiet = ("--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false")
+
+    def run(rounds: int, version: str) -> str:
+        number = ("--trainer.max_epochs", str(rounds), "--trainer.logger.version", version)
+        PFLCLI(["fit", *given, *quiet, *number])
+        return (tmp_path / "logs" / version / "clients_val.csv").read_text()
+
+    begun, whole = run(1, "run"), run(2, "whole")
+    assert whole.startswith(begun)
+    assert run(2, "run") == whole
+
+
 def test_mocha_needs_a_linear_model() -> None:
     """Its part says so, and the network of a recipe is refused by name."""
     part = ROOT / "configs" / "method" / "mocha.yaml"
