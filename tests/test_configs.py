@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_pfl.cli import PFLCLI
 from lightning_pfl.layout import Layout
@@ -74,14 +75,18 @@ def test_a_run_with_the_resume_part_goes_on_from_its_last_checkpoint(
     given = (*parts, "--ckpt_path", "last", "--method.head_epochs", "1")
     quiet = ("--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false")
 
-    def run(rounds: int, version: str) -> str:
+    def run(rounds: int, version: str) -> tuple[list[int], str]:
+        """The rounds that were trained, and the whole table."""
         number = ("--trainer.max_epochs", str(rounds), "--trainer.logger.version", version)
-        PFLCLI(["fit", *given, *quiet, *number])
-        return (tmp_path / "logs" / version / "clients_val.csv").read_text()
+        trained: list[int] = []
+        note = LambdaCallback(on_train_epoch_start=lambda t, _: trained.append(t.current_epoch))
+        PFLCLI(["fit", *given, *quiet, *number], extra_callbacks=[note])
+        return trained, (tmp_path / "logs" / version / "clients_val.csv").read_text()
 
-    begun, whole = run(1, "run"), run(2, "whole")
-    assert whole.startswith(begun)
-    assert run(2, "run") == whole
+    assert run(1, "run")[0] == [0]
+    trained, whole = run(2, "whole")
+    assert trained == [0, 1]
+    assert run(2, "run") == ([1], whole)
 
 
 def test_mocha_needs_a_linear_model() -> None:
