@@ -3,7 +3,8 @@ client."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -190,6 +191,30 @@ def test_batches_without_an_axis_for_samples() -> None:
     ]
     data = FederatedLoaders([DataLoader(some, batch_size=None) for some in items])  # type: ignore[arg-type]
     compare(cnn, data, chunk_sizes=(None, 1))
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("form", [list, tuple, Pair._make])
+def test_batches_of_a_users_collate_keep_their_form(form: Callable[[list[Tensor]], Any]) -> None:
+    def collate(items: list[tuple[Tensor, Tensor]]) -> Any:
+        return form([torch.stack(leaves) for leaves in zip(*items, strict=True)])
+
+    class Typed(PersonalizedModule):
+        def per_sample(self, batch: Any) -> dict[str, Tensor]:
+            assert type(batch) is type(form([torch.zeros(1), torch.zeros(1)]))
+            return super().per_sample(batch)
+
+    def make() -> Typed:
+        plain = cnn()
+        return Typed(plain.backbone, plain.head, lr=0.1, momentum=0.9, weight_decay=1e-2).double()
+
+    outcome = compare(make, loaders(collate_fn=collate), FedAvg)
+    expected = local_round(FedAvg(), cnn(), RESIDENT, "sequential")
+    assert_trees_close(outcome.models, expected.models)
 
 
 def test_a_loader_of_lists_keeps_its_structure() -> None:
