@@ -88,11 +88,7 @@ class PFLCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Print the last evaluation, the mean of the last ten rounds and the best round."""
-        metrics = self.trainer.callback_metrics
-        if getattr(self.datamodule, "val_split", "train") == "test":
-            # The best round was chosen by test data here: its value says nothing.
-            metrics = {k: v for k, v in metrics.items() if not k.startswith("best/")}
-        print_results(metrics)
+        print_results(self.trainer.callback_metrics)
 
     def after_validate(self) -> None:
         """Print the statistics over clients as one table, below Lightning's list."""

@@ -60,12 +60,16 @@ class History:
         if self.best.monitor in values:
             self.best.update(round, values)
 
-    def summary(self) -> dict[str, float]:
-        """``last10/<name>``, ``best/<name>`` and ``best/round``; empty without evaluations."""
+    def summary(self, on_test: bool = False) -> dict[str, float]:
+        """``last10/<name>``, ``best/<name>`` and ``best/round``; empty without evaluations.
+
+        Args:
+            on_test: Whether the values were evaluated on test data: then no round is the best.
+        """
         if self.best is None:
             return {}
         summary = {f"last10/{name}": value for name, value in self.last.mean().items()}
-        if self.best.round is not None:
+        if self.best.round is not None and not on_test:
             summary |= {f"best/{name}": value for name, value in self.best.values.items()}
             summary["best/round"] = float(self.best.round)
         return summary

@@ -44,7 +44,7 @@ class FederatedDataModule(L.LightningDataModule):
 
     *Validation.* ``val_fraction`` of each client's training samples. With 0 no client has any
     and nothing is validated, unless ``val_split="test"`` asks for validation on the test
-    split. Then never report the best round, because it was chosen on test data.
+    split. Then a fit reports no best round, because test data would have chosen it.
 
     Args:
         source: Where the data come from.

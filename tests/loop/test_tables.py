@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pfl.data import FederatedLoaders, FederatedTensorDataset
+from lightning_pfl.data import (
+    Digits,
+    FederatedDataModule,
+    FederatedLoaders,
+    FederatedTensorDataset,
+)
 from lightning_pfl.history import History
+from lightning_pfl.models import MLP
 from lightning_pfl.placement import align, place
 from lightning_pfl.tables import ClientTable
 from tests.loop.setting import points, trainer
@@ -114,6 +121,21 @@ def test_the_best_round_is_chosen_by_the_first_value_that_is_no_loss() -> None:
         2.0,
     )
     assert summary["last10/val_loss"] == 2.5
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_test_data_choose_no_best_round(split: Any, tmp_path: Path) -> None:
+    fraction = 0.25 if split == "train" else 0.0
+    data = FederatedDataModule(
+        Digits(), num_clients=3, val_split=split, val_fraction=fraction, batch_size=500
+    )
+    run = trainer(logger=CSVLogger(tmp_path), max_epochs=2)
+    run.fit(MLP([64, 10], num_classes=10), data)
+    logged = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+    for reported in (run.callback_metrics, logged):
+        assert "last10/val_acc" in reported
+        assert ("best/val_acc" in reported) is (split == "train")
+    assert ("best/round" in run.callback_metrics) is (split == "train")
 
 
 def test_with_losses_alone_the_smallest_is_the_best() -> None:
