@@ -50,7 +50,8 @@ class Layout:
 
     Raises:
         ValueError: If a pattern matches nothing, or the module has nothing to train or what can't
-            be trained in a federation: complex parameters, or embeddings with sparse gradients.
+            be trained in a federation: complex parameters, parameters with hooks, or embeddings
+            with sparse gradients.
     """
 
     def __init__(self, module: nn.Module, personal: Spec = None) -> None:
@@ -204,6 +205,24 @@ def _aliases(module: nn.Module) -> dict[str, str]:
     return found
 
 
+def places(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Where ``functional_call`` must put each parameter and buffer, with ``tie_weights=False``.
+
+    By the name under which a model has it: every owner's name for it, once. A module that is
+    registered twice is one owner; torch's own ``tie_weights`` would replace its entries twice, and
+    then put the replacement back in the place of the original.
+    """
+    first: dict[Tensor, str] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    for prefix, part in module.named_modules():
+        for named in (part.named_parameters, part.named_buffers):
+            for own, tensor in named(recurse=False, remove_duplicate=False):
+                name = f"{prefix}.{own}" if prefix else own
+                kept = first.setdefault(tensor, name)
+                found[kept] = (*found.get(kept, ()), name)
+    return found
+
+
 def _check_kinds(module: nn.Module) -> None:
     """Refuse parameters that clients can't train side by side, or a server can't average."""
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -211,6 +230,13 @@ def _check_kinds(module: nn.Module) -> None:
             raise ValueError(
                 f"Expected real parameters and buffers, but {name!r} is of {tensor.dtype}. Keep "
                 "its real and imaginary parts, `torch.view_as_real(...)`, as the parameter."
+            )
+        hooks = tensor._backward_hooks if isinstance(tensor, nn.Parameter) else None
+        if hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"Expected parameters without hooks, but {name!r} has one (`register_hook`), which "
+                "the clients' own copies of it wouldn't have. Change gradients in the forward "
+                "pass, for example with a torch.autograd.Function."
             )
     for name, part in module.named_modules():
         sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse

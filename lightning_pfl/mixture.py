@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from lightning_pfl.layout import places
 from lightning_pfl.tree import Model
 
 OTHER = "other:"
@@ -71,7 +72,9 @@ class MixedForward:
     """
 
     def __init__(self, module: L.LightningModule, other: Model, share: Tensor) -> None:
-        self.module, self.other, self.share = module, other, share
+        self.module, self.share = module, share
+        at = places(module)
+        self.other = {place: leaf for name, leaf in other.items() for place in at[name]}
         self.original = module.forward
         self.calls = 0
         self._second = False
@@ -94,7 +97,7 @@ class MixedForward:
         self._second = True
         try:
             other = {name: leaf.to(first.device) for name, leaf in self.other.items()}
-            second = functional_call(self.module, other, args, kwargs)
+            second = functional_call(self.module, other, args, kwargs, tie_weights=False)
         finally:
             self._second = False
         share = self.share.to(first)

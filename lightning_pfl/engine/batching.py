@@ -67,7 +67,9 @@ class Minibatch:
         sizes: Real samples per client, int64 ``(clients,)`` on the CPU.
         mask: Which samples are real, float ``(clients, batch)``; None if all are.
         features: Cached backbone features ``(clients, batch, ...)``; None without a cache.
-        number: The minibatch's number within the phase.
+        number: The minibatch's number within the phase, were all steps complete: the number of its
+            step times minibatches per step, and so the same for all clients of a tick. It is the
+            step's ``batch_idx``, and random numbers follow from it.
         size: Samples of every client's minibatch; None if they differ.
         gather: Gives the samples where ``data`` holds features in their place; else None.
     """
@@ -136,6 +138,16 @@ def step_bounds(per_epoch: int, budget: Budget, accumulate: int) -> list[tuple[i
             (epoch * per_epoch + start, epoch * per_epoch + min(start + accumulate, per_epoch))
         )
     return bounds
+
+
+def step_size(budget: Budget, limits: Limits) -> int:
+    """Minibatches of a complete step."""
+    return budget.draws * limits.accumulate
+
+
+def epochs_used(bounds: list[list[tuple[int, int]]], per_epoch: list[int]) -> list[int]:
+    """How many epochs each client's steps begin."""
+    return [-(-b[-1][1] // n) if b else 0 for b, n in zip(bounds, per_epoch, strict=True)]
 
 
 def split_draws(minibatches: list[Drawn], draws: int) -> list[Drawn] | tuple[list[Drawn], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import Parameter, signature
 from typing import Any
@@ -13,17 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torchmetrics import Metric
 
 from lightning_pfl.engine.base import LogOptions
-from lightning_pfl.engine.batching import batch_length
+from lightning_pfl.engine.capture import LogCapture
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.keyed import KeyedRandomness
 from lightning_pfl.engine.logs import Reduction
+from lightning_pfl.layout import places
 from lightning_pfl.mixture import mixed_outputs, parts
 from lightning_pfl.tree import Model
-
-REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 class NotVectorizableError(RuntimeError):
@@ -50,80 +48,6 @@ def batchable_kernels(transform: str) -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
         backend.enabled = onednn
-
-
-class LogCapture:
-    """Stands in for ``self.log`` during a client's step.
-
-    Attributes:
-        values: Logged value by name: a tensor, or a torchmetrics object.
-        options: How each was logged; kept across steps.
-        reductions: ``reduce_fx`` and ``batch_size`` of each name, as of its last call.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor | Metric] = {}
-        self.options: dict[str, LogOptions] = {}
-        self.reductions: dict[str, Reduction] = {}
-        self._samples = 1
-
-    def begin(self, batch: Any) -> None:
-        """Forget the last step's values; the next ones are of this batch."""
-        self.values, self._samples = {}, batch_length(batch)
-
-    def __call__(  # noqa: D102 - stands in for `LightningModule.log`
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        reduce_fx: Any = "mean",
-        batch_size: int | None = None,
-        **_: Any,
-    ) -> None:
-        reduction = (
-            reduce_fx
-            if isinstance(reduce_fx, str)
-            else getattr(reduce_fx, "__name__", str(reduce_fx))
-        )
-        reduction = {"amax": "max", "amin": "min"}.get(reduction, reduction)
-        if reduction not in REDUCTIONS:
-            raise ValueError(
-                f"Expected `reduce_fx` of self.log({name!r}) to be one of "
-                f"{', '.join(REDUCTIONS)}, but got "
-                f"reduce_fx={reduce_fx!r}. Log a torchmetrics object for other reductions."
-            )
-        better = value.higher_is_better if isinstance(value, Metric) else None
-        self.options[name] = LogOptions(prog_bar, logger is not False, better)
-        weight = _weight(name, batch_size)
-        # The batch's own samples are what counts anyway, and a recorded step can't say a weight.
-        weight = None if weight == self._samples else weight
-        self.reductions[name] = Reduction(reduction, weight)
-        if isinstance(value, Metric):
-            self.values[name] = value
-            return
-        value = value if isinstance(value, Tensor) else torch.as_tensor(float(value))
-        self.values[name] = (
-            value.detach().float().mean()
-            if not value.is_floating_point()
-            else value.detach().mean()
-        )
-
-    def take(self) -> dict[str, Tensor | Metric]:
-        """What the step logged; nothing is kept, as a value may be dead outside its ``vmap``."""
-        values, self.values = self.values, {}
-        return values
-
-
-def _weight(name: str, batch_size: Any) -> float | None:
-    """``batch_size`` as a number, which a tensor under ``vmap`` can't become."""
-    weight = None if batch_size is None else float(batch_size)
-    if weight is not None and not 0 < weight < torch.inf:
-        raise ValueError(
-            f"Expected `batch_size` of self.log({name!r}) to be a positive number, but got "
-            f"{batch_size=}. Leave it out to weight by the batch's samples."
-        )
-    return weight
 
 
 class _StepCaller(nn.Module):
@@ -164,6 +88,11 @@ class ClientProgram:
         self.log = LogCapture()
         self.throwaway: tuple[str, ...] = ()
         self.random_calls = 0
+        self._places = {
+            name: tuple(f"module.{place}" for place in found)
+            for name, found in places(module).items()
+        }
+        self._buffers = frozenset(name for name, _ in module.named_buffers())
 
     # --- calling ---
 
@@ -179,17 +108,27 @@ class ClientProgram:
     def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of the module with its parameters and buffers replaced by ``model``."""
         model, other, share = parts(model)
-        named = {f"module.{name}": leaf for name, leaf in model.items()}
+        named = {place: leaf for name, leaf in model.items() for place in self._places[name]}
         if self.throwaway:
             kept: dict[str, Tensor] = dict(self.module.named_buffers())
             for name in self.throwaway:
-                named[f"module.{name}"] = model.get(name, kept[name]).clone()
+                copy = model.get(name, kept[name]).clone()
+                named.update(dict.fromkeys(self._places[name], copy))
         precision = (
             torch.autocast(self._device(model), self.autocast) if self.autocast else nullcontext()
         )
         kernels = FastKernels() if self.fast_kernels else nullcontext()
         with precision, kernels, mixed_outputs(self.module, other, share):
-            return functional_call(self.caller, named, (function, *args))
+            result = functional_call(self.caller, named, (function, *args), tie_weights=False)
+        if self._buffers:
+            self._keep_assigned(model, named)
+        return result
+
+    def _keep_assigned(self, model: Model, named: dict[str, Tensor]) -> None:
+        """Write what a step has assigned to a buffer, ``self.average = ...``, into the model's."""
+        for name in self._buffers.difference(self.throwaway):
+            if name in model and (new := named[self._places[name][0]]) is not model[name]:
+                model[name].copy_(new.detach())
 
     def _device(self, model: Model) -> str:
         return next(iter(model.values())).device.type
@@ -207,8 +146,9 @@ class ClientProgram:
         number: int,
         mask: Tensor | None,
         features: Tensor | None,
+        backward: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Loss and logged values of one client's minibatch.
+        """Loss and logged values of one client's minibatch; the loss is None if it is skipped.
 
         Args:
             model: One client's parameters and buffers, without client axis.
@@ -217,17 +157,36 @@ class ClientProgram:
             number: ``batch_idx``.
             mask: 1 for real samples, ``(batch,)``; None if all are.
             features: Output of the module's backbone for this batch, which then isn't run.
+            backward: Called with the loss while the module still has the client's model, which
+                ``torch.utils.checkpoint`` computes with a second time.
         """
+
+        def run() -> Tensor | None:
+            out = step()
+            loss: Tensor | None = out["loss"] if isinstance(out, Mapping) else out
+            if isinstance(loss, Tensor) and loss.ndim and loss.numel() == 1:
+                loss = loss.view(())
+            if backward is not None and loss is not None:
+                self._backward(loss, backward, mode)
+            return loss
+
         self.log.begin(batch)
         with self._randomness(key) as mode, self._prefix(features):
             if self.augment is not None:
                 batch = self.augment(batch)
             if mask is not None:
                 return self._masked_loss(model, batch, mask)
-            out = self.call(model, call_step(self.module.training_step, batch, number))
+            step = call_step(self.module.training_step, batch, number)
+            loss = self.call(model, run)
         self.random_calls = mode.calls if mode is not None else 0
-        loss = out["loss"] if isinstance(out, dict) else out
         return loss, self.log.take()
+
+    def _backward(
+        self, loss: Tensor, backward: Callable[[Tensor], None], mode: KeyedRandomness | None
+    ) -> None:
+        closed = mode.closing() if mode is not None else nullcontext()
+        with torch.autocast(loss.device.type, enabled=False), closed:
+            backward(loss)
 
     def measured_loss(
         self, model: Model, batch: Any, key: Tensor | None, number: int, mask: Tensor | None

@@ -15,7 +15,9 @@ from lightning_pfl.engine.batching import (
     Minibatch,
     Tick,
     batch_length,
+    epochs_used,
     step_bounds,
+    step_size,
     tick_rows,
 )
 from lightning_pfl.engine.resident import ResidentBatches
@@ -33,19 +35,17 @@ class LoaderBatches:
         limits: Limits,
         key: Callable[[int, int], int],
         device: torch.device,
-        first_epoch: int = 0,
+        first_epochs: Sequence[int] | None = None,
     ) -> None:
         self.clients, self.device, self._key = list(clients), device, key
-        self.first_epoch = first_epoch
+        self.first_epochs = first_epochs or [0] * len(clients)
         self.loaders = [data.loaders[client] for client in clients]
         self.names = [data.names[client] for client in clients]
         self.per_epoch = [limits.of_epoch(len(loader)) for loader in self.loaders]
         self.bounds = [step_bounds(n, budget, limits.accumulate) for n in self.per_epoch]
         self.steps = torch.tensor([len(b) for b in self.bounds])
-        self.epochs_used = max(
-            (-(-b[-1][1] // n) for b, n in zip(self.bounds, self.per_epoch, strict=True) if b),
-            default=0,
-        )
+        self.step_size = step_size(budget, limits)
+        self.epochs_used = epochs_used(self.bounds, self.per_epoch)
         self._iterators: list[Iterator[Any] | None] = [None] * len(self.loaders)
 
     def at(self, step: int) -> Iterator[Tick]:
@@ -59,7 +59,7 @@ class LoaderBatches:
             groups.setdefault(tuple(map(signature, batches)), []).append((row, batches))
         for members in groups.values():
             rows = torch.tensor([row for row, _ in members])
-            number = self.bounds[members[0][0]][step][0]
+            number = step * self.step_size
             minibatches = []
             for offset, parts in enumerate(zip(*(batches for _, batches in members), strict=True)):
                 data = stack_batches(parts, self.device)
@@ -70,7 +70,7 @@ class LoaderBatches:
     def _next(self, row: int, number: int) -> Any:
         epoch, within = divmod(number, self.per_epoch[row])
         if within == 0:
-            key = self._key(self.clients[row], self.first_epoch + epoch)
+            key = self._key(self.clients[row], self.first_epochs[row] + epoch)
             self._iterators[row] = fetch(
                 self.loaders[row], key, self.per_epoch[row], self.names[row]
             )

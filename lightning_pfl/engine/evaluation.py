@@ -23,6 +23,7 @@ from lightning_pfl.engine.batching import (
 from lightning_pfl.engine.client import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.drawn import Batches, LoaderBatches
 from lightning_pfl.engine.gradient import inside_gradient, tensors_only, unbatch
+from lightning_pfl.engine.guard import guarded
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.phase import couples_samples, writable
 from lightning_pfl.engine.resident import ResidentBatches
@@ -103,16 +104,17 @@ class VectorizedEvaluation:
         with torch.no_grad(), batchable_kernels(self.transform), self.program.capturing():
             for positions in order.split(max(1, SAMPLES // width)):
                 ids = clients[positions].tolist()
-                batches = evaluation_batches(data, ids, self.settings, per_sample, width)
-                here = positions.to(self.settings.device)
-                part = rows(models, here)
-                for number in range(int(batches.steps.max()) if len(ids) else 0):
-                    for tick in batches.at(number):
-                        at = here if tick.rows is None else here[tick.rows]
-                        counts[at] += tick.minibatches[0].sizes.to(counts.device)
-                        output = self._tick(part, tick, step, per_sample, logs, at)
-                        if step == "predict_step":
-                            _keep(predictions, output, at)
+                with guarded(self.module, derive(self.settings.seed, "guard", step)):
+                    batches = evaluation_batches(data, ids, self.settings, per_sample, width)
+                    here = positions.to(self.settings.device)
+                    part = rows(models, here)
+                    for number in range(int(batches.steps.max()) if len(ids) else 0):
+                        for tick in batches.at(number):
+                            at = here if tick.rows is None else here[tick.rows]
+                            counts[at] += tick.minibatches[0].sizes.to(counts.device)
+                            output = self._tick(part, tick, step, per_sample, logs, at)
+                            if step == "predict_step":
+                                _keep(predictions, output, at)
                 if on_clients is not None:
                     on_clients(positions.tolist())
         return Evaluation(logs.compute(), counts.cpu(), dict(self.program.log.options), predictions)

@@ -28,14 +28,10 @@ class BatchedGradient:
         program: The user's step as a function.
         transform: ``"forward"``: ``vmap`` of the forward pass and one ordinary backward pass;
             ``"grad"``: ``vmap`` of the gradient.
-        reached: Names that the loss reaches; None: all. The transform ``"grad"`` can't tell a
-            parameter without gradient from one with gradient zero, which weight decay moves.
     """
 
-    def __init__(
-        self, program: ClientProgram, transform: Transform, reached: frozenset[str] | None
-    ) -> None:
-        self.program, self.transform, self.reached = program, transform, reached
+    def __init__(self, program: ClientProgram, transform: Transform) -> None:
+        self.program, self.transform = program, transform
         self.number = 0
 
     def __call__(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
@@ -86,16 +82,19 @@ class BatchedGradient:
         return loss
 
     def _grad(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
-        def with_aux(*args: Any) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
-            loss, logged = self._loss(*args)
-            return loss, (loss.detach(), logged)
+        def nothing(trained: Model, fixed: Model, inputs: Inputs) -> tuple[Tensor, Result]:
+            loss, logged = self._loss(trained, fixed, inputs)
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            grads = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+            return torch.zeros_like(loss), (grads, loss.detach(), logged)
 
-        # Not unbatched: recurrent layers write in place into what their weights give.
-        batched = torch.vmap(torch.func.grad(with_aux, has_aux=True))
-        grads, (loss, logged) = batched(trained, fixed, inputs)
-        if self.reached is not None:
-            grads = {name: g for name, g in grads.items() if name in self.reached}
-        return grads, loss, logged
+        # The gradient of nothing, for the sake of what torch does inside: its own gradient can't
+        # tell a parameter that the loss doesn't reach, which weight decay must not move, from one
+        # with gradient zero. Not unbatched: recurrent layers write in place into what their
+        # weights give.
+        batched = torch.vmap(torch.func.grad(nothing, has_aux=True))
+        result: Result = batched(trained, fixed, inputs)[1]
+        return result
 
 
 def unbatch(model: Model) -> tuple[Model, dict[str, int | None]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,15 +77,23 @@ class KeyedRandomness(TorchFunctionMode):
     Attributes:
         calls: How many random calls there were: 0 after a forward pass shows that it is
             deterministic.
+        closed: Whether the forward pass is over: what is drawn later can't be what it was then.
     """
 
     def __init__(self, key: Tensor) -> None:
         super().__init__()
         self.key = key
         self.calls = 0
+        self.closed = False
 
     def draw(self, shape: Any, dtype: torch.dtype | None = None) -> Tensor:
         """Uniform numbers for the next call."""
+        if self.closed:
+            raise RuntimeError(
+                "Expected no random numbers in the backward pass, but the step draws some there. "
+                "If it uses `torch.utils.checkpoint`, leave dropout and the like out of what that "
+                "computes a second time: the numbers would be others."
+            )
         self.calls += 1
         dtype = dtype if dtype is not None else torch.get_default_dtype()
         return uniform(self.key, self.calls - 1, tuple(shape), dtype)
@@ -98,6 +107,19 @@ class KeyedRandomness(TorchFunctionMode):
             return torch.view_as_complex(real * 0.5**0.5)
         radius = torch.sqrt(-2 * torch.log1p(-self.draw(shape, torch.float64)))
         return (radius * torch.cos(2 * math.pi * self.draw(shape, torch.float64))).to(dtype)
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Run a backward pass, in which random functions are refused.
+
+        No mode is active inside of one, so they are replaced where callers look them up.
+        """
+        self.closed = True
+
+        ours = {n: partial(handler, self) for n, handler in _OF_F.items()}
+        theirs = {n: partial(handler, self) for n, handler in _OF_TORCH.items()}
+        with _replaced(F, **ours), _replaced(torch, **theirs):
+            yield
 
     def __torch_function__(
         self,
@@ -274,4 +296,16 @@ _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.bernoulli_: _in_place(_bernoulli_values),
     Tensor.uniform_: _in_place(_uniform_values),
     Tensor.normal_: _in_place(_normal_values),
+}
+# What looks up one of the others in its namespace isn't among them.
+_OF_F = {
+    function.__name__: handler
+    for function, handler in _HANDLERS.items()
+    if getattr(F, function.__name__, None) is function
+    and function is not F.multi_head_attention_forward
+}
+_OF_TORCH = {
+    function.__name__: handler
+    for function, handler in _HANDLERS.items()
+    if getattr(torch, function.__name__, None) is function
 }

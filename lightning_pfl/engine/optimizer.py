@@ -52,6 +52,8 @@ def clip(grads: Model, value: float, algorithm: str) -> Model:
 
     By the client's total norm, or by value.
     """
+    if not grads:
+        return grads
     if algorithm == "value":
         return tmap(lambda g: g.clamp(-value, value), grads)
     # The same constant as torch.nn.utils.clip_grad_norm_, so that one client gives the same bits.
@@ -76,6 +78,9 @@ class ClientOptimizer:
         lr: Learning rate for all groups; None keeps the template's.
         stacked: Whether the optimizer sees ``(clients, *shape)``; False shows it the one client's
             ``(*shape)``, which any optimizer can handle.
+
+    Attributes:
+        names: The parameters that it steps.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class ClientOptimizer:
                     self._initial[names[id(p)]] = {
                         k: self._spread(v, p) for k, v in template.state[p].items()
                     }
+        self.names = frozenset(name for group in self._groups for name in group)
         self._state: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
         self._before: dict[tuple[str, int, str], dict[str, Any] | None] = {}
 
@@ -154,8 +160,10 @@ class ClientOptimizer:
         new = dict(model)
         state: dict[Tensor, dict[str, Any]] = {}
         bound: dict[str, Tensor] = {}
+        slow: list[dict[str, Any]] = []
         for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
             group["params"] = []
+            begun = 0
             for name in names:
                 if name not in grads:
                     continue
@@ -175,8 +183,16 @@ class ClientOptimizer:
                 group["params"].append(param)
                 bound[name] = param
                 state[param] = self._gather(slot, name, leaf, rows, call)
+                begun += bool(state[param])
+            if group.get("fused") and "momentum" in group:
+                # torch's fused SGD wants all momentum buffers or none, and a parameter may have
+                # its first gradient later than others.
+                group["fused"] = begun in (0, len(group["params"]))
+                slow += [] if group["fused"] else [group]
         self._optimizer.state = defaultdict(dict, state)
         self._optimizer.step()
+        for group in slow:
+            group["fused"] = True
         for name, param in bound.items():
             param.grad = None
             self._scatter(slot, name, param, rows)
@@ -234,7 +250,18 @@ def _copy(value: Any) -> Any:
 
 
 def check_optimizer(template: Optimizer) -> None:
-    """Refuse optimizers that need to re-evaluate the loss themselves."""
+    """Refuse optimizers that re-evaluate the loss, or whose step isn't that of their class.
+
+    Raises:
+        TypeError: For LBFGS, and for an optimizer with a ``step`` of its own.
+    """
+    own = vars(template).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise TypeError(
+            f"Expected `configure_optimizers` to return an optimizer with the `step` of its class, "
+            f"but got {type(template).__name__} with `step` replaced on the object. Write a "
+            "subclass: every client gets an optimizer of its own."
+        )
     if isinstance(template, torch.optim.LBFGS):
         raise TypeError(
             "Expected `configure_optimizers` to return an optimizer that steps on given "
@@ -243,9 +270,14 @@ def check_optimizer(template: Optimizer) -> None:
         )
 
 
-def is_elementwise(template: Optimizer) -> bool:
-    """Whether the optimizer may run on stacked parameters."""
-    return type(template) in ELEMENTWISE
+def why_not_elementwise(template: Optimizer) -> str | None:
+    """Why the optimizer can't run on stacked parameters; None if it can."""
+    name = type(template).__name__
+    if type(template) not in ELEMENTWISE:
+        return f"{name} is not known to be elementwise"
+    # They see the parameters of many clients as one, of which they may take a norm.
+    hooks = (template._optimizer_step_pre_hooks, template._optimizer_step_post_hooks)
+    return f"{name} has step hooks" if any(hooks) else None
 
 
 __all__: Sequence[str] = [
@@ -253,5 +285,5 @@ __all__: Sequence[str] = [
     "ClientOptimizer",
     "check_optimizer",
     "clip",
-    "is_elementwise",
+    "why_not_elementwise",
 ]

@@ -102,7 +102,7 @@ class PrefixCache:
             and all(is_expanded(model[name]) for name in self._names if name in model)
             and not any(_is_stochastic(module) for module in self._backbone.modules())
             and not any(name.startswith("backbone.") for name in active.throwaway())
-            and batches.epochs_used > 1
+            and max(batches.epochs_used) > 1
         )
 
 

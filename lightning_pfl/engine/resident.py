@@ -17,7 +17,9 @@ from lightning_pfl.engine.batching import (
     Minibatch,
     Tick,
     epoch_minibatches,
+    epochs_used,
     step_bounds,
+    step_size,
     tick_rows,
 )
 from lightning_pfl.randomness import permutation
@@ -34,7 +36,8 @@ class ResidentBatches:
         key: From (client id, epoch) to the key of its order; None never shuffles (evaluation).
         pad: Whether minibatches of different sizes may share a padded batch with a mask; else they
             form groups.
-        first_epoch: Number of the phase's first epoch within the round, for ``key``.
+        first_epochs: Number of the phase's first epoch within the client's round, for ``key``; None
+            begins at 0.
         batch_size: Samples per minibatch; None for the dataset's own.
     """
 
@@ -46,9 +49,10 @@ class ResidentBatches:
         limits: Limits,
         key: Callable[[int, int], int] | None,
         pad: bool = False,
-        first_epoch: int = 0,
+        first_epochs: Sequence[int] | None = None,
         batch_size: int | None = None,
     ) -> None:
+        first_epochs = first_epochs or [0] * len(clients)
         self.data, self.pad, self.clients = data, pad, list(clients)
         key = key if data.shuffle and not limits.overfit and not budget.whole else None
         samples = [int(data.num_samples[client]) for client in clients]
@@ -58,6 +62,7 @@ class ResidentBatches:
             limits.of_epoch(epoch_minibatches(n, self.batch_size, drop_last)) for n in samples
         ]
         self.bounds = [step_bounds(n, budget, limits.accumulate) for n in per_epoch]
+        self.step_size = step_size(budget, limits)
         self.steps = torch.tensor([len(b) for b in self.bounds])
         total = max((b[-1][1] for b in self.bounds if b), default=0)
         # Position within the client's own samples; -1 pads. Local positions index the feature cache
@@ -76,7 +81,7 @@ class ResidentBatches:
                     per_epoch[row],
                     epoch,
                     used,
-                    key(client, first_epoch + epoch) if key is not None else None,
+                    key(client, first_epochs[row] + epoch) if key is not None else None,
                 )
         sizes = (local >= 0).sum(2)
         self.sizes = sizes
@@ -92,9 +97,7 @@ class ResidentBatches:
         self.features: Tensor | None = None
         self._targets: Any = None
         self._aligned = self._full and all(b == self.bounds[0] for b in self.bounds)
-        self.epochs_used = max(
-            (-(-b[-1][1] // n) for b, n in zip(self.bounds, per_epoch, strict=True) if b), default=0
-        )
+        self.epochs_used = epochs_used(self.bounds, per_epoch)
 
     def _fill(
         self, out: Tensor, samples: int, per_epoch: int, epoch: int, used: int, key: int | None
@@ -119,12 +122,13 @@ class ResidentBatches:
     def at(self, step: int) -> Iterator[Tick]:
         """The ticks of one step number."""
         first, last = self.bounds[0][step]
+        number = step * self.step_size
         if self._aligned:
-            yield self._aligned_tick(len(self.steps), range(first, last))
+            yield self._aligned_tick(len(self.steps), range(first, last), number)
             return
         active = int((self.steps > step).sum())  # the chunk is sorted by steps, longest first
         if self._full and all(self.bounds[row][step] == (first, last) for row in range(active)):
-            yield self._aligned_tick(active, range(first, last))
+            yield self._aligned_tick(active, range(first, last), number)
             return
         groups: dict[Any, list[int]] = {}
         for row in range(active):
@@ -137,22 +141,24 @@ class ResidentBatches:
                 torch.tensor(members),
                 [self.bounds[r][step][0] for r in members],
                 count,
-                padded=self.pad,
+                number,
             )
 
-    def _aligned_tick(self, active: int, numbers: range) -> Tick:
+    def _aligned_tick(self, active: int, places: range, number: int) -> Tick:
         """The usual case.
 
-        Full minibatches, with the same number for the first ``active`` clients.
+        Full minibatches, in the same places of the first ``active`` clients.
         """
         minibatches = []
         width = self.local.shape[2]
-        for number in numbers:
-            features, data = self._cached(slice(0, active), number, width)
-            gather = partial(self.data.gather, self.positions[:active, number])
+        for offset, place in enumerate(places):
+            features, data = self._cached(slice(0, active), place, width)
+            gather = partial(self.data.gather, self.positions[:active, place])
             data, later = (gather(), None) if data is None else (data, gather)
-            sizes = self.sizes[:active, number]
-            minibatches.append(Minibatch(data, sizes, None, features, number, width, later))
+            sizes = self.sizes[:active, place]
+            minibatches.append(
+                Minibatch(data, sizes, None, features, number + offset, width, later)
+            )
         return Tick(None if active == len(self.steps) else slice(0, active), minibatches)
 
     def _cached(self, rows: slice | Tensor, numbers: Any, width: int) -> tuple[Tensor | None, Any]:
@@ -170,7 +176,7 @@ class ResidentBatches:
             return features, None
         return features, (features, *map_batch(self._targets, pick))
 
-    def _tick(self, rows: Tensor, starts: list[int], count: int, padded: bool) -> Tick:
+    def _tick(self, rows: Tensor, starts: list[int], count: int, number: int) -> Tick:
         minibatches = []
         device = self.positions.device
         index = rows.to(device)
@@ -180,7 +186,7 @@ class ResidentBatches:
             width = int(sizes.max())
             at = (index, numbers.to(device))
             positions = self.positions[at][:, :width]
-            ragged = padded and bool((sizes != width).any())
+            ragged = self.pad and bool((sizes != width).any())
             features, data = self._cached(*at, width)
             gather = partial(self.data.gather, positions)
             data, later = (gather(), None) if data is None else (data, gather)
@@ -190,6 +196,6 @@ class ResidentBatches:
                 else None
             )
             minibatches.append(
-                Minibatch(data, sizes, mask, features, starts[0] + offset, gather=later)
+                Minibatch(data, sizes, mask, features, number + offset, gather=later)
             )
         return Tick(tick_rows(rows, len(self.steps), device), minibatches)

@@ -6,12 +6,10 @@ What was asked for, if a probe shows that it can.
 from __future__ import annotations
 
 import copy
-import re
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -22,21 +20,28 @@ from lightning_pfl.callback import ClientInfo
 from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings, Evaluation, LocalResult, OnClients
 from lightning_pfl.engine.gradient import Transform
-from lightning_pfl.engine.optimizer import check_optimizer, is_elementwise
+from lightning_pfl.engine.guard import DRAWS_ELSEWHERE, weights_unwritten
+from lightning_pfl.engine.optimizer import check_optimizer, why_not_elementwise
+from lightning_pfl.engine.probe import (
+    difference,
+    evaluation_trees,
+    hidden_loops_are_errors,
+    is_out_of_memory,
+    reason_of,
+    together,
+    training_trees,
+)
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.engine.snapshot import changed, restore, snapshot
+from lightning_pfl.engine.snapshot import restore, snapshot
 from lightning_pfl.engine.vectorized import VectorizedEngine
-from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
-from lightning_pfl.tree import Model, Tree, leaves, rows
+from lightning_pfl.tree import Model, Tree, rows
 
 EngineName = Literal["auto", "vectorized", "sequential"]
+Result = TypeVar("Result")
 PROBED_CLIENTS = 2
 PROBED_SAMPLES = 8
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Largest difference between the engines after one step, relative to a tensor's largest entry."""
-MIXED_TOLERANCE = 0.1
 
 
 def check_engine(engine: str) -> None:
@@ -55,6 +60,10 @@ class SelectedEngine:
     then ``vmap`` of the gradient) on two clients for one step, and takes the first that raises
     nothing, needs no hidden loop and agrees with the sequential result. The choice depends on the
     module alone, never on timing, so that a resumed run makes it again.
+
+    A step may do later what it didn't do in the probe. With ``"auto"``, clients on whom the
+    vectorized engine then fails go through the sequential one, in that call and no other: what
+    a round computes depends on the round alone.
 
     Args:
         name: ``"auto"``; ``"vectorized"``: an error if the module can't; ``"sequential"``.
@@ -80,6 +89,8 @@ class SelectedEngine:
         self.settings = settings
         self.choices: dict[str, str] = {}
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
+        self._checked: set[str] = set()
+        self._said: set[str] = set()
         # Evaluation needs no optimizer.
         self._sequential = SequentialEngine(module, layout, template, settings)  # type: ignore[arg-type]
         self.template = template
@@ -122,15 +133,19 @@ class SelectedEngine:
             )
         if step not in self._engines:
             some = torch.argsort(info.steps, descending=True, stable=True)[:PROBED_CLIENTS]
+            some = together(data, info.index, some)
             on_device = some.to(self.settings.device)
             short = tuple(replace(phase, epochs=None, steps=1, lr=None) for phase in phases)
             few = replace(info.rows(some), steps=torch.full((len(some),), len(short)))
             args = (method, rows(received, on_device), rows(own, on_device), few, data, short)
+            before = {"uploads": args[1], "own": args[2]}
             with self._plain_sgd():
-                self._choose(step, lambda engine: _training_trees(engine.train(*args)))
-        return self._engines[step].train(
-            method, received, own, info, data, phases, on_clients, stream
-        )
+                self._choose(
+                    step, lambda engine: training_trees(engine.train(*args)), before, args[1]
+                )
+        said = _Listener(on_clients)
+        all_of_it = (method, received, own, info, data, phases, said, stream)
+        return self._run(step, lambda engine: engine.train(*all_of_it), said, received)
 
     def evaluate(
         self,
@@ -143,41 +158,80 @@ class SelectedEngine:
         """Run a validation, test or prediction step for each client."""
         if step not in self._engines:
             some = torch.argsort(data.num_samples[clients], descending=True, stable=True)
-            some = some[:PROBED_CLIENTS]
             few: FederatedDataset = data
             if isinstance(data, FederatedTensorDataset):
                 few = data.take(PROBED_SAMPLES, seed=0)
+            some = together(few, clients, some[:PROBED_CLIENTS])
             part = rows(models, some.to(self.settings.device))
             settings = replace(self.settings, limit_eval_batches=1)
             self._choose(
                 step,
-                lambda engine: _evaluation_trees(
+                lambda engine: evaluation_trees(
                     _with(engine, settings).evaluate(part, clients[some], few, step), part
                 ),
+                {},
+                part,
             )
-        return self._engines[step].evaluate(models, clients, data, step, on_clients)
+        said = _Listener(on_clients)
+        all_of_it = (models, clients, data, step, said)
+        return self._run(step, lambda engine: engine.evaluate(*all_of_it), said, models)
+
+    def _run(
+        self,
+        step: str,
+        run: Callable[[SequentialEngine | VectorizedEngine], Result],
+        said: _Listener,
+        trees: Tree,
+    ) -> Result:
+        """Run the chosen engine, and the sequential one where the vectorized one fails."""
+        engine = self._engines[step]
+        if engine is not self._sequential:
+            try:
+                return run(engine)
+            # Whatever a user's module does under vmap; the sequential engine tells true errors.
+            except Exception as error:
+                if self.name == "vectorized" or said.failed or is_out_of_memory(error):
+                    raise
+                why = f"{step} runs sequential here: {reason_of(error)}."
+            if why not in self._said:
+                self._said.add(why)
+                rank_zero_info(why)
+        with self._checking(step, trees):
+            return run(self._sequential)
+
+    def _checking(self, step: str, trees: Tree) -> AbstractContextManager[None]:
+        """Look, the first time, whether a step writes to what clients have in common."""
+        if step in self._checked:
+            return nullcontext()
+        self._checked.add(step)
+        return weights_unwritten(self.module, rows(trees, slice(0, 1)), step)
 
     # --- the probe ---
 
     def _choose(
-        self, step: str, run: Callable[[SequentialEngine | VectorizedEngine], Tree]
+        self,
+        step: str,
+        run: Callable[[SequentialEngine | VectorizedEngine], Tree],
+        before: Tree,
+        trees: Tree,
     ) -> None:
         if self.name == "sequential":
             self._settle(step, self._sequential, "as asked")
             return
         reasons = []
-        if step == "training_step" and not is_elementwise(self._template()):
-            reasons.append(f"{type(self._template()).__name__} is not known to be elementwise")
+        why_not = why_not_elementwise(self._template()) if step == "training_step" else None
+        if why_not is not None:
+            reasons.append(why_not)
         else:
-            with self._undisturbed():
+            with self._undisturbed(), self._checking(step, trees):
                 expected = run(self._sequential)
             if getattr(self._sequential, "draws_elsewhere", False):
-                reasons.append("the step draws from Python's or NumPy's random generator")
+                reasons.append(DRAWS_ELSEWHERE)
             stochastic = self._sequential.random_calls > 0
             transforms: tuple[Transform, ...] = ("forward", "grad")
             for transform in transforms if not reasons else ():
                 engine = self._vectorized(transform, stochastic)
-                reason = self._problem(engine, run, expected)
+                reason = self._problem(engine, run, expected, before)
                 if reason is None:
                     self._settle(step, engine, f"vmap over the {_WHAT[transform]}")
                     return
@@ -192,22 +246,17 @@ class SelectedEngine:
         self._settle(step, self._sequential, why)
 
     def _problem(
-        self, engine: VectorizedEngine, run: Callable[..., Tree], expected: Tree
+        self, engine: VectorizedEngine, run: Callable[..., Tree], expected: Tree, before: Tree
     ) -> str | None:
         """Why the vectorized engine can't be used; None if it can."""
         try:
-            with self._undisturbed(), _hidden_loops_are_errors():
-                before = snapshot(self.module)
+            with self._undisturbed(), hidden_loops_are_errors():
                 found = run(engine)
-                if (stored := changed(self.module, before)) is not None:
-                    # It would keep dead tensors, or one value where each client has one.
-                    return f"the step changes `{stored}`, which all clients share"
         # Whatever a user's module does under vmap: the reason is reported, and the sequential
         # engine tells true errors.
         except Exception as error:
-            cause = error.__cause__ if isinstance(error, ClientError) else error
-            return _summary(cause if isinstance(cause, Exception) else error)
-        return _difference(expected, found, mixed=self.settings.autocast is not None)
+            return reason_of(error)
+        return difference(expected, found, before, mixed=self.settings.autocast is not None)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -234,8 +283,6 @@ class SelectedEngine:
                 engine.template = self._template()
 
     def _vectorized(self, transform: Transform, stochastic: bool) -> VectorizedEngine:
-        # What the probe didn't train, as in a head phase, a later phase may reach.
-        unreached = self._sequential.asked - self._sequential.reached
         return VectorizedEngine(
             self.module,
             self.layout,
@@ -243,7 +290,6 @@ class SelectedEngine:
             self.settings,
             transform,
             stochastic,
-            frozenset(self.layout.trainable) - unreached,
         )
 
     def _template(self) -> Optimizer:
@@ -259,63 +305,27 @@ class SelectedEngine:
 _WHAT = {"forward": "forward pass", "grad": "gradient"}
 
 
+class _Listener:
+    """Passes on which clients are done, and remembers whether that failed.
+
+    Then an error is that of a callback, which fires here, and not of the step.
+    """
+
+    def __init__(self, on_clients: OnClients | None) -> None:
+        self.on_clients = on_clients
+        self.failed = False
+
+    def __call__(self, positions: list[int]) -> None:
+        if self.on_clients is None:
+            return
+        self.failed = True
+        self.on_clients(positions)
+        self.failed = False
+
+
 def _with(
     engine: SequentialEngine | VectorizedEngine, settings: EngineSettings
 ) -> SequentialEngine | VectorizedEngine:
     changed = copy.copy(engine)
     changed.settings = settings
     return changed
-
-
-def _summary(error: Exception) -> str:
-    """The first sentence of an error; torch's advice to file an issue helps nobody here."""
-    rule = re.search(
-        r"batching rule (?:for|not implemented for) (\S+?)[.;]? ", f"{error} ", re.IGNORECASE
-    )
-    if rule:
-        return f"{rule.group(1)} has no batching rule"
-    lines = str(error).strip().splitlines()
-    return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
-
-
-def _training_trees(result: LocalResult) -> Tree:
-    return {
-        "uploads": result.uploads,
-        "own": result.own,
-        "logs": result.logs,
-        "loss": result.loss,
-    }
-
-
-def _evaluation_trees(evaluation: Evaluation, models: Model) -> Tree:
-    """The values, with the models for the precision that they can have."""
-    return {"values": evaluation.values, "counts": evaluation.counts, "models": models}
-
-
-@contextmanager
-def _hidden_loops_are_errors() -> Iterator[None]:
-    """An operator without batching rule runs in a slow loop inside ``vmap``; torch warns of it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*performance drop.*batching rule.*")
-        yield
-
-
-def _difference(expected: Tree, found: Tree, mixed: bool) -> str | None:
-    """Say where two results differ by more than rounding; None if they agree."""
-    names, others = list(leaves(expected)), list(leaves(found))
-    if len(names) != len(others):
-        return "it logs other values than the sequential engine"
-    # Logged values are float64 averages of values that are as coarse as the model.
-    coarsest = max(
-        (TOLERANCE.get(leaf.dtype, 1e-2) for leaf in names if leaf.is_floating_point()), default=0
-    )
-    tolerance = MIXED_TOLERANCE if mixed else coarsest
-    for want, got in zip(names, others, strict=True):
-        if want.shape != got.shape:
-            return "it gives other shapes than the sequential engine"
-        if not want.is_floating_point() or not want.numel():
-            continue
-        scale = want.nan_to_num().abs().max().clamp_min(1e-6)
-        if ((want - got).abs() > tolerance * scale).any() or (want.isnan() != got.isnan()).any():
-            return "its result differs from the sequential engine's by more than rounding"
-    return None

@@ -48,7 +48,7 @@ from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.mixture import shielded
 from lightning_pfl.randomness import derive
-from lightning_pfl.tree import Model, Tree, rows, stack, tmap, unshared
+from lightning_pfl.tree import Model, Tree, rows, select, stack, tmap, unshared
 
 
 class SequentialEngine:
@@ -66,8 +66,6 @@ class SequentialEngine:
         draws_elsewhere: Whether the last training step, or a step of the last evaluation, drew from
             Python's or NumPy's global generator, whose numbers can't differ between clients of one
             batched program.
-        reached: Names of parameters that have had a gradient.
-        asked: Names of parameters that a gradient was asked for.
     """
 
     name = "sequential"
@@ -78,8 +76,6 @@ class SequentialEngine:
         self.module, self.layout, self.template, self.settings = module, layout, template, settings
         self.random_calls = 0
         self.draws_elsewhere = False
-        self.reached: set[str] = set()
-        self.asked: set[str] = set()
         self.limits = Limits(
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
         )
@@ -267,11 +263,15 @@ class SequentialLocal:
         trained = {name: model[name][0].detach().requires_grad_() for name in names}
         fixed = {name: leaf[0] for name, leaf in model.items() if name not in trained}
         accumulate = self.engine.settings.accumulate
+
+        def backward(loss: Tensor) -> None:
+            (loss / accumulate).backward()
+
         for number, minibatch in batch:
             key = mix(self.key + (self.number << 32) + number)
             with watched(int(key) & (2**63 - 1)) as elsewhere:
                 loss, logged = self.program.training_loss(
-                    {**fixed, **trained}, minibatch, key, number, None, None
+                    {**fixed, **trained}, minibatch, key, number, None, None, backward
                 )
             self.engine.random_calls = self.program.random_calls
             self.engine.draws_elsewhere |= elsewhere.moved
@@ -282,12 +282,8 @@ class SequentialLocal:
                 values = {**_values(logged), LOSS: loss.detach().view(1)}
                 self.logs.add(values, size, None, self.program.log.reductions)
                 self.metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
-            (loss / accumulate).backward()
         self._logged = True
-        grads = {n: leaf.grad[None] for n, leaf in trained.items() if leaf.grad is not None}
-        self.engine.reached.update(grads)
-        self.engine.asked.update(trained)
-        return grads
+        return {n: leaf.grad[None] for n, leaf in trained.items() if leaf.grad is not None}
 
     def loss(self, model: Model, batch: list[tuple[int, Any]]) -> tuple[Tensor, Tensor]:
         """Mean loss over the step's samples, and their number, ``(1,)``."""
@@ -311,6 +307,7 @@ class SequentialLocal:
         if not grads:
             return model
         if settings.clip_value:
+            grads = select(grads, self.optimizer.names)
             grads = clip(grads, settings.clip_value, settings.clip_algorithm)
         return self.optimizer.update(model, grads, slot)
 

@@ -20,12 +20,15 @@ from lightning_pfl.engine.batching import (
     order_key,
     reseed,
     step_bounds,
+    step_size,
 )
 from lightning_pfl.randomness import derive, permutation, seeded
 
 
 class ClientMinibatches:
     """Iterates over the steps of a phase: each a list of (number, minibatch).
+
+    The numbers are those of :class:`~lightning_pfl.engine.batching.Minibatch`.
 
     Args:
         data: The federated dataset.
@@ -58,6 +61,7 @@ class ClientMinibatches:
         self.whole = budget.whole
         self.per_epoch = minibatches_per_epoch(data, client, self.limits, budget.whole)
         self.bounds = step_bounds(self.per_epoch, budget, self.limits.accumulate)
+        self.size = step_size(budget, self.limits)
         self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
 
     def key(self, epoch: int) -> int:
@@ -69,8 +73,9 @@ class ClientMinibatches:
         stream = (
             self._resident() if isinstance(self.data, FederatedTensorDataset) else self._drawn()
         )
-        for begin, end in self.bounds:
-            yield [(number, next(stream)) for number in range(begin, end)]
+        for step, (begin, end) in enumerate(self.bounds):
+            first = step * self.size
+            yield [(first + offset, next(stream)) for offset in range(end - begin)]
 
     def _resident(self) -> Iterator[Any]:
         assert isinstance(self.data, FederatedTensorDataset)

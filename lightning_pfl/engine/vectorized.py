@@ -29,6 +29,7 @@ from lightning_pfl.engine.client import ClientProgram, batchable_kernels
 from lightning_pfl.engine.drawn import Batches, LoaderBatches
 from lightning_pfl.engine.evaluation import VectorizedEvaluation
 from lightning_pfl.engine.gradient import Transform
+from lightning_pfl.engine.guard import guarded
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer
 from lightning_pfl.engine.phase import (
@@ -74,9 +75,6 @@ class VectorizedEngine:
             (LSTM, GRU) need.
         stochastic: Whether the training step makes random calls. False saves the interception of
             every torch function.
-        reached: Names of parameters that the loss reaches; the transform ``"grad"`` can't tell a
-            parameter without gradient from one with gradient zero, which weight decay moves. None:
-            all.
     """
 
     name = "vectorized"
@@ -89,10 +87,8 @@ class VectorizedEngine:
         settings: EngineSettings,
         transform: Transform = "forward",
         stochastic: bool = True,
-        reached: frozenset[str] | None = None,
     ) -> None:
         self.module, self.layout, self.template = module, layout, template
-        self.reached = reached
         self.settings, self.transform = settings, transform
         self.limits = Limits(
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
@@ -159,13 +155,9 @@ class VectorizedEngine:
         results = []
         for positions in order.split(self.settings.chunk_size or self._fitting()):
             chunk = Chunk(self, method, data, info.rows(positions), stream)
-            results.append(
-                chunk.run(
-                    rows(received, positions.to(self.settings.device)),
-                    rows(own, positions.to(self.settings.device)),
-                    phases,
-                )
-            )
+            at = positions.to(self.settings.device)
+            with guarded(self.module, derive(self.settings.seed, "guard", info.round)):
+                results.append(chunk.run(rows(received, at), rows(own, at), phases))
             if on_clients is not None:
                 on_clients(positions.tolist())
         return _in_order(results, torch.argsort(order).to(self.settings.device))
@@ -209,15 +201,16 @@ class Chunk:
         """``client_init``, every phase, ``client_final``."""
         info = self.info
         state = self.method.client_init(unshared(received), own, info)
-        first_epoch = 0
+        first_epochs = [0] * len(self.clients)
         for number, phase in enumerate(phases):
             active = ActivePhase(phase, self.engine.layout)
             with active.modes(), batchable_kernels(self.engine.transform), self.program.capturing():
                 self.program.throwaway = active.throwaway()
-                batches = self._batches(phase, active, first_epoch)
+                batches = self._batches(phase, active, first_epochs)
                 self.engine.prefix.attach(batches, active, state, self.program)
                 state = self._phase(state, active, batches, number)
-            first_epoch += batches.epochs_used
+            used = zip(first_epochs, batches.epochs_used, strict=True)
+            first_epochs = [first + epochs for first, epochs in used]
         upload, own = self.method.client_final(received, own, state, info)
         logs = self.logs.compute()
         missing = torch.full(
@@ -226,7 +219,7 @@ class Chunk:
         loss = logs.pop(LOSS, missing)
         return LocalResult(upload, own, logs, dict(self.program.log.options), loss)
 
-    def _batches(self, phase: Phase, active: ActivePhase, first_epoch: int) -> Batches:
+    def _batches(self, phase: Phase, active: ActivePhase, first_epochs: list[int]) -> Batches:
         def key(client: int, epoch: int) -> int:
             return order_key(self.engine.settings.seed, self.stream, self.info.round, client, epoch)
 
@@ -237,8 +230,10 @@ class Chunk:
             random = self.keys is not None
             module = self.engine.module
             pad = is_sample_wise(module) and not random and not couples_samples(module, True)
-            return ResidentBatches(self.data, self.clients, budget, limits, key, pad, first_epoch)
-        return LoaderBatches(self.data, self.clients, budget, limits, key, self.device, first_epoch)
+            return ResidentBatches(self.data, self.clients, budget, limits, key, pad, first_epochs)
+        return LoaderBatches(
+            self.data, self.clients, budget, limits, key, self.device, first_epochs
+        )
 
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
         if active.idle or not len(batches.steps):

@@ -17,7 +17,7 @@ from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.phase import ActivePhase
 from lightning_pfl.engine.trace import fingerprint
 from lightning_pfl.mixture import shielded
-from lightning_pfl.tree import Model, tmap
+from lightning_pfl.tree import Model, select, tmap
 
 if TYPE_CHECKING:
     from lightning_pfl.engine.vectorized import Chunk
@@ -37,7 +37,7 @@ class VectorizedLocal:
         self.chunk, self.active, self.optimizer, self.number = chunk, active, optimizer, number
         self.steps = steps
         engine = chunk.engine
-        self.gradient = BatchedGradient(chunk.program, engine.transform, engine.reached)
+        self.gradient = BatchedGradient(chunk.program, engine.transform)
         if engine.traces.enabled:
             augmented = chunk.program.augment is not None
             engine.traces.enter(
@@ -63,12 +63,11 @@ class VectorizedLocal:
         materialize(model, self.active.buffers)
         model = shielded(model, self.chunk.engine.layout.buffers)
         names = self.active.trainable + also
-        reached = self.chunk.engine.reached
-        self.gradient.reached = None if reached is None else reached.union(also)
         total: Model = {}
         for minibatch in batch:
             grads = self._minibatch_grad(model, minibatch, names)
-            total = {k: total[k] + g for k, g in grads.items()} if total else grads
+            # A minibatch may reach other parameters than the one before it.
+            total |= {k: total[k] + g if k in total else g for k, g in grads.items()}
         self._logged = True
         accumulate = self.chunk.engine.settings.accumulate
         return tmap(lambda g: g / accumulate, total) if accumulate > 1 else total
@@ -89,6 +88,7 @@ class VectorizedLocal:
         """Clip each client's gradients and step the optimizer."""
         settings = self.chunk.engine.settings
         if settings.clip_value:
+            grads = select(grads, self.optimizer.names)
             grads = clip(grads, settings.clip_value, settings.clip_algorithm)
         call = self._calls.get(slot, 0)
         self._calls[slot] = call + 1

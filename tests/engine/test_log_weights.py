@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pfl.data.clients import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings, Evaluation
-from lightning_pfl.engine.client import LogCapture
+from lightning_pfl.engine.capture import LogCapture
 from lightning_pfl.engine.logs import ClientLogs, Reduction
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized import VectorizedEngine

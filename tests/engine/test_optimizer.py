@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.engine.optimizer import ClientOptimizer, check_optimizer, clip, is_elementwise
+from lightning_pfl.engine.optimizer import (
+    ClientOptimizer,
+    check_optimizer,
+    clip,
+    why_not_elementwise,
+)
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.testing import QuadraticModule, fit
@@ -158,5 +163,24 @@ def test_a_subclass_may_do_anything() -> None:
         pass
 
     parameters = list(nn.Linear(1, 1).parameters())
-    assert is_elementwise(torch.optim.SGD(parameters, lr=0.1))
-    assert not is_elementwise(Mine(parameters, lr=0.1))
+    assert why_not_elementwise(torch.optim.SGD(parameters, lr=0.1)) is None
+    reason = why_not_elementwise(Mine(parameters, lr=0.1))
+    assert reason == "Mine is not known to be elementwise"
+
+
+@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+def test_step_hooks_may_do_anything(hook: str) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    getattr(optimizer, hook)(lambda *_: None)
+    assert why_not_elementwise(optimizer) == "SGD has step hooks"
+
+
+def test_a_step_of_its_own_is_refused() -> None:
+    """Clients' optimizers are made of the class, which would do something else."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # torch's own wrapper is no obstacle
+    check_optimizer(optimizer)
+    own: Any = optimizer
+    own.step = lambda closure=None: None
+    with pytest.raises(TypeError, match=r"got SGD with `step` replaced on the object. Write a sub"):
+        check_optimizer(optimizer)

@@ -1,0 +1,89 @@
+"""What a client's step logs by ``self.log``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pfl.engine.base import LogOptions
+from lightning_pfl.engine.batching import batch_length
+from lightning_pfl.engine.logs import Reduction
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+class LogCapture:
+    """Stands in for ``self.log`` during a client's step.
+
+    Attributes:
+        values: Logged value by name: a tensor, or a torchmetrics object.
+        options: How each was logged; kept across steps.
+        reductions: ``reduce_fx`` and ``batch_size`` of each name, as of its last call.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor | Metric] = {}
+        self.options: dict[str, LogOptions] = {}
+        self.reductions: dict[str, Reduction] = {}
+        self._samples = 1
+
+    def begin(self, batch: Any) -> None:
+        """Forget the last step's values; the next ones are of this batch."""
+        self.values, self._samples = {}, batch_length(batch)
+
+    def __call__(  # noqa: D102 - stands in for `LightningModule.log`
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        **_: Any,
+    ) -> None:
+        reduction = (
+            reduce_fx
+            if isinstance(reduce_fx, str)
+            else getattr(reduce_fx, "__name__", str(reduce_fx))
+        )
+        reduction = {"amax": "max", "amin": "min"}.get(reduction, reduction)
+        if reduction not in REDUCTIONS:
+            raise ValueError(
+                f"Expected `reduce_fx` of self.log({name!r}) to be one of "
+                f"{', '.join(REDUCTIONS)}, but got "
+                f"reduce_fx={reduce_fx!r}. Log a torchmetrics object for other reductions."
+            )
+        better = value.higher_is_better if isinstance(value, Metric) else None
+        self.options[name] = LogOptions(prog_bar, logger is not False, better)
+        weight = _weight(name, batch_size)
+        # The batch's own samples are what counts anyway, and a recorded step can't say a weight.
+        weight = None if weight == self._samples else weight
+        self.reductions[name] = Reduction(reduction, weight)
+        if isinstance(value, Metric):
+            self.values[name] = value
+            return
+        value = value if isinstance(value, Tensor) else torch.as_tensor(float(value))
+        self.values[name] = (
+            value.detach().float().mean()
+            if not value.is_floating_point()
+            else value.detach().mean()
+        )
+
+    def take(self) -> dict[str, Tensor | Metric]:
+        """What the step logged; nothing is kept, as a value may be dead outside its ``vmap``."""
+        values, self.values = self.values, {}
+        return values
+
+
+def _weight(name: str, batch_size: Any) -> float | None:
+    """``batch_size`` as a number, which a tensor under ``vmap`` can't become."""
+    weight = None if batch_size is None else float(batch_size)
+    if weight is not None and not 0 < weight < torch.inf:
+        raise ValueError(
+            f"Expected `batch_size` of self.log({name!r}) to be a positive number, but got "
+            f"{batch_size=}. Leave it out to weight by the batch's samples."
+        )
+    return weight
