@@ -22,9 +22,10 @@ from lightning_pfl import FederatedStrategy
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.models import MLP
+from lightning_pfl.progress import profiled
 
 CLIENTS, COHORT, SAMPLES = 100, 10, 20
-INSIDE = ("local_training", "aggregation", "evaluation")
+INSIDE = (profiled("training_step"), "aggregation", profiled("validation_step"))
 
 
 class QuietProfiler(SimpleProfiler):

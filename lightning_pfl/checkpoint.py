@@ -15,9 +15,24 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pfl.errors import CheckpointMismatchError
 from lightning_pfl.tree import Tree, shapes
+
+PARTS = (
+    "method",
+    "settings",
+    "layout",
+    "clients",
+    "num_samples",
+    "seed",
+    "rounds",
+    "server",
+    "bank",
+    "history",
+)
+"""What the federation's part of every checkpoint has."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -114,10 +129,18 @@ def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """The federation's part of a checkpoint.
 
     Raises:
-        CheckpointMismatchError: If the run that wrote it wasn't federated.
+        CheckpointMismatchError: If the run that wrote it wasn't federated, or if something is
+        missing in it.
     """
     if "federated" in checkpoint:
         saved: Mapping[str, Any] = checkpoint["federated"]
+        found = saved.keys() if isinstance(saved, Mapping) else ()
+        if missing := [name for name in PARTS if name not in found]:
+            raise CheckpointMismatchError(
+                f"Expected a checkpoint whose `federated` part has {', '.join(PARTS)}, but "
+                f"{', '.join(missing)} is not there. Resume from a file that this version of "
+                "lightning_pfl wrote and nobody has changed."
+            )
         return saved
     raise CheckpointMismatchError(
         "Expected a checkpoint of a federated run, but got one that was written without "
@@ -196,11 +219,68 @@ def check_settings(
         )
 
 
-def check_server(saved: Tree, server: Tree) -> None:
-    """Require a server's state with the same entries, of the same shapes.
+def saved_optimizers(checkpoint: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Kind and state of each architecture's optimizer; the kind is empty where it isn't known.
+
+    A checkpoint of weights alone has none.
+    """
+    states = checkpoint.get("optimizer_states") or []
+    names = require_federated(checkpoint).get("optimizers") or [""] * len(states)
+    return list(zip(names, states, strict=False))
+
+
+def load_optimizer(
+    template: Optimizer, kind: str, state: Mapping[str, Any], scheduled: bool = True
+) -> None:
+    """Give the template of the clients' optimizers the settings of a checkpoint.
+
+    They count, as in every Lightning run, and not what ``configure_optimizers`` says now, as
+    schedulers may have changed them. Where no scheduler has, differences are said.
+
+    Args:
+        template: What ``configure_optimizers`` returned.
+        kind: Name of the class that was saved; empty where it isn't known.
+        state: Its ``state_dict``.
+        scheduled: Whether something may have changed the settings since.
 
     Raises:
-        CheckpointMismatchError: Names both sides.
+        CheckpointMismatchError: If it is another optimizer, or has other parameter groups.
+    """
+    name, groups = type(template).__name__, state["param_groups"]
+    if (kind or name, len(groups)) != (name, len(template.param_groups)):
+        raise CheckpointMismatchError(
+            f"Expected a checkpoint of clients that train with {name} in "
+            f"{len(template.param_groups)} parameter groups, but got one of {kind or name} in "
+            f"{len(groups)}. Return the optimizer of the run that wrote it."
+        )
+    # Schedulers keep the rate that they began with.
+    keys = {"initial_lr"} if scheduled else template.defaults.keys()
+    pairs = zip(template.param_groups, groups, strict=True)
+    changed = [
+        f"{key}={theirs[key]!r} instead of {ours[key]!r}"
+        for ours, theirs in pairs
+        for key in keys
+        if key in ours and key in theirs and str(ours[key]) != str(theirs[key])
+    ]
+    if changed:
+        rank_zero_warn(
+            f"The run continues with the checkpoint's settings of {name}: "
+            f"{', '.join(dict.fromkeys(changed))}. To change them, set them in "
+            "`trainer.optimizers[0].param_groups` in `on_train_start`."
+        )
+    template.load_state_dict(dict(state))
+
+
+def fit_server(saved: Tree, server: Tree, device: torch.device) -> Tree:
+    """The server's state of a checkpoint, in the precision of this run.
+
+    Args:
+        saved: What the checkpoint has.
+        server: The server now.
+        device: Where it is to be.
+
+    Raises:
+        CheckpointMismatchError: If entries or shapes differ; names both sides.
     """
     if saved.keys() != server.keys():
         raise CheckpointMismatchError(
@@ -215,6 +295,19 @@ def check_server(saved: Tree, server: Tree) -> None:
                 f"checkpoint has {theirs[name]}. Use the method's settings of the run that wrote "
                 "it."
             )
+    return _like(saved, server, device)
+
+
+def _like(saved: Tree, tree: Tree, device: torch.device) -> Tree:
+    """On the device, with the dtypes that the entries of ``tree`` have."""
+    found: Tree = {}
+    for name, leaf in saved.items():
+        ours = tree.get(name)
+        if isinstance(leaf, dict):
+            found[name] = _like(leaf, ours if isinstance(ours, dict) else {}, device)
+        else:
+            found[name] = leaf.to(device, ours.dtype if isinstance(ours, Tensor) else None)
+    return found
 
 
 def check_structure(saved: Mapping[str, Any], structure: Mapping[str, Tensor]) -> None:
@@ -246,12 +339,13 @@ def _listed(entry: Any) -> str:
     return "nothing" if entry is None else ", ".join(f"{number:g}" for number in numbers)
 
 
-def check_clients(saved: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Require a checkpoint of the same clients.
+def check_clients(saved: Mapping[str, Any], names: Sequence[str], samples: Tensor) -> None:
+    """Require a checkpoint of the same clients; warn if they hold more or fewer samples now.
 
     Args:
         saved: The federation's part of the checkpoint.
         names: The clients' names now.
+        samples: Their numbers of training samples now, int64 ``(clients,)``; 0 where unknown.
 
     Raises:
         CheckpointMismatchError: Names both sides.
@@ -271,6 +365,14 @@ def check_clients(saved: Mapping[str, Any], names: Sequence[str]) -> None:
             f"Expected a checkpoint of the same clients, but client {client} is {theirs[client]!r} "
             "in the checkpoint and "
             f"{names[client]!r} now. Give the clients in the order of the run that wrote it."
+        )
+    held = saved["num_samples"].cpu()
+    if samples.any() and len(others := (held != samples.cpu()).nonzero().flatten()):
+        client = int(others[0])
+        rank_zero_warn(
+            f"The run continues with other training data than the checkpoint's: {len(others)} "
+            f"clients have another number of samples, such as {names[client]!r} with "
+            f"{int(samples[client])} instead of {int(held[client])}."
         )
 
 

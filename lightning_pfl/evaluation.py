@@ -29,8 +29,8 @@ from lightning_pfl.groups import named
 from lightning_pfl.history import higher_is_better
 from lightning_pfl.idle import evaluated
 from lightning_pfl.metrics.summary import summarize
-from lightning_pfl.placement import align, place
-from lightning_pfl.progress import ClientProgress
+from lightning_pfl.placement import align, due_reload, place
+from lightning_pfl.progress import ClientProgress, profiled
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.ranks import whole_evaluation
 from lightning_pfl.tables import ClientTable
@@ -251,7 +251,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
             return
         if fitting:
             self._combined_loader = None
-            self._last_val_dl_reload_epoch = trainer.current_epoch
+            self._last_val_dl_reload_epoch = due_reload(trainer)
         self.rows, self.clients = self.evaluable()
         self._max_batches = [len(self.rows)]
         if not len(self.rows):
@@ -299,7 +299,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
 
         stage = "test" if trainer.testing else "validation"
         progress = ClientProgress(trainer, self, clients, stage)
-        with trainer.profiler.profile("evaluation"):
+        with trainer.profiler.profile(profiled(step)):
             results = {
                 "": evaluate_clients(
                     strategy, personal, clients, rows, data, step, progress.finished

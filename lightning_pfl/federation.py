@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_pfl._lightning import copy_apart
 from lightning_pfl.callback import ClientInfo
-from lightning_pfl.checkpoint import check_clients, check_memories, check_server, check_structure
+from lightning_pfl.checkpoint import check_clients, check_memories, check_structure, fit_server
 from lightning_pfl.data.clients import FederatedDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import learning_rates
@@ -343,13 +343,12 @@ class Federation:
             CheckpointMismatchError: If it belongs to other clients, to other relations between
                 them, or to another kind of server.
         """
-        check_clients(saved, self.client_names)
+        check_clients(saved, self.client_names, self.num_samples)
         check_structure(saved, self.method.structure())
-        check_server(saved["server"], self.server)
         check_memories(saved["bank"], self._memories(lambda bank: bank.tree))
         model = self.groups[0].layout.model()
         device = next((leaf.device for leaf in model.values()), torch.device("cpu"))
-        self.server = tmap(lambda leaf: leaf.to(device), saved["server"])
+        self.server = fit_server(saved["server"], self.server, device)
         for group in self.groups:
             alone = len(self.groups) == 1
             group.bank.load_state_dict(saved["bank"] if alone else saved["bank"][group.name])

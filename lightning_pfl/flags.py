@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
+    SpikeDetection,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -33,6 +34,7 @@ from torch.optim import Optimizer
 from lightning_pfl._lightning import is_overridden, overrides
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.select import check_engine
+from lightning_pfl.errors import check_choice, check_number, check_whole, is_number, is_whole
 from lightning_pfl.methods.base import Method
 
 LOCAL_HOOKS = (
@@ -61,6 +63,7 @@ REFUSED_CALLBACKS: dict[type[Callback], str] = {
     StochasticWeightAveraging: "It averages one model; use a method with a server optimizer.",
     WeightAveraging: "It averages one model; use a method with a server optimizer.",
     BaseFinetuning: "It freezes layers of one model; use a method's phases, or HeadFineTuning.",
+    SpikeDetection: "It looks at the loss of each step; set `max_update_norm` of the strategy.",
     ModelPruning: "It prunes one model in place; prune what `client_module` returns.",
     GradientAccumulationScheduler: "Set `trainer.accumulate_grad_batches` to one number.",
     LearningRateFinder: "It trains one model; compare a few learning rates on validation data.",
@@ -69,7 +72,12 @@ REFUSED_CALLBACKS: dict[type[Callback], str] = {
 
 
 def check_strategy(
-    method: object, engine: str, chunk_size: int | None, max_update_norm: float | None, bank: str
+    method: object,
+    engine: str,
+    seed: int | None,
+    chunk_size: int | None,
+    max_update_norm: float | None,
+    bank: str,
 ) -> None:
     """Check the arguments of :class:`~lightning_pfl.FederatedStrategy`.
 
@@ -83,20 +91,14 @@ def check_strategy(
             "instance, such as FedAvg()."
         )
     check_engine(engine)
-    if bank not in ("auto", "device", "host"):
-        raise ValueError(
-            f"Expected `bank` to be 'auto', 'device' or 'host', but got bank={bank!r}. Use 'auto'."
-        )
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(
-            f"Expected `chunk_size` to be at least 1, but got chunk_size={chunk_size!r}. Use None "
-            "to fit the memory."
-        )
-    if max_update_norm is not None and not max_update_norm > 0:
-        raise ValueError(
-            "Expected `max_update_norm` to be positive, but got "
-            f"max_update_norm={max_update_norm!r}. Use None for no bound."
-        )
+    check_choice("bank", bank, ("auto", "device", "host"), "Use 'auto'.")
+    if seed is not None:
+        check_whole("seed", seed, 0, "Use None for that of seed_everything.")
+    if chunk_size is not None:
+        check_whole("chunk_size", chunk_size, 1, "Use None to fit the memory.")
+    if max_update_norm is not None:
+        advice = "Use None for no bound."
+        check_number("max_update_norm", max_update_norm, advice, positive=True, infinite=True)
 
 
 def refuse(flag: str, got: object, remedy: str) -> MisconfigurationException:
@@ -213,6 +215,7 @@ def check_trainer(trainer: Any) -> None:
             "number of rounds "
             "together with check_val_every_n_epoch=None.",
         )
+    check_numbers(trainer)
     if trainer._accelerator_connector._layer_sync is not None:
         raise refuse(
             "sync_batchnorm",
@@ -223,6 +226,23 @@ def check_trainer(trainer: Any) -> None:
         check_callback(callback)
     if trainer.world_size > 1:
         check_shared_run(trainer)
+
+
+def check_numbers(trainer: Any) -> None:
+    """Refuse numbers that Lightning takes without looking at them.
+
+    Raises:
+        MisconfigurationException: Names the flag.
+    """
+    accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+    if not is_whole(accumulate, 1):
+        raise refuse("accumulate_grad_batches", accumulate, "Use a whole number >= 1.")
+    if clip is not None and not (is_number(clip) and clip >= 0):
+        raise refuse("gradient_clip_val", clip, "Use a number > 0, or None for no clipping.")
+    for flag in ("check_val_every_n_epoch", "val_check_interval"):
+        every = getattr(trainer, flag)
+        if every is not None and every < 1:
+            raise refuse(flag, every, "Use a number of rounds >= 1; limit_val_batches=0 for none.")
 
 
 def check_unused(trainer: Any) -> None:
@@ -237,6 +257,21 @@ def check_unused(trainer: Any) -> None:
             f"with after {trainer.global_step} rounds, but got others. Use a new Trainer, whose "
             "rounds begin at 0."
         )
+
+
+def check_finite(module: L.LightningModule) -> None:
+    """Require finite parameters: no client's work could count.
+
+    Raises:
+        MisconfigurationException: Names the first that isn't.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not parameter.isfinite().all():
+            raise MisconfigurationException(
+                "Expected a module with finite parameters to begin with, but "
+                f"{type(module).__name__} has a NaN or an infinity in {name}. Look at how it is "
+                "initialised or loaded."
+            )
 
 
 def check_callback(callback: Callback) -> None:

@@ -31,8 +31,8 @@ from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.engine.base import LocalResult
 from lightning_pfl.history import without_summary
 from lightning_pfl.idle import learners, require_samples
-from lightning_pfl.placement import place
-from lightning_pfl.progress import ClientProgress
+from lightning_pfl.placement import due_reload, place
+from lightning_pfl.progress import ClientProgress, profiled
 from lightning_pfl.sampling import sample_cohort
 from lightning_pfl.tree import Tree, nbytes, rows
 
@@ -123,7 +123,7 @@ class FederatedLoop(FitLoop):
         require_samples(data, self._fate, warn=self._last_train_dl_reload_epoch < 0)
         self._learners = None
         self.max_batches = len(self._draw(0))
-        self._last_train_dl_reload_epoch = self.trainer.current_epoch
+        self._last_train_dl_reload_epoch = due_reload(self.trainer)
 
     def find_learners(self) -> None:
         """Find the clients that can take a step: only they are sampled.
@@ -226,7 +226,7 @@ class FederatedLoop(FitLoop):
         cohort.exchange("before")
         self._hook("on_local_training_start", round)
         clients = self._progress(info.index)
-        with self.trainer.profiler.profile("local_training"):
+        with self.trainer.profiler.profile(profiled("training_step")):
             work = cohort.train(data, phases, clients.finished)
         clients.finish()
         round.uploads = work.uploads
@@ -360,7 +360,10 @@ class FederatedLoop(FitLoop):
         trainer._logger_connector.update_train_epoch_metrics()
         self.epoch_loop._batches_that_stepped += 1
         self.epoch_progress.increment_completed()
-        stop_if_terminated(any(self.strategy.ranks.objects(trainer.received_sigterm)))
+        # A callback may ask for the end in one process alone.
+        heard = self.strategy.ranks.objects((trainer.should_stop, trainer.received_sigterm))
+        trainer.should_stop = any(stop for stop, _ in heard)
+        stop_if_terminated(any(terminated for _, terminated in heard))
 
     def on_run_end(self) -> None:
         """Report the last ten rounds and the best one, and end the training."""

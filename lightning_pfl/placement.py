@@ -56,6 +56,17 @@ def place(data: FederatedDataset, trainer: L.Trainer) -> FederatedDataset:
     return FederatedLoaders(loaders, data.names if data.named else None)
 
 
+def due_reload(trainer: Any) -> int:
+    """The last round, up to now, in which data were due to be loaded.
+
+    Every ``reload_dataloaders_every_n_epochs`` rounds from round 0, not from whenever they were
+    loaded: a resumed run loads its data where it begins, and must load the next where one that
+    wasn't interrupted does.
+    """
+    every = trainer.reload_dataloaders_every_n_epochs
+    return int(trainer.current_epoch) // every * every if every else int(trainer.current_epoch)
+
+
 def align(data: FederatedDataset, names: Sequence[str], what: str) -> tuple[Tensor, Tensor]:
     """Find the clients of a split in the federation.
 

@@ -11,6 +11,7 @@ from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.evaluation import evaluate_clients, personal_models
 from lightning_pfl.idle import evaluated
 from lightning_pfl.placement import align, place
+from lightning_pfl.progress import profiled
 from lightning_pfl.randomness import derive, seeded
 
 
@@ -70,14 +71,15 @@ class FederatedPredictionLoop(PredictionLoop):
     def _predict(self, data: FederatedDataset) -> None:
         strategy: Any = self.trainer.strategy
         strategy.settings.limit_eval_batches = self.trainer.limit_predict_batches
-        found = evaluate_clients(
-            strategy,
-            lambda ids: personal_models(strategy, ids),
-            self.clients,
-            self.rows,
-            data,
-            "predict_step",
-        )
+        with self.trainer.profiler.profile(profiled("predict_step")):
+            found = evaluate_clients(
+                strategy,
+                lambda ids: personal_models(strategy, ids),
+                self.clients,
+                self.rows,
+                data,
+                "predict_step",
+            )
         start = ClientHooks(self.trainer, "on_predict_batch_start")
         end = ClientHooks(self.trainer, "on_predict_batch_end")
         pairs = zip(self.rows.tolist(), self.clients.tolist(), found.predictions, strict=True)

@@ -10,6 +10,14 @@ from torch import Tensor
 from lightning_pfl._lightning import ClientHooks, close_step, open_step
 
 
+def profiled(step: str) -> str:
+    """The name under which a profiler records a step of all clients: as Lightning's strategies do.
+
+    PyTorchProfiler counts its own steps by the end of the name.
+    """
+    return f"[Strategy]FederatedStrategy.{step}"
+
+
 class ClientProgress:
     """Fires ``on_<stage>_batch_start`` and ``..._end`` for clients, as they finish.
 

@@ -28,8 +28,10 @@ from lightning_pfl.checkpoint import (
     check_layout,
     check_settings,
     explained,
+    load_optimizer,
     require_federated,
     require_lightning,
+    saved_optimizers,
 )
 from lightning_pfl.engine.select import EngineName, SelectedEngine
 from lightning_pfl.evaluation import FederatedEvaluationLoop
@@ -115,19 +117,25 @@ class FederatedStrategy(Federation, ProcessesStrategy):
             process_group_backend,
             timeout,
         )
-        flags.check_strategy(method, engine, chunk_size, max_update_norm, bank)
-        self.participation = check_participation(participation)
-        self.chunk_size, self.max_update_norm, self.prefix_cache = (
-            chunk_size,
-            max_update_norm,
-            prefix_cache,
-        )
-        self._given, self._engine_name, self._seed, self._bank_place = method, engine, seed, bank
+        flags.check_strategy(method, engine, seed, chunk_size, max_update_norm, bank)
+        self.participation = participation
+        self.chunk_size, self.max_update_norm = chunk_size, max_update_norm
+        self.prefix_cache, self._given, self._engine_name = prefix_cache, method, engine
+        self._seed, self._bank_place = seed, bank
         self._default_method: type[Method] | None = None
         self._owner: tuple[Any, ...] = ()
         self._saved: Mapping[str, Any] | None = None
-        self._saved_optimizers: list[dict[str, Any]] = []
+        self._saved_optimizers: list[tuple[str, dict[str, Any]]] = []
         self._undo: Callable[[], None] | None = None
+
+    @property
+    def participation(self) -> int | float:
+        """Clients per round: a fraction, or a count; may be set between two fits."""
+        return self._participation
+
+    @participation.setter
+    def participation(self, participation: int | float) -> None:
+        self._participation = check_participation(participation)
 
     # --- Lightning's side -------------------------------------------------------------------------
 
@@ -177,7 +185,7 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         """The template outside of a fit, with the checkpoint's learning rates if it has any."""
         template = self._configure_optimizer(group.module)[0][0]
         if self._saved_optimizers:
-            template.load_state_dict(self._saved_optimizers[self.groups.index(group)])
+            load_optimizer(template, *self._saved_optimizers[self.groups.index(group)])
         return template
 
     def _configure_optimizers(self) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
@@ -222,7 +230,8 @@ class FederatedStrategy(Federation, ProcessesStrategy):
     ) -> None:
         """Add the federation's state to Lightning's checkpoint and write it."""
         if self._owner:
-            checkpoint["federated"] = self.state_dict()
+            names = [type(template).__name__ for template in self.optimizers]
+            checkpoint["federated"] = {**self.state_dict(), "optimizers": names}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(
@@ -243,7 +252,13 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         check_settings(saved, self.method.settings(), self.method.state_settings)
         super().load_model_state_dict(checkpoint, strict)
         self._saved = saved
-        self._saved_optimizers = checkpoint.get("optimizer_states") or []
+        self._saved_optimizers = saved_optimizers(checkpoint)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take over the settings of the clients' optimizers, as schedulers left them."""
+        scheduled = bool(self.lr_scheduler_configs)
+        for one, saved in zip(self.optimizers, saved_optimizers(checkpoint), strict=False):
+            load_optimizer(one, *saved, scheduled)
 
     # --- the federation ---------------------------------------------------------------------------
 
@@ -283,6 +298,7 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         if fresh:
             if trainer.state.fn == TrainerFn.FITTING and self._saved is None:
                 flags.check_unused(trainer)
+                flags.check_finite(module)
             groups = make_groups(module, split, names)
             self.begin(module, groups, names, num_samples, bank)
             self._owner = owner

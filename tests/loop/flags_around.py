@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     RichProgressBar,
+    SpikeDetection,
     StochasticWeightAveraging,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from torch import Tensor
 
 from lightning_pfl.flags import autocast_dtype
@@ -98,6 +100,7 @@ def callbacks(tmp_path: Path) -> None:
         "callback GradientAccumulationScheduler", callbacks=[GradientAccumulationScheduler({0: 2})]
     )
 
+    refused("callback SpikeDetection. It looks at the loss", callbacks=[SpikeDetection()])
     refused("callback LearningRateFinder. It trains one model", callbacks=[LearningRateFinder()])
 
     class Inside(Callback):
@@ -175,11 +178,20 @@ def profiler(tmp_path: Path) -> None:
     simple = SimpleProfiler(dirpath=tmp_path, filename="profile")
     fit(profiler=simple)
     assert {
-        "local_training",
+        "[Strategy]FederatedStrategy.training_step",
         "aggregation",
-        "evaluation",
+        "[Strategy]FederatedStrategy.validation_step",
         "run_training_epoch",
     } <= simple.recorded_durations.keys()
+    for function in ("fit", "validate", "test", "predict"):
+        by_torch = PyTorchProfiler(tmp_path, filename="torch")
+        run = trainer(profiler=by_torch, max_epochs=1)
+        data = [points()] * (2 if function == "fit" else 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its schedule wants more steps than there are here
+            getattr(run, function)(Quadratic(), *data)
+        # An error at the end, unless a step was counted.
+        assert (tmp_path / f"{function}-torch.txt").exists()
 
 
 def detect_anomaly(tmp_path: Path) -> None:

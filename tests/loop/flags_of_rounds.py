@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     Callback,
+    LambdaCallback,
     Timer,
 )
 from torch import Tensor
@@ -169,12 +170,22 @@ def val_check_interval(tmp_path: Path) -> None:
         r"Trainer\(val_check_interval=60.0\)` .* Use check_val_every_n_epoch",
         val_check_interval="00:00:01:00",
     )
+    refused(
+        r"Trainer\(val_check_interval=0\)` .* Use a number of rounds >= 1",
+        val_check_interval=0,
+        check_val_every_n_epoch=None,
+    )
 
 
 def check_val_every_n_epoch(tmp_path: Path) -> None:
     seen = Validations()
     fit(max_epochs=5, check_val_every_n_epoch=2, callbacks=[seen], num_sanity_val_steps=0)
     assert seen.rounds == [1, 3]
+    for wrong in (0, -1):
+        refused(
+            rf"Trainer\(check_val_every_n_epoch={wrong}\)` .* Use a number of rounds >= 1",
+            check_val_every_n_epoch=wrong,
+        )
 
 
 def num_sanity_val_steps(tmp_path: Path) -> None:
@@ -192,6 +203,11 @@ def accumulate_grad_batches(tmp_path: Path) -> None:
         if steps_of(size) % 2:  # as in Lightning, a last incomplete group is still divided by two
             w = trained(w, client, 1, LR / 2)
         torch.testing.assert_close(strategy.client_state_dict(client)["w"], w, rtol=0, atol=1e-12)
+    for wrong in (0, -1, 1.5, {0: 2}):
+        refused(
+            r"Trainer\(accumulate_grad_batches=.*\)` .* Use a whole number >= 1",
+            accumulate_grad_batches=wrong,
+        )
 
 
 def clipped(value: float, algorithm: str) -> Tensor:
@@ -211,6 +227,12 @@ def gradient_clip_val(tmp_path: Path) -> None:
     torch.testing.assert_close(
         strategy.client_state_dict(3)["w"], clipped(0.5, "norm"), rtol=0, atol=1e-12
     )
+    ends(fit(gradient_clip_val=0.0)[1], lambda client: steps_of(SIZES[client]))
+    for wrong in (-0.5, float("nan")):
+        refused(
+            r"Trainer\(gradient_clip_val=.*\)` .* Use a number > 0, or None",
+            gradient_clip_val=wrong,
+        )
 
 
 def gradient_clip_algorithm(tmp_path: Path) -> None:
@@ -221,16 +243,30 @@ def gradient_clip_algorithm(tmp_path: Path) -> None:
 
 
 def reload_dataloaders_every_n_epochs(tmp_path: Path) -> None:
-    calls = []
+    loaded: list[tuple[str, int]] = []
 
     class Data(L.LightningDataModule):
         def train_dataloader(self) -> FederatedTensorDataset:
-            calls.append(self.trainer.current_epoch)  # type: ignore[union-attr]
+            loaded.append(("train", self.trainer.current_epoch))  # type: ignore[union-attr]
             return points()
 
-    run = trainer(
-        LocalOnly(), max_epochs=4, reload_dataloaders_every_n_epochs=2, limit_val_batches=0
-    )
-    with pytest.warns(UserWarning, match="no `val_dataloader`"):
-        run.fit(Quadratic(), datamodule=Data())
-    assert calls == [0, 2]
+        def val_dataloader(self) -> FederatedTensorDataset:
+            loaded.append(("val", self.trainer.current_epoch))  # type: ignore[union-attr]
+            return points()
+
+    def loads(rounds: int, name: str, **fit: Any) -> list[tuple[str, int]]:
+        loaded.clear()
+        path = tmp_path / f"{name}.ckpt"
+        saver = LambdaCallback(on_train_epoch_end=lambda run, _: run.save_checkpoint(path))
+        run = trainer(
+            LocalOnly(), max_epochs=rounds, reload_dataloaders_every_n_epochs=2, callbacks=[saver]
+        )
+        run.fit(Quadratic(), datamodule=Data(), **fit)
+        return list(loaded)
+
+    every = [(split, round) for round in (0, 2, 4) for split in ("train", "val")]
+    assert loads(6, "whole") == every
+    for stopped in (3, 4):  # in the middle, and at the end of two rounds with the same data
+        loads(stopped, f"stopped{stopped}")
+        resumed = loads(6, "resumed", ckpt_path=str(tmp_path / f"stopped{stopped}.ckpt"))
+        assert [load for load in resumed if load[1] >= 4] == every[4:]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
@@ -212,3 +213,11 @@ def test_accepted_clients_are_weighted_among_themselves() -> None:
         trainer(FedAvg(weighting="uniform"), max_epochs=1).fit(module, poisoned(0))
     want = mean([trained(ZERO, k) for k in (1, 2, 3)], [1, 1, 1])
     torch.testing.assert_close(module.w.data, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_module_that_isnt_finite_is_refused_before_the_first_round(value: float) -> None:
+    module = Quadratic()
+    module.w.data[1] = value
+    with pytest.raises(MisconfigurationException, match=r"but Quadratic has a NaN or .* in w"):
+        trainer().fit(module, points())

@@ -309,6 +309,16 @@ def test_a_termination_waits_for_the_end_of_the_round_and_is_passed_on_once() ->
     assert sent == [signal.SIGTERM]
 
 
+def test_one_process_may_ask_for_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def two(self: Ranks, value: Any) -> list[Any]:
+        return [value, (True, False)] if value == (False, False) else [value]
+
+    monkeypatch.setattr(Ranks, "objects", two)
+    run = trainer(max_epochs=4)
+    run.fit(Quadratic(), points(), points())
+    assert run.current_epoch == 1
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

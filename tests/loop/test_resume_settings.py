@@ -17,9 +17,18 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_pfl.errors import CheckpointMismatchError
-from lightning_pfl.methods import SCAFFOLD, FedAvg, FedProx
+from lightning_pfl.methods import SCAFFOLD, FedAvg, FedProx, FedRep, LocalOnly
 from lightning_pfl.methods.base import Method
-from tests.loop.setting import Quadratic, points, trainer
+from tests.loop.setting import (
+    SIZES,
+    Quadratic,
+    classes,
+    network,
+    points,
+    steps_of,
+    trained,
+    trainer,
+)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
     "None": None,
@@ -132,3 +141,106 @@ def test_another_kind_of_server_is_refused(tmp_path: Path) -> None:
     More.__name__ = "FedProx"
     with pytest.raises(CheckpointMismatchError, match=r"server that holds \['extra', 'model'\], "):
         resume(More(), path)
+
+
+# --- optimizers, precision, samples, and what is missing
+
+
+def sgd(module: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.25)
+
+
+def adam(module: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=0.25)
+
+
+def adamw(module: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.25)
+
+
+def module_with(optimizer: Any) -> Quadratic:
+    module: Quadratic = type("With", (Quadratic,), {"configure_optimizers": optimizer})()
+    return module
+
+
+def trained_with(optimizer: Any, folder: Path) -> str:
+    path = str(folder / "round1.ckpt")
+    run = trainer(LocalOnly(), max_epochs=1)
+    run.fit(module_with(optimizer), points(), points())
+    run.save_checkpoint(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "names"), [(sgd, adam, ("Adam", "SGD")), (adam, adamw, ("AdamW", "Adam"))]
+)
+def test_another_optimizer_of_the_clients_is_refused(
+    before: Any, now: Any, names: tuple[str, str], tmp_path: Path
+) -> None:
+    path = trained_with(before, tmp_path)
+    match = rf"train with {names[0]} in 1 parameter groups, but got one of {names[1]} in 1\."
+    with pytest.raises(CheckpointMismatchError, match=match):
+        trainer(LocalOnly(), max_epochs=2).fit(module_with(now), points(), points(), ckpt_path=path)
+
+
+def test_a_learning_rate_that_is_not_used_is_said(tmp_path: Path) -> None:
+    path = trained_with(sgd, tmp_path)
+    run = trainer(LocalOnly(), max_epochs=2)
+    with pytest.warns(UserWarning, match=r"settings of SGD: lr=0\.25 instead of 0\.5\. To change"):
+        run.fit(
+            module_with(lambda module: torch.optim.SGD(module.parameters(), lr=0.5)),
+            points(),
+            points(),
+            ckpt_path=path,
+        )
+    want = trained(torch.zeros(2, dtype=torch.float64), 3, 2 * steps_of(SIZES[3]), lr=0.25)
+    got = run.strategy.client_state_dict(3)["w"]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [FedRep, SCAFFOLD])
+def test_a_checkpoint_serves_a_run_of_another_precision(method: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "single.ckpt")
+    single = trainer(method(), max_epochs=1)
+    single.fit(network(), *classes())
+    single.save_checkpoint(path)
+    double = trainer(method(), max_epochs=2, precision="64-true")
+    double.fit(network(), *classes(), ckpt_path=path)
+    assert double.strategy.client_state_dict(0)["head.weight"].dtype == torch.float64
+    assert double.strategy.rounds == 2
+    tested = trainer(method(), precision="64-true")
+    tested.test(network(), classes()[1], ckpt_path=path, verbose=False)
+    for name, leaf in tested.strategy.client_state_dict(1).items():
+        assert torch.equal(leaf, single.strategy.client_state_dict(1)[name].to(leaf.dtype))
+
+
+def test_other_numbers_of_samples_are_said(tmp_path: Path) -> None:
+    path = saved(FedAvg(), tmp_path)
+    run = trainer(FedAvg(), max_epochs=2)
+    match = "2 clients have another number of samples, such as '1' with 5 instead of 6"
+    with pytest.warns(UserWarning, match=match):
+        run.fit(Quadratic(), points((4, 5, 3, 6)), points(), ckpt_path=path)
+
+
+@pytest.mark.parametrize("part", ["bank", "seed", "history", "everything"])
+def test_a_checkpoint_that_lacks_something_is_refused(part: str, tmp_path: Path) -> None:
+    path = saved(FedAvg(), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    if part == "everything":
+        checkpoint["federated"] = None
+    else:
+        del checkpoint["federated"][part]
+    torch.save(checkpoint, path)
+    missing = "method, .*, history" if part == "everything" else part
+    with pytest.raises(CheckpointMismatchError, match=f"but {missing} is not there. Resume from"):
+        resume(FedAvg(), path)
+
+
+def test_weights_alone_can_be_tested(tmp_path: Path) -> None:
+    run = trainer(FedRep(), max_epochs=1)
+    run.fit(network(), *classes())
+    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    tested = trainer(FedRep())
+    tested.test(network(1), classes()[1], ckpt_path=str(tmp_path / "weights.ckpt"), verbose=False)
+    for name, leaf in run.strategy.client_state_dict(2).items():
+        assert torch.equal(tested.strategy.client_state_dict(2)[name], leaf)

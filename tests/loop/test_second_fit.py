@@ -83,3 +83,16 @@ def test_one_method_object_serves_two_trainers() -> None:
     want = trained(ZERO, 3, 2 * steps_of(SIZES[3]))
     torch.testing.assert_close(first.strategy.client_state_dict(3)["w"], want, rtol=0, atol=1e-12)
     assert second.strategy.client_state_dict(0)["head.weight"].shape == (3, 5)
+
+
+def test_participation_may_change_between_fits_within_its_range() -> None:
+    run = trainer(max_epochs=1)
+    module = Quadratic()
+    run.fit(module, points())
+    assert run.callback_metrics["round/clients"] == 4
+    run.strategy.participation = 2
+    run.fit_loop.max_epochs = 2
+    run.fit(module, points())
+    assert run.callback_metrics["round/clients"] == 2
+    with pytest.raises(ValueError, match=r"Expected `participation` .* got participation=0"):
+        run.strategy.participation = 0

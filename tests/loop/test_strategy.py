@@ -100,14 +100,20 @@ def test_no_method_or_several_are_refused(
         (
             {"chunk_size": 0},
             ValueError,
-            "Expected `chunk_size` to be at least 1, but got chunk_size=0",
+            "Expected `chunk_size` to be a whole number >= 1, but got chunk_size=0",
         ),
-        ({"max_update_norm": 0.0}, ValueError, "Expected `max_update_norm` to be positive"),
+        ({"chunk_size": 1.5}, ValueError, "Expected `chunk_size` to be a whole number >= 1"),
+        ({"chunk_size": True}, ValueError, "Expected `chunk_size` to be a whole number >= 1"),
+        ({"max_update_norm": 0.0}, ValueError, "Expected `max_update_norm` to be a number > 0"),
+        ({"max_update_norm": "1"}, ValueError, "Expected `max_update_norm` to be a number > 0"),
         (
             {"max_update_norm": float("nan")},
             ValueError,
-            "Expected `max_update_norm` to be positive",
+            "Expected `max_update_norm` to be a number > 0, but got max_update_norm=nan",
         ),
+        ({"seed": 1.5}, ValueError, "Expected `seed` to be a whole number >= 0, but got seed=1.5"),
+        ({"seed": "x"}, ValueError, "Expected `seed` to be a whole number >= 0, but got seed='x'"),
+        ({"seed": -1}, ValueError, "Expected `seed` to be a whole number >= 0, but got seed=-1"),
         ({"participation": 0}, ValueError, "Expected `participation`"),
     ],
 )
