@@ -37,7 +37,8 @@ class Layout:
 
     A *model* is the dict of all trainable parameters and persistent buffers. Parameters with
     ``requires_grad=False`` are *static*: they never change, are never sent, and every client uses
-    the module's own tensor.
+    the module's own tensor. So are buffers with an infinity, such as the mask of an attention
+    layer: no mean over clients has a meaning for them.
 
     Args:
         module: The user's module.
@@ -66,7 +67,10 @@ class Layout:
             )
         _check_kinds(module)
         persistent = module.state_dict(keep_vars=True)
-        self.buffers = tuple(name for name, _ in module.named_buffers() if name in persistent)
+        kept = {name: b for name, b in module.named_buffers() if name in persistent}
+        masks = tuple(name for name, buffer in kept.items() if bool(buffer.isinf().any()))
+        self.static += masks
+        self.buffers = tuple(name for name in kept if name not in masks)
         self.names = self.trainable + self.buffers
         self.aliases = {k: v for k, v in _aliases(module).items() if v in self.names}
         self.personal = self.match(personal, "personal")

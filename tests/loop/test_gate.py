@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_pfl import PersonalizedModule
 from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
 from lightning_pfl.engine.base import LocalResult
 from lightning_pfl.gate import judge, update_norm
@@ -221,3 +222,28 @@ def test_a_module_that_isnt_finite_is_refused_before_the_first_round(value: floa
     module.w.data[1] = value
     with pytest.raises(MisconfigurationException, match=r"but Quadratic has a NaN or .* in w"):
         trainer().fit(module, points())
+
+
+class Masked(nn.Module):
+    """Attention's causal mask, as a buffer of -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(6, 8)
+        self.register_buffer("mask", torch.triu(torch.full((8, 8), -torch.inf), 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.lift(x)[:, :, None] + self.mask).softmax(-1).mean(1)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("method", [FedAvg, FedPer, LocalOnly])
+def test_a_mask_of_infinities_keeps_nobody_out(method: Any, engine: str) -> None:
+    backbone = Masked()
+    module = PersonalizedModule(backbone, nn.Linear(8, 3), lr=0.1, num_classes=3)
+    run = trainer(method(), max_epochs=1, engine=engine)
+    run.fit(module, classes()[0])
+    assert run.callback_metrics["round/rejected"] == 0
+    state = run.strategy.client_state_dict(0)
+    assert torch.equal(state["backbone.mask"], torch.triu(torch.full((8, 8), -torch.inf), 1))
+    assert run.strategy.layout.static == ("backbone.mask",)
