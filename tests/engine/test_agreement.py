@@ -11,7 +11,8 @@ import torch
 
 from lightning_pfl.engine.optimizer import ELEMENTWISE
 from lightning_pfl.methods import FedAvg, FedBN, FedProx, FedRep
-from lightning_pfl.methods.base import Method
+from lightning_pfl.methods.base import Local, Method
+from lightning_pfl.tree import Tree
 from tests.engine.nets import SIZES, cnn, compare, image_clients, moved
 
 ALL_CHUNKS = range(1, len(SIZES) + 2)
@@ -66,6 +67,18 @@ def test_optimizers(name: str, norm: bool) -> None:
 )
 def test_chunk_sizes(make: Callable[[], Method], norm: bool) -> None:
     compare(lambda: cnn(norm), image_clients(), make, ALL_CHUNKS, stochastic=False)
+
+
+class TwoSteps(Method):
+    """Steps the optimizer twice on every minibatch."""
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        return super().client_step(super().client_step(state, batch, local), batch, local)
+
+
+def test_several_updates_in_a_step() -> None:
+    """Adam counts its steps: each group of clients must see its own count."""
+    compare(lambda: cnn(optimizer=OPTIMIZERS["Adam"]), image_clients(), TwoSteps, ALL_CHUNKS)
 
 
 def test_order_of_the_cohort_does_not_matter() -> None:

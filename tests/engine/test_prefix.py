@@ -240,10 +240,12 @@ class Looking(Method):
         return {**upload, "sum": state["sum"]}, kept
 
 
+@pytest.mark.parametrize("stochastic", [True, False], ids=["groups", "padded"])
 @pytest.mark.parametrize("measure", [True, False])
-def test_samples_and_measured_losses_are_those_of_the_data(measure: bool) -> None:
+def test_samples_and_measured_losses_are_those_of_the_data(measure: bool, stochastic: bool) -> None:
     data, module = image_clients(), cnn(norm=False)
-    found = run(lambda: cnn(norm=False), Looking(measure), data=data).result.uploads["sum"]
+    options: dict[str, Any] = {"data": data, "stochastic": stochastic}
+    found = run(lambda: cnn(norm=False), Looking(measure), **options).result.uploads["sum"]
     expected = []
     for owned in data.indices:
         x, y = data.gather(owned)
