@@ -33,7 +33,10 @@ def cohort_sizes(method: Method, data: FederatedTensorDataset, module: Any) -> l
     step = method.client_step
 
     def counted(state: Any, batch: Any, local: Any) -> Any:
-        if type(local).__name__ == "VectorizedLocal":
+        # A probe may have each of its clients twice.
+        if type(local).__name__ == "VectorizedLocal" and len(set(local.chunk.clients)) == len(
+            local.chunk.clients
+        ):
             _, real = local.samples(batch[0] if isinstance(batch, tuple) else batch)
             sizes.append(len(real))
         return step(state, batch, local)
