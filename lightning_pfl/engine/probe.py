@@ -18,6 +18,8 @@ from lightning_pfl.tree import Model, Tree, leaves
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Largest difference between the engines after one step, relative to a tensor's largest entry."""
 MIXED_TOLERANCE = 0.1
+SMALL = 1e-3
+"""What a tensor's largest entry is taken to be at least, of that of all that clients send."""
 MOVED = 0.05
 """The same, relative to how far the step moves a tensor: far above what TensorFloat-32 rounds."""
 LEAST = 0.1
@@ -111,17 +113,35 @@ def difference(expected: Tree, found: Tree, before: Tree, mixed: bool) -> str | 
         (TOLERANCE.get(leaf.dtype, 1e-2) for leaf in names if leaf.is_floating_point()), default=0
     )
     tolerance = MIXED_TOLERANCE if mixed else coarsest
-    for want, got in zip(names, others, strict=True):
+    for want, got, least in zip(names, others, _least(expected), strict=True):
         if want.shape != got.shape:
             return "it gives other shapes than the sequential engine"
         if not want.is_floating_point() or not want.numel():
             continue
-        scale = want.nan_to_num().abs().max().clamp_min(1e-6)
+        scale = want.nan_to_num().abs().max().clamp_min(least)
         if ((want - got).abs() > tolerance * scale).any() or (want.isnan() != got.isnan()).any():
             return "its result differs from the sequential engine's by more than rounding"
     if not mixed and _moves_otherwise(expected, found, before):
         return "its step differs from the sequential engine's by more than rounding"
     return None
+
+
+def _least(expected: Tree) -> list[float]:
+    """What each tensor's largest entry is taken to be at least.
+
+    What clients send or remember may be a gradient (SCAFFOLD's control variates), and then be zero
+    but for the rounding of numbers as large as those of its other tensors.
+    """
+    found = []
+    for part, tree in expected.items():
+        held = list(leaves({part: tree}))
+        if part in ("uploads", "own"):
+            floats = [leaf for leaf in held if leaf.is_floating_point() and leaf.numel()]
+            sizes = [float(leaf.nan_to_num(0, 0, 0).abs().max()) for leaf in floats]
+            found += [max(1e-6, SMALL * max(sizes, default=0.0))] * len(held)
+        else:
+            found += [1e-6] * len(held)
+    return found
 
 
 def _moves_otherwise(expected: Tree, found: Tree, before: Tree) -> bool:

@@ -233,7 +233,8 @@ class Masked(nn.Module):
         self.register_buffer("mask", torch.triu(torch.full((8, 8), -torch.inf), 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.lift(x)[:, :, None] + self.mask).softmax(-1).mean(1)
+        scores: Tensor = self.lift(x)[:, :, None] + self.mask
+        return scores.softmax(-1).mean(1)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])

@@ -19,6 +19,7 @@ from lightning_pfl.testing import (
     q2,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.loop.setting import classes, network, trainer
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
 from tests.references.scaffold import scaffold
@@ -182,3 +183,10 @@ def test_the_server_has_to_move(bad: float) -> None:
         ValueError, match=f"Expected `server_lr` to be a finite number > 0, but got server_lr={bad}"
     ):
         SCAFFOLD(server_lr=bad)
+
+
+def test_controls_that_are_zero_but_for_rounding_are_no_other_result() -> None:
+    # The gradient of a bias before BatchNorm is zero, and its control variate is rounding.
+    run = trainer(SCAFFOLD(), max_epochs=1, engine="auto")
+    run.fit(network(), *classes())
+    assert run.strategy.engine.choices["training_step"].startswith("vectorized")
