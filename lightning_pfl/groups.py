@@ -20,13 +20,13 @@ from lightning_pfl.callback import ClientInfo
 from lightning_pfl.client_modules import ClientModules
 from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
+from lightning_pfl.methods.base import Method
 from lightning_pfl.ranks import Ranks
 from lightning_pfl.state import Bank
 from lightning_pfl.tree import Tree, leaves, rows, shapes, tmap
 
 if TYPE_CHECKING:
     from lightning_pfl.engine.select import SelectedEngine
-    from lightning_pfl.methods.base import Method
 
 INITIAL_ROWS = 64
 """Clients whose first memories are made at a time, where they differ."""
@@ -81,7 +81,7 @@ class Group:
         self.method = method
         model = self.layout.model()
         self.bank = Bank(row, self.count(num_clients), device, ranks)
-        if type(method).init_own_rows is _base().init_own_rows:
+        if type(method).init_own_rows is Method.init_own_rows:
             return
         mine = torch.arange(num_clients) if self.clients is None else self.clients
         for some in mine.split(INITIAL_ROWS):
@@ -136,12 +136,6 @@ def named(
             f"{(told and told.__cause__) or cause}. They have the module {group.name!r} of "
             "ClientModules: check that `groups` gives each client the module that fits its data.",
         ) from cause
-
-
-def _base() -> type[Method]:
-    from lightning_pfl.methods.base import Method
-
-    return Method
 
 
 def architectures(module: Any) -> dict[str, Any]:
