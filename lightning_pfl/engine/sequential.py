@@ -235,7 +235,7 @@ class SequentialLocal:
         self.program = ClientProgram(engine.module, settings.autocast, augment)
         self.logs = ClientLogs(1, settings.device)
         self.metrics: dict[str, Metric] = {}
-        self.key = random_keys(settings.seed, stream, round, [client])[0].to(settings.device)
+        self.key = random_keys(settings.seed, stream, round, [client])[0]
 
     def begin(self, active: ActivePhase, number: int) -> None:
         """Start a phase with a fresh optimizer."""
@@ -243,6 +243,14 @@ class SequentialLocal:
         self.optimizer = ClientOptimizer(
             self.engine.template, self.engine.layout, 1, active.phase.lr, stacked=False
         )
+
+    def _keys(self, number: int) -> tuple[Tensor, int]:
+        """A minibatch's key for random functions, and the seed of the global generators.
+
+        Both come from the host: to ask the device for the seed would wait for it in every step.
+        """
+        key = mix(self.key + (self.number << 32) + number)
+        return key.to(self.engine.settings.device, non_blocking=True), int(key) & (2**63 - 1)
 
     def new_step(self) -> None:
         """The next gradient is the first of its step, so it logs."""
@@ -268,8 +276,8 @@ class SequentialLocal:
             (loss / accumulate).backward()
 
         for number, minibatch in batch:
-            key = mix(self.key + (self.number << 32) + number)
-            with watched(int(key) & (2**63 - 1)) as elsewhere:
+            key, seed = self._keys(number)
+            with watched(seed) as elsewhere:
                 loss, logged = self.program.training_loss(
                     {**fixed, **trained}, minibatch, key, number, None, None, backward
                 )
@@ -292,8 +300,8 @@ class SequentialLocal:
         total = torch.zeros(1, dtype=torch.float64, device=self.engine.settings.device)
         count = torch.zeros_like(total)
         for number, minibatch in batch:
-            key = mix(self.key + (self.number << 32) + number)
-            with torch.no_grad(), watched(int(key) & (2**63 - 1)) as elsewhere:
+            key, seed = self._keys(number)
+            with torch.no_grad(), watched(seed) as elsewhere:
                 loss = self.program.measured_loss(one, minibatch, key, number, None)
             self.engine.draws_elsewhere |= elsewhere.moved
             if loss is not None:

@@ -114,7 +114,7 @@ def fit(
     options: dict[str, Any] | None = None,
     **flags: Any,
 ) -> Fit:
-    """Train for some rounds on the CPU.
+    """Train for some rounds, on the CPU unless the flags say otherwise.
 
     Args:
         method: The method.
@@ -139,12 +139,12 @@ def fit(
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
+        "accelerator": "cpu",
         **flags,
     }
     with quiet():
         trainer = L.Trainer(
             max_epochs=rounds,
-            accelerator="cpu",
             strategy=strategy,
             callbacks=[recorder, *callbacks],
             **settings,

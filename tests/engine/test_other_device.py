@@ -1,0 +1,230 @@
+"""Runs on a device of its own: nothing is left on the host, and no step waits for the device.
+
+On every machine the device is pretended; with ``-m gpu`` the same runs go to the first GPU.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfl.callbacks import HeadFineTuning, NewClientAdaptation
+from lightning_pfl.data.clients import FederatedLoaders
+from lightning_pfl.inspect import (
+    ClientGraph,
+    ClientHistogram,
+    ClusterMonitor,
+    DriftMonitor,
+    PairwiseDistance,
+    PriorMonitor,
+)
+from lightning_pfl.methods import APFL, Ditto, FedAvg, FedMAP, FedProx, FedRep, PFedMe
+from lightning_pfl.methods.base import Method
+from lightning_pfl.priors import DiagonalGaussianPrior
+from lightning_pfl.testing.conformance import small_clients, small_module
+from lightning_pfl.testing.fitting import Fit, fit
+from tests.engine.nets import cnn, image_clients
+from tests.engine.pretended_device import NAME, OnDevice, PretendedDevice, pretended_accelerator
+from tests.methods.cases import CASES, PROBLEMS
+
+
+@dataclass
+class Outcome:
+    """What a run left behind, and how often the host waited for the device in it."""
+
+    fit: Fit
+    models: list[dict[str, Tensor]]
+    waits: Counter[str] = field(default_factory=Counter)
+
+
+def small_fit(method: Method, save: Path | None = None, **settings: Any) -> Outcome:
+    """Two rounds of four ragged clients, with an evaluation of all after each."""
+    data = settings.pop("data", None) or small_clients()
+    given = {"rounds": 2, "participation": 4, "val_data": data, "module": small_module()}
+    result = fit(method, data, **{**given, **settings})
+    if save is not None:
+        result.save(save)
+    clients = range(result.strategy.num_clients)
+    return Outcome(result, [result.strategy.client_state_dict(client) for client in clients])
+
+
+def on_gpu(method: Method, **settings: Any) -> Outcome:
+    """The same on the first GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    return small_fit(method, accelerator="gpu", devices=1, **settings)
+
+
+def elsewhere(method: Method, **settings: Any) -> Outcome:
+    """The same on the pretended device."""
+    accelerator = pretended_accelerator()
+    with PretendedDevice() as device:
+        # Tensors made in inference mode can't be wrapped.
+        outcome = small_fit(method, accelerator=accelerator, inference_mode=False, **settings)
+    assert outcome.fit.strategy.root_device.type == NAME
+    outcome.waits = device.waits
+    return outcome
+
+
+def assert_same(result: Outcome, expected: Outcome) -> None:
+    """Every client's model and every metric, to rounding: kernels of the CPU are its own."""
+    for got, want in zip(result.models, expected.models, strict=True):
+        assert got.keys() == want.keys()
+        for name, leaf in want.items():
+            assert got[name].device.type == "cpu"  # a state_dict is for the host
+            torch.testing.assert_close(got[name], leaf, rtol=1e-9, atol=1e-9)
+    assert_same_metrics(result, expected)
+
+
+def assert_same_metrics(result: Outcome, expected: Outcome) -> None:
+    """Every metric, to rounding."""
+    want = pytest.approx(expected.fit.metrics, rel=1e-9, abs=1e-9, nan_ok=True)
+    assert result.fit.metrics == want
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture(params=[elsewhere, pytest.param(on_gpu, marks=pytest.mark.gpu)])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Where a test compares with the CPU."""
+    chosen: Run = request.param
+    return chosen
+
+
+@pytest.fixture
+def device() -> Iterator[PretendedDevice]:
+    """The device, for the time of a test."""
+    pretended_accelerator()
+    with PretendedDevice() as mode:
+        yield mode
+
+
+def test_an_operator_with_tensors_of_two_devices_is_refused(device: PretendedDevice) -> None:
+    there = torch.ones(3, device=NAME)
+    assert isinstance(there, OnDevice)
+    assert there.device.type == NAME
+    with pytest.raises(RuntimeError, match="tensors of the host"):
+        there + torch.ones(3)
+    with pytest.raises(RuntimeError, match="tensors of the host"):
+        there.index_select(0, torch.tensor([0]))
+    with pytest.raises(RuntimeError, match="tensors of the host"):
+        torch.ones(3)[torch.zeros(1, dtype=torch.long, device=NAME)]
+    assert not device.waits
+
+
+def test_what_the_host_waits_for_is_counted(device: PretendedDevice) -> None:
+    there = torch.ones(3).to(NAME + ":0")
+    assert float((there * torch.tensor(2.0)).sum()) == 6.0
+    assert device.waits == {"aten::_local_scalar_dense": 1}
+    assert there.cpu().tolist() == [1.0, 1.0, 1.0]
+    assert device.waits["aten::_to_copy"] == 1
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_method_ends_as_on_the_cpu(name: str, engine: str, run: Run) -> None:
+    problem = PROBLEMS.get(name, {})
+
+    def settings() -> dict[str, Any]:
+        make_data = problem.get("make_data", small_clients)
+        module = problem.get("make_module", small_module)(torch.float64)
+        return {"engine": engine, "module": module, "data": make_data(torch.float64)}
+
+    assert_same(run(CASES[name](), **settings()), small_fit(CASES[name](), **settings()))
+
+
+EPOCHS: dict[str, Callable[[int], Method]] = {
+    "APFL": lambda epochs: APFL(adaptive=True, local_epochs=epochs),
+    "Ditto": lambda epochs: Ditto(local_epochs=epochs, personal_epochs=epochs),
+    "FedAvg": lambda epochs: FedAvg(local_epochs=epochs),
+    "FedMAP": lambda epochs: FedMAP(DiagonalGaussianPrior(0.5), local_epochs=epochs),
+    "FedProx": lambda epochs: FedProx(local_epochs=epochs),
+    "FedRep": lambda epochs: FedRep(head_epochs=1 + epochs, body_epochs=epochs),
+    "PFedMe": lambda epochs: PFedMe(local_epochs=epochs),
+}
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+@pytest.mark.parametrize("name", EPOCHS)
+def test_no_step_waits_for_the_device(name: str, engine: str) -> None:
+    few = elsewhere(EPOCHS[name](1), engine=engine).waits
+    many = elsewhere(EPOCHS[name](3), engine=engine).waits
+    assert few == many
+    assert few.total() > 0  # the gate and the metrics of a round
+
+
+def loaders(clients: Any) -> FederatedLoaders:
+    """A DataLoader for each client with samples."""
+    images, labels = clients.fields
+    return FederatedLoaders(
+        [
+            DataLoader(TensorDataset(images[positions], labels[positions]), batch_size=4)
+            for positions in clients.indices
+            if len(positions)
+        ]
+    )
+
+
+def test_data_loaders_feed_the_device(run: Run) -> None:
+    def settings() -> dict[str, Any]:
+        return {"data": loaders(small_clients()), "engine": "vectorized", "participation": 3}
+
+    assert_same(run(FedAvg(), **settings()), small_fit(FedAvg(), **settings()))
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+def test_dropout_on_the_device_is_that_of_the_cpu(engine: str, run: Run) -> None:
+    def settings() -> dict[str, Any]:
+        module = cnn(dropout=0.5)
+        return {"module": module, "data": image_clients(), "engine": engine}
+
+    assert_same(run(FedRep(), **settings()), small_fit(FedRep(), **settings()))
+
+
+def test_fine_tuning_and_new_clients_work_on_the_device(run: Run) -> None:
+    def settings() -> dict[str, Any]:
+        new = image_clients((3, 5))
+        callbacks = [
+            HeadFineTuning(epochs=2, when="evaluation"),
+            NewClientAdaptation((new, new), samples=(1, 3), epochs=2),
+        ]
+        return {"callbacks": callbacks, "data": image_clients(), "module": cnn()}
+
+    outcome = run(FedRep(), **settings())
+    assert_same(outcome, small_fit(FedRep(), **settings()))
+    assert "new_clients/acc@3" in outcome.fit.metrics
+
+
+@pytest.mark.parametrize("name", ["CFL", "FedMAP", "SheafFMTL"])
+def test_monitors_read_the_device(name: str, tmp_path: Path, run: Run) -> None:
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    own: dict[str, list[type[Callback]]] = {
+        "CFL": [ClusterMonitor, DriftMonitor],
+        "FedMAP": [PriorMonitor],
+        "SheafFMTL": [ClientGraph],
+    }
+
+    def settings(folder: str) -> dict[str, Any]:
+        kinds: list[type[Callback]] = [ClientHistogram, PairwiseDistance, *own[name]]
+        monitors = [kind() for kind in kinds]
+        return {"callbacks": monitors, "logger": TensorBoardLogger(tmp_path / folder)}
+
+    outcome = run(CASES[name](), **settings("device"))
+    assert_same(outcome, small_fit(CASES[name](), **settings("cpu")))
+
+
+def test_a_run_resumes_on_the_device_and_on_the_cpu(tmp_path: Path, run: Run) -> None:
+    whole = small_fit(Ditto(), rounds=4)
+    saved = tmp_path / "half.ckpt"
+    run(Ditto(), save=saved)
+    assert_same(run(Ditto(), rounds=4, ckpt_path=saved), whole)
+    assert_same(small_fit(Ditto(), rounds=4, ckpt_path=saved), whole)
