@@ -68,7 +68,7 @@ class Layout:
         _check_kinds(module)
         persistent = module.state_dict(keep_vars=True)
         kept = {name: b for name, b in module.named_buffers() if name in persistent}
-        masks = tuple(name for name, buffer in kept.items() if bool(buffer.isinf().any()))
+        masks = tuple(name for name, buffer in kept.items() if _has_infinity(buffer))
         self.static += masks
         self.buffers = tuple(name for name in kept if name not in masks)
         self.names = self.trainable + self.buffers
@@ -225,6 +225,11 @@ def places(module: nn.Module) -> dict[str, tuple[str, ...]]:
                 kept = first.setdefault(tensor, name)
                 found[kept] = (*found.get(kept, ()), name)
     return found
+
+
+def _has_infinity(buffer: Tensor) -> bool:
+    """Whether a buffer is a mask; one without memory has no numbers to tell."""
+    return not buffer.is_meta and bool(buffer.isinf().any())
 
 
 def _check_kinds(module: nn.Module) -> None:

@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine import pretended_device
+
 CLASSES = 10
 TRAIN_PER_CLASS, TEST_PER_CLASS = 60, 20
+
+pretended_device.register()
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,7 @@ devices, or the program waits for the device in every step. Both show here. Oper
 CPU, so the numbers are the CPU's; an operator that an accelerator would refuse, as it gets a tensor
 from outside, is refused, and every copy or number that the host asks for is counted.
 
-It stands on torch's experimental backends written in Python; :func:`pretended_accelerator` skips
-the test where torch has none.
+It stands on torch's experimental backends written in Python. `tests/conftest.py` registers it.
 """
 
 from __future__ import annotations
@@ -198,11 +197,18 @@ class PretendedAccelerator(CPUAccelerator):
         return [torch.device(NAME, 0)]
 
 
-def pretended_accelerator() -> Accelerator:
-    """Make torch know the device; skip the test where torch can't."""
+def register() -> None:
+    """Make torch know the device, where torch can and no real one is at hand.
+
+    Before the first backward pass of the process: then autograd counts the devices, once.
+    """
     setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
-    if setup is None:
-        pytest.skip("this torch has no backends written in Python")
-    if torch._C._get_privateuse1_backend_name() != NAME:
+    if setup is not None and not torch.cuda.is_available():
         setup(NAME, backend_module=Backend())
+
+
+def pretended_accelerator() -> Accelerator:
+    """Lightning's way to the device; skips the test where torch doesn't know it."""
+    if torch._C._get_privateuse1_backend_name() != NAME:
+        pytest.skip("this torch has no backends written in Python, or there is a real device")
     return PretendedAccelerator()

@@ -196,7 +196,7 @@ def test_negative_weights_are_refused(bad: float) -> None:
 def test_the_probability_is_one(bad: float) -> None:
     with pytest.raises(
         ValueError,
-        match=rf"Expected `aggregation_probability` to be in \(0, 1\), both ends excluded, .*={bad}",
+        match=rf"`aggregation_probability` to be in \(0, 1\), both ends excluded, .*={bad}",
     ):
         L2GD(aggregation_probability=bad)
 

@@ -120,6 +120,6 @@ def test_positive_settings(name: str, bad: float) -> None:
 def test_inner_steps_are_whole_numbers(bad: Any) -> None:
     with pytest.raises(
         ValueError,
-        match=f"Expected `inner_steps` to be a whole number of .* but got inner_steps={bad}",
+        match=f"Expected `inner_steps` to be a whole number >= 1, but got inner_steps={bad}",
     ):
         PFedMe(inner_steps=bad)
