@@ -7,14 +7,19 @@ API can do with the same words.
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+import lightning as L
 import torch
+from jsonargparse import ActionConfigFile  # type: ignore[attr-defined] # a star import there
 from lightning.fabric.utilities import rank_zero_only
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +28,7 @@ from lightning_pfl import FederatedStrategy, callbacks, data, methods, models  #
 from lightning_pfl.evaluation import log_folder
 from lightning_pfl.methods.base import Method
 from lightning_pfl.metrics import STATISTICS
+from lightning_pfl.parser import Parser, in_a_line
 
 #: Column of the results table, and what the evaluation appends to the name of a value.
 COLUMNS = {statistic or "mean": f"/{statistic}" if statistic else "" for statistic in STATISTICS}
@@ -63,7 +69,11 @@ class PFLCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Make a parser that takes no abbreviations: ``--trainer.max_epoch`` is a misspelling."""
-        return super().init_parser(**{"allow_abbrev": False, **kwargs})
+        header = [f"lightning.pytorch=={L.__version__}"]
+        parser = Parser(**{"allow_abbrev": False, "dump_header": header, **kwargs})
+        configuration = "Path to a configuration file in json or yaml format."
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help=configuration)
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the ``method`` key; the method joins the callbacks."""
@@ -85,6 +95,38 @@ class PFLCLI(LightningCLI):
         LightningCLI would read them into ``model``, where they lack the class that they belong to.
         The strategy compares checkpoint and model by itself.
         """
+
+    def instantiate_classes(self) -> None:
+        """Make the objects; a setting that is refused ends the program with one line that says why.
+
+        With ``JSONARGPARSE_DEBUG`` set it is the whole traceback.
+        """
+        try:
+            super().instantiate_classes()
+        except (MisconfigurationException, ValueError, TypeError) as error:
+            line = in_a_line(error)
+            if line is None:
+                raise
+            self.parser.error(line, error)
+
+    def before_validate(self) -> None:
+        """Say so if nothing is loaded."""
+        self._warn_if_untrained()
+
+    def before_test(self) -> None:
+        """Say so if nothing is loaded."""
+        self._warn_if_untrained()
+
+    def before_predict(self) -> None:
+        """Say so if nothing is loaded."""
+        self._warn_if_untrained()
+
+    def _warn_if_untrained(self) -> None:
+        if self._get(self.config, "ckpt_path") is None:
+            rank_zero_warn(
+                f"`{self.subcommand}` got no checkpoint: all clients have the model as the recipe "
+                "makes it, untrained. Pass --ckpt_path PATH.ckpt for the models of a run."
+            )
 
     def after_fit(self) -> None:
         """Print the last evaluation, the mean of the last ten rounds and the best round."""
@@ -155,7 +197,15 @@ def print_results(metrics: Mapping[str, SupportsFloat], title: str = "After trai
 
 
 def main(args: ArgsType = None) -> None:
-    """Run the command line; the console script ``lightning-pfl``."""
+    """Run the command line; the console script ``lightning-pfl``.
+
+    It finds modules in the working directory, as ``python -m lightning_pfl`` does: recipes name
+    classes of one's own by ``module.Class``.
+    """
+    here = str(Path.cwd())
+    # Python itself has `safe_path` (`python -P`) since 3.11.
+    if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
+        sys.path.insert(0, here)
     PFLCLI(args)
 
 

@@ -1,0 +1,169 @@
+"""What the command line says where something is misspelt, out of range, missing or of one's own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_pfl import methods
+from lightning_pfl.cli import PFLCLI, main
+from lightning_pfl.parser import explain, in_a_line, nearest, plain
+
+RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "fedrep_digits.yaml")
+CPU = ["--trainer.accelerator", "cpu"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What is printed before the program ends with a usage error."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", RECIPE, *CPU, *arguments])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        (["--method.head_epoch", "4"], "head_epochs"),
+        (["--model.moment", "4"], "momentum"),
+        (["--data.init_args.batchsize", "4"], "batch_size"),
+        (["--data.partition", "ClassPerClient"], "ClassesPerClient"),
+        (["--model", "DigitCNN"], "DigitsCNN"),
+        (["--model", "lightning_pfl.models.DigitCNN"], "DigitsCNN"),
+        (["--trainer.strategy.participaton", "4"], "participation"),
+        (["--trainer.max_epoch", "4"], "trainer.max_epochs"),
+    ],
+)
+def test_the_nearest_name_is_suggested(
+    wrong: list[str], near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = refused(capsys, *wrong)
+    assert shown.rstrip().endswith(f"Did you mean {near!r}?")
+    assert "usage:" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("trainer: {max_epoch: 3}", "trainer.max_epochs"), ("modle: {lr: 1.0}", "model")],
+)
+def test_keys_of_a_file_are_suggested_too(
+    text: str, near: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "more.yaml").write_text(text)
+    assert f"Did you mean {near!r}?" in refused(capsys, "--config", str(tmp_path / "more.yaml"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--method", "FedRepp"], ["--method.help", "FedRepp"], ["--method", "lightning_pfl.FedRepp"]],
+)
+def test_an_unknown_method_is_told_with_those_that_there_are(
+    wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, *wrong).splitlines()[-1]
+    assert said.startswith(f"error: Expected `method` to be one of {', '.join(methods.__all__)}")
+    assert said.endswith("but got method='FedRepp'. Did you mean 'FedRep'?")
+
+
+def test_a_method_that_is_like_none_has_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "--method", "Xyz").rstrip().endswith("method='Xyz'. Choose one of them.")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            ["--method.head_epochs", "-1"],
+            "Expected `head_epochs` to be a whole number >= 0, but got head_epochs=-1. Use 1, for "
+            "example.",
+        ),
+        (["--trainer.strategy.participation", "-0.5"], "Expected `participation` to be a fraction"),
+        (["--data.partition.classes_per_client", "0"], "Expected `classes_per_client` to be a pos"),
+        (["--trainer.max_epochs", "-7"], "`max_epochs` must be a non-negative integer or -1."),
+    ],
+)
+def test_a_value_out_of_range_is_one_line_without_a_traceback(
+    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = refused(capsys, *wrong)
+    assert shown.splitlines()[-1].startswith(f"error: {said}")
+    assert "Traceback" not in shown
+    assert "Union" not in shown
+
+
+def test_a_bug_in_a_class_of_ones_own_keeps_its_traceback(
+    own_module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="a bug in here"):
+        main(["fit", "--config", RECIPE, *CPU, "--model", f"{own_module}.Broken"])
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the working directory, where Python itself doesn't look."""
+    name = "classes_of_a_user"
+    (tmp_path / f"{name}.py").write_text(
+        "from lightning_pfl.models import DigitsCNN\n\n\n"
+        "class Mine(DigitsCNN):\n"
+        "    def __init__(self, twist: float = 1.0) -> None:\n"
+        "        super().__init__()\n\n\n"
+        "class Broken(DigitsCNN):\n"
+        "    def __init__(self) -> None:\n"
+        "        raise ValueError('a bug in here')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", os.curdir)])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+def test_modules_of_the_working_directory_are_found(
+    own_module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--model.help", f"{own_module}.Mine"])
+    assert stop.value.code == 0
+    assert "--model.twist" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_an_evaluation_without_a_checkpoint_says_so(command: str, tmp_path: Path) -> None:
+    quiet = ["--trainer.enable_progress_bar", "false", "--trainer.default_root_dir", str(tmp_path)]
+    with pytest.warns(UserWarning, match=rf"`{command}` got no .* Pass --ckpt_path PATH\.ckpt"):
+        PFLCLI([command, "--config", RECIPE, *CPU, *quiet])
+
+
+def test_help_has_no_latex(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--method.help", "FedProx"])
+    shown = capsys.readouterr().out
+    assert "mu >= 0. 0 is FedAvg." in shown
+    assert ":math:" not in shown
+    assert "\\" not in shown
+
+
+@pytest.mark.parametrize(
+    ("formula", "said"),
+    [
+        (r"\lambda > 0", "lambda > 0"),
+        (r"\lfloor \gamma \min(d_i, d_j) \rfloor", "floor( gamma min(d_i, d_j) )"),
+        (r"\frac\rho2 \lVert w \rVert^2", "rho/2  || w ||^2"),
+        (r"a_{ij}", "a_ij"),
+        (r"(1 - 1/m)^2\, 11^\top", "(1 - 1/m)^2 11^T"),
+        (r"\bar\omega_k \le \varepsilon", "bar omega_k <= epsilon"),
+    ],
+)
+def test_formulas_as_text(formula: str, said: str) -> None:
+    assert plain(f"From :math:`{formula}` on.") == f"From {said} on."
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    assert explain("No module named 'own'", ["model"]) == "No module named 'own'"
+    assert explain("unrecognized arguments: --qqq 3", ["model"]) == (
+        "unrecognized arguments: --qqq 3"
+    )
+    assert in_a_line(TypeError("unsupported operand")) is None
+    assert nearest("qqq", ["model"]) is None
