@@ -15,6 +15,7 @@ from lightning_pfl.randomness import derive
 from .clients import FederatedTensorDataset
 from .holdout import cut
 from .partition import IID, Natural, Partition, Parts, draw
+from .partition.check import checked, drawn, require_partition
 from .source import Arrays, Fields, Source
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ class FederatedDataModule(L.LightningDataModule):
         drop_last: Whether a training epoch leaves out a last batch that is too short.
 
     Raises:
-        ValueError: A number is out of range, or settings contradict each other.
+        ValueError: A number is out of range, or settings contradict each other; in `setup`, the
+            partition doesn't fit the data.
+        TypeError: The source is no `Source`, or the partition no `Partition`.
 
     Example:
         >>> from lightning_pfl.data import ClassesPerClient, Digits
@@ -95,8 +98,8 @@ class FederatedDataModule(L.LightningDataModule):
                     f"Expected `{name}` to be an int of at least 1, but got {name}={value!r}. "
                     "Use a large number for full-batch steps."
                 )
-        self.source = source
-        self.partition = partition
+        self.source = _require_source(source)
+        self.partition = None if partition is None else require_partition("partition", partition)
         self.clients_wanted = num_clients
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
@@ -111,6 +114,25 @@ class FederatedDataModule(L.LightningDataModule):
         self._names: tuple[str, ...] = ()
         self._datasets: dict[tuple[str, bool], FederatedTensorDataset] = {}
 
+    def __repr__(self) -> str:
+        """A line: source, partition, clients (new ones included), and samples once they are split.
+
+        Lightning's own goes through the data loaders, of which a federation has one per client.
+        """
+        partition = self.partition or (self._choose_partition(self._arrays) if self._arrays else "")
+        parts = {
+            "source": type(self.source).__name__,
+            "partition": type(partition).__name__ if partition else None,
+            "num_clients": len(self._names) or self.clients_wanted,
+            "new_clients": self.num_new_clients or None,
+        }
+        said = [f"{name}={value}" for name, value in parts.items() if value is not None]
+        for split, held in self._splits.items():
+            said.append(f"{split}={sum(map(len, held.parts))} samples")
+        return f"{type(self).__name__}({', '.join(said)})"
+
+    __str__ = __repr__
+
     def prepare_data(self) -> None:
         """Download the source where needed (Lightning calls this on one process)."""
         self.source.prepare()
@@ -122,8 +144,9 @@ class FederatedDataModule(L.LightningDataModule):
         arrays = self.source.load()
         partition = self._choose_partition(arrays)
         keys = partition.keys(arrays.labels, arrays.columns)
-        parts, plan = partition.split(keys, self.clients_wanted, self._rng("partition"))
-        _check_once(parts, partition)
+        who, wanted = type(partition).__name__, self.clients_wanted
+        parts, plan = drawn(partition.split(keys, wanted, self._rng("partition")), who)
+        parts = checked(parts, who, wanted, len(arrays.labels))
         self._check_new(len(parts))
         features, *rest = arrays.fields
         fields = (partition.change_features(features, parts, plan), *rest)
@@ -131,7 +154,7 @@ class FederatedDataModule(L.LightningDataModule):
             parts, test_parts = cut(parts, arrays.labels, self._test_share(), self._rng("test"))
             test = _Split(fields, arrays.labels, test_parts)
         else:
-            test = self._own_test(arrays, partition, plan)
+            test = self._own_test(arrays, partition, plan, len(parts))
         train, val = cut(parts, arrays.labels, self.val_fraction, self._rng("val"))
         self._names = partition.names(plan) or tuple(str(k) for k in range(len(parts)))
         self._arrays = arrays
@@ -241,7 +264,9 @@ class FederatedDataModule(L.LightningDataModule):
     def _test_share(self) -> float:
         return 0.2 if self.test_fraction is None else self.test_fraction
 
-    def _own_test(self, arrays: Arrays, partition: Partition, plan: Any) -> _Split:
+    def _own_test(
+        self, arrays: Arrays, partition: Partition, plan: Any, num_clients: int
+    ) -> _Split:
         """Split the source's test set by the plan of the training set."""
         assert arrays.test_fields is not None  # the caller has checked
         assert arrays.test_labels is not None
@@ -251,7 +276,12 @@ class FederatedDataModule(L.LightningDataModule):
                 f"set of its own, but got test_fraction={self.test_fraction}. Leave it out."
             )
         keys = partition.keys(arrays.test_labels, arrays.test_columns)
-        parts = partition.apply(keys, plan, self._rng("test"))
+        parts = checked(
+            partition.apply(keys, plan, self._rng("test")),
+            f"{type(partition).__name__}.apply",
+            num_clients,
+            len(arrays.test_labels),
+        )
         features, *rest = arrays.test_fields
         fields = (partition.change_features(features, parts, plan), *rest)
         return _Split(fields, arrays.test_labels, parts)
@@ -285,20 +315,14 @@ class FederatedDataModule(L.LightningDataModule):
             )
 
 
-def _check_once(parts: Parts, partition: Partition) -> None:
-    """Require that no client has a sample twice: the cuts would put it on both sides."""
-    held = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
-    owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    order = np.lexsort((held, owners))
-    again = (np.diff(owners[order]) == 0) & (np.diff(held[order]) == 0)
-    if again.any():
-        at = order[again.argmax()]
-        raise ValueError(
-            "Expected `partition` to give a client each sample once, but "
-            f"{type(partition).__name__} gave sample {held[at]} to client {owners[at]} several "
-            "times, so that it could be among its training and its test data. Drop what is there "
-            "twice (np.unique)."
+def _require_source(source: Any) -> Source:
+    if not isinstance(source, Source):
+        raise TypeError(
+            f"Expected `source` to be a Source, but got source={source!r}. Make an instance of a "
+            "class of lightning_pfl.data, such as Digits(), or of a subclass of Source with your "
+            "`load`."
         )
+    return source
 
 
 def _check_settings(

@@ -1,5 +1,6 @@
 """The data module: splits disjoint per client, one seed for everything, no silent validation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from lightning_pfl.data import (
     FeatureSkew,
     FederatedDataModule,
     FederatedTensorDataset,
+    Partition,
     Source,
 )
 from lightning_pfl.data.holdout import cut
@@ -141,6 +143,45 @@ def test_clients_named_by_the_source_are_natural() -> None:
     assert train.names == test.names == ("0", "1", "2", "3", "4")
     for k in range(5):
         assert {int(x) % 5 for x in features(train)[k] + features(test)[k]} == {k}
+
+
+class OfMyOwn(Partition):
+    """Two clients that have sample 1 both, and a third without any; the test set likewise."""
+
+    def split(self, labels: Any, num_clients: Any, rng: Any) -> Any:
+        return [[0, 1], torch.tensor([1, 2]), []], None
+
+    def apply(self, labels: Any, plan: Any, rng: Any) -> Any:
+        return ([3], np.array([3, 4], dtype=np.uint8), ())
+
+
+def test_parts_may_be_lists_or_tensors_and_overlap() -> None:
+    data = FederatedDataModule(Numbers(test=True), OfMyOwn(), num_clients=3)
+    data.setup()
+    assert features(data.train_dataloader()) == [[0, 1], [1, 2], []]
+    assert features(data.test_dataloader()) == [[1003], [1003, 1004], []]
+
+
+@pytest.mark.parametrize("show", [repr, str])
+def test_the_summary_loads_nothing_and_counts_what_is_split(show: Callable[[Any], str]) -> None:
+    source = Numbers()
+    data = FederatedDataModule(source, ClassesPerClient(2), num_clients=10, val_fraction=0.25)
+    before = "FederatedDataModule(source=Numbers, partition=ClassesPerClient, num_clients=10"
+    assert show(data) == f"{before})"
+    assert source.loaded == 0
+    data.setup()
+    # 400 samples: a fifth is cut off for tests, and a quarter of the rest for validation.
+    assert show(data) == f"{before}, train=240 samples, val=80 samples, test=80 samples)"
+
+
+def test_the_summary_names_what_was_chosen() -> None:
+    data = FederatedDataModule(Numbers(test=True, clients=5), new_clients=2)
+    assert repr(data) == "FederatedDataModule(source=Numbers, new_clients=2)"
+    data.setup()
+    assert repr(data) == (
+        "FederatedDataModule(source=Numbers, partition=Natural, num_clients=5, new_clients=2, "
+        "train=400 samples, val=0 samples, test=80 samples)"
+    )
 
 
 def test_feature_skew_reaches_all_splits() -> None:

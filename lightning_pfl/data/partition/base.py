@@ -38,7 +38,9 @@ class Partition(ABC):
             rng: Source of all randomness.
 
         Returns:
-            Positions of each client's samples, and the plan for `apply`.
+            Positions of each client's samples, and the plan for `apply`. A client has a sample
+            once. Two clients may have it in common; one may then train on what the other is
+            tested on.
         """
 
     @abstractmethod

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .base import Partition, Parts, check_positive
+from .check import require_partition
 from .sizes import IID
 
 
@@ -58,7 +59,7 @@ class FeatureSkew(Partition):
                 "Use 180 for all directions."
             )
         self.kind = kind
-        self.base = IID() if base is None else base
+        self.base = IID() if base is None else require_partition("base", base)
         self.max_angle = float(max_angle)
         self.offset = check_positive("offset", offset)
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .base import Partition, Parts, check_classes, check_clients
+from .check import require_partition
 from .labels import ClassesPerClient
 from .sizes import IID
 
@@ -59,7 +60,7 @@ class HeldOutClasses(Partition):
             )
         self.classes = tuple(classes)
         self.new_clients = new_clients
-        self.base = ClassesPerClient() if base is None else base
+        self.base = ClassesPerClient() if base is None else require_partition("base", base)
         self.rest = IID()
 
     def split(
