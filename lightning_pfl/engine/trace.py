@@ -197,7 +197,7 @@ class Recording:
 
         # Recording runs the function once; what it writes, BatchNorm's statistics, is put back.
         before = [leaf.clone() for leaf in leaves]
-        self.replay: Function = make_fx(flat)(*leaves)
+        self.replay: Function = simplified(make_fx(flat)(*leaves))
         with torch.no_grad():
             for leaf, old in zip(leaves, before, strict=True):
                 if not is_expanded(leaf):
@@ -207,3 +207,41 @@ class Recording:
         """Run the operators on other tensors of the same shapes."""
         with torch.no_grad():
             return rebuild(self.result, iter(self.replay(*leaves)))
+
+
+def simplified(program: Any) -> Any:
+    """Leave out operators that do nothing: a third of those of a small step.
+
+    That is views that are their tensor once more, and results that nobody reads.
+
+    Args:
+        program: An ``fx.GraphModule`` of tensor operators; changed in place.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target in _VIEWS and _is_same(node.meta.get("val"), node.args[0].meta.get("val")):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    # Backwards: what fed a dead operator may be dead then.
+    for node in reversed(list(graph.nodes)):
+        schema = getattr(node.target, "_schema", None)
+        if not node.users and schema is not None and not schema.is_mutable:
+            graph.erase_node(node)
+    program.recompile()
+    return program
+
+
+_VIEWS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("alias", "detach", "expand", "permute", "view")
+)
+
+
+def _is_same(view: object, base: object) -> bool:
+    """Whether a view has the geometry of its base; no if the fake tensors that tell are missing."""
+    return (
+        isinstance(view, Tensor)
+        and isinstance(base, Tensor)
+        and (view.shape, view.stride(), view.storage_offset(), view.dtype)
+        == (base.shape, base.stride(), base.storage_offset(), base.dtype)
+    )

@@ -129,3 +129,23 @@ def test_overridden_steps_agree_with_the_sequential_engine(
     a, b = (run(make(kind), method, engine) for engine in ("vectorized", "sequential"))
     assert_trees_close(a.models, b.models)
     assert_trees_close(a.result.logs, b.result.logs)
+
+
+def test_what_does_nothing_is_left_out_and_what_writes_is_kept() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        (x.exp() + 1).sum()  # read by nobody
+        same = x.view(2, 3).detach()
+        row = same.view(3, 2)[0]
+        row.mul_(10.0)  # into the argument, through three views
+        return same, row + 1
+
+    recording = trace.Recording(function, (torch.ones(2, 3),), [torch.ones(2, 3)])
+    program: Any = recording.replay
+    used = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    names = sorted(str(target).split(".")[1] for target in used)
+    assert names == ["add", "mul_", "select", "view"]
+    x = torch.arange(6.0).view(2, 3)
+    same, row = recording([x])
+    assert x.tolist() == [[0.0, 10.0, 2.0], [3.0, 4.0, 5.0]]
+    assert torch.equal(same, x)
+    assert row.tolist() == [1.0, 11.0]
