@@ -299,11 +299,20 @@ def forget_metrics(trainer: Any, names: Iterable[str]) -> None:
             values.pop(name, None)
 
 
-def log_at_end(trainer: Any, values: Mapping[str, float]) -> None:
-    """Send values to the loggers and to ``trainer.callback_metrics``, at the end of a fit."""
+def log_at_end(
+    trainer: Any, values: Mapping[str, float], logger: Iterable[str] | None = None
+) -> None:
+    """Send values to the loggers and to ``trainer.callback_metrics``, at the end of a fit.
+
+    Args:
+        trainer: The running Trainer.
+        values: Scalars by name.
+        logger: Names that go to the loggers; None: all.
+    """
     tensors = {name: torch.as_tensor(value) for name, value in values.items()}
     remember_metrics(trainer, tensors)
-    trainer._logger_connector.log_metrics(tensors)
+    sent = values if logger is None else logger
+    trainer._logger_connector.log_metrics({name: tensors[name] for name in sent})
 
 
 # --- optimizers -----------------------------------------------------------------------------------

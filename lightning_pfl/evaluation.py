@@ -109,6 +109,7 @@ def evaluate_clients(
         on_clients: Told the positions in ``clients`` that are done.
     """
     part = federation.part(clients)
+    round = federation.rounds - 1 if federation.rounds else None
     clients, rows = clients[part.index], rows[part.index]
     found, order = [], []
     with federation.ranks.apart():
@@ -116,10 +117,9 @@ def evaluate_clients(
         for group, at in federation.by_group(clients) if len(clients) else ():
             positions = torch.arange(len(clients))[at]
             for some in positions.split(models_at_a_time(group)):
-                said = told(on_clients, some)
-                with named(group, data.names, rows[some], step, federation.rounds):
-                    models = models_of(clients[some])
-                    found.append(group.engine.evaluate(models, rows[some], data, step, said))
+                work = (rows[some], data, step, told(on_clients, some), round)
+                with named(group, data.names, rows[some], step, round):
+                    found.append(group.engine.evaluate(models_of(clients[some]), *work))
                 order.append(some)
     return whole_evaluation(part, join(found, order))
 
@@ -367,7 +367,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
             # What this round has no value for, such as a global model that is no more, must not
             # stand beside its values, nor be monitored.
             forget_metrics(self.trainer, history.last.latest() - values.keys())
-            history.update(round, values, directions)
+            history.update(round, values, directions, values.keys() - logged)
             if GLOBAL not in results:
                 history.last.forget(GLOBAL)
         folder = log_folder(self.trainer)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from lightning_pfl.metrics.history import BestValidationRound, LastRounds
+from lightning_pfl.metrics.summary import STATISTICS
 
 AT_END = ("last10/", "best/")
 """Prefixes of the values that stand at the end of a run."""
@@ -36,12 +37,14 @@ class History:
     def __init__(self) -> None:
         self.last = LastRounds(window=10)
         self.best: BestValidationRound | None = None
+        self.unlogged: set[str] = set()
 
     def update(
         self,
         round: int,
         values: Mapping[str, float],
         directions: Mapping[str, bool] = MappingProxyType({}),
+        unlogged: Collection[str] = (),
     ) -> None:
         """Take the values of one evaluated round, which may have none.
 
@@ -49,9 +52,11 @@ class History:
             round: The round, from 0.
             values: Values by name.
             directions: Whether larger is better, where it is known by more than the name.
+            unlogged: Names of values that the user keeps from the loggers.
         """
         if not values:
             return
+        self.unlogged = {*(self.unlogged - values.keys()), *unlogged}
         self.last.update(round, values)
         if self.best is None:
             better = {n: directions.get(n, higher_is_better(n)) for n in values}
@@ -74,6 +79,22 @@ class History:
             summary["best/round"] = float(self.best.round)
         return summary
 
+    def for_loggers(self, summary: Mapping[str, float]) -> list[str]:
+        """Names of a summary that loggers get: headlines, without what the user keeps from them.
+
+        Example:
+            >>> history = History()
+            >>> values = {"val_acc": 0.5, "val_acc/std": 0.1, "mine": 1.0}
+            >>> history.update(0, values, unlogged=["mine"])
+            >>> history.for_loggers(history.summary())
+            ['last10/val_acc', 'best/val_acc', 'best/round']
+        """
+        return [
+            name
+            for name in headlines(summary.keys())
+            if name.partition("/")[2] not in self.unlogged
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         best = (
@@ -85,11 +106,16 @@ class History:
                 **self.best.state_dict(),
             }
         )
-        return {"last": self.last.state_dict(), "best": best}
+        return {
+            "last": self.last.state_dict(),
+            "best": best,
+            "unlogged": sorted(self.unlogged),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self.last.load_state_dict(state["last"])
+        self.unlogged = set(state.get("unlogged", ()))
         self.best = None
         if state["best"] is not None:
             best = state["best"]
@@ -105,6 +131,23 @@ def without_summary(values: Mapping[str, float]) -> dict[str, float]:
         {'val_acc': 0.5}
     """
     return {name: value for name, value in values.items() if not name.startswith(AT_END)}
+
+
+def headlines(names: Collection[str]) -> list[str]:
+    """Names without the further statistics of values that are among them.
+
+    A logger draws each number of a run's end as a picture of its own, with one dot.
+
+    Example:
+        >>> headlines(["best/val_acc", "best/val_acc/std", "best/round", "noise/std"])
+        ['best/val_acc', 'best/round', 'noise/std']
+    """
+
+    def is_further(name: str) -> bool:
+        value, _, statistic = name.rpartition("/")
+        return value in names and statistic in STATISTICS
+
+    return [name for name in names if not is_further(name)]
 
 
 def higher_is_better(name: str) -> bool:

@@ -368,8 +368,9 @@ class FederatedLoop(FitLoop):
     def on_run_end(self) -> None:
         """Report the last ten rounds and the best one, and end the training."""
         on_test = getattr(self.trainer.datamodule, "val_split", "train") == "test"
-        if summary := self.strategy.history.summary(on_test):
-            log_at_end(self.trainer, summary)
+        history = self.strategy.history
+        if summary := history.summary(on_test):
+            log_at_end(self.trainer, summary, history.for_loggers(summary))
         super().on_run_end()
 
     # --- checkpoints ------------------------------------------------------------------------------

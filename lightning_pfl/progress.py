@@ -21,6 +21,9 @@ def profiled(step: str) -> str:
 class ClientProgress:
     """Fires ``on_<stage>_batch_start`` and ``..._end`` for clients, as they finish.
 
+    The vectorized engine finishes a chunk of clients at once: their hooks follow each other, and a
+    progress bar moves by the chunk.
+
     ``batch`` is the client's id, ``batch_idx`` the number of clients before it.
 
     Args:

@@ -27,6 +27,7 @@ from lightning_pfl.evaluation import (
     summaries,
 )
 from lightning_pfl.federation import Federation, require_federation
+from lightning_pfl.history import headlines
 from lightning_pfl.layout import Spec
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.state import Bank
@@ -202,7 +203,7 @@ class HeadFineTuning(FederatedCallback):
             k: v for k, v in found.values.items() if found.options.get(k, LogOptions()).logger
         }
         shown = summaries(replace(found, values=logged), PREFIX)
-        log_at_end(trainer, shown | {f"last10/{name}": mean[name] for name in shown})
+        log_at_end(trainer, shown | {f"last10/{name}": mean[name] for name in headlines(shown)})
         if loop.table is None and (folder := log_folder(trainer)) is not None:
             loop.table = ClientTable(folder / "clients_val.csv")
         if loop.table is not None:

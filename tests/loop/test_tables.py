@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pfl.callbacks import HeadFineTuning
 from lightning_pfl.data import (
     Digits,
     FederatedDataModule,
@@ -136,6 +137,46 @@ def test_test_data_choose_no_best_round(split: Any, tmp_path: Path) -> None:
         assert "last10/val_acc" in reported
         assert ("best/val_acc" in reported) is (split == "train")
     assert ("best/round" in run.callback_metrics) is (split == "train")
+
+
+class Both(MLP):
+    """Logs a value for the loggers, and one for callbacks alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        self.log("val_acc", torch.tensor(0.5))
+        self.log("val_mine", torch.tensor(0.25), logger=False)
+
+
+STATISTICS = ("/weighted", "/std", "/worst_decile", "/worst")
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_loggers_get_the_headlines_of_a_run_and_callbacks_all(
+    resumed: bool, tmp_path: Path
+) -> None:
+    """A dot for each statistic of the end would come before the curves in TensorBoard."""
+    data = FederatedDataModule(Digits(), num_clients=3, val_fraction=0.25, batch_size=500)
+
+    def fit(rounds: int, path: Path | None = None) -> Any:
+        tuning = HeadFineTuning(epochs=1, when="evaluation")
+        settings: Any = {"max_epochs": rounds, "check_val_every_n_epoch": 2}
+        run = trainer(logger=CSVLogger(tmp_path), callbacks=[tuning], **settings)
+        run.fit(Both([64, 10], num_classes=10), data, ckpt_path=path, weights_only=True)
+        return run
+
+    run = fit(2 if resumed else 3)
+    if resumed:  # goes on with a round that isn't validated
+        run.save_checkpoint(tmp_path / "run.ckpt")
+        run = fit(3, tmp_path / "run.ckpt")
+    with (Path(str(run.log_dir)) / "metrics.csv").open(newline="") as file:
+        columns = next(csv.reader(file))
+    models = ("", "global/", "ft/")
+    headlines = {f"{end}{model}val_acc" for end in ("best/", "last10/") for model in models}
+    logged = {name for name in columns if name.startswith(("best/", "last10/"))}
+    assert logged == {*headlines, "best/round"}
+    further = {name + statistic for name in headlines for statistic in STATISTICS}
+    hidden = {name.replace("val_acc", "val_mine") for name in headlines | further}
+    assert run.callback_metrics.keys() >= headlines | further | hidden
 
 
 def test_with_losses_alone_the_smallest_is_the_best() -> None:
