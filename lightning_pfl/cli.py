@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-import lightning as L
 import torch
-from jsonargparse import ActionConfigFile  # type: ignore[attr-defined] # a star import there
 from lightning.fabric.utilities import rank_zero_only
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
@@ -62,6 +60,7 @@ class PFLCLI(LightningCLI):
             "seed_everything_default": 0,
             # A resumed run writes into the folder of the run that it continues.
             "save_config_kwargs": {"overwrite": True},
+            "parser_class": Parser,
         }
         # Lightning 2.6 calls names that jsonargparse 4.49 has renamed: nothing a user can act on.
         os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -69,11 +68,7 @@ class PFLCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Make a parser that takes no abbreviations: ``--trainer.max_epoch`` is a misspelling."""
-        header = [f"lightning.pytorch=={L.__version__}"]
-        parser = Parser(**{"allow_abbrev": False, "dump_header": header, **kwargs})
-        configuration = "Path to a configuration file in json or yaml format."
-        parser.add_argument("-c", "--config", action=ActionConfigFile, help=configuration)
-        return parser
+        return super().init_parser(**{"allow_abbrev": False, **kwargs})
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the ``method`` key; the method joins the callbacks."""
