@@ -44,7 +44,7 @@ __all__ = [
     "recovery_interval",
 ]
 
-# The solvers import this package.
+# It builds on solvers, and these on `lightning_pfl.data`: far more than the other names need.
 __getattr__, __dir__ = lazy_names(
     __name__,
     dict.fromkeys(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pfl.solvers.clusters import components
 from lightning_pfl.solvers.pairs import Pairs
 
 Labels = Tensor | Sequence[int]
@@ -99,32 +99,6 @@ def clusters_of_models(models: Tensor, tolerance: float | None = None) -> Tensor
         tolerance = 1e-3 * max(1.0, float(models.norm(dim=1).median()))
     first, second = (_distances(models) <= tolerance).nonzero(as_tuple=True)
     return components(len(models), first, second)
-
-
-def components(count: int, first: Tensor, second: Tensor) -> Tensor:
-    """Connected components of a graph.
-
-    Args:
-        count: Its nodes.
-        first: Ends of its edges, int64 ``(edges,)``.
-        second: Their other ends.
-
-    Returns:
-        Each node's component, int64 ``(count,)``, numbered in the order of their first nodes.
-
-    Example:
-        >>> components(4, torch.tensor([0, 3]), torch.tensor([2, 1]))
-        tensor([0, 1, 0, 1])
-    """
-    from scipy.sparse import coo_matrix
-    from scipy.sparse.csgraph import connected_components
-
-    edges = first.cpu().numpy(), second.cpu().numpy()
-    graph = coo_matrix((np.ones(len(first)), edges), shape=(count, count))
-    _, labels = connected_components(graph, directed=False)
-    _, at, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    rank = np.argsort(np.argsort(at))
-    return torch.from_numpy(rank[inverse].astype(np.int64))
 
 
 def adjusted_rand_index(labels: Labels, truth: Labels) -> float:

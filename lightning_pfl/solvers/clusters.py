@@ -1,11 +1,38 @@
-"""Averages inside clusters, and a partition in two."""
+"""Connected components, averages inside clusters, and a partition in two."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_pfl.tree import Model, tmap
+
+
+def components(count: int, first: Tensor, second: Tensor) -> Tensor:
+    """Connected components of a graph.
+
+    Args:
+        count: Its nodes.
+        first: Ends of its edges, int64 ``(edges,)``.
+        second: Their other ends.
+
+    Returns:
+        Each node's component, int64 ``(count,)``, numbered in the order of their first nodes.
+
+    Example:
+        >>> components(4, torch.tensor([0, 3]), torch.tensor([2, 1]))
+        tensor([0, 1, 0, 1])
+    """
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+
+    edges = first.cpu().numpy(), second.cpu().numpy()
+    graph = coo_matrix((np.ones(len(first)), edges), shape=(count, count))
+    _, labels = connected_components(graph, directed=False)
+    _, at, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    rank = np.argsort(np.argsort(at))
+    return torch.from_numpy(rank[inverse].astype(np.int64))
 
 
 def cluster_means(models: Model, uploads: Model, member: Tensor, weights: Tensor) -> Model:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_pfl.solvers.clusters import components
 from lightning_pfl.solvers.losses import Losses
 from lightning_pfl.solvers.newtons_method import newton
 from lightning_pfl.solvers.pairs import Pairs
@@ -45,8 +46,6 @@ class Solution:
     @property
     def clusters(self) -> Tensor:
         """Clients joined by edges whose difference is exactly zero, int64 ``(clients,)``."""
-        from lightning_pfl.metrics.clusters import components
-
         joined = self.edges[(self.split == 0).all(1)]
         return components(len(self.models), joined[:, 0], joined[:, 1])
 
