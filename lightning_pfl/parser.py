@@ -16,14 +16,20 @@ from lightning_pfl import callbacks, data, methods, models
 #: What a recipe can name without a module path.
 CLASSES = (*methods.__all__, *models.__all__, *data.__all__, *callbacks.__all__)
 
-# How jsonargparse words what it refuses; another wording only costs the suggestion.
+# How jsonargparse, 4.39 to 4.53, words what it refuses; another wording only costs the suggestion.
 CLASS = re.compile(
     r"(?:Expected a dot import path string: |module 'lightning_pfl[\w.]*' has no attribute ')"
     r"([\w.]+)"
 )
 KEY = re.compile(r'Parser key "([\w.]+)"|--([\w.]+)\.help:')
-ARGUMENT = re.compile(r"given class_path '([\w.]+)':\s+Option '([\w.]+)' is not accepted")
-OPTION = re.compile(r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'")
+ARGUMENT = re.compile(
+    r"given class_path '([\w.]+)':\s+(?:Validation failed: )?"
+    r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)"
+)
+OPTION = re.compile(
+    r"[Uu]nrecognized arguments: --([\w.]+)|"
+    r"does not accept (?:option|nested key) '([\w.]+)'"
+)
 OWN_WORDS = re.compile(r"Expected .+ but got .+")
 
 #: LaTeX that isn't its own name: ``\lambda`` is read as "lambda".
