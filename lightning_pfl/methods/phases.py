@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.layout import Spec
+from lightning_pfl.solvers.proximal_step import LocalSolver
 from lightning_pfl.tree import Model
 
 
@@ -59,6 +60,16 @@ def without_data(phases: Iterable[Phase], steps: Tensor) -> Tensor:
     """
     budget = any(phase.epochs or phase.steps for phase in phases)
     return steps == 0 if budget else torch.zeros_like(steps, dtype=torch.bool)
+
+
+def proximal_phases(local_solver: LocalSolver, optimizer: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """The local training: one step on all samples for ``"exact"``, else what is given.
+
+    Args:
+        local_solver: Which.
+        optimizer: The phases of the user's optimizer.
+    """
+    return (Phase("all", steps=1, whole=True),) if local_solver == "exact" else optimizer
 
 
 class Local(Protocol):

@@ -16,7 +16,7 @@ from lightning_pfl.solvers.lbfgs import minimise
 from lightning_pfl.tree import Model, Tree, as_rows, per_client, select, tmap, where
 
 if TYPE_CHECKING:
-    from lightning_pfl.methods.phases import Local, Phase
+    from lightning_pfl.methods.phases import Local
 
 LocalSolver = Literal["optimizer", "exact"]
 
@@ -25,18 +25,6 @@ def check_local_solver(local_solver: str) -> None:
     """Require one of the local solvers."""
     advice = "Use 'optimizer' for networks, 'exact' for small convex models."
     check_choice("local_solver", local_solver, get_args(LocalSolver), advice)
-
-
-def proximal_phases(local_solver: LocalSolver, optimizer: tuple[Phase, ...]) -> tuple[Phase, ...]:
-    """The local training: one step on all samples for ``"exact"``, else what is given.
-
-    Args:
-        local_solver: Which.
-        optimizer: The phases of the user's optimizer.
-    """
-    from lightning_pfl.methods.phases import Phase
-
-    return (Phase("all", steps=1, whole=True),) if local_solver == "exact" else optimizer
 
 
 def proximal_state(model: Model, anchor: Model, strength: Tensor) -> Tree:
