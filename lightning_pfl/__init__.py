@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_pfl.data import FederatedDataModule
     from lightning_pfl.loop import FederatedLoop
     from lightning_pfl.module import PersonalizedModule
+    from lightning_pfl.saved import load_clients
     from lightning_pfl.strategy import FederatedStrategy
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "ClientModules",
     "FederatedLoop",
     "FederatedCallback",
+    "load_clients",
     "__version__",
 ]
 
@@ -41,6 +43,7 @@ __getattr__, __dir__ = lazy_names(
         "ClientModules": "lightning_pfl.client_modules",
         "FederatedLoop": "lightning_pfl.loop",
         "FederatedCallback": "lightning_pfl.callback",
+        "load_clients": "lightning_pfl.saved",
     },
 )
 

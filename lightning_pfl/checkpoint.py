@@ -101,8 +101,7 @@ def explained(path: Any) -> Iterator[None]:
 def _broken(path: Any, cause: BaseException) -> RuntimeError:
     return RuntimeError(
         f"Expected {str(path)!r} to be a checkpoint, but it is truncated or of another format "
-        f"({_first_line(cause)}). The "
-        "file was left as it is. Resume from another checkpoint."
+        f"({_first_line(cause)}). The file was left as it is. Resume from another checkpoint."
     )
 
 
@@ -120,8 +119,8 @@ def require_lightning(checkpoint: Any, path: Any) -> dict[str, Any]:
         return checkpoint
     raise CheckpointMismatchError(
         f"Expected {str(path)!r} to be a checkpoint of a Trainer, but it holds a "
-        f"{type(checkpoint).__name__} saved by "
-        "something else. Load weights alone with `module.load_state_dict(torch.load(path))`."
+        f"{type(checkpoint).__name__} saved by something else. Load weights alone with "
+        "`module.load_state_dict(torch.load(path))`."
     )
 
 
@@ -144,9 +143,8 @@ def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         return saved
     raise CheckpointMismatchError(
         "Expected a checkpoint of a federated run, but got one that was written without "
-        "FederatedStrategy. To start from "
-        "its weights, load them with `Module.load_from_checkpoint(path)` and call trainer.fit "
-        "without ckpt_path."
+        "FederatedStrategy. To start from its weights, load them with "
+        "`Module.load_from_checkpoint(path)` and call trainer.fit without ckpt_path."
     )
 
 
@@ -177,9 +175,8 @@ def check_layout(saved: Mapping[str, Any], method: str, ours: Mapping[str, Any])
     )
     raise CheckpointMismatchError(
         f"Expected a checkpoint of this module and split, but got one that differs in {len(names)} "
-        f"entries ({differences}"
-        f"{'; ...' if len(names) > 3 else ''}). Use the module and the `personal` setting of the "
-        "run that wrote it."
+        f"entries ({differences}{'; ...' if len(names) > 3 else ''}). Use the module and the "
+        "`personal` setting of the run that wrote it."
     )
 
 
@@ -188,7 +185,10 @@ def _entry(described: Any) -> str:
 
 
 def check_settings(
-    saved: Mapping[str, Any], settings: Mapping[str, str], state: Sequence[str]
+    saved: Mapping[str, Any],
+    settings: Mapping[str, str],
+    state: Sequence[str],
+    doing: str = "The run continues",
 ) -> None:
     """Require the settings on which the server's state depends; warn of others that changed.
 
@@ -196,6 +196,7 @@ def check_settings(
         saved: The federation's part of the checkpoint.
         settings: The method's settings now.
         state: Names of those on which the state depends.
+        doing: Beginning of the warning.
 
     Raises:
         CheckpointMismatchError: Names both sides.
@@ -214,8 +215,7 @@ def check_settings(
             for n in changed
         )
         rank_zero_warn(
-            f"The run continues with other settings of {saved['method']} than the checkpoint's: "
-            f"{listed}."
+            f"{doing} with other settings of {saved['method']} than the checkpoint's: {listed}."
         )
 
 
@@ -354,8 +354,8 @@ def check_clients(saved: Mapping[str, Any], names: Sequence[str], samples: Tenso
     if len(theirs) != len(names):
         raise CheckpointMismatchError(
             f"Expected a checkpoint of {len(names)} clients, but got one of {len(theirs)}. Resume "
-            "with the data of the run "
-            "that wrote it; new clients are adapted with NewClientAdaptation."
+            "with the data of the run that wrote it; new clients are adapted with "
+            "NewClientAdaptation."
         )
     if theirs != list(names):
         client = next(
@@ -363,8 +363,8 @@ def check_clients(saved: Mapping[str, Any], names: Sequence[str], samples: Tenso
         )
         raise CheckpointMismatchError(
             f"Expected a checkpoint of the same clients, but client {client} is {theirs[client]!r} "
-            "in the checkpoint and "
-            f"{names[client]!r} now. Give the clients in the order of the run that wrote it."
+            f"in the checkpoint and {names[client]!r} now. Give the clients in the order of the "
+            "run that wrote it."
         )
     held = saved["num_samples"].cpu()
     if samples.any() and len(others := (held != samples.cpu()).nonzero().flatten()):
@@ -389,8 +389,8 @@ def check_memories(saved: Tree, memory: Tree) -> None:
     if (held := _shapes(saved)) != (needed := _shapes(memory)):
         raise CheckpointMismatchError(
             f"Expected clients that remember {sorted(needed)}, but those of the checkpoint "
-            f"remember {sorted(held)} or other "
-            "shapes. Use the method's settings of the run that wrote it."
+            f"remember {sorted(held)} or other shapes. Use the method's settings of the run that "
+            "wrote it."
         )
 
 
