@@ -282,14 +282,16 @@ class FedMAP(RoundValues, Method):
         """The prior's own settings as well."""
         return {**super().settings(), "prior": repr(self.prior)}
 
-    def on_aggregation_start(self, trainer: L.Trainer, module: L.LightningModule, r: Round) -> None:
+    def on_aggregation_start(
+        self, trainer: L.Trainer, module: L.LightningModule, round: Round
+    ) -> None:
         """Compute the envelope from the accepted uploads."""
         self._values = {}
-        uploads, accepted = r.uploads or {}, r.accepted
+        uploads, accepted = round.uploads or {}, round.accepted
         if "envelope" not in uploads or not accepted.any():
             return
-        value = self.weights(uploads, r.info.keep(accepted)).to(uploads["envelope"])
-        gamma = self.gamma(rows(r.received or {}, slice(0, 1)))
+        value = self.weights(uploads, round.info.keep(accepted)).to(uploads["envelope"])
+        gamma = self.gamma(rows(round.received or {}, slice(0, 1)))
         more = self.prior.hyperprior(tmap(lambda leaf: leaf[0], gamma))
         self._values = {"prior/envelope": float(value @ uploads["envelope"]) + float(more)}
 
@@ -298,7 +300,8 @@ def log_weights(weighting: str, loss: Tensor, penalty: Tensor, samples: Tensor) 
     r"""Logarithms of the clients' weights, up to a number that all have in common.
 
     Args:
-        weighting: One of the five, as in :class:`FedMAP`.
+        weighting: One of :data:`MEASURED`; the two others are shares of
+            :meth:`~lightning_pfl.methods.base.Method.aggregation_weights`.
         loss: :math:`\ell_k`, ``(clients,)``.
         penalty: :math:`R(\theta_k, \gamma)`, ``(clients,)``.
         samples: :math:`N_k \ge 1`, ``(clients,)``.
@@ -307,9 +310,7 @@ def log_weights(weighting: str, loss: Tensor, penalty: Tensor, samples: Tensor) 
         return -samples * loss - penalty
     if weighting == "per_sample":
         return -loss - penalty / samples
-    if weighting == "samples":
-        return samples.log()
-    return -loss - penalty if weighting == "posterior" else torch.zeros_like(loss)
+    return -loss - penalty
 
 
 def _check(prior: Prior, weighting: str, prior_lr: float | None, data_term: str) -> None:

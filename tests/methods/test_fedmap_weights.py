@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_pfl.methods import FedMAP
-from lightning_pfl.methods.fedmap import log_weights
+from lightning_pfl.methods.fedmap import MEASURED, log_weights
 from lightning_pfl.priors import GaussianPrior
 from lightning_pfl.testing import QuadraticModule, local_round
 from tests.methods.quadratics import ENGINES, LR, A, C, ragged
@@ -22,9 +23,12 @@ def test_weights_of_the_worked_example() -> None:
     penalty = torch.tensor([30.0, 12.0], dtype=torch.float64) / (2 * 15)
     samples = torch.tensor([1400.0, 350.0], dtype=torch.float64)
 
-    def weights(weighting: str) -> list[float]:
-        logs = log_weights(weighting, loss, penalty, samples)
-        found: list[float] = torch.softmax(logs, 0).tolist()
+    def weights(weighting: Any) -> list[float]:
+        method = FedMAP(weighting=weighting)
+        measured = weighting in MEASURED
+        info: Any = SimpleNamespace(weights=method.aggregation_weights(samples))
+        logs = {"log_weight": log_weights(weighting, loss, penalty, samples)} if measured else {}
+        found: list[float] = method.weights(logs, info).tolist()
         return found
 
     logs = log_weights("exact", loss, penalty, samples).tolist()
