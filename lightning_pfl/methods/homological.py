@@ -166,16 +166,16 @@ class HomologicalConstraints(Method):
         """An edge's message has as many numbers as its space has dimensions."""
         return self.sheaf.nbytes(sent["projection"], info.index)
 
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """Go on with the own model, and the pull of the neighbours if there is one."""
+        return {name: own[name] for name in ("model", "pull") if name in own}
+
     def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
         """A step on the gradient of the loss and the pull."""
         grads = local.grad(state["model"], batch)
         if "pull" in state:
             grads = {name: grad + state["pull"][name] for name, grad in grads.items()}
         return {**state, "model": local.update(state["model"], grads)}
-
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
-        """Go on with the own model, and the pull of the neighbours if there is one."""
-        return {name: own[name] for name in ("model", "pull") if name in own}
 
     def client_final(
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo
