@@ -107,8 +107,8 @@ class Layout:
                 raise ValueError(
                     f"Expected `{argument}` to match at least one parameter, but got "
                     f"{argument}={item!r} and the model "
-                    f"has {', '.join(known)}. Use one of these names, a glob such as "
-                    f"{known[0] + '*'!r}, or 'all'."
+                    f"has {', '.join(known)}. Use one of these names (the last layer is "
+                    f"{self._last_layer()!r}), a glob such as '*.bias', or 'all'."
                 )
             found |= matched
         return frozenset(found)
@@ -116,6 +116,10 @@ class Layout:
     def _all_names(self) -> dict[str, str]:
         """Every name, with the one under which the model has it."""
         return {**{name: name for name in self.names}, **self.aliases}
+
+    def _last_layer(self) -> str:
+        """What was registered last and trains: in most modules the layer that makes the outputs."""
+        return self.trainable[-1].rpartition(".")[0] or self.trainable[-1]
 
     def _of_pattern(self, pattern: str) -> set[str]:
         return {kept for name, kept in self._all_names().items() if picks(pattern, name)}

@@ -1,10 +1,10 @@
-r"""FedBN: everything is averaged but the normalisation layers."""
+r"""FedBN: everything is averaged but BatchNorm."""
 
 from __future__ import annotations
 
 from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import Method, Weighting, say_split
-from lightning_pfl.norms import BATCH_NORM
+from lightning_pfl.norms import BATCH_NORM, NORMS
 
 
 class FedBN(Method):
@@ -18,7 +18,8 @@ class FedBN(Method):
 
     BatchNorm is found by module type, so a layer named ``downsample.1`` counts and a layer named
     ``bnb`` doesn't. A client that was never sampled has the initial BatchNorm. A model without
-    BatchNorm makes this FedAvg, exactly.
+    BatchNorm makes this FedAvg, exactly. Other normalisation layers are averaged; to keep those,
+    name them in :class:`~lightning_pfl.methods.FedPer`: ``FedPer(personal=torch.nn.LayerNorm)``.
 
     Args:
         local_epochs: Passes over a client's data per round.
@@ -51,5 +52,14 @@ class FedBN(Method):
         super().__init__(local_epochs, local_steps, weighting)
 
     def notes(self, layout: Layout) -> list[str]:
-        """Say where the split leaves another method."""
-        return say_split("FedBN", layout, "FedAvg", "LocalOnly")
+        """Say where the split leaves another method, and how to keep norms of another type."""
+        said = say_split("FedBN", layout, "FedAvg", "LocalOnly")
+        others = [] if layout.personal else [kind for kind in NORMS if layout.match(kind)]
+        if not others:
+            return said
+        names = [f"torch.nn.{kind.__name__}" for kind in others]
+        spec = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+        return [
+            f"{said[0]} It keeps BatchNorm alone; to keep what this model has, use "
+            f"FedPer(personal={spec})."
+        ]

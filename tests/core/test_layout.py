@@ -86,6 +86,26 @@ def test_a_pattern_without_match_is_refused_with_the_names_there_are() -> None:
         Layout(Net()).match(["head", "haed"])
 
 
+class Plain(nn.Module):
+    """The names of many networks: the head is called neither ``head`` nor first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.classifier = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+
+
+def test_a_default_that_matches_nothing_is_answered_with_the_last_layer() -> None:
+    text = "(the last layer is 'classifier.1'), a glob such as '*.bias', or 'all'."
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Layout(Plain(), "head")
+    assert Layout(Plain(), "classifier.1").personal == {"classifier.1.weight", "classifier.1.bias"}
+    bare = nn.Module()
+    bare.weight = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=re.escape("(the last layer is 'weight')")):
+        Layout(bare, "head")
+
+
 @pytest.mark.parametrize("spec", [2.5, True, [1], ["head", None], nn.Linear(1, 1)], ids=str)
 def test_what_is_no_name_and_no_type_is_refused(spec: Any) -> None:
     text = "Expected `personal` to be names, globs or module types, but got personal="

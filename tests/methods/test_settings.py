@@ -56,6 +56,36 @@ def test_fedbn_without_batchnorm_says_so_and_with_it_doesnt() -> None:
 
 
 @pytest.mark.parametrize(
+    ("norms", "spec"),
+    [
+        ([nn.LayerNorm(2)], "torch.nn.LayerNorm"),
+        ([nn.LayerNorm(2), nn.GroupNorm(1, 2)], "[torch.nn.GroupNorm, torch.nn.LayerNorm]"),
+    ],
+)
+def test_fedbn_names_the_method_that_keeps_other_normalisation_layers(
+    norms: list[nn.Module], spec: str
+) -> None:
+    method = methods.FedBN()
+    net = nn.Sequential(nn.Linear(2, 2), *norms)
+    (note,) = method.notes(Layout(net, method.resolve_personal(Layout(net))))
+    assert note == (
+        "Nothing is personal, which makes FedBN FedAvg. It keeps BatchNorm alone; to keep what "
+        f"this model has, use FedPer(personal={spec})."
+    )
+    kept = methods.FedPer(personal=eval(spec, {"torch": torch}))
+    layout = Layout(net, kept.resolve_personal(Layout(net)))
+    norm_names = {f"{k}.{w}" for k in range(1, len(norms) + 1) for w in ("weight", "bias")}
+    assert layout.personal == norm_names
+
+
+def test_fedbn_offers_no_normalisation_layer_that_has_nothing_to_keep() -> None:
+    method = methods.FedBN()
+    net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2, elementwise_affine=False))
+    layout = Layout(net, method.resolve_personal(Layout(net)))
+    assert method.notes(layout) == ["Nothing is personal, which makes FedBN FedAvg."]
+
+
+@pytest.mark.parametrize(
     "method",
     [methods.FedProx(0.1), methods.FedPer(), methods.FedRep(), methods.LGFedAvg(), methods.Ditto()],
 )
