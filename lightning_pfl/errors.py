@@ -6,21 +6,79 @@ Each error carries a complete sentence: what was given, what was expected, what 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+SHOWN = 5
+"""How many clients the error of a whole chunk names."""
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
+"""What a user's step raises on a client's data; what isn't among it goes through unchanged."""
 
 
 class ClientError(RuntimeError):
     """A client's work failed; names the stage, the client and the round.
 
     Args:
-        stage: The contract function that failed, such as ``"client_step"``.
-        client: The client's name.
-        round: The communication round, counted from 0.
+        stage: The contract function or the module's step that failed, such as ``"client_step"`` or
+            ``"validation_step"``.
+        client: The client's name; the first names of several that run as one program.
+        round: The communication round, counted from 0; in an evaluation the last one that was
+            finished, None before the first.
         cause: What went wrong, as a sentence.
     """
 
-    def __init__(self, stage: str, client: str, round: int, cause: str) -> None:
-        super().__init__(f"{stage} failed for client {client!r} in round {round}: {cause}")
+    def __init__(self, stage: str, client: str, round: int | None, cause: str) -> None:
+        when = "" if round is None else f" in round {round}"
+        super().__init__(f"{stage} failed for client {client!r}{when}: {cause}")
         self.stage, self.client, self.round = stage, client, round
+
+
+def listed(names: Sequence[str], clients: Sequence[int]) -> str:
+    """The names of the first clients, as an error shows them.
+
+    Example:
+        >>> listed("abcdefg", [6, 2]), listed("abcdefg", range(6))
+        ('g, c', 'a, b, c, d, e, ...')
+    """
+    some = ", ".join(names[client] for client in clients[:SHOWN])
+    return some + (", ..." if len(clients) > SHOWN else "")
+
+
+@contextmanager
+def naming(stage: str, client: str, round: int | None, advice: str = "") -> Iterator[None]:
+    """Name the client and the stage in what the module's code raises.
+
+    Memory that ran out goes through: it says nothing of the client.
+
+    Args:
+        stage: As in :class:`ClientError`.
+        client: As in :class:`ClientError`.
+        round: As in :class:`ClientError`.
+        advice: What to do; empty where the cause says it.
+
+    Raises:
+        ClientError: In the place of one of :data:`FAILURES`.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, ClientError):
+        raise
+    except FAILURES as cause:
+        raise ClientError(stage, client, round, advised(cause, advice)) from cause
+
+
+def advised(cause: Exception, advice: str = "") -> str:
+    """What went wrong and what to do, as the end of an error's text.
+
+    Example:
+        >>> advised(KeyError("label")), advised(ValueError("It is so"), "Do that.")
+        ("KeyError: 'label'", 'It is so. Do that.')
+    """
+    # A key alone is no sentence.
+    text = f"{type(cause).__name__}: {cause}" if isinstance(cause, KeyError) else str(cause)
+    return f"{text.rstrip('. ')}. {advice}" if advice else text
 
 
 class CheckpointMismatchError(ValueError):

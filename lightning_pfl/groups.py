@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.client_modules import ClientModules
-from lightning_pfl.errors import ClientError
+from lightning_pfl.errors import ClientError, listed
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method
 from lightning_pfl.ranks import Ranks
@@ -111,7 +111,7 @@ class Group:
 
 @contextmanager
 def named(
-    group: Group, names: Sequence[str], rows: Tensor, stage: str, round: int
+    group: Group, names: Sequence[str], rows: Tensor, stage: str, round: int | None
 ) -> Iterator[None]:
     """Say in an error of a group's module which group of ``ClientModules`` it is, and whose.
 
@@ -120,7 +120,7 @@ def named(
         names: The names of all clients of the data.
         rows: Which of them are at work, int64 ``(clients,)``.
         stage: What they do, such as ``"client_step"``.
-        round: The round.
+        round: The round; None if there is none.
     """
     try:
         yield
@@ -128,7 +128,7 @@ def named(
         if not group.name or type(cause) not in (RuntimeError, ClientError):
             raise
         told = cause if isinstance(cause, ClientError) else None
-        shown = ", ".join(names[row] for row in rows[:5].tolist()) + ", ..." * (len(rows) > 5)
+        shown = listed(names, rows.tolist())
         raise ClientError(
             told.stage if told else stage,
             told.client if told else shown,

@@ -104,6 +104,13 @@ class MixedForward:
         return share * first + (1 - share) * second
 
 
+def excuse(module: L.LightningModule) -> None:
+    """Take a step that skips its minibatch without a call of the module: there is no output."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, MixedForward):
+        forward.calls += 1
+
+
 @contextmanager
 def mixed_outputs(module: L.LightningModule, other: Model, share: Tensor | None) -> Iterator[None]:
     """Let calls of the module give mixed outputs.

@@ -161,6 +161,7 @@ class NewClientAdaptation(FederatedCallback):
         module = federation.require_module()
         evaluate = "test_step" if is_overridden("test_step", module) else "validation_step"
         method, names = federation.method, self._resolved(federation)
+        round = federation.rounds - 1 if federation.rounds else None
         found = []
         # Models that are trained must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad(), evaluating(module):
@@ -180,7 +181,9 @@ class NewClientAdaptation(FederatedCallback):
                             federation, begin, clients, (phase,), data, "new clients", step
                         )
                     with seeded(derive(federation.seed, "evaluation", PREFIX, samples)):
-                        evaluation = federation.engine.evaluate(models, clients, test, evaluate)
+                        evaluation = federation.engine.evaluate(
+                            models, clients, test, evaluate, round=round
+                        )
                     found.append(Adapted(samples, epochs, clients, trained_on, models, evaluation))
         return tuple(found)
 

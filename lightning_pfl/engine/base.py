@@ -153,6 +153,7 @@ class Engine(Protocol):
         data: FederatedDataset,
         step: str,
         on_clients: OnClients | None = None,
+        round: int | None = None,
     ) -> Evaluation:
         """Run a validation, test or prediction step of the user's module for each client.
 
@@ -162,4 +163,5 @@ class Engine(Protocol):
             data: The split.
             step: Name of the module's step function.
             on_clients: Progress.
+            round: The last finished round, for errors; None if it isn't known.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from lightning_pfl.engine.batching import batch_length
 from lightning_pfl.engine.logs import Reduction
 
 REDUCTIONS = ("mean", "sum", "min", "max")
+_JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 
 
 class LogCapture:
@@ -21,7 +27,7 @@ class LogCapture:
     Attributes:
         values: Logged value by name: a tensor, or a torchmetrics object.
         options: How each was logged; kept across steps.
-        reductions: ``reduce_fx`` and ``batch_size`` of each name, as of its last call.
+        reductions: ``reduce_fx`` and ``batch_size`` of each name, as of its last step.
     """
 
     def __init__(self) -> None:
@@ -60,22 +66,42 @@ class LogCapture:
         self.options[name] = LogOptions(prog_bar, logger is not False, better)
         weight = _weight(name, batch_size)
         # The batch's own samples are what counts anyway, and a recorded step can't say a weight.
-        weight = None if weight == self._samples else weight
-        self.reductions[name] = Reduction(reduction, weight)
-        if isinstance(value, Metric):
-            self.values[name] = value
-            return
-        value = value if isinstance(value, Tensor) else torch.as_tensor(float(value))
-        self.values[name] = (
-            value.detach().float().mean()
-            if not value.is_floating_point()
-            else value.detach().mean()
-        )
+        logged = Reduction(reduction, None if weight == self._samples else weight)
+        if not isinstance(value, Metric):
+            value = value if isinstance(value, Tensor) else torch.as_tensor(float(value))
+            value = value.detach() if value.is_floating_point() else value.detach().float()
+            value = value.mean()
+        if name in self.values:
+            value, logged = self._together(name, value, logged)
+        self.values[name], self.reductions[name] = value, logged
+
+    def _together(
+        self, name: str, value: Tensor | Metric, logged: Reduction
+    ) -> tuple[Tensor | Metric, Reduction]:
+        """What a name that a step logs again comes to, as Lightning's value of an epoch does."""
+        earlier, kind = self.values[name], self.reductions[name].kind
+        if value is earlier:  # a torchmetrics object has taken in both
+            return value, logged
+        if isinstance(value, Metric) or isinstance(earlier, Metric) or kind != logged.kind:
+            raise ValueError(
+                f"Expected self.log({name!r}, ...) to log one kind of value by one `reduce_fx` "
+                f"within a step, but got {_kind(earlier, kind)} and then "
+                f"{_kind(value, logged.kind)}. Log them under two names."
+            )
+        if kind != "mean":
+            return _JOINED[kind](earlier, value), logged
+        weights = [self.reductions[name].weight or self._samples, logged.weight or self._samples]
+        total = sum(weights)
+        return (earlier * weights[0] + value * weights[1]) / total, Reduction(kind, total)
 
     def take(self) -> dict[str, Tensor | Metric]:
         """What the step logged; nothing is kept, as a value may be dead outside its ``vmap``."""
         values, self.values = self.values, {}
         return values
+
+
+def _kind(value: Tensor | Metric, reduction: str) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, Metric) else f"a {reduction}"
 
 
 def _weight(name: str, batch_size: Any) -> float | None:

@@ -20,7 +20,7 @@ from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.keyed import KeyedRandomness
 from lightning_pfl.engine.logs import Reduction
 from lightning_pfl.layout import places
-from lightning_pfl.mixture import mixed_outputs, parts
+from lightning_pfl.mixture import excuse, mixed_outputs, parts
 from lightning_pfl.tree import Model
 
 
@@ -166,7 +166,9 @@ class ClientProgram:
             loss: Tensor | None = out["loss"] if isinstance(out, Mapping) else out
             if isinstance(loss, Tensor) and loss.ndim and loss.numel() == 1:
                 loss = loss.view(())
-            if backward is not None and loss is not None:
+            if loss is None:
+                excuse(self.module)
+            elif backward is not None:
                 self._backward(loss, backward, mode)
             return loss
 

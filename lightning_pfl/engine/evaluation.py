@@ -27,11 +27,16 @@ from lightning_pfl.engine.guard import guarded
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.phase import couples_samples, writable
 from lightning_pfl.engine.resident import ResidentBatches
+from lightning_pfl.errors import listed, naming
 from lightning_pfl.randomness import derive
 from lightning_pfl.tree import Model, rows
 
 SAMPLES = 768
 """Samples per program on a CPU: enough to fill two cores, little enough to stay in their caches."""
+ONE_BY_ONE = (
+    "Run with FederatedStrategy(engine='sequential') to stop at the first client, or if the step "
+    "can't run for many clients at once."
+)
 STAGES = {"validation_step": "val", "test_step": "test"}
 
 
@@ -90,6 +95,7 @@ class VectorizedEvaluation:
         data: FederatedDataset,
         step: str,
         on_clients: OnClients | None = None,
+        round: int | None = None,
     ) -> Evaluation:
         """Evaluate ``clients``; see :class:`~lightning_pfl.engine.base.Engine`."""
         samples = data.num_samples[clients]
@@ -104,7 +110,10 @@ class VectorizedEvaluation:
         with torch.no_grad(), batchable_kernels(self.transform), self.program.capturing():
             for positions in order.split(max(1, SAMPLES // width)):
                 ids = clients[positions].tolist()
-                with guarded(self.module, derive(self.settings.seed, "guard", step)):
+                with (
+                    naming(step, listed(data.names, ids), round, ONE_BY_ONE),
+                    guarded(self.module, derive(self.settings.seed, "guard", step)),
+                ):
                     batches = evaluation_batches(data, ids, self.settings, per_sample, width)
                     here = positions.to(self.settings.device)
                     part = rows(models, here)

@@ -17,6 +17,7 @@ Inputs = dict[str, Any]
 
 Leaves ``(clients, ...)``.
 """
+SKIPS = "`training_step` skips a minibatch"
 Result = tuple[Model, Tensor, dict[str, Tensor]]
 """Gradients ``(clients, ...)``, losses ``(clients,)``, logged values ``(clients,)``."""
 
@@ -28,10 +29,13 @@ class BatchedGradient:
         program: The user's step as a function.
         transform: ``"forward"``: ``vmap`` of the forward pass and one ordinary backward pass;
             ``"grad"``: ``vmap`` of the gradient.
+        unreached: What to say where the loss depends on nothing that trains.
     """
 
-    def __init__(self, program: ClientProgram, transform: Transform) -> None:
-        self.program, self.transform = program, transform
+    def __init__(
+        self, program: ClientProgram, transform: Transform, unreached: Callable[[], str]
+    ) -> None:
+        self.program, self.transform, self.unreached = program, transform, unreached
         self.number = 0
 
     def __call__(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
@@ -51,17 +55,26 @@ class BatchedGradient:
             inputs.get("mask"),
             inputs.get("features"),
         )
+        if loss is None:
+            raise NotVectorizableError(SKIPS)
         return loss, tensors_only(logged)
 
     def _forward(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
         trained = {name: leaf.detach().requires_grad_() for name, leaf in trained.items()}
         fixed, dims = unbatch(fixed)
         loss, logged = torch.vmap(self._loss, in_dims=(0, dims, 0))(trained, fixed, inputs)
-        found = torch.autograd.grad(loss.sum(), list(trained.values()), allow_unused=True)
+        return self._differentiated(loss.sum(), trained), loss.detach(), logged
+
+    def _differentiated(self, loss: Tensor, trained: Model) -> Model:
+        try:
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        except RuntimeError as cause:
+            if loss.requires_grad:
+                raise
+            raise ValueError(self.unreached()) from cause
         # A parameter that the loss doesn't reach has no gradient, so that no weight decay moves
         # it: as in torch.
-        grads = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
-        return grads, loss.detach(), logged
+        return {n: g for n, g in zip(trained, found, strict=True) if g is not None}
 
     def loss(self, model: Model, inputs: Inputs) -> Tensor:
         """Losses ``(clients,)`` of the minibatches as they are, without gradients."""
@@ -78,14 +91,13 @@ class BatchedGradient:
         given = (inputs["data"], inputs.get("key"), self.number, inputs.get("mask"))
         loss = self.program.measured_loss(model, *given)
         if loss is None:
-            raise NotVectorizableError("`training_step` skips a minibatch")
+            raise NotVectorizableError(SKIPS)
         return loss
 
     def _grad(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
         def nothing(trained: Model, fixed: Model, inputs: Inputs) -> tuple[Tensor, Result]:
             loss, logged = self._loss(trained, fixed, inputs)
-            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-            grads = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+            grads = self._differentiated(loss, trained)
             return torch.zeros_like(loss), (grads, loss.detach(), logged)
 
         # The gradient of nothing, for the sake of what torch does inside: its own gradient can't

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_pfl.errors import listed
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Phase
 from lightning_pfl.norms import BATCH_NORM, RUNNING_STATISTICS
@@ -37,6 +38,15 @@ class ActivePhase:
     def idle(self) -> bool:
         """Whether there is nothing to do with the data."""
         return not self.trainable and not self.phase.measure
+
+    def unreached(self) -> str:
+        """What to say of a loss without gradient: nothing that trains has a part in it."""
+        return (
+            f"Expected the loss of `training_step` to depend on what trains in phase "
+            f"{self.phase.name!r} ({listed(self.trainable, range(len(self.trainable)))}), but got "
+            "a loss that depends on none of it. Compute the loss with it, without `detach` or "
+            "`torch.no_grad`, or let the method train a part of the model that the loss depends on."
+        )
 
     @contextmanager
     def modes(self) -> Iterator[None]:

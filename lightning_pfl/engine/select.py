@@ -154,6 +154,7 @@ class SelectedEngine:
         data: FederatedDataset,
         step: str,
         on_clients: OnClients | None = None,
+        round: int | None = None,
     ) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
         if step not in self._engines:
@@ -167,13 +168,14 @@ class SelectedEngine:
             self._choose(
                 step,
                 lambda engine: evaluation_trees(
-                    _with(engine, settings).evaluate(part, clients[some], few, step), part
+                    _with(engine, settings).evaluate(part, clients[some], few, step, None, round),
+                    part,
                 ),
                 {},
                 part,
             )
         said = _Listener(on_clients)
-        all_of_it = (models, clients, data, step, said)
+        all_of_it = (models, clients, data, step, said, round)
         return self._run(step, lambda engine: engine.evaluate(*all_of_it), said, models)
 
     def _run(

@@ -43,7 +43,7 @@ from lightning_pfl.engine.phase import ActivePhase, writable
 from lightning_pfl.engine.snapshot import restore, snapshot
 from lightning_pfl.engine.stream import ClientMinibatches, evaluation_minibatches
 from lightning_pfl.engine.vectorized import random_keys
-from lightning_pfl.errors import ClientError
+from lightning_pfl.errors import FAILURES, ClientError, advised, naming
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.mixture import shielded
@@ -153,7 +153,8 @@ class SequentialEngine:
                     state = self._step(method, state, batch, local, data.names[client], info.round)
             first_epoch += minibatches.epochs_used
         upload, own = method.client_final(received, own, state, info)
-        logs = local.finish()
+        with naming("training_step", data.names[client], info.round):
+            logs = local.finish()
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         loss = logs.pop(LOSS, missing)
         return LocalResult(upload, own, logs, dict(local.program.log.options), loss)
@@ -182,8 +183,10 @@ class SequentialEngine:
         local.new_step()
         try:
             return method.client_step(state, batch, local)
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as cause:
-            raise ClientError("client_step", client, round, str(cause)) from cause
+        except torch.OutOfMemoryError:  # says nothing of the client
+            raise
+        except FAILURES as cause:
+            raise ClientError("client_step", client, round, advised(cause)) from cause
 
     def evaluate(
         self,
@@ -192,6 +195,7 @@ class SequentialEngine:
         data: FederatedDataset,
         step: str,
         on_clients: OnClients | None = None,
+        round: int | None = None,
     ) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
         program = ClientProgram(self.module, self.settings.autocast)
@@ -206,19 +210,21 @@ class SequentialEngine:
                 model = {name: leaf[row] for name, leaf in models.items()}
                 metrics: dict[str, Metric] = {}
                 at = torch.tensor([row])
-                for number, batch in evaluation_minibatches(data, client, limits, self.settings):
-                    size = torch.tensor([batch_length(batch)])
-                    with watched(derive(self.settings.seed, step, client, number)) as elsewhere:
-                        out, logged = program.evaluation_step(model, step, batch, number)
-                    self.draws_elsewhere |= elsewhere.moved
-                    counts[row] += size[0]
-                    metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
-                    logs.add(_values(logged), size, at, program.log.reductions)
-                    if step == "predict_step":
-                        predictions[row].append(
-                            apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
-                        )
-                logs.add(_computed(metrics), torch.ones(1), at)
+                minibatches = evaluation_minibatches(data, client, limits, self.settings)
+                with naming(step, data.names[client], round):
+                    for number, batch in minibatches:
+                        size = torch.tensor([batch_length(batch)])
+                        with watched(derive(self.settings.seed, step, client, number)) as elsewhere:
+                            out, logged = program.evaluation_step(model, step, batch, number)
+                        self.draws_elsewhere |= elsewhere.moved
+                        counts[row] += size[0]
+                        metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
+                        logs.add(_values(logged), size, at, program.log.reductions)
+                        if step == "predict_step":
+                            predictions[row].append(
+                                apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
+                            )
+                    logs.add(_computed(metrics), torch.ones(1), at)
                 if on_clients is not None:
                     on_clients([row])
         return Evaluation(logs.compute(), counts, dict(program.log.options), predictions)
@@ -273,7 +279,12 @@ class SequentialLocal:
         accumulate = self.engine.settings.accumulate
 
         def backward(loss: Tensor) -> None:
-            (loss / accumulate).backward()
+            try:
+                (loss / accumulate).backward()
+            except RuntimeError as cause:
+                if loss.requires_grad:
+                    raise
+                raise ValueError(self.active.unreached()) from cause
 
         for number, minibatch in batch:
             key, seed = self._keys(number)

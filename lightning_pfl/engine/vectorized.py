@@ -27,7 +27,7 @@ from lightning_pfl.engine.batching import (
 )
 from lightning_pfl.engine.client import ClientProgram, batchable_kernels
 from lightning_pfl.engine.drawn import Batches, LoaderBatches
-from lightning_pfl.engine.evaluation import VectorizedEvaluation
+from lightning_pfl.engine.evaluation import ONE_BY_ONE, VectorizedEvaluation
 from lightning_pfl.engine.gradient import Transform
 from lightning_pfl.engine.guard import guarded
 from lightning_pfl.engine.logs import LOSS, ClientLogs
@@ -42,7 +42,7 @@ from lightning_pfl.engine.prefix import PrefixCache
 from lightning_pfl.engine.resident import ResidentBatches
 from lightning_pfl.engine.trace import Traces, fingerprint
 from lightning_pfl.engine.vectorized_local import VectorizedLocal
-from lightning_pfl.errors import ClientError
+from lightning_pfl.errors import FAILURES, ClientError, advised, listed
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.randomness import derive
@@ -169,10 +169,11 @@ class VectorizedEngine:
         data: FederatedDataset,
         step: str,
         on_clients: OnClients | None = None,
+        round: int | None = None,
     ) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
         evaluation = VectorizedEvaluation(self.module, self.settings, self.transform)
-        return evaluation.run(models, clients, data, step, on_clients)
+        return evaluation.run(models, clients, data, step, on_clients, round)
 
 
 class Chunk:
@@ -259,15 +260,12 @@ class Chunk:
     def _step(self, state: Tree, batch: Any, local: VectorizedLocal) -> Tree:
         try:
             return self.method.client_step(state, batch, local)
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as cause:
-            names = [self.data.names[client] for client in self.clients]
-            raise ClientError(
-                "client_step",
-                ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
-                self.info.round,
-                f"{cause}. Run with FederatedStrategy(engine='sequential') to stop at the first "
-                "client, or if the step can't run for many clients at once.",
-            ) from cause
+        except torch.OutOfMemoryError:  # says nothing of the clients
+            raise
+        except FAILURES as cause:
+            names = listed(self.data.names, self.clients)
+            text = advised(cause, ONE_BY_ONE)
+            raise ClientError("client_step", names, self.info.round, text) from cause
 
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:

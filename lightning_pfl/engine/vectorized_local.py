@@ -37,7 +37,7 @@ class VectorizedLocal:
         self.chunk, self.active, self.optimizer, self.number = chunk, active, optimizer, number
         self.steps = steps
         engine = chunk.engine
-        self.gradient = BatchedGradient(chunk.program, engine.transform)
+        self.gradient = BatchedGradient(chunk.program, engine.transform, active.unreached)
         if engine.traces.enabled:
             augmented = chunk.program.augment is not None
             engine.traces.enter(

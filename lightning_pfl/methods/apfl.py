@@ -104,6 +104,8 @@ class APFL(Method):
         personal, mixing = state["personal"], state.get("mixing", self.mixing)
         grads, slope = self._gradients(personal, model, mixing, batch, local)
         state = {**state, "model": model}
+        if slope is None:  # a minibatch that `training_step` skips
+            return state
         if self.adaptive:
             learned = (mixing - local.lr * slope).clamp(0, 1)
             state["mixing"] = learned.where(state["steps"] == 0, mixing)
@@ -113,14 +115,19 @@ class APFL(Method):
 
     def _gradients(
         self, personal: Model, model: Model, mixing: float | Tensor, batch: Any, local: Local
-    ) -> tuple[Model, Tensor]:
-        """Gradients of the mixture's loss by the own model and by the mixing weight."""
+    ) -> tuple[Model, Tensor | None]:
+        """Gradients of the mixture's loss by the own model and by the mixing weight.
+
+        The latter is None where `training_step` skips the minibatch.
+        """
         if self.mix == "parameters":
             grads = local.grad(self._mixture(personal, model, mixing), batch)
+            if not grads:
+                return grads, None
             slope = dot(grads, sub(select(personal, grads), model))
             return scale(grads, mixing), slope
         grads = local.grad(self._mixture(personal, model, mixing), batch, also=(SHARE,))
-        return grads, grads.pop(SHARE)
+        return grads, grads.pop(SHARE, None)
 
     def client_final(
         self, received: Tree, own: Tree, state: Tree, info: ClientInfo

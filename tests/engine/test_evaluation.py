@@ -14,9 +14,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_pfl.data.clients import FederatedLoaders
 from lightning_pfl.engine import evaluation
 from lightning_pfl.engine.base import EngineSettings, Evaluation
-from lightning_pfl.engine.client import NotVectorizableError
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized import VectorizedEngine
+from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.module import PersonalizedModule
 from lightning_pfl.testing.rounds import assert_trees_close
@@ -213,7 +213,9 @@ def test_a_torchmetrics_object_is_computed_for_each_client() -> None:
             x, y = data.gather(data.indices[client])
             expected = MulticlassAccuracy(CLASSES, average="macro")(module(x), y)
             torch.testing.assert_close(found.values["acc"][client], expected.double())
-    with pytest.raises(NotVectorizableError, match=r"self.log\('acc', ...\) logs a torchmetrics"):
+    with pytest.raises(
+        ClientError, match=r"self.log\('acc', ...\) logs a torchmetrics .* Run with"
+    ):
         evaluate("vectorized", OnlyLogs(plain.backbone, plain.head).double(), models)
 
 
@@ -240,7 +242,7 @@ def test_other_reductions_are_refused() -> None:
     plain = cnn()
     module = Median(plain.backbone, plain.head).double()
     with pytest.raises(
-        ValueError,
+        ClientError,
         match=r"Expected `reduce_fx` of self.log\('x'\) to be one of mean, sum, min, max",
     ):
         evaluate("sequential", module, personal_models(module))

@@ -16,6 +16,7 @@ from lightning_pfl.engine.capture import LogCapture
 from lightning_pfl.engine.logs import ClientLogs, Reduction
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized import VectorizedEngine
+from lightning_pfl.errors import ClientError
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing import local_round
@@ -96,7 +97,7 @@ class TestWeights:
     @pytest.mark.parametrize("wrong", [0, -2, float("nan"), float("inf")])
     def test_weights_are_positive(self, engine: Any, wrong: Any) -> None:
         with pytest.raises(
-            ValueError, match=r"`batch_size` of self.log\('given'\) to be a positive number"
+            ClientError, match=r"`batch_size` of self.log\('given'\) to be a positive number"
         ):
             evaluate(engine, Logging(wrong))
 
@@ -137,5 +138,6 @@ def test_a_weight_that_is_the_number_of_samples_costs_nothing() -> None:
         captured.begin((torch.zeros(samples, 2),))
         captured("x", torch.zeros(()), batch_size=samples)
         assert captured.reductions == {"x": Reduction()}
+        captured.begin((torch.zeros(samples, 2),))
         captured("x", torch.zeros(()), batch_size=samples + 1)
         assert captured.reductions == {"x": Reduction(weight=samples + 1)}

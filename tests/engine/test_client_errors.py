@@ -1,0 +1,323 @@
+"""What a user's step raises names the client, in every step and with every engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torchmetrics import R2Score
+
+from lightning_pfl import FederatedStrategy
+from lightning_pfl.callbacks import NewClientAdaptation
+from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.errors import ClientError, listed
+from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.testing.fitting import fit, quiet
+from lightning_pfl.testing.rounds import local_round
+
+NAMES = ("ada", "bob", "cyd")
+WRONG = "(Target|index) 9 is out of bounds"
+ENGINES = ["sequential", "vectorized", "auto"]
+
+
+def clients(
+    wrong: bool = False, names: tuple[str, ...] = NAMES, at: int = 6
+) -> FederatedTensorDataset:
+    """Four samples of two classes on each client; ``wrong`` gives one of the second's label 9.
+
+    In its second batch, which no probe looks at, unless ``at`` says so.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4 * len(names), 2, generator=generator)
+    y = torch.arange(len(x)) % 2
+    if wrong:
+        y[at] = 9
+    positions = torch.arange(len(x)).split(4)
+    return FederatedTensorDataset((x, y), positions, names=names, batch_size=2)
+
+
+class Classifier(L.LightningModule):
+    """Raises ``error`` in its evaluation steps, if there is one."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.error = nn.Linear(2, 2), error
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def evaluation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        loss = self.loss(batch)
+        self.log("val_loss", loss)
+        return loss
+
+    validation_step = test_step = evaluation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def shown(engine: str) -> str:
+    """The clients that an error of ``bob``'s data names: the chunk's, or the one."""
+    return "'ada, bob, cyd'" if engine == "vectorized" else "'bob'"
+
+
+def advice(engine: str) -> str:
+    """The end of an error's text."""
+    return r".*\. Run with Fed.* to stop at the first" if engine == "vectorized" else r"\.$"
+
+
+# --- the steps ---
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sanity", [0, -1])
+def test_validation_in_a_fit(engine: str, sanity: int) -> None:
+    """The sanity check is before any round, so it has no number to tell."""
+    when = "" if sanity else " in round 0"
+    match = rf"^validation_step failed for client {shown(engine)}{when}: {WRONG}"
+    with pytest.raises(ClientError, match=match + advice(engine)) as caught:
+        fit(
+            FedAvg(),
+            clients(),
+            Classifier(),
+            2,
+            engine,
+            val_data=clients(wrong=True),
+            num_sanity_val_steps=sanity,
+        )
+    assert isinstance(caught.value.__cause__, (IndexError, RuntimeError))
+    assert caught.value.round == (None if sanity else 0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("step", ["validate", "test", "predict"])
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_steps_outside_a_fit(engine: Any, step: str, rounds: int) -> None:
+    strategy = FederatedStrategy(FedAvg(), engine=engine)
+    flags: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    flags |= {"enable_progress_bar": False, "enable_model_summary": False, "max_epochs": rounds}
+    module, when = Classifier(), " in round 1" if rounds else ""
+    with quiet():
+        trainer = L.Trainer(strategy=strategy, **flags)
+        if rounds:
+            trainer.fit(module, clients())
+        name = {"validate": "validation"}.get(step, step)
+        match = rf"^{name}_step failed for client {shown(engine)}{when}: {WRONG}"
+        with pytest.raises(ClientError, match=match):
+            getattr(trainer, step)(module, clients(wrong=True))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_probe_names_the_client(engine: str) -> None:
+    with pytest.raises(
+        ClientError, match=r"^validation_step failed for client 'bob' in round 0: T"
+    ):
+        fit(FedAvg(), clients(), Classifier(), 1, engine, val_data=clients(wrong=True, at=4))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_new_clients(engine: str) -> None:
+    names = ("eve", "fay", "gus")
+    pair = (clients(names=names), clients(True, names))
+    adaptation = NewClientAdaptation(pair, samples=(4,), epochs=1, scope="all", start="global")
+    who = "'eve, fay, gus'" if engine == "vectorized" else "'fay'"
+    with pytest.raises(
+        ClientError, match=rf"^test_step failed for client {who} in round 0: {WRONG}"
+    ):
+        fit(FedAvg(), clients(), Classifier(), 1, engine, callbacks=[adaptation])
+
+
+# --- torchmetrics ---
+
+
+class Regressor(Classifier):
+    """Logs R2, which one sample doesn't have."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.step, self.score = step, R2Score()
+
+    def log_score(self, batch: Any, step: str) -> None:
+        if step == self.step:
+            self.score.update(self.layer(batch[0])[:, 0].detach(), batch[0][:, 0])
+            self.log("r2", self.score)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log_score(batch, "training_step")
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log_score(batch, "validation_step")
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_a_metric_that_has_no_value_for_a_client(engine: str, step: str) -> None:
+    data = clients()
+    few = FederatedTensorDataset(
+        data.fields, [range(4), [4], range(8, 12)], names=NAMES, batch_size=4
+    )
+    train, val = (few, data) if step == "training_step" else (data, few)
+    match = f"^{step} failed for client 'bob' in round 0: Needs at least two samples"
+    with pytest.raises(ClientError, match=match):
+        fit(FedAvg(), train, Regressor(step), 1, engine, val_data=val)
+
+
+# --- what goes through ---
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("full"),
+        MisconfigurationException("wrong flag"),
+        AttributeError("no such name"),
+        KeyboardInterrupt("stopped"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_that_say_nothing_of_a_client(engine: str, error: BaseException) -> None:
+    """As they are; Lightning turns an interruption into one of its own."""
+    kind: Any = type(error)
+    module = Classifier(error)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            fit(FedAvg(), clients(), module, 1, engine, val_data=clients())
+        return
+    with pytest.raises(kind, match=str(error)) as caught:
+        fit(FedAvg(), clients(), module, 1, engine, val_data=clients())
+    assert not isinstance(caught.value, ClientError)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_memory_that_ran_out_in_training(engine: Any) -> None:
+    class Full(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"^full$"):
+        local_round(FedAvg(), Full(), clients(), engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_error_of_a_hook_is_the_hooks(engine: str) -> None:
+    class Broken(Callback):
+        def on_validation_batch_end(self, *_: Any) -> None:
+            raise ValueError("broken hook")
+
+    with pytest.raises(ValueError, match=r"^broken hook$"):
+        fit(
+            FedAvg(),
+            clients(),
+            Classifier(),
+            1,
+            engine,
+            val_data=clients(),
+            callbacks=[Broken()],
+        )
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_key_alone_is_no_sentence(engine: Any) -> None:
+    class Lost(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return {"x": self.loss(batch)}["label"]
+
+    with pytest.raises(ClientError, match=r"in round 0: KeyError: 'label'"):
+        local_round(FedAvg(), Lost(), clients(), engine)
+
+
+def test_names_of_many_clients() -> None:
+    assert listed("abcdefg", range(5)) == "a, b, c, d, e"
+    assert listed("abcdefg", [3, 2, 1, 0, 6, 5]) == "d, c, b, a, g, ..."
+
+
+# --- a loss without a gradient ---
+
+
+class Skipping(Classifier):
+    """A loss of the backbone alone, or of nothing."""
+
+    def __init__(self, detached: bool = False) -> None:
+        super().__init__()
+        self.backbone, self.head, self.detached = nn.Linear(2, 2), nn.Linear(2, 2), detached
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.backbone(batch[0]), batch[1])
+        return loss.detach() if self.detached else loss
+
+
+SKIPPED = (
+    r"client_step failed for client '.*' in round 0: Expected the loss of `training_step` to "
+    r"depend on what trains in phase 'head' \(head.weight, head.bias\), but got a loss that "
+    r"depends on none of it. Compute the loss with it, .* or let the method train a part"
+)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_that_skips_all_that_trains(engine: str) -> None:
+    with pytest.raises(ClientError, match=SKIPPED):
+        fit(FedRep(head_epochs=1), clients(), Skipping(), 1, engine)
+
+
+@pytest.mark.parametrize("transform", ["forward", "grad"])
+@pytest.mark.parametrize("detached", [False, True])
+def test_both_transforms_tell_it(transform: Any, detached: bool) -> None:
+    with pytest.raises(ClientError, match=SKIPPED + r".* Run with FederatedStrategy\(engine="):
+        local_round(
+            FedRep(head_epochs=1),
+            Skipping(detached),
+            clients(),
+            "vectorized",
+            settings=EngineSettings(),
+            transform=transform,
+        )
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_other_errors_of_the_backward_pass_stay(engine: Any) -> None:
+    """There is a gradient, so it isn't the phase's fault."""
+
+    class Refuses(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            raise RuntimeError("no way back")
+
+    class OneWay(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss: Tensor = Refuses.apply(self.loss(batch))
+            return loss
+
+    with pytest.raises(ClientError, match="in round 0: no way back"):
+        local_round(FedAvg(), OneWay(), clients(), engine)
