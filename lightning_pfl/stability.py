@@ -11,8 +11,9 @@ import lightning as L
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
 from lightning_pfl.solvers.proximal_step import LocalSolver
+from lightning_pfl.tree import Tree
 
 if TYPE_CHECKING:
     from lightning_pfl.federation import Federation
@@ -69,11 +70,16 @@ class WatchedPull(FederatedCallback):
     single step, where there is no momentum yet, :math:`\eta c < 2`. An exact solver takes no steps.
     """
 
-    local_solver: LocalSolver
+    local_solver: LocalSolver = "optimizer"
     _overshot = False
 
-    def pull(self) -> Pull:
-        """The quadratic; known after ``bind``."""
+    def pull(self, server: Tree, info: ClientInfo) -> Pull | None:
+        """The quadratic in the round that begins; None where the pull is no quadratic.
+
+        Args:
+            server: The server's tree.
+            info: The cohort, of one client or more.
+        """
         raise NotImplementedError
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
@@ -82,10 +88,11 @@ class WatchedPull(FederatedCallback):
 
         if self.local_solver == "exact" or self._overshot or not len(round.info):
             return
-        beta = momentum(require_federation(trainer, self))
-        if beta is None:
+        federation = require_federation(trainer, self)
+        beta = momentum(federation)
+        pull = None if beta is None else self.pull(federation.server, round.info)
+        if beta is None or pull is None:
             return
-        pull = self.pull()
         bound = 2 * (1 + beta) if int(round.info.steps.max()) > 1 else 2.0
         step = max(round.info.rates) * pull.strength
         self._overshot = step >= bound

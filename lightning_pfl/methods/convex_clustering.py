@@ -193,7 +193,7 @@ class ConvexClustering(WatchedPull, Method):
         """Steps of the optimizer, or one step on all samples."""
         return proximal_phases(self.local_solver, super().phases(round))
 
-    def pull(self) -> Pull:
+    def pull(self, server: Tree, info: ClientInfo) -> Pull:
         """The augmented Lagrangian's quadratic, and the proximal one."""
         sides = 2 if self.step == "full" else 1
         pairs = self.penalty * sides * int(self._pairs.degree.max())

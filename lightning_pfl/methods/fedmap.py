@@ -14,6 +14,7 @@ from lightning_pfl.layout import Layout, Spec
 from lightning_pfl.methods.base import OWN, SHARED, Local, Method, Phase
 from lightning_pfl.priors import GaussianPrior, Prior
 from lightning_pfl.priors.probe import check_prior, depends_on_gamma
+from lightning_pfl.stability import Pull, WatchedPull
 from lightning_pfl.tree import Model, Tree, expand, per_client, rows, select, tmap, weighted_mean
 
 PosteriorWeighting = Literal["posterior", "exact", "per_sample", "samples", "uniform"]
@@ -23,7 +24,7 @@ MEASURED = ("posterior", "exact", "per_sample")
 MEASURE = "measure"
 
 
-class FedMAP(RoundValues, Method):
+class FedMAP(WatchedPull, RoundValues, Method):
     r"""Clients find the mode of their posterior; the server fits the prior to these modes.
 
     .. math::
@@ -151,6 +152,19 @@ class FedMAP(RoundValues, Method):
         if self.weighting not in MEASURED and not self.log_envelope:
             return (local,)
         return local, Phase(epochs=1, name=MEASURE, measure=True)
+
+    def pull(self, server: Tree, info: ClientInfo) -> Pull | None:
+        """The prior in one client's model, where it is a Gaussian."""
+        curvature = self.prior.curvature(self.gamma(server))
+        if curvature is None:
+            return None
+        remedy = "a prior with a larger variance"
+        # With c = 1 / variance, a step leaves 1 - lr c of a parameter's distance to the mean.
+        if self.data_term == "mean":
+            return Pull(curvature, "the prior's curvature", remedy)
+        # Steps go along (N l + R) / N, in which R has the curvature c / N: most for the least N.
+        fewest = max(int(info.num_samples.min()), 1)
+        return Pull(curvature / fewest, "the prior's curvature / samples", remedy)
 
     # --- state ---
 

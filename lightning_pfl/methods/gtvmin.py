@@ -156,7 +156,7 @@ class GTVMin(WatchedPull, Method):
         """Steps of the optimizer, or one step on all samples."""
         return proximal_phases(self.local_solver, super().phases(round))
 
-    def pull(self) -> Pull:
+    def pull(self, server: Tree, info: ClientInfo) -> Pull:
         """The proximal term."""
         return Pull(float(self.pulls.max()), "degree / step_ratio", "a larger `step_ratio`")
 

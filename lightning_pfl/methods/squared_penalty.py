@@ -89,7 +89,7 @@ class SquaredPenalty(WatchedPull, Method):
         """Steps of the optimizer, or one step on all samples."""
         return proximal_phases(self.local_solver, super().phases(round))
 
-    def pull(self) -> Pull:
+    def pull(self, server: Tree, info: ClientInfo) -> Pull:
         """The penalty in one client's model."""
         formula = "2 * penalty_weight * clients"
         return Pull(self._strength(), formula, "a smaller `penalty_weight`")

@@ -67,6 +67,17 @@ class Prior(ABC):
         r""":math:`\partial R / \partial\theta`, ``(clients, ...)``; default: autograd."""
         return gradient(lambda tree: self.regularizer(tree, gamma).sum(), theta)
 
+    def curvature(self, gamma: Tree) -> float | None:
+        r"""The largest second derivative of :math:`R` by :math:`\theta`, the same everywhere.
+
+        None, the default, where it differs from place to place or isn't known; a number lets FedMAP
+        warn of steps that are too long.
+
+        Args:
+            gamma: :math:`\gamma`, without client axis.
+        """
+        return None
+
     # --- the server ---
 
     def init(self, model: Model) -> Tree:

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_pfl.errors import check_number, is_number
 from lightning_pfl.layout import Spec
 from lightning_pfl.priors.base import Prior, sum_entries
-from lightning_pfl.tree import Model, Tree, sub, tmap, weighted_mean
+from lightning_pfl.tree import Model, Tree, leaves, sub, tmap, weighted_mean
 
 SWEEPS = 200
 """Alternations of means and variances at most; each shrinks the error by a third or more."""
@@ -105,6 +105,11 @@ class DiagonalGaussianPrior(Prior):
         """The deviations, each over its variance."""
         change = sub(theta, gamma["mean"])
         return tmap(lambda d, s: d / (s + self.offset), change, gamma["spread"])
+
+    def curvature(self, gamma: Tree) -> float:
+        """One over the smallest variance, as it is learned now."""
+        least = [leaf.min() for leaf in leaves(gamma["spread"]) if leaf.numel()]
+        return 1 / (float(torch.stack(least).min()) + self.offset)
 
     def gamma_gradient(self, theta: Model, gamma: Tree, weights: Tensor) -> Tree:
         """By the means and by the spreads."""

@@ -102,6 +102,11 @@ class GaussianPrior(Prior):
         """The difference to the mean, over the variance."""
         return self._over(sub(theta, gamma["mean"]))
 
+    def curvature(self, gamma: Tree) -> float:
+        """One over the smallest variance."""
+        found = self.variance
+        return 1 / min(found.values() if isinstance(found, dict) else [found])
+
     def gamma_gradient(self, theta: Model, gamma: Tree, weights: Tensor) -> Tree:
         """The mean's difference to the clients' mean, over the variance."""
         return {"mean": self._over(sub(gamma["mean"], weighted_mean(theta, weights)))}

@@ -141,6 +141,24 @@ def test_written_gradients_are_those_of_autograd(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", PRIORS)
+def test_the_curvature_is_the_largest_second_derivative(name: str) -> None:
+    """A Gaussian's matrix of second derivatives is diagonal: its rows' sums are its diagonal."""
+    prior = PRIORS[name]()
+    theta, gamma = problem(prior)
+    if not name.startswith(("Gaussian", "Diagonal")):
+        assert prior.curvature(gamma) is None
+        return
+    second = differences(
+        lambda tree: torch.stack(
+            [leaf.sum() for leaf in leaves(prior.theta_gradient(tree, expand(gamma, 3)))]
+        ).sum(),
+        theta,
+    )
+    largest = max(float(leaf.max()) for leaf in leaves(second))
+    assert prior.curvature(gamma) == pytest.approx(largest, rel=1e-8)
+
+
 def test_the_gaussian_closed_form_is_a_step_by_its_variance() -> None:
     prior = GaussianPrior(0.7)
     theta, gamma = problem(prior)
