@@ -84,7 +84,6 @@ def adapt(
     data = trainer.fit_loop.require_data() if data is None else data
     home = next(module.parameters()).device
     method = Adaptation(step)
-    method.bind(group.layout, federation.num_clients, federation.seed)
     if group.engine.template is None:
         group.engine.template = federation.client_optimizer(group)
     # Evaluation runs without gradients; after a run the module has left the device.
