@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from lightning_pfl import methods, metrics, solvers
+from lightning_pfl import load_clients, methods, metrics, solvers
+from lightning_pfl.cli import PFLCLI
 from lightning_pfl.graphs import resolve_graph
+from lightning_pfl.methods import Ditto, FedRep
 from lightning_pfl.methods.base import Method
+from lightning_pfl.models import MLP
+from lightning_pfl.testing import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 RELATIONS = (ROOT / "docs" / "relations.md").read_text()
 EVALUATION = (ROOT / "docs" / "evaluation.md").read_text()
+DATA = (ROOT / "docs" / "data.md").read_text()
+MODELS = (ROOT / "docs" / "models.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def run_blocks(page: str) -> dict[str, Any]:
+    """Run a page's Python, one block after another; returns the names that it has made."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    return names
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -24,9 +43,7 @@ def test_the_code_of_relations_runs_and_finds_the_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", RELATIONS, re.DOTALL):
-        exec(block, names)
+    names = run_blocks(RELATIONS)
     truth = names["TRUTH"]
     assert names["agreement"] == 1.0
     assert names["ifca"].callback_metrics["clusters/ari"] == 1.0
@@ -49,6 +66,109 @@ def test_the_code_of_relations_runs_and_finds_the_groups(
     built = parser.instantiate_classes(parser.parse_object(yaml.safe_load(text)))
     made = resolve_graph(built.method.given_graph, len(truth))
     assert made.edges.tolist() == names["graph"].edges.tolist()
+
+
+class Dirichlet:
+    """What the page's partitioner of flwr-datasets looks like from outside; the draw is plain."""
+
+    dataset: Any = None
+
+    def __init__(self, num_partitions: int, partition_by: str, **settings: Any) -> None:
+        self.num_partitions, self.column = num_partitions, partition_by
+        assert settings.keys() == {"alpha", "min_partition_size", "seed"}
+
+    def load_partition(self, partition_id: int) -> Any:
+        rows = range(partition_id, len(self.dataset[self.column]), self.num_partitions)
+        return self.dataset.select(list(rows))
+
+
+@pytest.fixture
+def flower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for flwr-datasets, which brings far more than the tests need."""
+    package = ModuleType("flwr_datasets")
+    partitioner = ModuleType("flwr_datasets.partitioner")
+    partitioner.DirichletPartitioner = Dirichlet  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flwr_datasets", package)
+    monkeypatch.setitem(sys.modules, "flwr_datasets.partitioner", partitioner)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("flower")
+def test_the_code_of_data_runs_and_gives_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    names = run_blocks(DATA)
+    strategy = names["trainer"].strategy
+    assert strategy.client_names == ("east", "north", "south", "west")
+    # No model for all is right more often than 3 times of 4: half of the clients agree with it.
+    assert float(names["accuracy"]) > 0.85
+    # 50 samples each, a fifth of them for the test and a fifth of the rest for validation.
+    assert names["waves"].train_dataloader().num_samples.tolist() == [32] * 8
+    assert names["growing"].train_dataloader().num_samples.tolist() == [80, 160, 240, 320]
+    assert names["skewed"].num_clients == 5
+    assert names["own"].strategy.client_names == ("left", "right")
+
+    test = names["data"].predict_dataloader()
+    inputs, labels = test.gather(test.indices[3])
+    assert [len(part) for part in names["outputs"]] == [1, 1, 1, 1]
+    assert names["outputs"][0][0].shape == (30, 2)
+    wanted = strategy.client_module("west")(inputs).argmax(1)
+    assert torch.equal(names["classes"], wanted)
+    better = sorted(["worse", "better"]).index("better")
+    assert torch.equal(inputs[:, 0] - inputs[:, 1] > 0, labels == better)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_csv_part_trains_on_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (first, *_) = re.findall(r"```python\n(.*?)```", DATA, re.DOTALL)
+    exec(first, {})
+    (command,) = re.findall(r"```\nlightning-pfl (fit .*?)```", DATA, re.DOTALL)
+    words = shlex.split(command.replace("\\\n", " "))
+    words = [str(ROOT / word) if word.endswith(".yaml") else word for word in words]
+    quick = ["--trainer.max_epochs", "1", "--trainer.accelerator", "cpu", "--trainer.logger"]
+    PFLCLI([*words, *quick, "false"])
+    (file,) = tmp_path.rglob("last.ckpt")
+    clients = load_clients(file, MLP([2, 8, 2]), FedRep(head_epochs=10))
+    assert list(clients.client_names) == ["east", "north", "south", "west"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_code_of_models_runs_and_gives_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_blocks(MODELS)
+    wanted = names["strategy"].client_state_dict(3)
+    for found in (
+        names["mine"].state_dict(),
+        names["state"],
+        names["again"].strategy.client_state_dict(3),
+        names["plain"].state_dict(),
+    ):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    shared = names["shared"].state_dict()
+    heads = {name for name in wanted if name.startswith("head.")}
+    assert all(torch.equal(shared[name], wanted[name]) for name in wanted.keys() - heads)
+    assert not any(torch.equal(shared[name], wanted[name]) for name in heads)
+
+
+def test_the_way_of_a_method_of_ones_own_through_the_suite_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = ModuleType("my_package")
+    package.MyMethod = lambda strength: Ditto(prox_weight=strength)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_package", package)
+    test = run_blocks(CONTRIBUTING)["test_my_method"]
+    values = {mark.args[0]: mark.args[1] for mark in test.pytestmark}
+    assert values["engine"] == ["vectorized", "sequential"]
+    assert values["check"] == CHECKS
+    for check in CHECKS[:2]:
+        test(check, "vectorized", tmp_path)
 
 
 def test_every_method_says_which_models_are_evaluated() -> None:
