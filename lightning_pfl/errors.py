@@ -6,8 +6,7 @@ Each error carries a complete sentence: what was given, what was expected, what 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -46,39 +45,31 @@ def listed(names: Sequence[str], clients: Sequence[int]) -> str:
     return some + (", ..." if len(clients) > SHOWN else "")
 
 
-@contextmanager
-def naming(stage: str, client: str, round: int | None, advice: str = "") -> Iterator[None]:
-    """Name the client and the stage in what the module's code raises.
-
-    Memory that ran out goes through: it says nothing of the client.
+def described(
+    stage: str, client: str, round: int | None, cause: Exception, advice: str = ""
+) -> ClientError:
+    """The error that names the client in what the module's code has raised.
 
     Args:
         stage: As in :class:`ClientError`.
         client: As in :class:`ClientError`.
         round: As in :class:`ClientError`.
+        cause: One of :data:`FAILURES`.
         advice: What to do; empty where the cause says it.
 
     Raises:
-        ClientError: In the place of one of :data:`FAILURES`.
-    """
-    try:
-        yield
-    except (torch.OutOfMemoryError, ClientError):
-        raise
-    except FAILURES as cause:
-        raise ClientError(stage, client, round, advised(cause, advice)) from cause
-
-
-def advised(cause: Exception, advice: str = "") -> str:
-    """What went wrong and what to do, as the end of an error's text.
+        torch.OutOfMemoryError: If that is the cause: it says nothing of the client.
 
     Example:
-        >>> advised(KeyError("label")), advised(ValueError("It is so"), "Do that.")
-        ("KeyError: 'label'", 'It is so. Do that.')
+        >>> described("test_step", "ada", 3, KeyError("label"), "Do that.")
+        ClientError("test_step failed for client 'ada' in round 3: KeyError: 'label'. Do that.")
     """
+    if isinstance(cause, torch.OutOfMemoryError):
+        raise cause
     # A key alone is no sentence.
     text = f"{type(cause).__name__}: {cause}" if isinstance(cause, KeyError) else str(cause)
-    return f"{text.rstrip('. ')}. {advice}" if advice else text
+    text = f"{text.rstrip('. ')}. {advice}" if advice else text
+    return ClientError(stage, client, round, text)
 
 
 class CheckpointMismatchError(ValueError):

@@ -27,7 +27,7 @@ from lightning_pfl.engine.guard import guarded
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.phase import couples_samples, writable
 from lightning_pfl.engine.resident import ResidentBatches
-from lightning_pfl.errors import listed, naming
+from lightning_pfl.errors import FAILURES, described, listed
 from lightning_pfl.randomness import derive
 from lightning_pfl.tree import Model, rows
 
@@ -110,10 +110,7 @@ class VectorizedEvaluation:
         with torch.no_grad(), batchable_kernels(self.transform), self.program.capturing():
             for positions in order.split(max(1, SAMPLES // width)):
                 ids = clients[positions].tolist()
-                with (
-                    naming(step, listed(data.names, ids), round, ONE_BY_ONE),
-                    guarded(self.module, derive(self.settings.seed, "guard", step)),
-                ):
+                with guarded(self.module, derive(self.settings.seed, "guard", step)):
                     batches = evaluation_batches(data, ids, self.settings, per_sample, width)
                     here = positions.to(self.settings.device)
                     part = rows(models, here)
@@ -121,7 +118,11 @@ class VectorizedEvaluation:
                         for tick in batches.at(number):
                             at = here if tick.rows is None else here[tick.rows]
                             counts[at] += tick.minibatches[0].sizes.to(counts.device)
-                            output = self._tick(part, tick, step, per_sample, logs, at)
+                            try:
+                                output = self._tick(part, tick, step, per_sample, logs, at)
+                            except FAILURES as cause:
+                                names = listed(data.names, clients[at.cpu()].tolist())
+                                raise described(step, names, round, cause, ONE_BY_ONE) from cause
                             if step == "predict_step":
                                 _keep(predictions, output, at)
                 if on_clients is not None:

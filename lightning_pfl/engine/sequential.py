@@ -43,7 +43,7 @@ from lightning_pfl.engine.phase import ActivePhase, writable
 from lightning_pfl.engine.snapshot import restore, snapshot
 from lightning_pfl.engine.stream import ClientMinibatches, evaluation_minibatches
 from lightning_pfl.engine.vectorized import random_keys
-from lightning_pfl.errors import FAILURES, ClientError, advised, naming
+from lightning_pfl.errors import FAILURES, described
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.mixture import shielded
@@ -153,8 +153,10 @@ class SequentialEngine:
                     state = self._step(method, state, batch, local, data.names[client], info.round)
             first_epoch += minibatches.epochs_used
         upload, own = method.client_final(received, own, state, info)
-        with naming("training_step", data.names[client], info.round):
+        try:
             logs = local.finish()
+        except FAILURES as cause:
+            raise described("training_step", data.names[client], info.round, cause) from cause
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         loss = logs.pop(LOSS, missing)
         return LocalResult(upload, own, logs, dict(local.program.log.options), loss)
@@ -183,10 +185,8 @@ class SequentialEngine:
         local.new_step()
         try:
             return method.client_step(state, batch, local)
-        except torch.OutOfMemoryError:  # says nothing of the client
-            raise
         except FAILURES as cause:
-            raise ClientError("client_step", client, round, advised(cause)) from cause
+            raise described("client_step", client, round, cause) from cause
 
     def evaluate(
         self,
@@ -211,20 +211,25 @@ class SequentialEngine:
                 metrics: dict[str, Metric] = {}
                 at = torch.tensor([row])
                 minibatches = evaluation_minibatches(data, client, limits, self.settings)
-                with naming(step, data.names[client], round):
-                    for number, batch in minibatches:
-                        size = torch.tensor([batch_length(batch)])
-                        with watched(derive(self.settings.seed, step, client, number)) as elsewhere:
+                for number, batch in minibatches:
+                    size = torch.tensor([batch_length(batch)])
+                    with watched(derive(self.settings.seed, step, client, number)) as elsewhere:
+                        try:
                             out, logged = program.evaluation_step(model, step, batch, number)
-                        self.draws_elsewhere |= elsewhere.moved
-                        counts[row] += size[0]
-                        metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
-                        logs.add(_values(logged), size, at, program.log.reductions)
-                        if step == "predict_step":
-                            predictions[row].append(
-                                apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
-                            )
+                        except FAILURES as cause:
+                            raise described(step, data.names[client], round, cause) from cause
+                    self.draws_elsewhere |= elsewhere.moved
+                    counts[row] += size[0]
+                    metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
+                    logs.add(_values(logged), size, at, program.log.reductions)
+                    if step == "predict_step":
+                        predictions[row].append(
+                            apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
+                        )
+                try:
                     logs.add(_computed(metrics), torch.ones(1), at)
+                except FAILURES as cause:
+                    raise described(step, data.names[client], round, cause) from cause
                 if on_clients is not None:
                     on_clients([row])
         return Evaluation(logs.compute(), counts, dict(program.log.options), predictions)

@@ -42,7 +42,7 @@ from lightning_pfl.engine.prefix import PrefixCache
 from lightning_pfl.engine.resident import ResidentBatches
 from lightning_pfl.engine.trace import Traces, fingerprint
 from lightning_pfl.engine.vectorized_local import VectorizedLocal
-from lightning_pfl.errors import FAILURES, ClientError, advised, listed
+from lightning_pfl.errors import FAILURES, described, listed
 from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.randomness import derive
@@ -260,12 +260,9 @@ class Chunk:
     def _step(self, state: Tree, batch: Any, local: VectorizedLocal) -> Tree:
         try:
             return self.method.client_step(state, batch, local)
-        except torch.OutOfMemoryError:  # says nothing of the clients
-            raise
         except FAILURES as cause:
-            names = listed(self.data.names, self.clients)
-            text = advised(cause, ONE_BY_ONE)
-            raise ClientError("client_step", names, self.info.round, text) from cause
+            names, round = listed(self.data.names, self.clients), self.info.round
+            raise described("client_step", names, round, cause, ONE_BY_ONE) from cause
 
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:
