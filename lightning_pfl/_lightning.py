@@ -90,14 +90,17 @@ __all__ = [
     "no_grad_context",
     "notice_termination",
     "open_step",
+    "publish_round",
     "read_optimizers",
     "reduce_tensor",
     "remember_metrics",
+    "send_round",
     "set_rank_for_messages",
     "set_rounds",
     "step_schedulers",
     "stop_if_terminated",
     "take_over",
+    "validates_after_round",
 ]
 
 LoopT = TypeVar("LoopT", bound=Loop)
@@ -218,9 +221,15 @@ def count_server_update(loop: FitLoop) -> None:
 
 
 def set_rounds(loop: FitLoop, finished: int, begun: int) -> None:
-    """Set the epoch counters to so many finished and begun rounds."""
+    """Set the epoch counters, and the loggers' step, to so many finished and begun rounds."""
     for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
         vars(tracker).update(ready=begun, started=begun, processed=finished, completed=finished)
+    loop.epoch_loop._batches_that_stepped = finished
+
+
+def validates_after_round(loop: FitLoop) -> bool:
+    """Whether ``check_val_every_n_epoch`` asks for a validation after this round."""
+    return bool(loop.epoch_loop._should_check_val_epoch())
 
 
 # --- logging --------------------------------------------------------------------------------------
@@ -275,6 +284,27 @@ def close_step(trainer: Any, results: ResultCollection) -> None:
         if trainer.training:
             trainer._logger_connector.update_train_step_metrics()
     results.batch = results.batch_size = None
+
+
+def publish_round(trainer: Any) -> None:
+    """Let ``trainer.callback_metrics`` have what a round has logged, already before its end.
+
+    Lightning reduces values of an epoch when its last batch has passed; a round has none of these.
+    """
+    trainer._logger_connector.epoch_end_reached()
+    # Reading them stores them, for schedulers and callbacks that look during validation.
+    _ = trainer.callback_metrics
+
+
+def send_round(loop: FitLoop) -> None:
+    """Send a round's values to the loggers, and advance the step by which loggers number them.
+
+    Lightning advances it once a batch; here a round is one.
+    """
+    connector = loop.trainer._logger_connector
+    connector.on_epoch_end()
+    connector.update_train_epoch_metrics()
+    loop.epoch_loop._batches_that_stepped += 1
 
 
 def stop_if_terminated(terminated: bool) -> None:

@@ -20,10 +20,13 @@ from lightning_pfl._lightning import (
     count_server_update,
     log_at_end,
     log_values,
+    publish_round,
     remember_metrics,
+    send_round,
     set_rounds,
     step_schedulers,
     stop_if_terminated,
+    validates_after_round,
 )
 from lightning_pfl.callback import FederatedCallback, Round
 from lightning_pfl.cohort import Cohort
@@ -186,7 +189,6 @@ class FederatedLoop(FitLoop):
         updates = self.epoch_loop.global_step
         inside = self.stage in (TRAINED, VALIDATED)
         set_rounds(self, finished=updates - inside, begun=updates)
-        self.epoch_loop._batches_that_stepped = updates - inside
 
     @_no_silent_end
     def on_advance_start(self) -> None:
@@ -319,9 +321,7 @@ class FederatedLoop(FitLoop):
         log_values(
             self.epoch_loop._results, "training_step", self.logged, self._prog_bar, self._logger
         )
-        self.trainer._logger_connector.epoch_end_reached()
-        # Reading them stores them, for schedulers and callbacks that look during validation.
-        _ = self.trainer.callback_metrics
+        publish_round(self.trainer)
 
     def _should_accumulate(self) -> bool:
         return False  # a round is one step; accumulation happens inside the clients
@@ -333,7 +333,7 @@ class FederatedLoop(FitLoop):
                 trainer.enable_validation
                 and (trainer.current_epoch + 1) % trainer.val_check_interval == 0
             )
-        return bool(self.epoch_loop._should_check_val_epoch())
+        return validates_after_round(self)
 
     def _validate(self) -> None:
         self.trainer.validating = True
@@ -356,9 +356,7 @@ class FederatedLoop(FitLoop):
         self.stage = CLOSED
         call_hooks(trainer, "on_train_epoch_end", monitoring=False)
         call_hooks(trainer, "on_train_epoch_end", monitoring=True)
-        trainer._logger_connector.on_epoch_end()
-        trainer._logger_connector.update_train_epoch_metrics()
-        self.epoch_loop._batches_that_stepped += 1
+        send_round(self)
         self.epoch_progress.increment_completed()
         # A callback may ask for the end in one process alone.
         heard = self.strategy.ranks.objects((trainer.should_stop, trainer.received_sigterm))

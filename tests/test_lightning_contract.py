@@ -14,12 +14,14 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.optimizer import (
     _configure_optimizers,
     _configure_schedulers_automatic_opt,
     _validate_optimizers_attached,
     _validate_scheduler_api,
 )
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
@@ -111,6 +113,7 @@ def test_the_loops_have_the_attributes_that_the_federated_loops_use() -> None:
         (fit, "epoch_loop epoch_progress max_batches _data_source _combined_loader"),
         (fit, "_last_train_dl_reload_epoch _should_reload_train_dl"),
         (fit.epoch_loop, "batch_progress automatic_optimization val_loop _results"),
+        (fit, "_should_accumulate"),
         (fit.epoch_loop, "_batches_that_stepped"),
         (validation, "batch_progress _max_batches _results _logged_outputs _has_run _data_source"),
         (validation, "_trainer_fn _stage _combined_loader _last_val_dl_reload_epoch _module_mode"),
@@ -119,6 +122,11 @@ def test_the_loops_have_the_attributes_that_the_federated_loops_use() -> None:
         (prediction, "_combined_loader inference_mode"),
         (L.Trainer, "_evaluation_loop"),
         (run, "_logger_connector _val_check_time_interval _accelerator_connector"),
+        (run._logger_connector, "_callback_metrics _logged_metrics _progress_bar_metrics"),
+        (run._logger_connector, "_first_loop_iter"),
+        (run.strategy, "_checkpoint_io _launcher _configure_launcher"),
+        (LightningCLI, "_get _parse_ckpt_path"),
+        (L.LightningModule(), "_current_fx_name _trainer"),
         (run, "received_sigterm _signal_connector"),
         (run._signal_connector, "received_sigterm _sigterm_notifier_fn"),
         (run._accelerator_connector, "_layer_sync"),
@@ -126,6 +134,32 @@ def test_the_loops_have_the_attributes_that_the_federated_loops_use() -> None:
         assert [name for name in names.split() if not hasattr(loop, name)] == []
     step = fit.epoch_loop.automatic_optimization.optim_progress.optimizer.step
     assert run.global_step == step.total.completed == 0
+
+
+class Numbered(Logger):
+    """Keeps the names and the step of what it is given."""
+
+    name, version = "numbered", 0
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, int | None]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.found += [(name, step) for name in metrics]
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_loggers_number_values_by_the_rounds_that_are_done() -> None:
+    """As Lightning does: by batches that stepped, from 0, of which a round is one."""
+    logger = Numbered()
+    run = trainer(FedAvg(), max_epochs=3, logger=logger)
+    run.fit(Quadratic(), points(), points())
+    assert [step for name, step in logger.found if name == "train_loss"] == [0, 1, 2]
+    assert run.fit_loop.epoch_loop._batches_that_stepped == 3
+    _lightning.set_rounds(run.fit_loop, finished=2, begun=3)
+    assert run.fit_loop.epoch_loop._batches_that_stepped == 2
 
 
 def test_the_logger_connector_serves_only_subclasses_of_lightnings_loops() -> None:
