@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo, Round, RoundValues
 from lightning_pfl.errors import check_number, check_whole, is_number
 from lightning_pfl.layout import Layout
+from lightning_pfl.methods import memory
 from lightning_pfl.methods.base import CLUSTER, Method
-from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
 from lightning_pfl.solvers.proximal_step import flat
 from lightning_pfl.tree import Model, Tree, repeat, select, tmap

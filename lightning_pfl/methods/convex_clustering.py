@@ -13,10 +13,10 @@ from lightning_pfl.callback import ClientInfo
 from lightning_pfl.errors import check_choice, check_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout
+from lightning_pfl.methods import memory
 from lightning_pfl.methods.base import OWN, Local, Method, Phase
 from lightning_pfl.methods.phases import proximal_phases, without_data
 from lightning_pfl.metrics.clusters import clusters_of_pairs
-from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.blocks import BlockDraws, check_share, damping
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import (

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.errors import check_choice, check_number
 from lightning_pfl.layout import Layout
+from lightning_pfl.methods import memory
 from lightning_pfl.methods.base import OWN, Local, Method
-from lightning_pfl.solvers import memory
 from lightning_pfl.tree import Model, Tree, add, per_client, put_rows, repeat, rows, select, tmap
 
 Relationship = Literal["spread", "asrun", "none"]

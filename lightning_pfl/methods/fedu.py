@@ -15,9 +15,9 @@ from lightning_pfl.callback import ClientInfo, Round
 from lightning_pfl.errors import check_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.methods import memory
 from lightning_pfl.methods.base import OWN, Method
 from lightning_pfl.peers import Exchange, Inbox, Postman
-from lightning_pfl.solvers import memory
 from lightning_pfl.tree import Model, Tree, per_client, put_rows, repeat, select, tmap
 
 MIX = Exchange("models", "sum")

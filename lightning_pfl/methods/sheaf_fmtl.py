@@ -11,10 +11,10 @@ from lightning_pfl.callback import ClientInfo, Round, RoundValues
 from lightning_pfl.errors import check_choice, check_number
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.methods import memory
 from lightning_pfl.methods.base import Local, Method
 from lightning_pfl.methods.phases import without_data
 from lightning_pfl.peers import Exchange, Inbox
-from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import flat, unflat
 from lightning_pfl.solvers.sheaf import (
     Maps,

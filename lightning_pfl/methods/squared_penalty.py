@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from lightning_pfl.callback import ClientInfo
 from lightning_pfl.errors import check_number
 from lightning_pfl.layout import Layout
+from lightning_pfl.methods import memory
 from lightning_pfl.methods.base import OWN, Local, Method, Phase
 from lightning_pfl.methods.phases import proximal_phases, without_data
-from lightning_pfl.solvers import memory
 from lightning_pfl.solvers.proximal_step import (
     LocalSolver,
     check_local_solver,
