@@ -68,7 +68,7 @@ class LogCapture:
         # The batch's own samples are what counts anyway, and a recorded step can't say a weight.
         logged = Reduction(reduction, None if weight == self._samples else weight)
         if not isinstance(value, Metric):
-            value = value if isinstance(value, Tensor) else torch.as_tensor(float(value))
+            value = value if isinstance(value, Tensor) else _number(name, value)
             value = value.detach() if value.is_floating_point() else value.detach().float()
             value = value.mean()
         if name in self.values:
@@ -98,6 +98,16 @@ class LogCapture:
         """What the step logged; nothing is kept, as a value may be dead outside its ``vmap``."""
         values, self.values = self.values, {}
         return values
+
+
+def _number(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(float(value))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"Expected self.log({name!r}, ...) to log a number, a tensor or one torchmetrics "
+            f"object, but got a {type(value).__name__}. Use self.log_dict for several values."
+        ) from None
 
 
 def _kind(value: Tensor | Metric, reduction: str) -> str:

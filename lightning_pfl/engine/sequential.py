@@ -370,6 +370,13 @@ def _computed(metrics: dict[str, Metric]) -> dict[str, Tensor]:
     """Compute and reset the torchmetrics objects that a client's steps have filled."""
     results = {}
     for name, metric in metrics.items():
-        results[name] = metric.compute().detach().double().view(1)
+        value = metric.compute()
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"Expected the torchmetrics object logged as {name!r} to compute one number, but "
+                f"got {got}. Let it average, or log each of its numbers under a name of its own."
+            )
+        results[name] = value.detach().double().view(1)
         metric.reset()
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torchmetrics import R2Score
+from torchmetrics import MetricCollection, R2Score
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pfl import FederatedStrategy
 from lightning_pfl.callbacks import NewClientAdaptation
@@ -181,6 +183,54 @@ def test_a_metric_that_has_no_value_for_a_client(engine: str, step: str) -> None
     match = f"^{step} failed for client 'bob' in round 0: Needs at least two samples"
     with pytest.raises(ClientError, match=match):
         fit(FedAvg(), train, Regressor(step), 1, engine, val_data=val)
+
+
+class LogsMetric(Classifier):
+    """Logs what it is given."""
+
+    def __init__(self, metric: Any, together: bool = False) -> None:
+        super().__init__()
+        self.metric, self.together = metric, together
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.metric.update(self.layer(batch[0]), batch[1])
+        if self.together:
+            self.log_dict(self.metric)
+        else:
+            self.log("acc", self.metric)
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+@pytest.mark.parametrize(
+    ("metric", "match"),
+    [
+        (
+            lambda: MulticlassAccuracy(2, average=None),
+            r"logged as 'acc' to compute one number, but got \(2,\). Let it average, or",
+        ),
+        (
+            lambda: MetricCollection([MulticlassAccuracy(2)]),
+            r"self.log\('acc', ...\) to log a number, .* but got a MetricCollection. Use self",
+        ),
+    ],
+)
+def test_metrics_of_several_numbers(engine: str, metric: Callable[[], Any], match: str) -> None:
+    with pytest.raises(ClientError, match=match):
+        fit(FedAvg(), clients(), LogsMetric(metric()), 1, engine, val_data=clients())
+
+
+def test_a_collection_of_metrics_by_name() -> None:
+    module = LogsMetric(MetricCollection([MulticlassAccuracy(2)]), together=True)
+    data = clients()
+    run = fit(FedAvg(), data, module, 1, "auto", val_data=data)
+    weight, bias = (run.server["model"][f"layer.{name}"] for name in ("weight", "bias"))
+    accuracies = []
+    for positions in data.indices:
+        x, y = data.gather(positions)
+        accuracies.append(float(MulticlassAccuracy(2)(F.linear(x, weight, bias), y)))
+    expected = sum(accuracies) / len(accuracies)
+    assert run.metrics["MulticlassAccuracy"] == pytest.approx(expected, rel=1e-6)
 
 
 # --- what goes through ---
