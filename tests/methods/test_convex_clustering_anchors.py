@@ -166,14 +166,20 @@ print(needed[-1], peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_the_announced_memory_of_200_clients_is_what_they_take() -> None:
-    """A network of 250 parameters: 40 MB for a tensor of all pairs, so that the rest is small."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MEASURE, "250"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    announced, measured = map(int, done.stdout.split()[-2:])
-    assert announced == COPIES * 200 * 200 * 250 * 4
-    assert measured <= announced <= 3 * measured
+    """A network of 250 parameters: 40 MB for a tensor of all pairs, so that the rest is small.
+
+    The least of three peaks: a process may also hold what its allocator hasn't given back yet.
+    """
+    peaks = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", MEASURE, "250"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        announced, peak = map(int, done.stdout.split()[-2:])
+        assert announced == COPIES * 200 * 200 * 250 * 4
+        peaks.append(peak)
+    assert min(peaks) <= announced <= 3 * min(peaks)
