@@ -90,7 +90,7 @@ def explained(path: Any) -> Iterator[None]:
             f"Expected the checkpoint {str(path)!r} to hold tensors and plain values, but reading "
             "it would run code that it names. If you trust the file, pass weights_only=False."
         ) from cause
-    except (RuntimeError, EOFError, ValueError) as cause:
+    except (RuntimeError, EOFError, ValueError, LookupError) as cause:
         raise _broken(path, cause) from cause
     except OSError as cause:
         if cause.errno != errno.EINVAL:  # a position outside a truncated file

@@ -23,10 +23,10 @@ from rich.table import Table
 
 # Imported so that recipes can name the classes inside without a module path.
 from lightning_pfl import FederatedStrategy, callbacks, data, methods, models  # noqa: F401
-from lightning_pfl.evaluation import log_folder
 from lightning_pfl.methods.base import Method
 from lightning_pfl.metrics import STATISTICS
 from lightning_pfl.parser import Parser, in_a_line
+from lightning_pfl.tables import log_folder
 
 #: Column of the results table, and what the evaluation appends to the name of a value.
 COLUMNS = {statistic or "mean": f"/{statistic}" if statistic else "" for statistic in STATISTICS}

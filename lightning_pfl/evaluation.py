@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -33,7 +31,7 @@ from lightning_pfl.placement import align, due_reload, place
 from lightning_pfl.progress import ClientProgress, profiled
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.ranks import whole_evaluation
-from lightning_pfl.tables import ClientTable
+from lightning_pfl.tables import ClientTable, log_folder
 from lightning_pfl.tree import Model, expand, is_expanded, whole_nbytes
 
 if TYPE_CHECKING:
@@ -380,20 +378,20 @@ class FederatedEvaluationLoop(EvaluationLoop):
             }
             self.table.append(round, names, results[""].counts.tolist(), columns)
 
+    def _on_evaluation_epoch_end(self) -> None:
+        super()._on_evaluation_epoch_end()
+        module = self.trainer.lightning_module
+        stage = "test" if self.trainer.testing else "validation"
+        hook = f"on_{stage}_epoch_end"
+        own = [key.split(".")[1] for key in self._results or () if key.startswith(f"{hook}.")]
+        if own and is_overridden(hook, module):
+            rank_zero_warn(
+                f"`{hook}` of {type(module).__name__} logs {', '.join(map(repr, own))} once, of "
+                "what all clients' steps have gathered, those with the global model among them "
+                f"where the method has one. Log in `{stage}_step` for the mean over clients."
+            )
+
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
         if self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
             self.trainer.fit_loop.validated()
         super()._on_evaluation_end(*args, **kwargs)
-
-
-def log_folder(trainer: Any) -> Path | None:
-    """Where the loggers write; None without a logger, and in all processes but one.
-
-    ``trainer.log_dir`` is the same, but waits for the other processes.
-    """
-    if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
-        return None
-    logger = trainer.loggers[0]
-    by_run = isinstance(logger, (TensorBoardLogger, CSVLogger))
-    folder = logger.log_dir if by_run else logger.save_dir
-    return None if folder is None else Path(folder)

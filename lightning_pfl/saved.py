@@ -63,6 +63,7 @@ def load_clients(
         method: The method of the run, with its settings: they say what is personal.
 
     Raises:
+        TypeError: If module or method are not instances of theirs.
         FileNotFoundError: If there is no such file.
         RuntimeError: If the file is truncated, is no checkpoint, or holds code.
         CheckpointMismatchError: If it was written by something else, or by a run of another method,
@@ -73,6 +74,15 @@ def load_clients(
         clients = load_clients("last.ckpt", DigitsCNN(), FedRep())
         clients.client_module(3)    # or by name: clients.client_names[3]
     """
+    for name, given, kind in (
+        ("module", module, L.LightningModule),
+        ("method", method, Method),
+    ):
+        if not isinstance(given, kind):
+            raise TypeError(
+                f"Expected `{name}` to be an instance of {kind.__name__}, but got "
+                f"{name}={given!r}. Call load_clients(path, MyModule(), FedRep()), say."
+            )
     with explained(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     saved = require_federated(require_lightning(checkpoint, path))

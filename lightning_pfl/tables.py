@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 FIXED_COLUMNS = ("round", "client", "num_samples")
 
@@ -117,3 +120,16 @@ def _replace(path: Path, columns: list[str], table: Iterable[dict[str, str]]) ->
         writer.writeheader()
         writer.writerows(table)
     Path(temporary).replace(path)
+
+
+def log_folder(trainer: Any) -> Path | None:
+    """Where the loggers write; None without a logger, and in all processes but one.
+
+    ``trainer.log_dir`` is the same, but waits for the other processes.
+    """
+    if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
+        return None
+    logger = trainer.loggers[0]
+    by_run = isinstance(logger, (TensorBoardLogger, CSVLogger))
+    folder = logger.log_dir if by_run else logger.save_dir
+    return None if folder is None else Path(folder)

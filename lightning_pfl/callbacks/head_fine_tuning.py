@@ -22,7 +22,6 @@ from lightning_pfl.engine.base import Evaluation, LogOptions
 from lightning_pfl.evaluation import (
     evaluate_clients,
     join,
-    log_folder,
     personal_models,
     summaries,
 )
@@ -31,7 +30,7 @@ from lightning_pfl.history import headlines
 from lightning_pfl.layout import Spec
 from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.state import Bank
-from lightning_pfl.tables import ClientTable
+from lightning_pfl.tables import ClientTable, log_folder
 from lightning_pfl.tree import Model, expand, select, whole_nbytes
 
 When = Literal["end", "evaluation"]

@@ -31,7 +31,6 @@ from lightning_pfl.callbacks.samples import take_samples
 from lightning_pfl.callbacks.settings import check_budget, check_lr
 from lightning_pfl.data.clients import FederatedDataset, as_federated
 from lightning_pfl.errors import is_whole
-from lightning_pfl.evaluation import log_folder
 from lightning_pfl.federation import Federation, require_federation
 from lightning_pfl.idle import evaluated
 from lightning_pfl.layout import Spec
@@ -39,6 +38,7 @@ from lightning_pfl.methods.base import Phase
 from lightning_pfl.mixture import SHARE
 from lightning_pfl.placement import place
 from lightning_pfl.randomness import derive, seeded
+from lightning_pfl.tables import log_folder
 from lightning_pfl.tree import rows
 
 __all__ = ["Adapted", "NewClientAdaptation"]

@@ -205,6 +205,25 @@ def test_files_that_are_no_federated_checkpoint_are_refused(fedrep: Path, tmp_pa
         load_clients(tmp_path / "none.ckpt", small_module(), FedRep())
 
 
+@pytest.mark.parametrize("text", [b"hello", b"not a checkpoint", b"\x80\x02q"])
+def test_a_file_that_is_no_pickle_is_named(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "words.ckpt"
+    path.write_bytes(text)
+    with pytest.raises(RuntimeError, match=r"words\.ckpt' to be a checkpoint, but it is truncated"):
+        load_clients(path, small_module(), FedRep())
+
+
+def test_classes_and_swapped_arguments_are_refused(fedrep: Path) -> None:
+    module, method = small_module(), FedRep()
+    for wrong, name in (
+        ((type(module), method), "`module` to be an instance of LightningModule"),
+        ((method, module), "`module` to be an instance of LightningModule"),
+        ((module, FedRep), "`method` to be an instance of Method"),
+    ):
+        with pytest.raises(TypeError, match=name):
+            load_clients(fedrep, *wrong)
+
+
 def test_code_in_the_file_does_not_run(fedrep: Path, tmp_path: Path) -> None:
     class Touch:
         def __reduce__(self) -> Any:
