@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 FIXED_COLUMNS = ("round", "client", "num_samples")
 
@@ -97,6 +98,12 @@ class ClientTable:
         """Write the header and what stays of an earlier run; a torn row has no last column."""
         kept, known = self._read()
         self.columns = [*dict.fromkeys([*known, *names])]
+        last = max((int(row["round"]) for row in kept), default=-1)
+        if round == 0 and self._round < 0 and last > 0:
+            rank_zero_warn(
+                f"The rounds 0 to {last} of another run in {str(self.path)!r} are overwritten. "
+                "Pass ckpt_path='last' to go on with that run, or give this one its own folder."
+            )
         self._write([row for row in kept if int(row["round"]) < round])
 
     def _read(self) -> tuple[list[dict[str, str]], list[str]]:

@@ -54,6 +54,17 @@ def test_a_resumed_run_replaces_the_rounds_that_it_repeats(tmp_path: Path) -> No
     assert [name.name for name in tmp_path.iterdir()] == ["clients_val.csv"]
 
 
+def test_a_run_from_the_start_says_that_it_overwrites_another(tmp_path: Path) -> None:
+    old = ClientTable(tmp_path / "clients_val.csv")
+    for round in range(3):
+        old.append(round, ["a"], [3], {"acc": [0.5]})
+    new = ClientTable(old.path)
+    with pytest.warns(UserWarning, match=r"rounds 0 to 2 of another run .* are overwritten"):
+        new.append(0, ["a"], [3], {"acc": [0.25]})
+    new.append(1, ["a"], [3], {"acc": [1.0]})
+    assert rows(old.path) == [("0", "a", "3", "0.25"), ("1", "a", "3", "1.0")]
+
+
 def test_a_row_torn_inside_the_number_of_its_round_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "clients_val.csv"
     first = ClientTable(path)
