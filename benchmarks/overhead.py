@@ -22,7 +22,7 @@ from lightning_pfl import FederatedStrategy
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.models import MLP
-from lightning_pfl.progress import profiled
+from lightning_pfl.trainer.progress import profiled
 
 CLIENTS, COHORT, SAMPLES = 100, 10, 20
 INSIDE = (profiled("training_step"), "aggregation", profiled("validation_step"))

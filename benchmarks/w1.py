@@ -21,7 +21,8 @@ import torch
 from benchmarks.fashion_mnist import Split, load_clients
 from benchmarks.r0 import KINDS, measure
 from lightning_pfl import FederatedStrategy
-from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.records import Round
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.methods.base import Method

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_pfl.lazy import lazy_names
+from lightning_pfl.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_pfl.callback import FederatedCallback
-    from lightning_pfl.client_modules import ClientModules
+    from lightning_pfl.contract.callback import FederatedCallback
     from lightning_pfl.data import FederatedDataModule
-    from lightning_pfl.loop import FederatedLoop
-    from lightning_pfl.module import PersonalizedModule
-    from lightning_pfl.saved import load_clients
-    from lightning_pfl.strategy import FederatedStrategy
+    from lightning_pfl.federation.load import load_clients
+    from lightning_pfl.models.base import PersonalizedModule
+    from lightning_pfl.models.client_modules import ClientModules
+    from lightning_pfl.trainer.fit_loop import FederatedLoop
+    from lightning_pfl.trainer.strategy import FederatedStrategy
 
 __version__ = "0.1.0"
 
@@ -37,20 +37,20 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "FederatedStrategy": "lightning_pfl.strategy",
+        "FederatedStrategy": "lightning_pfl.trainer.strategy",
         "FederatedDataModule": "lightning_pfl.data",
-        "PersonalizedModule": "lightning_pfl.module",
-        "ClientModules": "lightning_pfl.client_modules",
-        "FederatedLoop": "lightning_pfl.loop",
-        "FederatedCallback": "lightning_pfl.callback",
-        "load_clients": "lightning_pfl.saved",
+        "PersonalizedModule": "lightning_pfl.models.base",
+        "ClientModules": "lightning_pfl.models.client_modules",
+        "FederatedLoop": "lightning_pfl.trainer.fit_loop",
+        "FederatedCallback": "lightning_pfl.contract.callback",
+        "load_clients": "lightning_pfl.federation.load",
     },
 )
 
 
 def _federated() -> FederatedStrategy:
     """Make the strategy that ``Trainer(strategy="federated")`` names."""
-    from lightning_pfl.strategy import with_default_method
+    from lightning_pfl.trainer.strategy import with_default_method
 
     return with_default_method()
 

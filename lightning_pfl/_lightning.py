@@ -13,49 +13,28 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
-
-# The public `DDPStrategy` starts and connects processes by these; it also wraps the module, which a
-# federated run has no use for.
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
-from lightning.fabric.utilities.distributed import (
-    _init_dist_connection as connect_processes,
-)
-from lightning.fabric.utilities.distributed import (
-    _sync_ddp_if_available as reduce_tensor,
-)
+from lightning.fabric.utilities.distributed import _init_dist_connection as connect_processes
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_tensor
 from lightning.pytorch.callbacks import Callback
-
-# `configure_optimizers` has eight forms. These read them; the public `Strategy.setup_optimizers`
-# also refuses what the federated loop allows and accepts what it refuses.
 from lightning.pytorch.core.optimizer import (
     _configure_optimizers,
     _configure_schedulers_automatic_opt,
     _validate_optimizers_attached,
     _validate_scheduler_api,
 )
-
-# `_logger_connector` serves only subclasses of its own three loops.
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
-
-# Chooses between `inference_mode` and `no_grad` as `Trainer(inference_mode=...)` says.
 from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
-
-# A user's plugin that wraps another one, such as asynchronous saving, gets the atomic one to wrap.
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
-
-# Fire hooks as the Trainer does: with the profiler's records and the name that `self.log` looks up.
 from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
-
-# The result collection behind `self.log`: values computed outside the module's steps are put where
-# `self.log` puts them.
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultCollection as ResultCollection,
 )
@@ -102,7 +81,6 @@ __all__ = [
     "take_over",
     "validates_after_round",
 ]
-
 LoopT = TypeVar("LoopT", bound=Loop)
 
 

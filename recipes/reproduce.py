@@ -25,7 +25,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, Timer
 
-from lightning_pfl.cli import PFLCLI, evaluated
+from lightning_pfl.cli.command_line import PFLCLI
+from lightning_pfl.cli.results import evaluated
 from recipes.results_table import print_comparison, write_readme
 
 RECIPES = Path(__file__).resolve().parent

@@ -8,8 +8,8 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_pfl.cli import PFLCLI
-from lightning_pfl.layout import Layout
+from lightning_pfl.cli.command_line import PFLCLI
+from lightning_pfl.core.parameters import Layout
 from lightning_pfl.methods.base import Method
 from lightning_pfl.priors import GaussianPrior
 

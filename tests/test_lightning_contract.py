@@ -31,7 +31,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_pfl import _lightning
-from lightning_pfl.callback import FederatedCallback
+from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.methods import FedAvg
 from tests.loop.setting import Quadratic, points, trainer
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pfl.module import PersonalizedModule, split_decay
+from lightning_pfl.models.base import PersonalizedModule, split_decay
 
 
 def make_module(**settings: Any) -> PersonalizedModule:
@@ -284,7 +284,7 @@ class TestInTrainer:
         # LightningCLI warns if it gets arguments from Python and from the command line.
         monkeypatch.setattr("sys.argv", ["fit"])
         model = {
-            "class_path": "lightning_pfl.module.PersonalizedModule",
+            "class_path": "lightning_pfl.models.base.PersonalizedModule",
             "init_args": {
                 "backbone": linear(6, 5),
                 "head": linear(5, 3),

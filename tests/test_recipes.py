@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_pfl.cli import PFLCLI
+from lightning_pfl.cli.command_line import PFLCLI
 from tests.tiny_data import WRITERS, without_checksums
 
 ROOT = Path(__file__).resolve().parents[1] / "recipes"

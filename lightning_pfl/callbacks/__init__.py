@@ -1,7 +1,7 @@
 """Callbacks that work with any method: fine-tuning, new clients, monitors and pictures."""
 
 from lightning_pfl.callbacks.head_fine_tuning import HeadFineTuning
-from lightning_pfl.callbacks.new_clients import NewClientAdaptation
+from lightning_pfl.callbacks.new_clients.callback import NewClientAdaptation
 from lightning_pfl.inspect import (
     ClientGraph,
     ClientHistogram,

@@ -13,25 +13,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_pfl._lightning import log_at_end, remember_metrics
-from lightning_pfl.adaptation import adapt
-from lightning_pfl.callback import FederatedCallback
-from lightning_pfl.callbacks.modes import evaluating
 from lightning_pfl.callbacks.settings import check_budget, check_lr
-from lightning_pfl.data.clients import FederatedDataset
-from lightning_pfl.engine.base import Evaluation, LogOptions
-from lightning_pfl.evaluation import (
-    evaluate_clients,
-    join,
-    personal_models,
-    summaries,
-)
-from lightning_pfl.federation import Federation, require_federation
-from lightning_pfl.history import headlines
-from lightning_pfl.layout import Spec
-from lightning_pfl.randomness import derive, seeded
-from lightning_pfl.state import Bank
-from lightning_pfl.tables import ClientTable, log_folder
-from lightning_pfl.tree import Model, expand, select, whole_nbytes
+from lightning_pfl.contract.callback import FederatedCallback, require_federation
+from lightning_pfl.contract.records import Evaluation, LogOptions
+from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.randomness import derive, seeded
+from lightning_pfl.core.tree import Model, expand, select, whole_nbytes
+from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.federation.adapt import adapt, evaluating
+from lightning_pfl.federation.bank import Bank
+from lightning_pfl.federation.evaluate import evaluate_clients, join, personal_models, summaries
+from lightning_pfl.federation.federation import Federation
+from lightning_pfl.metrics.history import headlines
+from lightning_pfl.trainer.client_table import ClientTable, log_folder
 
 When = Literal["end", "evaluation"]
 PREFIX = "ft/"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_pfl.errors import check_whole, is_number
+from lightning_pfl.core.checks import check_whole, is_number
 from lightning_pfl.methods.base import Phase
 
 

@@ -1,7 +1,7 @@
 """Federated data: datasets, partitions, sources and the data module."""
 
-from .cifar import CIFAR10, CIFAR100
-from .clients import (
+from lightning_pfl.data.datamodule import FederatedDataModule
+from lightning_pfl.data.datasets import (
     Batch,
     FederatedDataset,
     FederatedLoaders,
@@ -9,15 +9,8 @@ from .clients import (
     as_federated,
     nonfinite_clients,
 )
-from .datamodule import FederatedDataModule
-from .digits import Digits
-from .ellipses import EllipseClusters
-from .fashion_mnist import FashionMNIST
-from .fedmap_synthetic import FedMAPSynthetic
-from .femnist import FEMNIST
-from .fresh import FreshSamples
-from .image_domains import ImageDomains
-from .partition import (
+from lightning_pfl.data.fresh import FreshSamples
+from lightning_pfl.data.partition import (
     IID,
     ClassesPerClient,
     ConsecutiveClasses,
@@ -32,11 +25,18 @@ from .partition import (
     QuantitySkew,
     draw,
 )
-from .sent140 import Sent140
-from .shifted_lines import ShiftedLines
-from .source import Arrays, FreshSource, Source
-from .synthetic import LinearRepresentation, QuadraticClients
-from .table import HuggingFaceTable
+from lightning_pfl.data.sources.base import Arrays, FreshSource, Source
+from lightning_pfl.data.sources.cifar import CIFAR10, CIFAR100
+from lightning_pfl.data.sources.digits import Digits
+from lightning_pfl.data.sources.ellipses import EllipseClusters
+from lightning_pfl.data.sources.fashion_mnist import FashionMNIST
+from lightning_pfl.data.sources.fedmap_synthetic import FedMAPSynthetic
+from lightning_pfl.data.sources.femnist import FEMNIST
+from lightning_pfl.data.sources.image_domains import ImageDomains
+from lightning_pfl.data.sources.sent140 import Sent140
+from lightning_pfl.data.sources.shifted_lines import ShiftedLines
+from lightning_pfl.data.sources.synthetic import LinearRepresentation, QuadraticClients
+from lightning_pfl.data.sources.table import HuggingFaceTable
 
 __all__ = [
     "FederatedDataModule",

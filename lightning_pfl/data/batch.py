@@ -1,11 +1,47 @@
 """Batches: trees of tensors whose leading dimension counts samples."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+
+
+def batch_length(batch: Any) -> int:
+    """Samples in a batch: the length of the first tensor in it that has an axis.
+
+    Without such a tensor, of the first list of strings; 1 without either.
+    """
+    texts = 0
+    for leaf in _leaves(batch):
+        if isinstance(leaf, Tensor):
+            return len(leaf)
+        texts = texts or len(leaf)
+    return texts or 1
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """The tensors with an axis, and the lists of strings, depth first."""
+    if isinstance(batch, Tensor):
+        if batch.ndim:
+            yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for entry in fields(batch):
+            yield from _leaves(getattr(batch, entry.name))
+    elif isinstance(batch, (list, tuple)):
+        if batch and all(isinstance(part, (str, bytes)) for part in batch):
+            yield batch
+            return
+        for part in batch:
+            yield from _leaves(part)
+
 
 # A pytree of tensors whose leading dimension counts samples.
 Batch = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]

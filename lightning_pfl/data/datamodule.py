@@ -1,5 +1,7 @@
 """FederatedDataModule: a source, split over clients, as train, validation and test data."""
 
+from __future__ import annotations
+
 import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,13 +12,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl.randomness import derive
-
-from .clients import FederatedTensorDataset
-from .holdout import cut
-from .partition import IID, Natural, Partition, Parts, draw
-from .partition.check import checked, drawn, require_partition
-from .source import Arrays, Fields, Source
+from lightning_pfl.core.randomness import derive
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.data.holdout import cut
+from lightning_pfl.data.partition import IID, Natural, Partition, Parts, draw
+from lightning_pfl.data.partition.check import checked, drawn, require_partition
+from lightning_pfl.data.sources.base import Arrays, Fields, Source
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -240,7 +241,7 @@ class FederatedDataModule(L.LightningDataModule):
         """Number of classes, ``None`` for regression."""
         return self._loaded().num_classes
 
-    def draw(self, split: Split = "train", ax: "Axes | None" = None) -> "Axes":
+    def draw(self, split: Split = "train", ax: Axes | None = None) -> Axes:
         """Draw which client holds how much of what, new clients included."""
         self.setup()
         return draw(self._splits[split].parts, self._splits[split].labels, ax)

@@ -1,5 +1,7 @@
 """FreshSamples: clients that draw new training samples for every round."""
 
+from __future__ import annotations
+
 import copy
 from typing import Any, Literal
 
@@ -7,9 +9,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 
-from .clients import FederatedTensorDataset
-from .datamodule import FederatedDataModule
-from .source import FreshSource
+from lightning_pfl.data.datamodule import FederatedDataModule
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.data.sources.base import FreshSource
 
 
 class FreshSamples(FederatedDataModule):

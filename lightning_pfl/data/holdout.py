@@ -1,11 +1,13 @@
 """Cutting validation or test samples out of each client's samples."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .partition import Parts
+from lightning_pfl.data.partition import Parts
 
 
 def cut(

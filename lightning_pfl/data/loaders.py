@@ -1,10 +1,14 @@
 """What a user's DataLoaders hold: checks, counts, and the tensors behind plain ones."""
 
+from __future__ import annotations
+
 import copy
-from collections.abc import Sequence, Sized
+import random
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -19,7 +23,35 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_pfl.randomness import seeded
+from lightning_pfl.core.randomness import seeded
+
+
+def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:
+    """Seed the generators that the loader and its samplers own: their order follows from the key.
+
+    torch's, NumPy's and Python's, under whatever name they are kept.
+    """
+    for owner in _samplers(loader):
+        for own in list(getattr(owner, "__dict__", {}).values()):
+            if isinstance(own, torch.Generator):
+                own.manual_seed(key)
+            elif isinstance(own, np.random.Generator):
+                own.bit_generator.state = type(own.bit_generator)(key).state
+            elif isinstance(own, np.random.RandomState):
+                own.seed(key % 2**32)
+            elif isinstance(own, random.Random):
+                own.seed(key)
+    return loader
+
+
+def _samplers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The loader, its samplers, and the samplers that these draw from."""
+    yield loader
+    for sampler in (loader.sampler, loader.batch_sampler):
+        inner: Any = sampler
+        while inner is not None:
+            yield inner
+            inner = getattr(inner, "sampler", None)
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.data.clients import FederatedDataset
+from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
+from lightning_pfl.core.tree import Model, Tree
+from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.methods.base import Method, Phase
-from lightning_pfl.tree import Model, Tree
 
 
 @dataclass
@@ -44,80 +43,6 @@ class EngineSettings:
     chunk_size: int | None = None
     autocast: torch.dtype | None = None
     prefix_cache: bool = True
-
-
-@dataclass
-class LogOptions:
-    """How the user logged a value.
-
-    The arguments of ``self.log`` that matter after averaging over clients.
-
-    Attributes:
-        prog_bar, logger: Where it is shown.
-        higher_is_better: What a torchmetrics object says of itself; None where nothing is known.
-    """
-
-    prog_bar: bool = False
-    logger: bool = True
-    higher_is_better: bool | None = None
-
-
-@dataclass
-class LocalResult:
-    """What a cohort's local training gave.
-
-    Every tensor has a leading client axis in the order of ``info.index``.
-
-    Attributes:
-        uploads: What leaves the clients.
-        own: What they remember.
-        logs: Values logged in ``training_step``: mean over each client's minibatches, weighted by
-            batch size, ``(clients,)``; NaN where a client logged nothing.
-        options: How each value was logged.
-        loss: Mean training loss over each client's minibatches, ``(clients,)``; Inf where it
-            wasn't finite, NaN where none was computed.
-    """
-
-    uploads: Tree
-    own: Tree
-    logs: dict[str, Tensor] = field(default_factory=dict)
-    options: dict[str, LogOptions] = field(default_factory=dict)
-    loss: Tensor = field(default_factory=lambda: torch.empty(0))
-
-
-@dataclass
-class Evaluation:
-    """Per-client results of an evaluation.
-
-    Attributes:
-        values: What ``validation_step`` or ``test_step`` logged, by the user's key: mean over each
-            client's batches, weighted by batch size, ``(clients,)``; NaN for a client without
-            samples. A torchmetrics object that was logged is computed per client.
-        counts: Samples evaluated, int64 ``(clients,)``.
-        options: How each value was logged.
-        predictions: For ``predict_step``: per client, the list of what it returned for each batch.
-    """
-
-    values: dict[str, Tensor] = field(default_factory=dict)
-    counts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    options: dict[str, LogOptions] = field(default_factory=dict)
-    predictions: list[list[Any]] = field(default_factory=list)
-
-
-OnClients = Callable[[list[int]], None]
-"""Called with the positions in the cohort of the clients that have just finished."""
-
-
-def told(on_clients: OnClients | None, at: slice | Tensor) -> OnClients | None:
-    """Report positions of a whole list, where an engine works on a part of it.
-
-    Args:
-        on_clients: Told positions of the whole list; None where nobody listens.
-        at: The part's positions there.
-    """
-    if on_clients is None or isinstance(at, slice):
-        return on_clients
-    return lambda done: on_clients(at[torch.tensor(done, dtype=torch.int64)].tolist())
 
 
 class Engine(Protocol):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pfl.callback import one_rate
-from lightning_pfl.layout import Layout
-from lightning_pfl.tree import Model, is_expanded, per_client, sqnorm, tmap
+from lightning_pfl.contract.records import one_rate
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, is_expanded, per_client, sqnorm, tmap
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -38,8 +38,6 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 
 A subclass may do anything.
 """
-
-
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 """Optimizers with a kernel that reads and writes each parameter once.
 

@@ -16,13 +16,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.data.clients import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.base import EngineSettings, Evaluation, LocalResult, OnClients
-from lightning_pfl.engine.gradient import Transform
-from lightning_pfl.engine.guard import DRAWS_ELSEWHERE, weights_unwritten
+from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, Tree, rows
+from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import check_optimizer, why_not_elementwise
-from lightning_pfl.engine.probe import (
+from lightning_pfl.engine.safety.compare import (
     difference,
     evaluation_trees,
     hidden_loops_are_errors,
@@ -31,12 +31,12 @@ from lightning_pfl.engine.probe import (
     together,
     training_trees,
 )
+from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten
+from lightning_pfl.engine.safety.snapshot import restore, snapshot
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.engine.snapshot import restore, snapshot
-from lightning_pfl.engine.vectorized import VectorizedEngine
-from lightning_pfl.layout import Layout
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
+from lightning_pfl.engine.vectorized.gradient import Transform
 from lightning_pfl.methods.base import Method, Phase
-from lightning_pfl.tree import Model, Tree, rows
 
 EngineName = Literal["auto", "vectorized", "sequential"]
 Result = TypeVar("Result")

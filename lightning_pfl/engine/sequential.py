@@ -16,39 +16,31 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.data.batch import batch_leaves, join_batches, map_batch
-from lightning_pfl.data.clients import FederatedDataset
-from lightning_pfl.engine.base import (
-    EngineSettings,
+from lightning_pfl.contract.records import (
+    ClientInfo,
     Evaluation,
     LocalResult,
     LogOptions,
     OnClients,
 )
-from lightning_pfl.engine.batching import (
-    Limits,
-    batch_length,
-    phase_budget,
-    phase_steps,
-    split_draws,
-)
-from lightning_pfl.engine.client import ClientProgram
-from lightning_pfl.engine.elsewhere import watched
-from lightning_pfl.engine.gradient import materialize
-from lightning_pfl.engine.keyed import mix
+from lightning_pfl.core.errors import FAILURES, described
+from lightning_pfl.core.mixture import shielded
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.tree import Model, Tree, materialize, rows, select, stack, tmap, unshared
+from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
+from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.engine.active_phase import ActivePhase, writable
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.keyed.draws import mix, random_keys
 from lightning_pfl.engine.logs import LOSS, ClientLogs
+from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minibatches
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
-from lightning_pfl.engine.phase import ActivePhase, writable
-from lightning_pfl.engine.snapshot import restore, snapshot
-from lightning_pfl.engine.stream import ClientMinibatches, evaluation_minibatches
-from lightning_pfl.engine.vectorized import random_keys
-from lightning_pfl.errors import FAILURES, described
-from lightning_pfl.layout import Layout
+from lightning_pfl.engine.program import ClientProgram
+from lightning_pfl.engine.safety.global_rng import watched
+from lightning_pfl.engine.safety.snapshot import restore, snapshot
+from lightning_pfl.engine.steps import Limits, phase_budget, phase_steps, split_draws
 from lightning_pfl.methods.base import Method, Phase
-from lightning_pfl.mixture import shielded
-from lightning_pfl.randomness import derive
-from lightning_pfl.tree import Model, Tree, rows, select, stack, tmap, unshared
 
 
 class SequentialEngine:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_pfl.errors import check_whole, is_number, is_whole
-from lightning_pfl.randomness import derive
+from lightning_pfl.core.checks import check_whole, is_number, is_whole
+from lightning_pfl.core.randomness import derive
 
 TRIES = 1000
 """Random graphs that are drawn until one is connected."""

@@ -27,7 +27,6 @@ BUILDERS: dict[str, type[GraphBuilder]] = {
     "scale_free": ScaleFree,
 }
 """Names of the builders that need no argument."""
-
 GraphLike = str | GraphBuilder | list[list[float]] | Any
 """A name in :data:`BUILDERS`, a builder, an adjacency matrix (nested lists, a tensor, a NumPy array
 or a scipy sparse matrix) or a networkx graph."""

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pfl.errors import check_whole
+from lightning_pfl.core.checks import check_whole
+from lightning_pfl.core.tree import shapes
 from lightning_pfl.graphs.builders import GraphBuilder
 from lightning_pfl.graphs.files import check_ending, read
-from lightning_pfl.tree import shapes
 
 if TYPE_CHECKING:
-    from lightning_pfl.data.clients import FederatedTensorDataset
+    from lightning_pfl.data.datasets import FederatedTensorDataset
 
 
 class KNearest(GraphBuilder):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_pfl.callback import FederatedCallback
-from lightning_pfl.errors import check_whole
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.core.checks import check_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

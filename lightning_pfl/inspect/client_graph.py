@@ -10,15 +10,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_pfl.federation import require_federation
+from lightning_pfl.contract.callback import require_federation
 from lightning_pfl.graphs import Graph
-from lightning_pfl.inspect.board import (
-    PictureCallback,
-    boards,
-    check_max_clients,
-    new_figure,
-    show,
-)
+from lightning_pfl.inspect.board import PictureCallback, boards, check_max_clients, new_figure, show
 from lightning_pfl.inspect.known_groups import Groups, resolve_groups
 
 if TYPE_CHECKING:

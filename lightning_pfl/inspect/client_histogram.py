@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import FederatedCallback
-from lightning_pfl.evaluation import direction
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.federation.evaluate import direction
 from lightning_pfl.inspect.board import (
     boards,
     check_every,

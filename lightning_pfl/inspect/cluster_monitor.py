@@ -11,8 +11,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_pfl.callback import Round, RoundValues
-from lightning_pfl.federation import require_federation
+from lightning_pfl.contract.callback import RoundValues, require_federation
+from lightning_pfl.contract.records import Round
 from lightning_pfl.inspect.board import (
     boards,
     check_every,

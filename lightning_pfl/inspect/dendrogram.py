@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.inspect.board import new_figure
-from lightning_pfl.metrics.clusters import Labels, numbered
+from lightning_pfl.solvers.clusters import Labels, numbered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

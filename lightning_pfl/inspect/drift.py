@@ -9,10 +9,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl.callback import Round, RoundValues
-from lightning_pfl.federation import require_federation
+from lightning_pfl.contract.callback import RoundValues, require_federation
+from lightning_pfl.contract.records import Round
+from lightning_pfl.core.tree import Tree, rows
 from lightning_pfl.inspect.board import boards
-from lightning_pfl.tree import Tree, rows
 
 
 class DriftMonitor(RoundValues):

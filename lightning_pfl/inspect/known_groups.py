@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_pfl.metrics.clusters import numbered
+from lightning_pfl.solvers.clusters import numbered
 
 Groups = Sequence[int] | int | None
 """A group for each client, in the order of the ids; or the number of groups, where clients are in

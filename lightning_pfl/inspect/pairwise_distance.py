@@ -9,8 +9,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_pfl.evaluation import personal_models
-from lightning_pfl.federation import Federation, require_federation
+from lightning_pfl.contract.callback import require_federation
+from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.tree import Model, floats, select
+from lightning_pfl.federation.evaluate import personal_models
+from lightning_pfl.federation.federation import Federation
 from lightning_pfl.inspect.board import (
     PictureCallback,
     boards,
@@ -20,12 +23,9 @@ from lightning_pfl.inspect.board import (
     show,
     whole_numbers,
 )
-from lightning_pfl.layout import Spec
-from lightning_pfl.tree import Model, floats, select
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
 
 NAMED = 40
 """Clients up to which each has its number at the matrix where they are sorted by cluster."""

@@ -9,9 +9,9 @@ import lightning as L
 import numpy as np
 from torch import Tensor
 
-from lightning_pfl.data.clients import FederatedDataset, FederatedLoaders
+from lightning_pfl.core.checks import check_choice
+from lightning_pfl.data.datasets import FederatedDataset, FederatedLoaders
 from lightning_pfl.data.partition.draw import draw
-from lightning_pfl.errors import check_choice
 from lightning_pfl.inspect.board import PictureCallback, boards, new_figure, show, whole_numbers
 
 if TYPE_CHECKING:

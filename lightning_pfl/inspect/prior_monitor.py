@@ -11,8 +11,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_pfl.callback import Round, RoundValues
-from lightning_pfl.federation import require_federation
+from lightning_pfl.contract.callback import RoundValues, require_federation
+from lightning_pfl.contract.records import Round
+from lightning_pfl.core.tree import Model, Tree, rows, select
 from lightning_pfl.inspect.board import (
     boards,
     check_every,
@@ -23,7 +24,6 @@ from lightning_pfl.inspect.board import (
 )
 from lightning_pfl.methods.fedmap import FedMAP
 from lightning_pfl.priors.base import sum_entries
-from lightning_pfl.tree import Model, Tree, rows, select
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_pfl.callback import FederatedCallback, Round
-from lightning_pfl.federation import Federation, require_federation
+from lightning_pfl.contract.callback import FederatedCallback, require_federation
+from lightning_pfl.contract.records import Round
+from lightning_pfl.federation.federation import Federation
 from lightning_pfl.metrics.subspace import principal_angle_distance
 
 

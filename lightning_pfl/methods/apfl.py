@@ -1,4 +1,4 @@
-r"""APFL: each client mixes a model of its own with the global one."""
+"""APFL: each client mixes a model of its own with the global one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import check_choice, is_number
-from lightning_pfl.layout import Layout
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_choice, is_number
+from lightning_pfl.core.mixture import SHARE, mixture
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, Tree, dot, scale, select, sub
 from lightning_pfl.methods.base import OWN, Local, Method, Weighting
-from lightning_pfl.mixture import SHARE, mixture
 from lightning_pfl.solvers.proximal import towards
-from lightning_pfl.tree import Model, Tree, dot, scale, select, sub
 
 Mix = Literal["parameters", "outputs"]
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, FederatedCallback
-from lightning_pfl.errors import check_choice, check_whole
-from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.phases import Local, Phase
-from lightning_pfl.peers import Exchange, Inbox
-from lightning_pfl.tree import Model, Tree, select, weighted_mean
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.local import Local, Phase
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_budget, check_choice
+from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.tree import Model, Tree, select, weighted_mean
+from lightning_pfl.graphs.messages import Exchange, Inbox
 
 if TYPE_CHECKING:
     from lightning_pfl.graphs import Graph
@@ -34,24 +35,9 @@ __all__ = [
     "check_weighting",
     "say_split",
 ]
-
 Weighting = Literal["samples", "uniform"]
 SHARED, OWN, CLUSTER = "shared", "one per client", "one per cluster"
 """What the part of the model that isn't personal is to the clients, see :meth:`Method.holders`."""
-
-
-def check_budget(epochs: int | None, steps: int | None, what: str = "local") -> None:
-    """Require exactly one of ``<what>_epochs`` and ``<what>_steps``, a whole number >= 0."""
-    given = {f"{what}_epochs": epochs, f"{what}_steps": steps}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    text = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    if len(chosen) != 1:
-        raise ValueError(
-            f"Expected exactly one of `{what}_epochs` and `{what}_steps`, but got {text}. Set the "
-            "other one to None."
-        )
-    ((name, value),) = chosen.items()
-    check_whole(name, value, 0, "Use 1, for example.")
 
 
 def check_weighting(weighting: str) -> None:

@@ -1,4 +1,4 @@
-r"""CFL: clusters are split in two where their clients pull in opposite directions."""
+"""CFL: clusters are split in two where their clients pull in opposite directions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round, RoundValues
-from lightning_pfl.errors import check_number, check_whole, is_number
-from lightning_pfl.layout import Layout
-from lightning_pfl.methods import memory
+from lightning_pfl.contract.callback import RoundValues
+from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.core.checks import check_number, check_whole, is_number
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, Tree, flat, repeat, select, tmap
 from lightning_pfl.methods.base import CLUSTER, Method
+from lightning_pfl.methods.support import memory
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
-from lightning_pfl.solvers.proximal_step import flat
-from lightning_pfl.tree import Model, Tree, repeat, select, tmap
 
 
 class CFL(RoundValues, Method):
@@ -164,7 +164,7 @@ class CFL(RoundValues, Method):
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
         """Keep who is in whose cluster, and who has reported: a split will change both."""
-        from lightning_pfl.federation import require_federation
+        from lightning_pfl.contract.callback import require_federation
 
         server = require_federation(trainer, self).server
         fresh = server["fresh"].clone()
@@ -175,7 +175,7 @@ class CFL(RoundValues, Method):
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
         """Measure the norms that the thresholds were compared to."""
-        from lightning_pfl.federation import require_federation
+        from lightning_pfl.contract.callback import require_federation
 
         self._values = {}
         label, fresh = self._before

@@ -1,4 +1,4 @@
-r"""ClusterOracle: federated averaging inside clusters that are known."""
+"""ClusterOracle: federated averaging inside clusters that are known."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.layout import Layout
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, Tree, repeat, select, tmap
 from lightning_pfl.methods.base import CLUSTER, Method, Weighting
-from lightning_pfl.metrics.clusters import numbered, whole
-from lightning_pfl.solvers.clusters import cluster_means
-from lightning_pfl.tree import Model, Tree, repeat, select, tmap
+from lightning_pfl.solvers.clusters import cluster_means, numbered, whole
 
 
 class ClusterOracle(Method):

@@ -1,4 +1,4 @@
-r"""ConvexClustering: a penalty on the norms of differences makes models of like clients equal."""
+"""ConvexClustering: a penalty on the norms of differences makes models of like clients equal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import check_choice, check_number
+from lightning_pfl.contract.local import without_data
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_choice, check_number
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, Tree, flat, select, unflat, where
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.layout import Layout
-from lightning_pfl.methods import memory
 from lightning_pfl.methods.base import OWN, Local, Method, Phase
-from lightning_pfl.methods.phases import proximal_phases, without_data
+from lightning_pfl.methods.support import memory
+from lightning_pfl.methods.support.proximal import (
+    LocalSolver,
+    check_local_solver,
+    proximal_phases,
+    proximal_result,
+    proximal_state,
+    proximal_step,
+)
+from lightning_pfl.methods.support.stability import Pull, WatchedPull
 from lightning_pfl.metrics.clusters import clusters_of_pairs
 from lightning_pfl.solvers.blocks import BlockDraws, check_share, damping
 from lightning_pfl.solvers.pairs import Pairs
@@ -27,17 +37,6 @@ from lightning_pfl.solvers.pdmm import (
     update_dual,
     update_split,
 )
-from lightning_pfl.solvers.proximal_step import (
-    LocalSolver,
-    check_local_solver,
-    flat,
-    proximal_result,
-    proximal_state,
-    proximal_step,
-    unflat,
-)
-from lightning_pfl.stability import Pull, WatchedPull
-from lightning_pfl.tree import Model, Tree, select, where
 
 Scale = Literal["canonical", "equation-3", "equation-3-unordered", "equation-14", "theorems"]
 COPIES = 12
@@ -47,7 +46,6 @@ That is when what the clients send is looked at, beside the three of the server:
 once less what they had received, and twice of that in double precision, in which its norm is taken.
 With what is left of the clients' parts, runs in single precision take up to 11.
 """
-
 ROWS = 32
 """Clients whose dual variables are stepped at a time."""
 

@@ -1,15 +1,15 @@
-r"""Ditto: personal models pulled towards the global model of federated averaging."""
+"""Ditto: personal models pulled towards the global model of federated averaging."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import check_number
-from lightning_pfl.layout import Layout
-from lightning_pfl.methods.base import OWN, Local, Method, Phase, Weighting, check_budget
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_budget, check_number
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, Tree
+from lightning_pfl.methods.base import OWN, Local, Method, Phase, Weighting
 from lightning_pfl.solvers.proximal import pull
-from lightning_pfl.tree import Model, Tree
 
 
 class Ditto(Method):

@@ -1,4 +1,4 @@
-r"""FedAvg: federated averaging, with an optional server optimizer (FedAvgM, FedAdam)."""
+"""FedAvg: federated averaging, with an optional server optimizer (FedAvgM, FedAdam)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pfl.callback import ClientInfo
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.tree import Model, Tree, select, sub, weighted_mean
 from lightning_pfl.methods.base import Method, Weighting
 from lightning_pfl.solvers.optim import functional_step
-from lightning_pfl.tree import Model, Tree, select, sub, weighted_mean
 
 
 class FedAvg(Method):

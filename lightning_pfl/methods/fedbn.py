@@ -1,10 +1,9 @@
-r"""FedBN: everything is averaged but BatchNorm."""
+"""FedBN: everything is averaged but BatchNorm."""
 
 from __future__ import annotations
 
-from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.core.parameters import BATCH_NORM, NORMS, Layout, Spec
 from lightning_pfl.methods.base import Method, Weighting, say_split
-from lightning_pfl.norms import BATCH_NORM, NORMS
 
 
 class FedBN(Method):

@@ -8,14 +8,24 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round, RoundValues
-from lightning_pfl.errors import check_choice, check_number
-from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.contract.callback import RoundValues
+from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.core.checks import check_choice, check_number
+from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.tree import (
+    Model,
+    Tree,
+    expand,
+    per_client,
+    rows,
+    select,
+    tmap,
+    weighted_mean,
+)
 from lightning_pfl.methods.base import OWN, SHARED, Local, Method, Phase
+from lightning_pfl.methods.support.stability import Pull, WatchedPull
 from lightning_pfl.priors import GaussianPrior, Prior
 from lightning_pfl.priors.probe import check_prior, depends_on_gamma
-from lightning_pfl.stability import Pull, WatchedPull
-from lightning_pfl.tree import Model, Tree, expand, per_client, rows, select, tmap, weighted_mean
 
 PosteriorWeighting = Literal["posterior", "exact", "per_sample", "samples", "uniform"]
 DataTerm = Literal["mean", "sum"]

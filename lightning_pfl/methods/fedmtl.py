@@ -1,4 +1,4 @@
-r"""FedMTL: multi-task learning of networks, with a penalty that couples the clients' models."""
+"""FedMTL: multi-task learning of networks, with a penalty that couples the clients' models."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import check_choice, check_number
-from lightning_pfl.layout import Layout
-from lightning_pfl.methods import memory
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_choice, check_number
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import (
+    Model,
+    Tree,
+    add,
+    per_client,
+    put_rows,
+    repeat,
+    rows,
+    select,
+    tmap,
+)
 from lightning_pfl.methods.base import OWN, Local, Method
-from lightning_pfl.tree import Model, Tree, add, per_client, put_rows, repeat, rows, select, tmap
+from lightning_pfl.methods.support import memory
 
 Relationship = Literal["spread", "asrun", "none"]
 

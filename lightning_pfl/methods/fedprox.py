@@ -1,15 +1,15 @@
-r"""FedProx: federated averaging with a proximal term that keeps clients near the global model."""
+"""FedProx: federated averaging with a proximal term that keeps clients near the global model."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import check_number
-from lightning_pfl.layout import Layout
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_number
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Tree
 from lightning_pfl.methods.base import Local, Method, Weighting
 from lightning_pfl.solvers.proximal import pull
-from lightning_pfl.tree import Tree
 
 
 class FedProx(Method):

@@ -1,10 +1,10 @@
-r"""FedRep: a shared representation, and heads that each client fits anew in every round."""
+"""FedRep: a shared representation, and heads that each client fits anew in every round."""
 
 from __future__ import annotations
 
-from lightning_pfl.errors import check_number
-from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods.base import Method, Phase, Weighting, check_budget, say_split
+from lightning_pfl.core.checks import check_budget, check_number
+from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.methods.base import Method, Phase, Weighting, say_split
 
 
 class FedRep(Method):

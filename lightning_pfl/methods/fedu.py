@@ -1,4 +1,4 @@
-r"""FedU: neighbours' models are pulled together by the Laplacian of a graph."""
+"""FedU: neighbours' models are pulled together by the Laplacian of a graph."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round
-from lightning_pfl.errors import check_number
+from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.core.checks import check_number
+from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.tree import Model, Tree, per_client, put_rows, repeat, select, tmap
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods import memory
+from lightning_pfl.graphs.messages import Exchange, Inbox, Postman
 from lightning_pfl.methods.base import OWN, Method
-from lightning_pfl.peers import Exchange, Inbox, Postman
-from lightning_pfl.tree import Model, Tree, per_client, put_rows, repeat, select, tmap
+from lightning_pfl.methods.support import memory
 
 MIX = Exchange("models", "sum")
 

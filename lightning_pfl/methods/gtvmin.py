@@ -1,4 +1,4 @@
-r"""GTVMin: generalized total variation minimisation by a primal-dual method on a graph."""
+"""GTVMin: generalized total variation minimisation by a primal-dual method on a graph."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import check_choice, check_number
+from lightning_pfl.contract.local import without_data
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_choice, check_number
+from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.tree import Model, Tree, expand, flat, select, sub, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods import memory
+from lightning_pfl.graphs.messages import Exchange, Inbox
 from lightning_pfl.methods.base import Local, Method, Phase
-from lightning_pfl.methods.phases import proximal_phases, without_data
-from lightning_pfl.peers import Exchange, Inbox
-from lightning_pfl.solvers.proximal_step import (
+from lightning_pfl.methods.support import memory
+from lightning_pfl.methods.support.proximal import (
     LocalSolver,
     check_local_solver,
-    flat,
+    proximal_phases,
     proximal_result,
     proximal_state,
     proximal_step,
-    unflat,
 )
-from lightning_pfl.stability import Pull, WatchedPull
-from lightning_pfl.tree import Model, Tree, expand, select, sub
+from lightning_pfl.methods.support.stability import Pull, WatchedPull
 
 Norm = Literal["l2", "l1", "squared"]
 COPIES = 7

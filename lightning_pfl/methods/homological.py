@@ -8,17 +8,17 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round
-from lightning_pfl.errors import check_number
+from lightning_pfl.contract.local import without_data
+from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.core.checks import check_number
+from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods import memory
+from lightning_pfl.graphs.messages import Exchange, Inbox
 from lightning_pfl.methods.base import Local, Method
-from lightning_pfl.methods.phases import without_data
-from lightning_pfl.peers import Exchange, Inbox
-from lightning_pfl.solvers.proximal_step import flat, unflat
-from lightning_pfl.solvers.sheaf import Maps, Restrictions, check_maps, disagreement, lift, pulled
-from lightning_pfl.tree import Model, Tree, expand
+from lightning_pfl.methods.support import memory
+from lightning_pfl.methods.support.sheaf import pulled
+from lightning_pfl.solvers.sheaf import Maps, Restrictions, check_maps, disagreement, lift
 
 COPIES = 2
 """Of the maps: in the bank and of the cohort."""
@@ -188,8 +188,8 @@ class HomologicalConstraints(Method):
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Warn of steps that diverge, before they are taken."""
-        from lightning_pfl.federation import require_federation
-        from lightning_pfl.inspect.sheaf import warn_of_saddle
+        from lightning_pfl.contract.callback import require_federation
+        from lightning_pfl.methods.support.sheaf import warn_of_saddle
 
         federation = require_federation(trainer, self)
         self._warned = self._warned or warn_of_saddle(federation, self, round)

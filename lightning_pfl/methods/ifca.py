@@ -1,4 +1,4 @@
-r"""IFCA: every client picks, of several models, the one that fits its data, and trains that one."""
+"""IFCA: every client picks, of several models, the one that fits its data, and trains that one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl._lightning import copy_apart
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import check_choice, check_whole
-from lightning_pfl.layout import Layout
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_choice, check_whole
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.randomness import derive, seeded
+from lightning_pfl.core.tree import Model, Tree, select, tmap, whole_nbytes
 from lightning_pfl.methods.base import CLUSTER, Local, Method, Phase, Weighting
-from lightning_pfl.randomness import derive, seeded
 from lightning_pfl.solvers.clusters import cluster_means
-from lightning_pfl.tree import Model, Tree, select, tmap, whole_nbytes
 
 Averaging = Literal["models", "gradients"]
 CHOICE = "choose"

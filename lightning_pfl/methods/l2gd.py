@@ -1,4 +1,4 @@
-r"""L2GD: a coin decides between a step on the local losses and a step towards their mean model."""
+"""L2GD: a coin decides between a step on the local losses and a step towards their mean model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import torch
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import check_number, is_number
-from lightning_pfl.layout import Layout
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_number, is_number
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.tree import Model, Tree, floats, weighted_mean
 from lightning_pfl.methods.base import OWN, Method, Phase
-from lightning_pfl.randomness import derive
 from lightning_pfl.solvers.proximal import towards
-from lightning_pfl.tree import Model, Tree, floats, weighted_mean
 
 
 class L2GD(Method):

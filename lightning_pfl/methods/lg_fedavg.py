@@ -1,8 +1,8 @@
-r"""LG-FedAvg: personal representations, a shared head."""
+"""LG-FedAvg: personal representations, a shared head."""
 
 from __future__ import annotations
 
-from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.core.parameters import Layout, Spec
 from lightning_pfl.methods.base import Method, Weighting, say_split
 
 

@@ -1,4 +1,4 @@
-r"""LinearFedRep: a common subspace by moments and gradients, heads by exact least squares."""
+"""LinearFedRep: a common subspace by moments and gradients, heads by exact least squares."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round, RoundValues
-from lightning_pfl.errors import check_choice, check_number, check_whole
-from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.contract.callback import RoundValues
+from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.core.checks import check_choice, check_number, check_whole
+from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.tree import Model, Tree, weighted_mean
 from lightning_pfl.methods.base import Local, Method, Phase, Weighting
 from lightning_pfl.solvers.least_squares import (
     leading_eigenvectors,
@@ -24,7 +26,6 @@ from lightning_pfl.solvers.least_squares import (
     symmetric,
     upper_triangle,
 )
-from lightning_pfl.tree import Model, Tree, weighted_mean
 
 Initialization = Literal["moments", "module"]
 HeadSolver = Literal["exact", "gradient"]
@@ -264,7 +265,7 @@ class LinearFedRep(RoundValues, Method):
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Measure the cohort's heads, and warn of a step that Theorem 1 doesn't allow."""
-        from lightning_pfl.federation import require_federation
+        from lightning_pfl.contract.callback import require_federation
 
         self._values = {}
         federation = require_federation(trainer, self)

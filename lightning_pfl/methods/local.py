@@ -1,10 +1,10 @@
-r"""LocalOnly: every client trains alone ("Individual", "Local")."""
+"""LocalOnly: every client trains alone ("Individual", "Local")."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from lightning_pfl.layout import Spec
+from lightning_pfl.core.parameters import Spec
 from lightning_pfl.methods.base import Method
 
 

@@ -1,4 +1,4 @@
-r"""MOCHA: federated multi-task learning of linear classifiers, with a learned relationship."""
+"""MOCHA: federated multi-task learning of linear classifiers, with a learned relationship."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round
-from lightning_pfl.errors import check_choice, check_number, check_whole
-from lightning_pfl.layout import Layout
+from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.core.checks import check_choice, check_number, check_whole
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.methods.base import OWN, Local, Method, Phase
 from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
-from lightning_pfl.tree import Model, Tree
 
 Bound = Literal["common", "own"]
 FLOOR = 1e-7
@@ -259,7 +259,7 @@ class MOCHA(Method):
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
         """Warn where the relationship was learned without having heard of some clients."""
-        from lightning_pfl.federation import require_federation
+        from lightning_pfl.contract.callback import require_federation
 
         if not self._learns(round.number):
             return

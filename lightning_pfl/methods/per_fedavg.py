@@ -1,13 +1,13 @@
-r"""Per-FedAvg: a global model from which one gradient step personalizes."""
+"""Per-FedAvg: a global model from which one gradient step personalizes."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from lightning_pfl.errors import check_choice, check_number, check_whole
-from lightning_pfl.layout import Layout
+from lightning_pfl.core.checks import check_choice, check_number, check_whole
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.methods.base import Local, Method, Phase, Weighting
-from lightning_pfl.tree import Model, Tree
 
 Order = Literal["first", "hessian-free"]
 

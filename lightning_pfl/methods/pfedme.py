@@ -1,14 +1,14 @@
-r"""pFedMe: personalization by Moreau envelopes."""
+"""pFedMe: personalization by Moreau envelopes."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import check_number, check_whole
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_number, check_whole
+from lightning_pfl.core.tree import Model, Tree, select, tmap, weighted_mean
 from lightning_pfl.methods.base import OWN, Local, Method, Weighting
 from lightning_pfl.solvers.proximal import pull, towards
-from lightning_pfl.tree import Model, Tree, select, tmap, weighted_mean
 
 
 class PFedMe(Method):

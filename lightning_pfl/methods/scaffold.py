@@ -1,4 +1,4 @@
-r"""SCAFFOLD: federated averaging with control variates against client drift."""
+"""SCAFFOLD: federated averaging with control variates against client drift."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import check_choice, check_number
-from lightning_pfl.methods.base import Local, Method, Phase
-from lightning_pfl.solvers.proximal import towards
-from lightning_pfl.tree import (
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_choice, check_number
+from lightning_pfl.core.tree import (
     Model,
     Tree,
     add,
@@ -21,6 +19,8 @@ from lightning_pfl.tree import (
     tmap,
     weighted_mean,
 )
+from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.solvers.proximal import towards
 
 Option = Literal["I", "II"]
 

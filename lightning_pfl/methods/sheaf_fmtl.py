@@ -1,4 +1,4 @@
-r"""SheafFMTL: neighbours agree on learned projections of their models."""
+"""SheafFMTL: neighbours agree on learned projections of their models."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Any, ClassVar, Literal, get_args
 import lightning as L
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo, Round, RoundValues
-from lightning_pfl.errors import check_choice, check_number
+from lightning_pfl.contract.callback import RoundValues
+from lightning_pfl.contract.local import without_data
+from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.core.checks import check_choice, check_number
+from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.layout import Layout, Spec
-from lightning_pfl.methods import memory
+from lightning_pfl.graphs.messages import Exchange, Inbox
 from lightning_pfl.methods.base import Local, Method
-from lightning_pfl.methods.phases import without_data
-from lightning_pfl.peers import Exchange, Inbox
-from lightning_pfl.solvers.proximal_step import flat, unflat
+from lightning_pfl.methods.support import memory
+from lightning_pfl.methods.support.sheaf import pulled
 from lightning_pfl.solvers.sheaf import (
     Maps,
     Restrictions,
@@ -23,9 +25,7 @@ from lightning_pfl.solvers.sheaf import (
     disagreement,
     lift,
     move_maps,
-    pulled,
 )
-from lightning_pfl.tree import Model, Tree, expand
 
 Laplacian = Literal["combined", "separate"]
 COPIES = 3
@@ -230,14 +230,14 @@ class SheafFMTL(RoundValues, Method):
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Warn of steps that diverge, before they are taken."""
-        from lightning_pfl.federation import require_federation
-        from lightning_pfl.inspect.sheaf import warn_of_divergence
+        from lightning_pfl.contract.callback import require_federation
+        from lightning_pfl.methods.support.sheaf import warn_of_divergence
 
         warn_of_divergence(require_federation(trainer, self), self, round, self._warned)
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Measure the maps."""
-        from lightning_pfl.federation import require_federation
-        from lightning_pfl.inspect.sheaf import measure
+        from lightning_pfl.contract.callback import require_federation
+        from lightning_pfl.methods.support.sheaf import measure
 
         self._values = measure(require_federation(trainer, self), self)

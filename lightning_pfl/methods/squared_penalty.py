@@ -1,4 +1,4 @@
-r"""SquaredPenalty: the squared norms of differences hold models near their mean, never equal."""
+"""SquaredPenalty: the squared norms of differences hold models near their mean, never equal."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.errors import check_number
-from lightning_pfl.layout import Layout
-from lightning_pfl.methods import memory
+from lightning_pfl.contract.local import without_data
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_number
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, Tree, put_rows, repeat, select, tmap
 from lightning_pfl.methods.base import OWN, Local, Method, Phase
-from lightning_pfl.methods.phases import proximal_phases, without_data
-from lightning_pfl.solvers.proximal_step import (
+from lightning_pfl.methods.support import memory
+from lightning_pfl.methods.support.proximal import (
     LocalSolver,
     check_local_solver,
+    proximal_phases,
     proximal_result,
     proximal_state,
     proximal_step,
 )
-from lightning_pfl.stability import Pull, WatchedPull
-from lightning_pfl.tree import Model, Tree, put_rows, repeat, select, tmap
+from lightning_pfl.methods.support.stability import Pull, WatchedPull
 
 
 class SquaredPenalty(WatchedPull, Method):

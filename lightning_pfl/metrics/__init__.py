@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_pfl.lazy import lazy_names
+from lightning_pfl.core.lazy import lazy_names
 from lightning_pfl.metrics.clusters import (
     adjusted_rand_index,
     clusters_of_models,
@@ -15,7 +15,7 @@ from lightning_pfl.metrics.subspace import orthonormal_basis, principal_angle_di
 from lightning_pfl.metrics.summary import STATISTICS, summarize
 
 if TYPE_CHECKING:
-    from lightning_pfl.metrics.recovery import (
+    from lightning_pfl.solvers.centralized.recovery import (
         Bounds,
         cluster_models,
         consensus_weight,
@@ -49,6 +49,6 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     dict.fromkeys(
         ("Bounds", "cluster_models", "consensus_weight", "recovery_bounds", "recovery_interval"),
-        "lightning_pfl.metrics.recovery",
+        "lightning_pfl.solvers.centralized.recovery",
     ),
 )

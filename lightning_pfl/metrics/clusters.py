@@ -2,61 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
-
 import torch
 from torch import Tensor
 
-from lightning_pfl.solvers.clusters import components
+from lightning_pfl.solvers.clusters import Labels, components, numbered
 from lightning_pfl.solvers.pairs import Pairs
-
-Labels = Tensor | Sequence[int]
-"""A cluster for each client: whole numbers >= 0, of which only equality counts."""
-
-
-def numbered(name: str, labels: Labels, num_clients: int) -> Tensor:
-    """Labels of clients, numbered from 0 in ascending order, int64 ``(clients,)``.
-
-    Args:
-        name: The argument that holds them, for the error.
-        labels: A whole number for each client, in the order of the ids.
-        num_clients: Number of clients.
-
-    Raises:
-        ValueError: If there aren't as many as clients, or if one is no whole number or negative.
-
-    Example:
-        >>> numbered("groups", [7, 7, 3], 3)
-        tensor([1, 1, 0])
-    """
-    if len(labels) != num_clients:
-        raise ValueError(
-            f"Expected `{name}` to have one entry for each of {num_clients} clients, but got "
-            f"{len(labels)} entries. Give one for every client, in the order of the ids."
-        )
-    given = whole(name, labels.tolist() if isinstance(labels, Tensor) else labels)
-    if given and min(given) < 0:
-        raise ValueError(
-            f"Expected `{name}` to hold whole numbers >= 0, but got {min(given)}. Number them from "
-            "0; leave out clients whose cluster isn't known, which methods mark by -1."
-        )
-    found: Tensor = torch.tensor(given, dtype=torch.int64).unique(return_inverse=True)[1]
-    return found
-
-
-def whole(name: str, labels: Iterable[int]) -> list[int]:
-    """Labels as a list of ints; an error names the first that is no whole number."""
-    found = []
-    for label in labels:
-        try:
-            found.append(operator.index(label))
-        except TypeError as cause:
-            raise ValueError(
-                f"Expected `{name}` to hold whole numbers, but got {label!r}. Number them, for "
-                "example 0, 0, 1, 1."
-            ) from cause
-    return found
 
 
 def clusters_of_pairs(split: Tensor, pairs: Pairs) -> Tensor:

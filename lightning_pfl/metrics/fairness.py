@@ -1,5 +1,7 @@
 """How evenly a metric is spread over the clients."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """Distance between the subspaces that two representations span."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """Statistics over clients of one metric in one round."""
 
+from __future__ import annotations
+
 import math
 
 from torch import Tensor

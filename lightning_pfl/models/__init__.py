@@ -8,9 +8,19 @@ from lightning_pfl.models.fedmap import (
     FedMAPMLP,
     FEMNISTBackbone,
 )
-from lightning_pfl.models.lenet import DigitsBackbone, DigitsCNN, LeNet, LeNetBackbone
+from lightning_pfl.models.lenet import (
+    DigitsBackbone,
+    DigitsCNN,
+    LeNet,
+    LeNetBackbone,
+)
 from lightning_pfl.models.linear import LinearRepresentation, SquaredHingeClassifier
-from lightning_pfl.models.mlp import FEMNISTMLP, MLP, DigitsMLP, MLPBackbone
+from lightning_pfl.models.mlp import (
+    FEMNISTMLP,
+    MLP,
+    DigitsMLP,
+    MLPBackbone,
+)
 from lightning_pfl.models.sent140 import LSTMBackbone, Sent140LSTM
 
 __all__ = [

@@ -1,12 +1,14 @@
 """FedRep's convolutional networks for CIFAR-10 and CIFAR-100."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.models.layers import convolution_blocks, dense
-from lightning_pfl.module import PersonalizedModule
 
 
 class CIFARBackbone(nn.Sequential):

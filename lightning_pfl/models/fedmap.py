@@ -1,12 +1,14 @@
 """FedMAP's networks: AlexNet for Office-31, a CNN for FEMNIST, a perceptron for synthetic data."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.models.mlp import LossChoice, MLPBackbone
-from lightning_pfl.module import PersonalizedModule
 
 
 def normalised_convolution(inputs: int, outputs: int, **settings: Any) -> list[nn.Module]:

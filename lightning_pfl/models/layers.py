@@ -1,5 +1,7 @@
 """The two stacks that most of the papers' networks are made of, as lists of layers."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import pairwise
 

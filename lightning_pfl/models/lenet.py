@@ -1,11 +1,13 @@
 """LeNet for 28 x 28 images such as Fashion-MNIST, and a smaller network for 8 x 8 digits."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import nn
 
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.models.layers import convolution_blocks, dense
-from lightning_pfl.module import PersonalizedModule
 
 
 class LeNetBackbone(nn.Sequential):

@@ -1,11 +1,13 @@
 """Linear models: the representation of FedRep's theory, and a classifier of squared hinge loss."""
 
+from __future__ import annotations
+
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from lightning_pfl.metrics.per_sample import Loss, half_squared_error, sign_matches, squared_hinge
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.models.losses import Loss, half_squared_error, sign_matches, squared_hinge
 
 
 class LinearRepresentation(PersonalizedModule):

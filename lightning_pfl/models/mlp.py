@@ -1,13 +1,15 @@
 """Multilayer perceptrons: of any size, for the digits, and FedRep's for FEMNIST."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
 
-from lightning_pfl.metrics.per_sample import Loss
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.models.layers import dense
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.losses import Loss
 
 LossChoice = Literal["cross_entropy", "mse", "bce"] | Loss
 

@@ -1,10 +1,12 @@
 """FedRep's recurrent network for Sent140."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 
 
 class LSTMBackbone(nn.Module):

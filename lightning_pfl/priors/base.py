@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_pfl.layout import Spec
-from lightning_pfl.tree import Model, Tree, leaves, tmap
+from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.tree import Model, Tree, leaves, tmap
 
 
 class Prior(ABC):
@@ -19,7 +19,8 @@ class Prior(ABC):
     Clients descend on their loss plus :math:`R`; the server fits :math:`\gamma` to what they find.
     A prior of your own needs :meth:`regularizer`; the rest follows from it by autograd::
 
-        from lightning_pfl.priors import Prior, sum_entries
+        from lightning_pfl.priors import Prior
+        from lightning_pfl.priors import sum_entries
 
         class Cauchy(Prior):
             def regularizer(self, theta, gamma):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_pfl.errors import check_number, is_number
-from lightning_pfl.layout import Spec
+from lightning_pfl.core.checks import check_number, is_number
+from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.tree import Model, Tree, leaves, sub, tmap, weighted_mean
 from lightning_pfl.priors.base import Prior, sum_entries
-from lightning_pfl.tree import Model, Tree, leaves, sub, tmap, weighted_mean
 
 SWEEPS = 200
 """Alternations of means and variances at most; each shrinks the error by a third or more."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pfl.errors import check_number
-from lightning_pfl.layout import Spec, picks
+from lightning_pfl.core.checks import check_number
+from lightning_pfl.core.parameters import Spec, picks
+from lightning_pfl.core.tree import Model, Tree, sub, weighted_mean
 from lightning_pfl.priors.base import Prior, sum_entries
-from lightning_pfl.tree import Model, Tree, sub, weighted_mean
 
 
 class GaussianPrior(Prior):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_pfl.errors import check_number
-from lightning_pfl.layout import Spec
+from lightning_pfl.core.checks import check_number
+from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.priors.base import Prior, sum_entries
-from lightning_pfl.tree import Model, Tree
 
 
 class LaplacePrior(Prior):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.tree import Model, Tree, expand, leaves, rows, shapes, tmap
 from lightning_pfl.priors.base import Prior, reaches
-from lightning_pfl.tree import Model, Tree, expand, leaves, rows, shapes, tmap
 
 SHIFT = 0.1
 """How far the second client is from the first, so that rows that mix are seen."""

@@ -2,18 +2,18 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_pfl.lazy import lazy_names
+from lightning_pfl.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_pfl.solvers.losses import ClientLosses, Losses
-    from lightning_pfl.solvers.newtons_method import newton, proximal_newton
-    from lightning_pfl.solvers.pairs import Pairs
-    from lightning_pfl.solvers.sum_of_norms import (
+    from lightning_pfl.solvers.centralized.losses import ClientLosses, Losses
+    from lightning_pfl.solvers.centralized.newtons_method import newton, proximal_newton
+    from lightning_pfl.solvers.centralized.sum_of_norms import (
         Solution,
         SumOfNorms,
         regularization_path,
         solve_squared,
     )
+    from lightning_pfl.solvers.pairs import Pairs
 
 __all__ = [
     "ClientLosses",
@@ -31,14 +31,14 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "ClientLosses": "lightning_pfl.solvers.losses",
-        "Losses": "lightning_pfl.solvers.losses",
+        "ClientLosses": "lightning_pfl.solvers.centralized.losses",
+        "Losses": "lightning_pfl.solvers.centralized.losses",
         "Pairs": "lightning_pfl.solvers.pairs",
-        "Solution": "lightning_pfl.solvers.sum_of_norms",
-        "SumOfNorms": "lightning_pfl.solvers.sum_of_norms",
-        "newton": "lightning_pfl.solvers.newtons_method",
-        "proximal_newton": "lightning_pfl.solvers.newtons_method",
-        "regularization_path": "lightning_pfl.solvers.sum_of_norms",
-        "solve_squared": "lightning_pfl.solvers.sum_of_norms",
+        "Solution": "lightning_pfl.solvers.centralized.sum_of_norms",
+        "SumOfNorms": "lightning_pfl.solvers.centralized.sum_of_norms",
+        "newton": "lightning_pfl.solvers.centralized.newtons_method",
+        "proximal_newton": "lightning_pfl.solvers.centralized.newtons_method",
+        "regularization_path": "lightning_pfl.solvers.centralized.sum_of_norms",
+        "solve_squared": "lightning_pfl.solvers.centralized.sum_of_norms",
     },
 )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_pfl.errors import is_number
-from lightning_pfl.randomness import derive, permutation
+from lightning_pfl.core.checks import is_number
+from lightning_pfl.core.randomness import derive, permutation
 from lightning_pfl.solvers.pairs import Pairs
 
 

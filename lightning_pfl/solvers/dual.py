@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_pfl.randomness import derive, permutation
+from lightning_pfl.core.randomness import derive, permutation
 
 
 def visiting_order(num_samples: Tensor, longest: int, passes: int, seed: int, round: int) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 Gradient = Callable[[Tensor], Tensor]
 """From points ``(clients, dim)`` to each client's gradient there."""
-
 SEARCHES = 20
 """Most gradients per line search."""
 SUFFICIENT = 0.5

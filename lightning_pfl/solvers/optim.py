@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pfl.tree import Model, Tree
+from lightning_pfl.core.tree import Model, Tree
 
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 

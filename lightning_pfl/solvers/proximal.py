@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_pfl.tree import Model, per_client, tmap
+from lightning_pfl.core.tree import Model, per_client, tmap
 
 
 def pull(grads: Model, model: Model, anchor: Model, weight: float) -> Model:

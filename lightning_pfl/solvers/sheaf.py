@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from lightning_pfl.errors import check_number, is_number
-from lightning_pfl.randomness import derive, generator
-from lightning_pfl.tree import Model, Tree, select, tmap, where
+from lightning_pfl.core.checks import check_number, is_number
+from lightning_pfl.core.randomness import derive, generator
+from lightning_pfl.core.tree import Tree
 
 if TYPE_CHECKING:
-    from lightning_pfl.callback import ClientInfo
     from lightning_pfl.graphs import Graph
 
 GivenMaps = Mapping[tuple[int, int], Tensor]
@@ -235,9 +234,6 @@ class Restrictions:
 
 # --- projections ---
 
-# A slot of all clients at a time, elementwise: batched matrix products are no faster here, and
-# round differently for another number of clients, which would show how many processes there are.
-
 
 def inside(dims: Tensor, width: int) -> Tensor:
     """Which of ``width`` rows an edge has, bool ``(..., width)``."""
@@ -295,21 +291,6 @@ def disagreement(ours: Tensor, theirs: Tensor, weights: Tensor) -> Tensor:
         weights: Weights of the edges, ``(clients, slots)``; 0 leaves an edge out.
     """
     return (ours - theirs) * weights.to(ours).unsqueeze(2)
-
-
-def pulled(state: Tree, idle: Tensor, info: ClientInfo) -> Model:
-    """The model after local training; of a client without data, after one along the pull.
-
-    Args:
-        state: ``model``, and ``pull`` if there is one, ``(clients, ...)``.
-        idle: Which clients have no data, bool ``(clients,)``.
-        info: These clients.
-    """
-    model: Model = state["model"]
-    if "pull" not in state or not idle.any():
-        return model
-    moved = tmap(lambda x, g: x - info.lr * g, select(model, state["pull"]), state["pull"])
-    return {**model, **where(idle, moved, model)}
 
 
 def move_maps(maps: Tensor, residual: Tensor, theta: Tensor, step: float) -> Tensor:

@@ -1,7 +1,12 @@
 """For tests of methods, also of your own: known problems, quiet runs, the conformance suite."""
 
 from lightning_pfl.testing.conformance import CHECKS, Problem
-from lightning_pfl.testing.fitting import Fit, Recorder, fit, quiet
+from lightning_pfl.testing.fitting import (
+    Fit,
+    Recorder,
+    fit,
+    quiet,
+)
 from lightning_pfl.testing.quadratic import (
     QuadraticModule,
     SplitQuadraticModule,

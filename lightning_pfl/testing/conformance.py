@@ -25,10 +25,11 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.core.tree import Tree, expand, leaves, nbytes, rows, tmap
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods.base import Method
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import (
     LocalRound,
@@ -36,10 +37,8 @@ from lightning_pfl.testing.rounds import (
     assert_trees_equal,
     local_round,
 )
-from lightning_pfl.tree import Tree, expand, leaves, nbytes, rows, tmap
 
 MakeMethod = Callable[[], Method]
-
 SIZES = (1, 0, 3, 8, 5)
 """Training samples per client: one, none, a whole minibatch, many."""
 

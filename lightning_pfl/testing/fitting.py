@@ -14,12 +14,13 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_pfl.callback import FederatedCallback, Round
-from lightning_pfl.data.clients import FederatedDataset
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.records import Round
+from lightning_pfl.core.tree import Model, Tree, tmap
+from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.methods.base import Method
-from lightning_pfl.strategy import FederatedStrategy
 from lightning_pfl.testing.quadratic import QuadraticModule
-from lightning_pfl.tree import Model, Tree, tmap
+from lightning_pfl.trainer.strategy import FederatedStrategy
 
 
 class Recorder(FederatedCallback):

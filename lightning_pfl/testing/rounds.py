@@ -9,15 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.data.clients import FederatedDataset
-from lightning_pfl.engine.base import EngineSettings, LocalResult
+from lightning_pfl.contract.records import ClientInfo, LocalResult
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, Tree, expand, repeat, rows, tmap
+from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import learning_rates
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.engine.vectorized import VectorizedEngine
-from lightning_pfl.layout import Layout
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods.base import Method
-from lightning_pfl.tree import Model, Tree, expand, repeat, rows, tmap
 
 EngineName = Literal["vectorized", "sequential"]
 

@@ -26,7 +26,13 @@ from lightning_pfl.data import FashionMNIST, FeatureSkew
 from lightning_pfl.inspect import ClusterMonitor
 from lightning_pfl.inspect.cluster_monitor import draw_clusters
 from lightning_pfl.inspect.known_groups import resolve_groups
-from lightning_pfl.methods import CFL, IFCA, ClusterOracle, FedAvg, LocalOnly
+from lightning_pfl.methods import (
+    CFL,
+    IFCA,
+    ClusterOracle,
+    FedAvg,
+    LocalOnly,
+)
 from lightning_pfl.methods.base import CLUSTER, Method
 from lightning_pfl.metrics import adjusted_rand_index
 from lightning_pfl.models import MLP

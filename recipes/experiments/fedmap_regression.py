@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pfl import FederatedDataModule, FederatedStrategy, PersonalizedModule
+from lightning_pfl.core.tree import Tree
 from lightning_pfl.data import ShiftedLines
 from lightning_pfl.methods import FedMAP
 from lightning_pfl.priors import DiagonalGaussianPrior
-from lightning_pfl.tree import Tree
 from recipes.experiments.setting import parser, quiet_trainer
 from recipes.plan import Plan
 

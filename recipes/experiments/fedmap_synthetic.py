@@ -21,8 +21,14 @@ import numpy as np
 
 from lightning_pfl import FederatedDataModule, FederatedStrategy
 from lightning_pfl.data import FedMAPSynthetic
-from lightning_pfl.data.fedmap_synthetic import Scenario
-from lightning_pfl.methods import FedAvg, FedBN, FedMAP, FedProx, LocalOnly
+from lightning_pfl.data.sources.fedmap_synthetic import Scenario
+from lightning_pfl.methods import (
+    FedAvg,
+    FedBN,
+    FedMAP,
+    FedProx,
+    LocalOnly,
+)
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import FedMAPMLP
 from lightning_pfl.priors import GaussianPrior

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lightning_pfl.data import FedMAPSynthetic
-from lightning_pfl.data.fedmap_synthetic import SCENARIOS, Scenario
+from lightning_pfl.data.sources.fedmap_synthetic import SCENARIOS, Scenario
 from recipes.experiments.setting import parser
 from recipes.plan import Plan
 

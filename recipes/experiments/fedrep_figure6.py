@@ -21,7 +21,15 @@ import lightning as L
 from lightning_pfl import FederatedDataModule, FederatedStrategy
 from lightning_pfl.callbacks import NewClientAdaptation
 from lightning_pfl.data import FashionMNIST, HeldOutClasses
-from lightning_pfl.methods import APFL, L2GD, FedAvg, FedProx, FedRep, LGFedAvg, PerFedAvg
+from lightning_pfl.methods import (
+    APFL,
+    L2GD,
+    FedAvg,
+    FedProx,
+    FedRep,
+    LGFedAvg,
+    PerFedAvg,
+)
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import LeNet
 from recipes.experiments.setting import parser, quiet_trainer

@@ -22,12 +22,17 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import ClientModules, FederatedDataModule, FederatedStrategy
+from lightning_pfl.core.randomness import derive, generator, permutation
 from lightning_pfl.data import Digits, FashionMNIST, FeatureSkew
 from lightning_pfl.graphs import ErdosRenyi
-from lightning_pfl.methods import FedU, LGFedAvg, LocalOnly, SheafFMTL
+from lightning_pfl.methods import (
+    FedU,
+    LGFedAvg,
+    LocalOnly,
+    SheafFMTL,
+)
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import MLP
-from lightning_pfl.randomness import derive, generator, permutation
 from recipes.experiments.setting import parser, quiet_trainer
 from recipes.plan import Plan
 

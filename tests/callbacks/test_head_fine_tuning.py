@@ -14,12 +14,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_pfl.callbacks import HeadFineTuning, head_fine_tuning
+from lightning_pfl.core.randomness import permutation
 from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.engine.batching import order_key
+from lightning_pfl.engine.steps import order_key
 from lightning_pfl.methods import Ditto, FedAvg, FedRep
 from lightning_pfl.metrics import summarize
-from lightning_pfl.module import PersonalizedModule
-from lightning_pfl.randomness import permutation
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import assert_trees_equal, descend
 from tests.callbacks.setting import (
     CENTERS,

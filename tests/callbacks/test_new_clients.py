@@ -14,8 +14,13 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, def
 
 from lightning_pfl import FederatedDataModule
 from lightning_pfl.callbacks import NewClientAdaptation
-from lightning_pfl.callbacks.samples import take_samples
-from lightning_pfl.data import ClassesPerClient, Digits, FederatedLoaders, FederatedTensorDataset
+from lightning_pfl.callbacks.new_clients.samples import take_samples
+from lightning_pfl.data import (
+    ClassesPerClient,
+    Digits,
+    FederatedLoaders,
+    FederatedTensorDataset,
+)
 from lightning_pfl.methods import FedAvg, FedPer, FedRep
 from lightning_pfl.metrics import summarize
 from lightning_pfl.models import DigitsCNN

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from lightning_pfl.callbacks import NewClientAdaptation
 from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.methods import APFL, L2GD, FedAvg, FedPer, FedRep, LGFedAvg
+from lightning_pfl.methods import (
+    APFL,
+    L2GD,
+    FedAvg,
+    FedPer,
+    FedRep,
+    LGFedAvg,
+)
 from lightning_pfl.testing import descend, quadratic_clients
 from tests.callbacks.setting import (
     BATCH,
@@ -123,7 +130,7 @@ def test_start_global_begins_with_the_servers_model(method: Any) -> None:
 def test_start_mean_begins_with_the_mean_of_the_clients_models(
     together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_pfl.callbacks.new_client_start.TOGETHER", together)
+    monkeypatch.setattr("lightning_pfl.callbacks.new_clients.start.TOGETHER", together)
     adaptation = NewClientAdaptation(
         new_clients(), samples=[0, 4], steps=3, scope="head", start="mean"
     )

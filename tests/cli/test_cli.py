@@ -11,7 +11,8 @@ import torch
 import yaml
 
 from lightning_pfl import FederatedStrategy
-from lightning_pfl.cli import PFLCLI, evaluated, main, print_results
+from lightning_pfl.cli.command_line import PFLCLI, main
+from lightning_pfl.cli.results import evaluated, print_results
 from lightning_pfl.methods import FedRep
 
 RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "fedrep_digits.yaml")

@@ -14,8 +14,13 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from lightning_pfl import load_clients, methods, metrics, solvers
-from lightning_pfl.cli import PFLCLI
+from lightning_pfl import (
+    load_clients,
+    methods,
+    metrics,
+    solvers,
+)
+from lightning_pfl.cli.command_line import PFLCLI
 from lightning_pfl.graphs import resolve_graph
 from lightning_pfl.methods import Ditto, FedRep
 from lightning_pfl.methods.base import Method

@@ -18,7 +18,7 @@ import torch
 
 from lightning_pfl import FederatedDataModule
 from lightning_pfl.data import FreshSamples, LinearRepresentation
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.inspect import SubspaceDistance
 from lightning_pfl.methods import FedAvg, LinearFedRep
 from lightning_pfl.models import LinearRepresentation as Model

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pfl.cli import PFLCLI, evaluated
+from lightning_pfl.cli.command_line import PFLCLI
+from lightning_pfl.cli.results import evaluated
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "fedrep_new_clients_fashion_mnist.yaml"
 # The tiny data leave 5 training samples for a client.

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from lightning_pfl import methods
-from lightning_pfl.cli import PFLCLI, main
-from lightning_pfl.parser import explain, in_a_line, nearest, plain
+from lightning_pfl.cli.command_line import PFLCLI, main
+from lightning_pfl.cli.parser import (
+    explain,
+    in_a_line,
+    nearest,
+    plain,
+)
 
 RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "fedrep_digits.yaml")
 CPU = ["--trainer.accelerator", "cpu"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pfl.layout import Layout, Spec
+from lightning_pfl.core.parameters import Layout, Spec
 
 
 class Net(nn.Module):

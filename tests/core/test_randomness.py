@@ -9,7 +9,12 @@ from itertools import product
 import numpy as np
 import torch
 
-from lightning_pfl.randomness import derive, generator, permutation, seeded
+from lightning_pfl.core.randomness import (
+    derive,
+    generator,
+    permutation,
+    seeded,
+)
 
 
 def test_a_key_is_the_hash_of_its_path() -> None:

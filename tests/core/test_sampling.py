@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_pfl.sampling import check_participation, cohort_size, sample_cohort
+from lightning_pfl.federation.sampling import check_participation, cohort_size, sample_cohort
 
 ELIGIBLE = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 23, 29])
 

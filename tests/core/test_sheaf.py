@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.graphs import resolve_graph
+from lightning_pfl.methods.support.stability import displacement
 from lightning_pfl.solvers.sheaf import (
     Restrictions,
     check_maps,
@@ -22,7 +23,6 @@ from lightning_pfl.solvers.sheaf import (
     project,
     sheaf_laplacian,
 )
-from lightning_pfl.stability import displacement
 from tests.methods.graphs import PAIR, RAGGED, TWO_MAPS
 
 GRAPH = resolve_graph(RAGGED, 5, 0)

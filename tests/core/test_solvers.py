@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from lightning_pfl.core.tree import Tree
 from lightning_pfl.solvers.optim import functional_step
-from lightning_pfl.tree import Tree
 
 FACTORIES: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "sgd": lambda p: SGD(p, lr=0.5),

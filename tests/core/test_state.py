@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pfl.state import Bank
-from lightning_pfl.tree import Tree, is_expanded, leaves
+from lightning_pfl.core.tree import Tree, is_expanded, leaves
+from lightning_pfl.federation.bank import Bank
 
 
 def make_bank(clients: int = 5) -> Bank:

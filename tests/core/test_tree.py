@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl import tree
+from lightning_pfl.core import tree
 
 
 def sample(clients: int = 3) -> tree.Tree:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_pfl.data.femnist import CHARACTERS
+from lightning_pfl.data.sources.femnist import CHARACTERS
 
 User = tuple[str, list[Any], list[Any]]
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.data import FederatedLoaders
-from lightning_pfl.data.clients import as_federated
-from lightning_pfl.placement import align, place
+from lightning_pfl.data.datasets import as_federated
+from lightning_pfl.trainer.data import align, place
 from tests.loop.setting import points
 
 

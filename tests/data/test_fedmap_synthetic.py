@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from lightning_pfl.data import FederatedDataModule, FedMAPSynthetic
-from lightning_pfl.data.fedmap_synthetic import Scenario
+from lightning_pfl.data.sources.fedmap_synthetic import Scenario
 
 COUNT = 20_000
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from lightning_pfl.data import FEMNIST, FederatedDataModule, Natural
-from lightning_pfl.data.femnist import CHARACTERS
-from lightning_pfl.data.leaf import leaf_files, read_leaf
+from lightning_pfl.data.sources.femnist import CHARACTERS
+from lightning_pfl.data.sources.leaf import leaf_files, read_leaf
 from tests.data.leaf_layout import femnist_pixels, write_femnist, write_leaf
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_pfl.core.tree import Tree
 from lightning_pfl.data import FreshSamples, LinearRepresentation
-from lightning_pfl.data.source import Fields
+from lightning_pfl.data.sources.base import Fields
 from lightning_pfl.methods import FedRep
 from lightning_pfl.methods.base import Local, Method
 from lightning_pfl.models import LinearRepresentation as Model
 from lightning_pfl.testing import Fit, assert_trees_equal, fit
-from lightning_pfl.tree import Tree
 
 FRESH = {"limit_val_batches": 0, "reload_dataloaders_every_n_epochs": 1}
 

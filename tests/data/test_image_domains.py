@@ -10,8 +10,8 @@ from PIL import Image
 from torchvision import transforms
 
 from lightning_pfl.data import FederatedDataModule, ImageDomains
-from lightning_pfl.data.image_domains import IMAGENET_MEAN, IMAGENET_STD, CenterCrop
-from lightning_pfl.data.source import NormalizeImages
+from lightning_pfl.data.sources.base import NormalizeImages
+from lightning_pfl.data.sources.image_domains import IMAGENET_MEAN, IMAGENET_STD, CenterCrop
 from tests.data.image_layout import write_domains
 
 

@@ -11,7 +11,7 @@ from torchvision.transforms import functional
 
 from lightning_pfl import FederatedStrategy, PersonalizedModule
 from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.data.resized_crop import RandomResizedCrop, weights
+from lightning_pfl.data.sources.resized_crop import RandomResizedCrop, weights
 from lightning_pfl.methods import FedAvg
 
 

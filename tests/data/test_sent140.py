@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_pfl.data import FederatedDataModule, Sent140
-from lightning_pfl.data.sent140 import WordVectors, read_vectors, split_words
+from lightning_pfl.data.sources.sent140 import WordVectors, read_vectors, split_words
 from tests.data.leaf_layout import write_leaf, write_sent140
 
 VECTORS = {"good": [1.0, 2.0], "Bad": [3.0, 4.0], "!": [5.0, 6.0], "unused": [7.0, 8.0]}

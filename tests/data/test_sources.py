@@ -12,10 +12,15 @@ import torch
 import torchvision
 from torch import Tensor
 
-from lightning_pfl.data import CIFAR10, CIFAR100, Digits, FashionMNIST
-from lightning_pfl.data import fashion_mnist as fashion_module
-from lightning_pfl.data.cifar import CropAndFlip
-from lightning_pfl.data.source import NormalizeImages
+from lightning_pfl.data import (
+    CIFAR10,
+    CIFAR100,
+    Digits,
+    FashionMNIST,
+)
+from lightning_pfl.data.sources import fashion_mnist as fashion_module
+from lightning_pfl.data.sources.base import NormalizeImages
+from lightning_pfl.data.sources.cifar import CropAndFlip
 
 
 def write_idx(path: Path, array: np.ndarray[Any, np.dtype[np.uint8]], packed: bool) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.methods.base import Method
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_close, local_round
 
 SIZES = (1, 0, 5, 13, 2)

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pfl.core.tree import Tree
 from lightning_pfl.engine.optimizer import ELEMENTWISE
-from lightning_pfl.methods import FedAvg, FedBN, FedProx, FedRep
+from lightning_pfl.methods import (
+    FedAvg,
+    FedBN,
+    FedProx,
+    FedRep,
+)
 from lightning_pfl.methods.base import Local, Method
-from lightning_pfl.tree import Tree
 from tests.engine.nets import SIZES, cnn, compare, image_clients, moved
 
 ALL_CHUNKS = range(1, len(SIZES) + 2)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pfl.data.clients import FederatedLoaders
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.data.batch import batch_length
+from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.batching import batch_length
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.layout import Layout
 
 X = torch.zeros(3, 5)
 Pair = namedtuple("Pair", "x y")

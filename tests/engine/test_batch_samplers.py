@@ -21,9 +21,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_pfl.data.clients import FederatedLoaders
-from lightning_pfl.data.loaders import count_samples
-from lightning_pfl.engine.batching import reseed
+from lightning_pfl.data.datasets import FederatedLoaders
+from lightning_pfl.data.loaders import count_samples, reseed
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing.rounds import assert_trees_equal, local_round
 from tests.engine.nets import cnn, compare, image_clients

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.data.clients import FederatedTensorDataset
-from lightning_pfl.engine.batching import (
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.steps import (
     Budget,
     Limits,
     count_steps,
@@ -18,7 +18,7 @@ from lightning_pfl.engine.batching import (
     order_key,
     step_bounds,
 )
-from lightning_pfl.engine.resident import ResidentBatches
+from lightning_pfl.engine.vectorized.resident import ResidentBatches
 
 SIZES = (9, 4, 1, 0)
 

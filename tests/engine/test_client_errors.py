@@ -17,9 +17,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pfl import FederatedStrategy
 from lightning_pfl.callbacks import NewClientAdaptation
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.core.errors import ClientError, listed
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.errors import ClientError, listed
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.testing.fitting import fit, quiet
 from lightning_pfl.testing.rounds import local_round

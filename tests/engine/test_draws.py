@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pfl.callback import ClientInfo, one_rate
-from lightning_pfl.data.clients import FederatedLoaders, FederatedTensorDataset
+from lightning_pfl.contract.records import ClientInfo, one_rate
+from lightning_pfl.core.randomness import permutation
+from lightning_pfl.core.tree import Tree
+from lightning_pfl.data.datasets import FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.batching import Budget, count_steps, order_key, step_bounds
+from lightning_pfl.engine.steps import (
+    Budget,
+    count_steps,
+    order_key,
+    step_bounds,
+)
 from lightning_pfl.methods.base import Local, Method, Phase
-from lightning_pfl.randomness import permutation
 from lightning_pfl.testing import QuadraticModule, local_round
-from lightning_pfl.tree import Tree
 
 ENGINES = ("vectorized", "sequential")
 SIZES = (7, 1, 4, 0)

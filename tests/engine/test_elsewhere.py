@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.data.clients import FederatedTensorDataset
-from lightning_pfl.engine.base import EngineSettings, Evaluation
-from lightning_pfl.engine.elsewhere import watched
+from lightning_pfl.contract.records import Evaluation
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.safety.global_rng import watched
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.layout import Layout
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing import local_round
 from lightning_pfl.testing.rounds import LocalRound

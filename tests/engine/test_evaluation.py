@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_pfl.data.clients import FederatedLoaders
-from lightning_pfl.engine import evaluation
-from lightning_pfl.engine.base import EngineSettings, Evaluation
+from lightning_pfl.contract.records import Evaluation
+from lightning_pfl.core.errors import ClientError
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, expand
+from lightning_pfl.data.datasets import FederatedLoaders
+from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.engine.vectorized import VectorizedEngine
-from lightning_pfl.errors import ClientError
-from lightning_pfl.layout import Layout
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.engine.vectorized import evaluation
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.rounds import assert_trees_close
-from lightning_pfl.tree import Model, expand
 from tests.engine.nets import CLASSES, SIZES, cnn, image_clients
 
 ENGINES = {"vectorized": VectorizedEngine, "sequential": SequentialEngine}

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_pfl.engine.keyed import KeyedRandomness
-from lightning_pfl.randomness import derive
+from lightning_pfl.core.randomness import derive
+from lightning_pfl.engine.keyed.mode import KeyedRandomness
 
 N = 20_000
 

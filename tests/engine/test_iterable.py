@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_pfl.data.clients import FederatedLoaders
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.engine.vectorized import VectorizedEngine
-from lightning_pfl.layout import Layout
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing import local_round
 from lightning_pfl.testing.rounds import assert_trees_close

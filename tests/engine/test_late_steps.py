@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_pfl.data.clients import FederatedTensorDataset
-from lightning_pfl.engine.probe import difference, together
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.safety.compare import difference, together
 from lightning_pfl.methods import FedAvg, LocalOnly
 from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import assert_trees_close, assert_trees_equal
@@ -118,7 +118,7 @@ def test_memory_that_ran_out_is_no_matter_of_the_module(monkeypatch: pytest.Monk
 
     class Later(Callback):
         def on_train_epoch_end(self, *args: Any) -> None:
-            monkeypatch.setattr("lightning_pfl.engine.vectorized.Chunk.run", full)
+            monkeypatch.setattr("lightning_pfl.engine.vectorized.engine.Chunk.run", full)
 
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         run("nothing", "auto", callbacks=[Later()])

@@ -17,10 +17,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_pfl.data.clients import FederatedLoaders
+from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods import FedAvg, FedRep
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.rounds import (
     LocalRound,
     assert_trees_close,

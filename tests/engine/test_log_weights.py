@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.data.clients import FederatedTensorDataset
-from lightning_pfl.engine.base import EngineSettings, Evaluation
-from lightning_pfl.engine.capture import LogCapture
-from lightning_pfl.engine.logs import ClientLogs, Reduction
+from lightning_pfl.contract.records import Evaluation
+from lightning_pfl.core.errors import ClientError
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.logs import ClientLogs, LogCapture, Reduction
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.engine.vectorized import VectorizedEngine
-from lightning_pfl.errors import ClientError
-from lightning_pfl.layout import Layout
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing import local_round
 

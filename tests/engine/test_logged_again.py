@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_pfl.data.clients import FederatedTensorDataset
-from lightning_pfl.errors import ClientError
+from lightning_pfl.core.errors import ClientError
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing.fitting import fit, quiet
 from lightning_pfl.testing.rounds import local_round

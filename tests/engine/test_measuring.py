@@ -11,13 +11,13 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.tree import Tree
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods.base import Local, Method, Phase
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import assert_trees_equal, local_round
-from lightning_pfl.tree import Tree
 from tests.engine.nets import CLASSES, SIZES, cnn, image_clients
 
 ENGINES = ("vectorized", "sequential")

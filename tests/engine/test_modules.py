@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg, FedPer
 from lightning_pfl.testing.rounds import assert_trees_close, local_round
 from tests.engine.nets import compare, moved

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import expand, is_expanded
 from lightning_pfl.engine.optimizer import (
     ClientOptimizer,
     check_optimizer,
     clip,
     why_not_elementwise,
 )
-from lightning_pfl.layout import Layout
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.testing import QuadraticModule, fit
-from lightning_pfl.tree import expand, is_expanded
 from tests.methods.quadratics import LR, SAMPLES, A, C, close, mean, ragged
 
 CLIENTS = 3

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.callbacks import HeadFineTuning, NewClientAdaptation
-from lightning_pfl.data.clients import FederatedLoaders
+from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.inspect import (
     ClientGraph,
     ClientHistogram,
@@ -25,7 +25,15 @@ from lightning_pfl.inspect import (
     PairwiseDistance,
     PriorMonitor,
 )
-from lightning_pfl.methods import APFL, Ditto, FedAvg, FedMAP, FedProx, FedRep, PFedMe
+from lightning_pfl.methods import (
+    APFL,
+    Ditto,
+    FedAvg,
+    FedMAP,
+    FedProx,
+    FedRep,
+    PFedMe,
+)
 from lightning_pfl.methods.base import Method
 from lightning_pfl.priors import DiagonalGaussianPrior
 from lightning_pfl.testing.conformance import small_clients, small_module

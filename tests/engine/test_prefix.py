@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.engine import prefix
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.tree import Model, Tree, rows
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.vectorized import VectorizedEngine
+from lightning_pfl.engine.vectorized import feature_cache as prefix
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg, FedPer, FedRep
 from lightning_pfl.methods.base import Local, Method, Phase
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.conformance import small_clients, small_module
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_close, local_round
-from lightning_pfl.tree import Model, Tree, rows
 from tests.engine.nets import CLASSES, cnn, compare, image_clients
 
 

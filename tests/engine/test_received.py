@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pfl.callback import ClientInfo
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.tree import Tree, sub, tmap
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing import QuadraticModule, local_round, quadratic_clients
-from lightning_pfl.tree import Tree, sub, tmap
 
 CENTRES = [1.0, -2.0, 5.0]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import assert_trees_close

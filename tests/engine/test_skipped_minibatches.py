@@ -12,8 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pfl.data.clients import FederatedTensorDataset
-from lightning_pfl.methods import APFL, Ditto, FedAvg, FedProx, LocalOnly
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.methods import (
+    APFL,
+    Ditto,
+    FedAvg,
+    FedProx,
+    LocalOnly,
+)
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing.fitting import fit
 from lightning_pfl.testing.rounds import assert_trees_close

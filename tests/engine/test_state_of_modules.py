@@ -13,11 +13,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_pfl.engine import trace
-from lightning_pfl.engine.snapshot import changed, restore, snapshot
+from lightning_pfl.engine.safety.snapshot import changed, restore, snapshot
+from lightning_pfl.engine.vectorized import trace
 from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
 from lightning_pfl.methods.base import Method
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import assert_trees_close, assert_trees_equal, local_round
 from tests.engine.nets import CLASSES, compare, image_clients

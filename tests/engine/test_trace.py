@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.engine import trace
-from lightning_pfl.engine.vectorized import VectorizedEngine
+from lightning_pfl.engine.vectorized import trace
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg, FedProx, FedRep
 from lightning_pfl.methods.base import Method
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.rounds import (
     LocalRound,
     assert_trees_close,

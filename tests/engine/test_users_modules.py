@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.core.parameters import Layout, places
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.layout import Layout, places
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.testing.rounds import local_round
 from tests.engine.nets import compare

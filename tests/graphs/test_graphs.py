@@ -12,6 +12,7 @@ import scipy.sparse
 import torch
 from jsonargparse import ArgumentParser
 
+from lightning_pfl.core.randomness import derive
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.graphs import (
     BUILDERS,
@@ -28,7 +29,6 @@ from lightning_pfl.graphs import (
     model_features,
     resolve_graph,
 )
-from lightning_pfl.randomness import derive
 
 WEIGHTED = torch.tensor(
     [[0.0, 2.0, 0.0, 0.5], [2.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.5, 1.0, 0.0, 0.0]],

@@ -16,7 +16,13 @@ from sklearn.metrics import adjusted_rand_score
 from lightning_pfl.inspect import ClusterMonitor
 from lightning_pfl.inspect.cluster_monitor import draw_clusters, recoloured
 from lightning_pfl.inspect.known_groups import resolve_groups
-from lightning_pfl.methods import CFL, IFCA, ClusterOracle, ConvexClustering, FedAvg
+from lightning_pfl.methods import (
+    CFL,
+    IFCA,
+    ClusterOracle,
+    ConvexClustering,
+    FedAvg,
+)
 from lightning_pfl.testing import QuadraticModule, Recorder, quadratic_clients
 from tests.callbacks.setting import trainer
 from tests.inspect.board import Board

@@ -14,13 +14,28 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import FederatedDataModule
-from lightning_pfl.data import ClassesPerClient, Digits, FederatedLoaders, FederatedTensorDataset
-from lightning_pfl.inspect import ClientHistogram, DriftMonitor, PairwiseDistance, PartitionPicture
+from lightning_pfl.data import (
+    ClassesPerClient,
+    Digits,
+    FederatedLoaders,
+    FederatedTensorDataset,
+)
+from lightning_pfl.inspect import (
+    ClientHistogram,
+    DriftMonitor,
+    PairwiseDistance,
+    PartitionPicture,
+)
 from lightning_pfl.inspect.board import new_figure
 from lightning_pfl.inspect.client_histogram import QUANTILES, draw_rounds, draw_sorted
 from lightning_pfl.inspect.pairwise_distance import distances, draw_matrix
 from lightning_pfl.inspect.partition_picture import draw_dataset
-from lightning_pfl.methods import FedAvg, FedMAP, FedRep, SquaredPenalty
+from lightning_pfl.methods import (
+    FedAvg,
+    FedMAP,
+    FedRep,
+    SquaredPenalty,
+)
 from lightning_pfl.models import DigitsCNN
 from lightning_pfl.priors import GaussianPrior
 from tests.callbacks.setting import Data, classes, network, quadratics, split, trainer

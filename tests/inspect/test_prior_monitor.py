@@ -14,7 +14,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_pfl.inspect import PriorMonitor
-from lightning_pfl.inspect.prior_monitor import draw_layers, draw_rounds, from_mean, over_rounds
+from lightning_pfl.inspect.prior_monitor import (
+    draw_layers,
+    draw_rounds,
+    from_mean,
+    over_rounds,
+)
 from lightning_pfl.methods import FedAvg, FedMAP
 from lightning_pfl.priors import DiagonalGaussianPrior, GaussianPrior
 from lightning_pfl.testing import Recorder

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_pfl import ClientModules
-from lightning_pfl.inspect.sheaf import SheafOfFederation
 from lightning_pfl.methods import SheafFMTL
+from lightning_pfl.methods.support.sheaf import SheafOfFederation
 from lightning_pfl.solvers.sheaf import sheaf_laplacian
 from lightning_pfl.testing import QuadraticModule, fit, quadratic_clients
 from lightning_pfl.testing.conformance import small_clients

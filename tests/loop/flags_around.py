@@ -25,8 +25,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from torch import Tensor
 
-from lightning_pfl.flags import autocast_dtype
 from lightning_pfl.methods import FedRep
+from lightning_pfl.trainer.setup import autocast_dtype
 from tests.loop.flags_of_rounds import ends, fit, refused
 from tests.loop.setting import (
     SIZES,

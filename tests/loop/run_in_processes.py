@@ -22,7 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_pfl import FederatedStrategy, PersonalizedModule
 from lightning_pfl.callbacks import HeadFineTuning, NewClientAdaptation
 from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.evaluation import personal_models
+from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing.conformance import Problem

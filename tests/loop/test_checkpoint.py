@@ -14,13 +14,18 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_pfl import FederatedStrategy, PersonalizedModule
-from lightning_pfl.checkpoint import AtomicCheckpointIO
+from lightning_pfl.core.errors import CheckpointMismatchError
+from lightning_pfl.core.tree import leaves
 from lightning_pfl.data import ClassesPerClient, Digits, FederatedDataModule
-from lightning_pfl.errors import CheckpointMismatchError
-from lightning_pfl.methods import FedAvg, FedPer, FedRep, LocalOnly
+from lightning_pfl.methods import (
+    FedAvg,
+    FedPer,
+    FedRep,
+    LocalOnly,
+)
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import MLP
-from lightning_pfl.tree import leaves
+from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
 from tests.loop.setting import Quadratic, classes, network, points, trainer
 
 

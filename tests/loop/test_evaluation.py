@@ -18,7 +18,12 @@ from torchmetrics import HammingDistance
 
 from lightning_pfl import PersonalizedModule
 from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.methods import FedAvg, FedRep, LGFedAvg, LocalOnly
+from lightning_pfl.methods import (
+    FedAvg,
+    FedRep,
+    LGFedAvg,
+    LocalOnly,
+)
 from lightning_pfl.methods.base import Phase
 from tests.loop.setting import (
     CENTRES,

@@ -13,9 +13,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_pfl import PersonalizedModule
-from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
-from lightning_pfl.engine.base import LocalResult
-from lightning_pfl.gate import judge, update_norm
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.records import ClientInfo, LocalResult, Round
+from lightning_pfl.federation.gate import judge, update_norm
 from lightning_pfl.methods import FedAvg, FedPer, LocalOnly
 from tests.loop.setting import (
     BATCH,

@@ -15,10 +15,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import ClientModules, PersonalizedModule
 from lightning_pfl.callbacks import HeadFineTuning
-from lightning_pfl.engine.base import told
-from lightning_pfl.errors import CheckpointMismatchError, ClientError
+from lightning_pfl.contract.records import told
+from lightning_pfl.core.errors import CheckpointMismatchError, ClientError
 from lightning_pfl.inspect import PairwiseDistance
-from lightning_pfl.methods import SCAFFOLD, FedAvg, FedPer, LGFedAvg, LocalOnly
+from lightning_pfl.methods import (
+    SCAFFOLD,
+    FedAvg,
+    FedPer,
+    LGFedAvg,
+    LocalOnly,
+)
 from lightning_pfl.methods.base import Method
 from tests.loop.setting import trainer
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pfl.callback import FederatedCallback
-from lightning_pfl.history import History, higher_is_better
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.metrics.history import History, higher_is_better
 from tests.loop.setting import SIZES, Quadratic, mean, points, trained, trainer
 
 

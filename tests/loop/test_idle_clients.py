@@ -13,8 +13,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pfl.callback import FederatedCallback
-from lightning_pfl.methods import L2GD, FedAvg, FedRep, LocalOnly
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.methods import (
+    L2GD,
+    FedAvg,
+    FedRep,
+    LocalOnly,
+)
 from tests.loop.setting import (
     BATCH,
     CENTRES,

@@ -17,8 +17,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_pfl.core.tree import leaves
 from lightning_pfl.methods import FedRep
-from lightning_pfl.tree import leaves
 from tests.loop.run_to_kill import ROUNDS
 from tests.loop.setting import classes, network, trainer
 

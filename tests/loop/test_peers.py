@@ -12,12 +12,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl import ClientModules
-from lightning_pfl.callback import ClientInfo, FederatedCallback, Round
-from lightning_pfl.layout import Spec
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.tree import Model, Tree
+from lightning_pfl.graphs.messages import Exchange, Inbox, Postman
 from lightning_pfl.methods.base import Method
-from lightning_pfl.peers import Exchange, Inbox, Postman
 from lightning_pfl.testing import Recorder
-from lightning_pfl.tree import Model, Tree
 from tests.loop.setting import SIZES, Quadratic, points, trained, trainer
 from tests.loop.test_groups import OF, loaders, modules
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_pfl.methods import Ditto, LocalOnly
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import fit
 from lightning_pfl.testing.conformance import small_clients
 

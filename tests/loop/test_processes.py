@@ -21,17 +21,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_pfl import flags
 from lightning_pfl._lightning import notice_termination
-from lightning_pfl.engine.base import Evaluation, LocalResult, LogOptions
-from lightning_pfl.ranks import (
-    Ranks,
-    keep_metrics_apart,
-    not_distributed,
-    whole_evaluation,
-    whole_work,
-)
-from lightning_pfl.state import Bank
+from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
+from lightning_pfl.federation.bank import Bank
+from lightning_pfl.federation.ranks import Ranks, whole_evaluation, whole_work
+from lightning_pfl.trainer import checks as flags
+from lightning_pfl.trainer.processes import keep_metrics_apart, not_distributed
 from tests.loop.run_in_processes import CASES, RESUMED, ROUNDS, ends, run
 from tests.loop.setting import Quadratic, points, trainer
 from tests.methods.cases import CASES as METHODS

@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from lightning_pfl import methods
-from lightning_pfl.errors import CheckpointMismatchError
+from lightning_pfl.core.errors import CheckpointMismatchError
 from lightning_pfl.methods.base import Method
-from lightning_pfl.testing import QuadraticModule, assert_trees_equal, fit, quadratic_clients
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_equal,
+    fit,
+    quadratic_clients,
+)
 from lightning_pfl.testing.fitting import Fit
 
 RING = torch.tensor([[0.0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0]])

@@ -16,8 +16,14 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_pfl.errors import CheckpointMismatchError
-from lightning_pfl.methods import SCAFFOLD, FedAvg, FedProx, FedRep, LocalOnly
+from lightning_pfl.core.errors import CheckpointMismatchError
+from lightning_pfl.methods import (
+    SCAFFOLD,
+    FedAvg,
+    FedProx,
+    FedRep,
+    LocalOnly,
+)
 from lightning_pfl.methods.base import Method
 from tests.loop.setting import (
     SIZES,

@@ -8,9 +8,10 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_pfl.callback import FederatedCallback, Round
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.records import Round
+from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
-from lightning_pfl.sampling import sample_cohort
 from tests.loop.setting import (
     CENTRES,
     SIZES,

@@ -13,8 +13,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl import ClientModules, load_clients
-from lightning_pfl.errors import CheckpointMismatchError
-from lightning_pfl.methods import APFL, IFCA, FedPer, FedRep, FedU, LGFedAvg
+from lightning_pfl.core.errors import CheckpointMismatchError
+from lightning_pfl.methods import (
+    APFL,
+    IFCA,
+    FedPer,
+    FedRep,
+    FedU,
+    LGFedAvg,
+)
 from lightning_pfl.models import MLP
 from lightning_pfl.testing import fit
 from lightning_pfl.testing.conformance import Problem, small_clients, small_module

@@ -11,7 +11,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_pfl import PersonalizedModule
-from lightning_pfl.methods import FedAvg, FedPer, FedRep, LocalOnly
+from lightning_pfl.methods import (
+    FedAvg,
+    FedPer,
+    FedRep,
+    LocalOnly,
+)
 from lightning_pfl.methods.base import Method
 from tests.loop.setting import (
     SIZES,

@@ -13,8 +13,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import FederatedLoop, FederatedStrategy
-from lightning_pfl.federation import bank_device
-from lightning_pfl.methods import FedAvg, FedRep, GTVMin, LocalOnly, SheafFMTL
+from lightning_pfl.federation.bank import bank_device
+from lightning_pfl.methods import (
+    FedAvg,
+    FedRep,
+    GTVMin,
+    LocalOnly,
+    SheafFMTL,
+)
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing import QuadraticModule, fit, quadratic_clients
 from tests.loop.setting import (
@@ -257,7 +263,7 @@ def test_all_that_clients_remember_counts_for_its_place(
         asked.append(size)
         return torch.device("cpu")
 
-    monkeypatch.setattr("lightning_pfl.strategy.bank_device", place)
+    monkeypatch.setattr("lightning_pfl.trainer.strategy.bank_device", place)
     data = quadratic_clients([1.0] * 4, torch.zeros(4, 4))
     fit(method, data, QuadraticModule(dim=4), 1)
     assert set(asked) == {4 * scalars * 8}

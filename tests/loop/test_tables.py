@@ -18,10 +18,10 @@ from lightning_pfl.data import (
     FederatedLoaders,
     FederatedTensorDataset,
 )
-from lightning_pfl.history import History
+from lightning_pfl.metrics.history import History
 from lightning_pfl.models import MLP
-from lightning_pfl.placement import align, place
-from lightning_pfl.tables import ClientTable
+from lightning_pfl.trainer.client_table import ClientTable
+from lightning_pfl.trainer.data import align, place
 from tests.loop.setting import points, trainer
 
 

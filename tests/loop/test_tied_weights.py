@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pfl import PersonalizedModule
 from lightning_pfl.callbacks import HeadFineTuning
-from lightning_pfl.layout import Layout
+from lightning_pfl.core.parameters import Layout
 from lightning_pfl.methods import FedAvg, FedPer, LocalOnly
 from tests.loop.setting import LR, SIZES, Quadratic, mean, points, steps_of, trained, trainer
 

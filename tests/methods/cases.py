@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_pfl import methods
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.methods.base import Method
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.priors import DiagonalGaussianPrior
 from lightning_pfl.testing.conformance import small_clients
 

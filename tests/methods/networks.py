@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.module import PersonalizedModule
-from lightning_pfl.sampling import sample_cohort
+from lightning_pfl.core.tree import Tree, leaves
+from lightning_pfl.federation.sampling import sample_cohort
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.conformance import SIZES
-from lightning_pfl.tree import Tree, leaves
 
 
 def plain_module(lr: float = 0.05) -> PersonalizedModule:

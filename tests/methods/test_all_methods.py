@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from lightning_pfl import methods
-from lightning_pfl.testing.conformance import CHECKS, MakeMethod, Problem, check_engines_agree
+from lightning_pfl.testing.conformance import (
+    CHECKS,
+    MakeMethod,
+    Problem,
+    check_engines_agree,
+)
 from lightning_pfl.testing.rounds import EngineName, assert_trees_close, local_round
 from tests.methods.cases import CASES, PROBLEMS
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.layout import Layout
+from lightning_pfl.core.parameters import Layout
 from lightning_pfl.methods import APFL, FedAvg, LocalOnly
 from lightning_pfl.testing import (
     QuadraticModule,

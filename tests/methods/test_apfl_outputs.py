@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_pfl.callbacks import NewClientAdaptation
+from lightning_pfl.core.mixture import (
+    OTHER,
+    SHARE,
+    mixture,
+    parts,
+)
 from lightning_pfl.methods import APFL, FedAvg, LocalOnly
-from lightning_pfl.mixture import OTHER, SHARE, mixture, parts
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import (
     QuadraticModule,
     assert_trees_close,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.select import PROBED_CLIENTS
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing import fit

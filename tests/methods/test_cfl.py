@@ -12,10 +12,15 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pfl import FederatedStrategy
-from lightning_pfl.layout import Layout
+from lightning_pfl.core.parameters import Layout
 from lightning_pfl.methods import CFL, FedAvg
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
-from lightning_pfl.testing import QuadraticModule, assert_trees_close, fit, quadratic_clients
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_close,
+    fit,
+    quadratic_clients,
+)
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from lightning_pfl.methods import CFL
-from lightning_pfl.testing import QuadraticModule, assert_trees_equal, fit, quadratic_clients
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_equal,
+    fit,
+    quadratic_clients,
+)
 from tests.methods.networks import cohorts
 from tests.methods.quadratics import ENGINES, LR
 from tests.references.cfl import cfl_with_absence

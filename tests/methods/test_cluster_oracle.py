@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from lightning_pfl.methods import ClusterOracle, FedAvg
-from lightning_pfl.testing import QuadraticModule, assert_trees_equal, descend, fit
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_equal,
+    descend,
+    fit,
+)
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged

@@ -10,11 +10,20 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from lightning_pfl.callback import ClientInfo
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.tree import (
+    Model,
+    Tree,
+    floats,
+    per_client,
+    rows,
+    select,
+    tmap,
+    weighted_mean,
+)
 from lightning_pfl.methods.base import Local, Method, Phase
 from lightning_pfl.testing import conformance
 from lightning_pfl.testing.conformance import Problem
-from lightning_pfl.tree import Model, Tree, floats, per_client, rows, select, tmap, weighted_mean
 
 
 class MixesClients(Method):

@@ -11,12 +11,13 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_pfl.data.clients import FederatedTensorDataset
-from lightning_pfl.methods import ConvexClustering, convex_clustering, memory
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.methods import ConvexClustering, convex_clustering
 from lightning_pfl.methods.convex_clustering import canonical_weight
+from lightning_pfl.methods.support import memory
 from lightning_pfl.models import SquaredHingeClassifier
 from lightning_pfl.solvers.blocks import damping
-from lightning_pfl.solvers.newtons_method import proximal_newton
+from lightning_pfl.solvers.centralized.newtons_method import proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import solve
 from lightning_pfl.testing import (

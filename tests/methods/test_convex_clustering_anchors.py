@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.graphs import KNearest, label_histograms, model_features
 from lightning_pfl.methods import ConvexClustering, GTVMin, LocalOnly
 from lightning_pfl.methods.base import Method

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lightning_pfl import methods
-from lightning_pfl.layout import Layout
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model
 from lightning_pfl.methods.base import Method
 from lightning_pfl.priors import GaussianPrior
 from lightning_pfl.testing import fit
 from lightning_pfl.testing.conformance import small_clients, small_module
-from lightning_pfl.tree import Model
 from tests.methods.cases import PROBLEMS
 
 Make = Callable[[], Method]

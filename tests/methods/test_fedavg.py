@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.methods import FedAvg
-from lightning_pfl.sampling import sample_cohort
 from lightning_pfl.testing import (
     QuadraticModule,
     assert_trees_close,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pfl.layout import Layout
+from lightning_pfl.core.parameters import Layout
 from lightning_pfl.methods import FedAvg, FedBN
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import (
     QuadraticModule,
     assert_trees_close,

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.callbacks import NewClientAdaptation
+from lightning_pfl.core.tree import Tree
 from lightning_pfl.methods import FedMAP, LocalOnly, PFedMe
-from lightning_pfl.priors import DiagonalGaussianPrior, GaussianPrior, LaplacePrior, Prior
+from lightning_pfl.priors import (
+    DiagonalGaussianPrior,
+    GaussianPrior,
+    LaplacePrior,
+    Prior,
+)
 from lightning_pfl.testing import (
     QuadraticModule,
     SplitQuadraticModule,
@@ -26,7 +32,6 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
-from lightning_pfl.tree import Tree
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.references.fedmap import fedmap

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lightning_pfl.layout import Spec
+from lightning_pfl.core.parameters import Spec
 from lightning_pfl.methods import FedMAP
 from lightning_pfl.priors import GaussianPrior, LaplacePrior
 from lightning_pfl.testing import local_round

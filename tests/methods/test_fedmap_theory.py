@@ -16,15 +16,25 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
+from lightning_pfl.core.tree import Tree, leaves, tmap
 from lightning_pfl.data import FederatedDataModule, ShiftedLines
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.data.partition import Natural
 from lightning_pfl.methods import FedMAP
-from lightning_pfl.module import PersonalizedModule
-from lightning_pfl.priors import DiagonalGaussianPrior, GaussianPrior, LaplacePrior, Prior
+from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.priors import (
+    DiagonalGaussianPrior,
+    GaussianPrior,
+    LaplacePrior,
+    Prior,
+)
 from lightning_pfl.priors.base import gradient
-from lightning_pfl.testing import QuadraticModule, fit, local_round, quadratic_clients
-from lightning_pfl.tree import Tree, leaves, tmap
+from lightning_pfl.testing import (
+    QuadraticModule,
+    fit,
+    local_round,
+    quadratic_clients,
+)
 from tests.methods.quadratics import ENGINES
 from tests.references.fedmap import learn_prior, local_line, pooled_fit, shifted_lines
 

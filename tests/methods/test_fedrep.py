@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods import FedPer, FedRep
 from lightning_pfl.methods.base import Phase
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import (
     SplitQuadraticModule,
     assert_trees_close,

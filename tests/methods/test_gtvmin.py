@@ -10,8 +10,9 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_pfl.methods import GTVMin, LocalOnly, memory
+from lightning_pfl.methods import GTVMin, LocalOnly
 from lightning_pfl.methods.gtvmin import dual_update
+from lightning_pfl.methods.support import memory
 from lightning_pfl.testing import (
     QuadraticModule,
     assert_trees_close,

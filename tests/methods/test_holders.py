@@ -5,9 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_pfl.layout import Layout
-from lightning_pfl.methods import CFL, FedAvg, FedMAP, SquaredPenalty
-from lightning_pfl.methods.base import CLUSTER, OWN, SHARED, Method
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.methods import (
+    CFL,
+    FedAvg,
+    FedMAP,
+    SquaredPenalty,
+)
+from lightning_pfl.methods.base import (
+    CLUSTER,
+    OWN,
+    SHARED,
+    Method,
+)
 from lightning_pfl.priors import GaussianPrior
 from lightning_pfl.testing import fit
 from lightning_pfl.testing.conformance import small_clients, small_module

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_pfl import ClientModules
-from lightning_pfl.methods import HomologicalConstraints, LocalOnly, memory
+from lightning_pfl.methods import HomologicalConstraints, LocalOnly
+from lightning_pfl.methods.support import memory
 from lightning_pfl.testing import (
     QuadraticModule,
     assert_trees_close,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pfl import FederatedStrategy
-from lightning_pfl.layout import Layout
+from lightning_pfl.core.parameters import Layout
 from lightning_pfl.methods import IFCA, FedAvg
 from lightning_pfl.testing import (
     QuadraticModule,

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_pfl.methods import FedAvg, FedPer, LGFedAvg, LocalOnly
+from lightning_pfl.methods import (
+    FedAvg,
+    FedPer,
+    LGFedAvg,
+    LocalOnly,
+)
 from lightning_pfl.testing import (
     SplitQuadraticModule,
     assert_trees_close,

@@ -14,9 +14,14 @@ from torch import nn
 from lightning_pfl import FederatedDataModule, PersonalizedModule
 from lightning_pfl.callbacks import NewClientAdaptation
 from lightning_pfl.data import FreshSamples, LinearRepresentation
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.inspect import SubspaceDistance
-from lightning_pfl.methods import FedAvg, FedRep, LinearFedRep, LocalOnly
+from lightning_pfl.methods import (
+    FedAvg,
+    FedRep,
+    LinearFedRep,
+    LocalOnly,
+)
 from lightning_pfl.methods.linear_fedrep import step_bound
 from lightning_pfl.metrics.subspace import principal_angle_distance
 from lightning_pfl.models import LinearRepresentation as Model

@@ -7,8 +7,14 @@ from collections.abc import Callable
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_pfl.methods import CFL, FedMTL, FedU, SquaredPenalty, memory
+from lightning_pfl.methods import (
+    CFL,
+    FedMTL,
+    FedU,
+    SquaredPenalty,
+)
 from lightning_pfl.methods.base import Method
+from lightning_pfl.methods.support import memory
 from lightning_pfl.testing import fit
 from lightning_pfl.testing.conformance import small_clients
 from tests.methods.networks import SCALARS, plain_module

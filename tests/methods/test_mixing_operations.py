@@ -14,13 +14,18 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.layout import Layout
-from lightning_pfl.methods import FedU, GTVMin, HomologicalConstraints, SheafFMTL
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import repeat
+from lightning_pfl.graphs.messages import Postman
+from lightning_pfl.methods import (
+    FedU,
+    GTVMin,
+    HomologicalConstraints,
+    SheafFMTL,
+)
 from lightning_pfl.methods.base import Method
-from lightning_pfl.peers import Postman
 from lightning_pfl.testing import QuadraticModule
-from lightning_pfl.tree import repeat
 
 
 class Count(TorchFunctionMode):

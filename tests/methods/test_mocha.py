@@ -12,12 +12,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_pfl.data.clients import FederatedTensorDataset
-from lightning_pfl.errors import ClientError
+from lightning_pfl.core.errors import ClientError
+from lightning_pfl.core.randomness import derive, permutation
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.methods import MOCHA
 from lightning_pfl.methods.mocha import aggregation_bound, learned_relationship
-from lightning_pfl.module import PersonalizedModule
-from lightning_pfl.randomness import derive, permutation
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import Fit, fit
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.cases import linear_module

@@ -10,7 +10,12 @@ import pytest
 
 from lightning_pfl import methods
 from lightning_pfl.methods.base import Method
-from lightning_pfl.testing import QuadraticModule, assert_trees_equal, fit, quadratic_clients
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_equal,
+    fit,
+    quadratic_clients,
+)
 from lightning_pfl.testing.fitting import Fit
 from tests.methods.quadratics import ENGINES
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pfl.engine.batching import Tick
-from lightning_pfl.engine.vectorized_local import VectorizedLocal
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.core.tree import Tree, tmap
+from lightning_pfl.engine.vectorized.local import VectorizedLocal
+from lightning_pfl.engine.vectorized.ticks import Tick
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.conformance import small_clients
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_close, local_round
-from lightning_pfl.tree import Tree, tmap
 from tests.methods.cases import CASES, PROBLEMS
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.data.clients import FederatedTensorDataset
-from lightning_pfl.engine.batching import order_key
+from lightning_pfl.core.randomness import permutation
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.steps import order_key
 from lightning_pfl.methods import FedAvg, PerFedAvg
 from lightning_pfl.methods.base import Local
 from lightning_pfl.methods.per_fedavg import moved
-from lightning_pfl.randomness import permutation
 from lightning_pfl.testing import (
     QuadraticModule,
     assert_trees_close,

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.methods import PFedMe
-from lightning_pfl.testing import QuadraticModule, assert_trees_close, descend, fit, q2
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_close,
+    descend,
+    fit,
+    q2,
+)
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged

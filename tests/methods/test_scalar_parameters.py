@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.module import PersonalizedModule
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import assert_trees_close, fit
 from lightning_pfl.testing.conformance import small_clients
 from tests.methods.cases import CASES, PROBLEMS

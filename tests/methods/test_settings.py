@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pfl import methods
-from lightning_pfl.layout import Layout
+from lightning_pfl.core.parameters import Layout
 from lightning_pfl.methods.base import Method
 from tests.loop.setting import classes, network, trainer
 

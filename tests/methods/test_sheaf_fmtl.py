@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_pfl import ClientModules
-from lightning_pfl.methods import FedU, LocalOnly, SheafFMTL, memory
+from lightning_pfl.methods import FedU, LocalOnly, SheafFMTL
+from lightning_pfl.methods.support import memory
 from lightning_pfl.solvers.sheaf import map_steps
 from lightning_pfl.testing import (
     QuadraticModule,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pfl.inspect.sheaf import CHECK_EVERY
 from lightning_pfl.methods import SheafFMTL
+from lightning_pfl.methods.support.sheaf import CHECK_EVERY
 from lightning_pfl.testing import QuadraticModule, fit, quadratic_clients
 from tests.methods.graphs import PAIR
 

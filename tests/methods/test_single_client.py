@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_pfl import methods
-from lightning_pfl.data.clients import FederatedTensorDataset
+from lightning_pfl.core.tree import Model
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing import Fit, assert_trees_close, fit
 from lightning_pfl.testing.conformance import small_clients, small_module
-from lightning_pfl.tree import Model
 from tests.methods.quadratics import ENGINES
 from tests.references.fedrep import fedrep
 from tests.references.training import State, batches, load, train

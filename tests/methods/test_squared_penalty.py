@@ -8,9 +8,14 @@ import torch
 
 from lightning_pfl.methods import LocalOnly, SquaredPenalty
 from lightning_pfl.models import SquaredHingeClassifier
+from lightning_pfl.solvers.centralized.sum_of_norms import solve_squared
 from lightning_pfl.solvers.pairs import Pairs
-from lightning_pfl.solvers.sum_of_norms import solve_squared
-from lightning_pfl.testing import QuadraticModule, assert_trees_equal, fit, quadratic_clients
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_equal,
+    fit,
+    quadratic_clients,
+)
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, A, C, close, ragged

@@ -16,8 +16,8 @@ from lightning_pfl.methods import (
     SquaredPenalty,
 )
 from lightning_pfl.methods.base import Method
+from lightning_pfl.methods.support.stability import displacement
 from lightning_pfl.priors import DiagonalGaussianPrior, GaussianPrior, LaplacePrior
-from lightning_pfl.stability import displacement
 from lightning_pfl.testing import QuadraticModule, fit, quadratic_clients
 from lightning_pfl.testing.conformance import small_clients, small_module
 

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from lightning_pfl import methods
-from lightning_pfl.graphs import ErdosRenyi, KNearest, ScaleFree, SmallWorld, resolve_graph
+from lightning_pfl.graphs import (
+    ErdosRenyi,
+    KNearest,
+    ScaleFree,
+    SmallWorld,
+    resolve_graph,
+)
 from lightning_pfl.inspect import ClientGraph, PairwiseDistance
 
 NUMBERS: list[tuple[Any, str]] = [

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pfl.metrics import STATISTICS, fairness, gini, jain_index, summarize
+from lightning_pfl.metrics import (
+    STATISTICS,
+    fairness,
+    gini,
+    jain_index,
+    summarize,
+)
 
 RNG = np.random.default_rng(0)
 

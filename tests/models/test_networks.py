@@ -19,8 +19,8 @@ from lightning_pfl.models import (
     LeNet,
     LinearRepresentation,
 )
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.models.layers import convolution_blocks, dense
-from lightning_pfl.module import PersonalizedModule
 
 
 def count(module: nn.Module) -> int:

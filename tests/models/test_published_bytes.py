@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_pfl import methods, models
-from lightning_pfl.callback import ClientInfo
-from lightning_pfl.layout import Layout
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import expand, nbytes
 from lightning_pfl.methods.base import Method
-from lightning_pfl.tree import expand, nbytes
 
 ONE = torch.ones(1, dtype=torch.int64)
 

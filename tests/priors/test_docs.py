@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pfl.core.tree import expand, leaves, tmap
 from lightning_pfl.priors import Prior
-from lightning_pfl.tree import expand, leaves, tmap
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "priors.md").read_text()

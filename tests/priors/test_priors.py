@@ -13,10 +13,21 @@ import torch
 from torch import Tensor
 
 from lightning_pfl import priors
-from lightning_pfl.priors import DiagonalGaussianPrior, GaussianPrior, LaplacePrior, Prior
+from lightning_pfl.core.tree import (
+    Model,
+    Tree,
+    expand,
+    leaves,
+    tmap,
+)
+from lightning_pfl.priors import (
+    DiagonalGaussianPrior,
+    GaussianPrior,
+    LaplacePrior,
+    Prior,
+)
 from lightning_pfl.priors.base import sum_entries
 from lightning_pfl.testing import assert_trees_close
-from lightning_pfl.tree import Model, Tree, expand, leaves, tmap
 
 
 class Cauchy(Prior):

@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.tree import Model, Tree, tmap
 from lightning_pfl.methods import FedMAP
-from lightning_pfl.priors import GaussianPrior, LaplacePrior, Prior, sum_entries
+from lightning_pfl.priors import (
+    GaussianPrior,
+    LaplacePrior,
+    Prior,
+    sum_entries,
+)
 from lightning_pfl.priors.probe import check_prior, depends_on_gamma
 from lightning_pfl.testing import QuadraticModule, fit, q2
-from lightning_pfl.tree import Model, Tree, tmap
 
 
 def model(dtype: torch.dtype = torch.float32) -> Model:

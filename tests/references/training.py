@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_pfl.data.clients import FederatedTensorDataset
-from lightning_pfl.engine.batching import order_key
-from lightning_pfl.randomness import permutation
+from lightning_pfl.core.randomness import permutation
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.steps import order_key
 
 State = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]

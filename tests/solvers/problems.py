@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pfl.data.ellipses import EllipseClusters
+from lightning_pfl.data.sources.ellipses import EllipseClusters
 
 L4 = torch.tensor([[0.0], [0.1], [1.0], [1.1]], dtype=torch.float64)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.randomness import derive, permutation
+from lightning_pfl.core.randomness import derive, permutation
 from lightning_pfl.solvers.blocks import BlockDraws, check_share, damping
-from lightning_pfl.solvers.newtons_method import proximal_newton
+from lightning_pfl.solvers.centralized.newtons_method import proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import PDMMState, objective, solve
 from lightning_pfl.solvers.proximal import block_soft_threshold

@@ -6,6 +6,8 @@ which share of a class). Applying the plan to the test labels gives every client
 same kind as its training data.
 """
 
+from __future__ import annotations
+
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -1,10 +1,12 @@
 """What a partition gives is checked before samples are dealt out by it."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
 
-from .base import Partition, Parts
+from lightning_pfl.data.partition.base import Partition, Parts
 
 
 def require_partition(name: str, value: Any) -> Partition:

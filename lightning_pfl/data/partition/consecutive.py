@@ -1,12 +1,21 @@
 """Clients with neighbouring classes, in log-normal sizes: FedRep's FEMNIST-letters."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .base import Partition, Parts, check_classes, check_clients, check_positive, cut_by_shares
-from .labels import cut_classes
+from lightning_pfl.data.partition.base import (
+    Partition,
+    Parts,
+    check_classes,
+    check_clients,
+    check_positive,
+    cut_by_shares,
+)
+from lightning_pfl.data.partition.labels import cut_classes
 
 
 class ConsecutiveClasses(Partition):

@@ -1,5 +1,7 @@
 """A picture of a partition: who holds what."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +26,8 @@ def class_counts(
 
 
 def draw(
-    parts: Sequence[npt.NDArray[np.int64]], labels: npt.NDArray[Any], ax: "Axes | None" = None
-) -> "Axes":
+    parts: Sequence[npt.NDArray[np.int64]], labels: npt.NDArray[Any], ax: Axes | None = None
+) -> Axes:
     """Draw how many samples of each class every client holds.
 
     Class labels give a map of counts (classes upwards, clients to the right); floating-point

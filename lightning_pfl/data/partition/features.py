@@ -1,5 +1,7 @@
 """Feature skew: clients see the same kind of data through different maps."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .base import Partition, Parts, check_positive
-from .check import require_partition
-from .sizes import IID
+from lightning_pfl.data.partition.base import Partition, Parts, check_positive
+from lightning_pfl.data.partition.check import require_partition
+from lightning_pfl.data.partition.sizes import IID
 
 
 @dataclass(frozen=True)

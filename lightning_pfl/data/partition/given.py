@@ -1,5 +1,7 @@
 """Partitions that come with the data or from another library."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .base import Partition, Parts, check_min_size, cut_by_shares
-from .draw import class_counts
-from .labels import cut_classes
+from lightning_pfl.data.partition.base import Partition, Parts, check_min_size, cut_by_shares
+from lightning_pfl.data.partition.draw import class_counts
+from lightning_pfl.data.partition.labels import cut_classes
 
 
 class Natural(Partition):

@@ -1,5 +1,7 @@
 """New clients with classes that no other client has."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .base import Partition, Parts, check_classes, check_clients
-from .check import require_partition
-from .labels import ClassesPerClient
-from .sizes import IID
+from lightning_pfl.data.partition.base import Partition, Parts, check_classes, check_clients
+from lightning_pfl.data.partition.check import require_partition
+from lightning_pfl.data.partition.labels import ClassesPerClient
+from lightning_pfl.data.partition.sizes import IID
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """Partitions by class: clients differ in which labels they hold."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .base import (
+from lightning_pfl.data.partition.base import (
     Partition,
     Parts,
     check_classes,

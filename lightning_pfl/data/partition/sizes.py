@@ -1,12 +1,14 @@
 """Partitions that differ in how many samples a client has, not in which kind."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .base import (
+from lightning_pfl.data.partition.base import (
     Partition,
     Parts,
     check_clients,

@@ -1,0 +1,331 @@
+"""NewClientAdaptation: clients that never took part fit a model to a few samples of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pfl._lightning import is_overridden, log_at_end
+from lightning_pfl.callbacks.new_clients.report import (
+    PREFIX,
+    Adapted,
+    draw_curves,
+    statistics,
+    write_models,
+    write_table,
+)
+from lightning_pfl.callbacks.new_clients.samples import take_samples
+from lightning_pfl.callbacks.new_clients.start import Start, starting_models
+from lightning_pfl.callbacks.settings import check_budget, check_lr
+from lightning_pfl.contract.callback import FederatedCallback, require_federation
+from lightning_pfl.core.checks import is_whole
+from lightning_pfl.core.mixture import SHARE
+from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.randomness import derive, seeded
+from lightning_pfl.core.tree import rows
+from lightning_pfl.data.datasets import FederatedDataset, as_federated
+from lightning_pfl.federation.adapt import adapt, evaluating
+from lightning_pfl.federation.eligibility import evaluated
+from lightning_pfl.federation.federation import Federation
+from lightning_pfl.methods.base import Phase
+from lightning_pfl.trainer.client_table import log_folder
+from lightning_pfl.trainer.data import place
+
+__all__ = ["Adapted", "NewClientAdaptation"]
+
+
+class NewClientAdaptation(FederatedCallback):
+    r"""Fits the model to clients that never took part, and reports accuracy against samples.
+
+    A new client receives what the server sends, and begins with the personal part that every
+    client had before round 0, or as ``start`` says. For each m in ``samples`` it trains on the
+    first m samples of a seeded shuffle of its training data (a larger m adds samples; a client with
+    fewer trains on all it has), and is evaluated on its test data. It trains with the optimizer of
+    ``configure_optimizers`` on the loss of ``training_step``; what is not in ``scope`` is unchanged
+    bit for bit, and so are the server and the clients that took part.
+
+    A personal part that nobody trained says nothing about a method. So a new client that takes no
+    step is left out, with a warning, and m = 0 is only accepted where a new client begins with a
+    trained model, which it then evaluates.
+
+    Runs at the end of a fit and in ``trainer.test``, also from a checkpoint alone. For every value
+    that the test step logs, say ``test_acc``, it logs ``new_clients/acc@m`` and the statistics
+    over the new clients (``new_clients/acc@m/worst_decile``, ...). ``new_clients.csv`` beside the
+    logs has a row for each m and client; TensorBoard shows ``new_clients/acc`` with m as step.
+    With a list of ``epochs`` clients are evaluated after each of these numbers of passes, under
+    ``new_clients/acc@m/epoch3``; TensorBoard shows ``new_clients/acc@m/epochs``.
+
+    Args:
+        clients: Training and test data of the new clients: a pair of federated datasets, or of
+            lists or dicts of DataLoaders. None: ``new_clients`` of the data module.
+        samples: The numbers m: different whole numbers of at least 0.
+        epochs: Passes over the m samples, or different numbers of passes after which to evaluate.
+            Exactly one of ``epochs`` and ``steps``.
+        steps: Optimizer steps instead.
+        scope: What trains: ``"personal"`` (the method's personal part), ``"all"``, or names, globs
+            and module types, such as ``"head"`` for methods without a personal part.
+        lr: Learning rate, positive; None keeps those of ``configure_optimizers``.
+        seed: Decides which samples come first.
+        start: What new clients begin with. ``"personal"``: the shared part of now, the personal
+            part of round 0. ``"global"``: the method's global model, for methods whose clients
+            remember a whole model of their own, such as APFL and L2GD. ``"mean"``: the mean of all
+            clients' personal models, where the trained representations stay with the clients
+            (LG-FedAvg).
+        save_models: Whether to write ``new_clients@m.pt`` beside the table: a dict of a
+            ``state_dict`` per new client, by name, after the largest number of passes.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+        MisconfigurationException: At the start of a run, if there are no new clients, or
+            ``scope``, ``start``, ``save_models`` or m = 0 don't fit the method.
+
+    Deviation from the paper: FedRep's Figure 6 has one m (500); its Figure 4 solves for linear
+    heads exactly, which many steps approach.
+
+    Example:
+        >>> NewClientAdaptation(samples=[1, 10, 100], steps=50).samples
+        (1, 10, 100)
+
+    References:
+        Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
+        federated learning. ICML 2021. arXiv:2102.07078, Figures 4 and 6.
+    """
+
+    def __init__(
+        self,
+        clients: tuple[Any, Any] | None = None,
+        samples: Sequence[int] = (10, 100, 500),
+        epochs: int | Sequence[int] | None = 10,
+        steps: int | None = None,
+        scope: Spec = "personal",
+        lr: float | None = None,
+        seed: int = 0,
+        start: Start = "personal",
+        save_models: bool = False,
+    ) -> None:
+        check_lr(lr)
+        self.samples = _check_samples(samples)
+        self.given = None if clients is None else _check_pair(clients)
+        self.several = isinstance(epochs, Sequence)
+        self.phases = _phases(epochs, steps, lr)
+        if start not in get_args(Start):
+            raise ValueError(
+                f"Expected `start` to be one of {get_args(Start)}, but got start={start!r}. "
+                "Use 'personal' for methods that share a part of the model."
+            )
+        self.scope, self.seed, self.start, self.save_models = scope, seed, start, save_models
+        self.results: tuple[Adapted, ...] = ()
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Require new clients before anything is trained."""
+        super().setup(trainer, pl_module, stage)
+        if stage in ("fit", "test"):
+            self._data(trainer)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Require a scope that fits the method, before the training and not after it."""
+        self._resolved(require_federation(trainer, self))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Adapt and evaluate after the last round."""
+        log_at_end(trainer, self._report(trainer))
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Adapt and evaluate in a test."""
+        if require_federation(trainer, self).rounds == 0:
+            rank_zero_warn(
+                "NewClientAdaptation expected a trained model, but this federation has not run a "
+                "round: new clients begin with the module as it is. Give `ckpt_path`."
+            )
+        pl_module.log_dict(self._report(trainer), batch_size=1)
+
+    # --- the work ---------------------------------------------------------------------------------
+
+    def _adapt(self, trainer: L.Trainer) -> tuple[Adapted, ...]:
+        """Train and evaluate the new clients for every number of samples."""
+        federation = require_federation(trainer, self)
+        train, test = (place(data, trainer) for data in self._data(trainer))
+        federation.settings.limit_eval_batches = trainer.limit_test_batches
+        module = federation.require_module()
+        evaluate = "test_step" if is_overridden("test_step", module) else "validation_step"
+        method, names = federation.method, self._resolved(federation)
+        round = federation.rounds - 1 if federation.rounds else None
+        found = []
+        # Models that are trained must not be inference tensors.
+        with torch.inference_mode(False), torch.no_grad(), evaluating(module):
+            for samples in self.samples:
+                data = take_samples(train, samples, self.seed) if samples else train
+                clients = self._trainable(federation, data, test, samples)
+                begin = rows(starting_models(federation, train.num_clients, self.start), clients)
+                trained_on = data.num_samples[clients] * bool(samples)
+                for phase in self.phases if samples else self.phases[:1]:
+                    models, epochs = begin, phase.epochs if self.several and samples else None
+                    if samples:
+                        # From the start each time: one optimizer for all passes, and their order
+                        # of samples, so that fewer passes are the beginning of more.
+                        phase = replace(phase, train=sorted(names))
+                        step = partial(method.adaptation_step, federation.server)
+                        models = adapt(
+                            federation, begin, clients, (phase,), data, "new clients", step
+                        )
+                    with seeded(derive(federation.seed, "evaluation", PREFIX, samples)):
+                        evaluation = federation.engine.evaluate(
+                            models, clients, test, evaluate, round=round
+                        )
+                    found.append(Adapted(samples, epochs, clients, trained_on, models, evaluation))
+        return tuple(found)
+
+    def _trainable(
+        self, federation: Federation, data: FederatedDataset, test: FederatedDataset, samples: int
+    ) -> Tensor:
+        """Rows of the clients with test data that take at least one step."""
+        everyone = torch.arange(data.num_clients)
+        steps = federation.engine.count_steps(data, everyone, self.phases[:1])
+        ready = (steps > 0) if samples else torch.ones_like(everyone, dtype=torch.bool)
+        untrained = [data.names[row] for row in (~ready).nonzero().flatten().tolist()]
+        if len(untrained) == data.num_clients:
+            raise MisconfigurationException(
+                f"Expected new clients with a batch of training data, but none of the "
+                f"{data.num_clients} can take a step on {samples} samples. Use more samples, a "
+                "smaller batch_size, or drop_last=False."
+            )
+        if untrained:
+            rank_zero_warn(
+                f"{len(untrained)} new clients without a batch of training data are left out: "
+                f"{', '.join(untrained[:10])}. Their model would be untrained."
+            )
+        clients = everyone[ready & (test.num_samples > 0)]
+        if not len(clients):
+            raise MisconfigurationException(
+                "Expected new clients with test data, but none that can train has any. Give them "
+                "test samples."
+            )
+        return clients[evaluated(test, clients, "test", federation.settings.limit_eval_batches)]
+
+    def _resolved(self, federation: Federation) -> frozenset[str]:
+        method, layout = federation.method, federation.layout
+        name = type(method).__name__
+        if self.scope == "personal" and not method.differing(layout):
+            raise MisconfigurationException(
+                f"Expected a method with a personal part for scope='personal', but {name} shares "
+                "the whole model. Use scope='head' to train the head alone, or scope='all'."
+            )
+        if self.start == "global":
+            starting_models(federation, 1, self.start)  # an error where there is none
+        mixed = self.start != "global" and SHARE in starting_models(federation, 1, "personal")
+        if self.save_models and mixed:
+            raise MisconfigurationException(
+                f"Expected models that are one state_dict for save_models=True, but {name} mixes "
+                "the outputs of two. Let it mix parameters, or use start='global'."
+            )
+        untrained = self.start == "personal" and method.global_model(federation.server) is None
+        if 0 in self.samples and untrained:
+            raise MisconfigurationException(
+                f"Expected samples >= 1 for {name}, but got samples={list(self.samples)}: without "
+                "samples a new client's personal part is untrained, and its accuracy says nothing. "
+                "Leave out 0."
+            )
+        if self.scope == "personal":
+            return method.differing(layout)
+        return layout.match(self.scope, "scope")
+
+    def _data(self, trainer: Any) -> tuple[FederatedDataset, FederatedDataset]:
+        if self.given is not None:
+            return self.given
+        source = getattr(trainer.datamodule, "new_clients", None)
+        if source is None:
+            raise MisconfigurationException(
+                "Expected new clients, but the run has no data module with `new_clients`. Pass "
+                "FederatedDataModule(new_clients=...), or "
+                "NewClientAdaptation(clients=(train, test))."
+            )
+        return _check_pair((source("train"), source("test")))
+
+    # --- the report -------------------------------------------------------------------------------
+
+    def _report(self, trainer: L.Trainer) -> dict[str, float]:
+        """Everything that is logged; writes the table, curves and models on the way."""
+        self.results = self._adapt(trainer)
+        names, folder = self._data(trainer)[1].names, log_folder(trainer)
+        values: dict[str, float] = {}
+        for adapted in self.results:
+            values |= statistics(adapted)
+            draw_curves(trainer, adapted)
+        if folder is not None:
+            write_table(folder / "new_clients.csv", self.results, names)
+            if self.save_models:
+                self._write_models(trainer, folder, names)
+        return values
+
+    def _write_models(self, trainer: L.Trainer, folder: Path, names: Sequence[str]) -> None:
+        """One file per number of samples, of the models after the most passes."""
+        federation = require_federation(trainer, self)
+        frame = {k: v.detach().clone() for k, v in federation.require_module().state_dict().items()}
+        for adapted in {adapted.samples: adapted for adapted in self.results}.values():
+            write_models(
+                folder / f"new_clients@{adapted.samples}.pt",
+                adapted,
+                names,
+                lambda model: {**frame, **federation.layout.with_aliases(model)},
+            )
+
+
+def _phases(
+    epochs: int | Sequence[int] | None, steps: int | None, lr: float | None
+) -> tuple[Phase, ...]:
+    """The training of a new client, for each number of passes in ascending order."""
+    if not isinstance(epochs, Sequence):
+        phases: tuple[Phase, ...] = (check_budget(epochs, steps, default_epochs=10),)
+    else:
+        if not epochs or len(set(epochs)) != len(epochs):
+            raise ValueError(
+                "Expected `epochs` to be a whole number or different whole numbers, but got "
+                f"epochs={epochs!r}. Use [1, 2, 5, 10], for example."
+            )
+        phases = tuple(check_budget(epoch, steps, default_epochs=None) for epoch in epochs)
+        phases = tuple(sorted(phases, key=lambda phase: phase.epochs or 0))
+    if not all(phase.epochs or phase.steps for phase in phases):
+        raise ValueError(
+            "Expected new clients to train, but got no epochs and no steps. "
+            "Use samples=[0] to evaluate the global model of a method that has one."
+        )
+    return tuple(replace(phase, lr=lr, name="new client") for phase in phases)
+
+
+def _check_samples(samples: Sequence[int]) -> tuple[int, ...]:
+    whole = [is_whole(m, 0) for m in samples]
+    if not whole or not all(whole) or len(set(samples)) != len(whole):
+        raise ValueError(
+            "Expected `samples` to be different whole numbers >= 0, but got "
+            f"samples={samples!r}. Use [1, 10, 100], for example."
+        )
+    return tuple(samples)
+
+
+def _check_pair(clients: Any) -> tuple[FederatedDataset, FederatedDataset]:
+    if isinstance(clients, Mapping) or not isinstance(clients, (tuple, list)) or len(clients) != 2:
+        raise TypeError(
+            "Expected `clients` to be a pair (training data, test data) of the new clients, but "
+            f"got a {type(clients).__name__}. Pass two federated datasets, or two lists of "
+            "DataLoaders."
+        )
+    train = as_federated(clients[0], what="clients[0]")
+    test = as_federated(clients[1], what="clients[1]")
+    if tuple(train.names) != tuple(test.names):
+        raise ValueError(
+            "Expected the same new clients in the training and the test data, but got "
+            f"{train.num_clients} and {test.num_clients} clients, or other names. Give both in "
+            "the same order."
+        )
+    return train, test

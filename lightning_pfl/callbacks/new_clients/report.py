@@ -1,0 +1,122 @@
+"""What is written of new clients: a table, curves in TensorBoard, and their models."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_pfl.contract.records import Evaluation
+from lightning_pfl.core.tree import Model
+from lightning_pfl.federation.evaluate import summaries
+
+PREFIX = "new_clients/"
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """New clients after training on their first samples.
+
+    Attributes:
+        samples: How many samples they were given.
+        epochs: How many passes over them they made, if they are evaluated after several numbers of
+            passes; otherwise None.
+        clients: Rows of the new clients that are evaluated, int64 ``(clients,)``.
+        trained_on: Samples that each of them has had, int64 ``(clients,)``.
+        models: Their models, ``(clients, ...)``.
+        evaluation: Their results on the test split.
+    """
+
+    samples: int
+    epochs: int | None
+    clients: Tensor
+    trained_on: Tensor
+    models: Model
+    evaluation: Evaluation
+
+    def key(self, name: str) -> str:
+        """``new_clients/acc@500``, or ``new_clients/acc@500/epoch3``."""
+        after = "" if self.epochs is None else f"/epoch{self.epochs}"
+        return f"{PREFIX}{name}@{self.samples}{after}"
+
+
+def bare(key: str) -> str:
+    """``acc`` for ``test_acc``: the split is said by the prefix."""
+    for stage in ("test_", "val_", "test/", "val/"):
+        key = key.removeprefix(stage)
+    return key
+
+
+def statistics(adapted: Adapted) -> dict[str, float]:
+    """Everything that is logged of one number of samples and passes."""
+    values: dict[str, float] = {}
+    for key, of_clients in adapted.evaluation.values.items():
+        one = replace(adapted.evaluation, values={key: of_clients})
+        for name, value in summaries(one).items():
+            values[f"{adapted.key(bare(key))}{name.removeprefix(key)}"] = value
+    return values
+
+
+def draw_curves(trainer: L.Trainer, adapted: Adapted) -> None:
+    """A point of each curve: against samples or, if there are several numbers of them, passes."""
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            for key, value in adapted.evaluation.values.items():
+                one = replace(adapted.evaluation, values={key: value})
+                name, step = f"{PREFIX}{bare(key)}", adapted.samples
+                if adapted.epochs is not None:
+                    name, step = f"{name}@{adapted.samples}/epochs", adapted.epochs
+                logger.experiment.add_scalar(name, summaries(one)[key], step)
+
+
+def write_table(path: Path, results: Sequence[Adapted], names: Sequence[str]) -> None:
+    """Write ``new_clients.csv``: a row for each number of samples, of passes, and client."""
+    keys = [*dict.fromkeys(key for adapted in results for key in adapted.evaluation.values)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    head = ["samples", "epochs", "client", "trained_on", "num_samples"]
+    with temporary.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*head, *map(bare, keys)])
+        for adapted in results:
+            epochs = "" if adapted.epochs is None else adapted.epochs
+            columns = [adapted.evaluation.values[key].tolist() for key in keys]
+            writer.writerows(
+                zip(
+                    [adapted.samples] * len(adapted.clients),
+                    [epochs] * len(adapted.clients),
+                    [names[row] for row in adapted.clients.tolist()],
+                    adapted.trained_on.tolist(),
+                    adapted.evaluation.counts.tolist(),
+                    *columns,
+                    strict=True,
+                )
+            )
+    temporary.replace(path)
+
+
+def write_models(path: Path, adapted: Adapted, names: Sequence[str], state: Any) -> None:
+    """Write a ``state_dict`` per new client, by name; ``torch.load(path)`` reads them.
+
+    Args:
+        path: The file.
+        adapted: The models.
+        names: Of all new clients.
+        state: Makes a whole ``state_dict`` of the module from a client's model.
+    """
+    models = {
+        names[row]: state({name: leaf[k].clone() for name, leaf in adapted.models.items()})
+        for k, row in enumerate(adapted.clients.tolist())
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    torch.save(models, temporary)
+    temporary.replace(path)

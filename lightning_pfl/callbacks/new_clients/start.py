@@ -1,0 +1,73 @@
+"""The models that new clients begin with."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.tree import Model, expand, weighted_mean, whole_nbytes
+from lightning_pfl.federation.evaluate import personal_models
+from lightning_pfl.federation.federation import Federation
+
+Start = Literal["personal", "global", "mean"]
+TOGETHER = 2**27
+"""Bytes of personal models that are averaged at a time."""
+
+
+def starting_models(federation: Federation, clients: int, start: Start) -> Model:
+    """One model per new client, ``(clients, ...)``.
+
+    Args:
+        federation: The strategy.
+        clients: How many new clients there are.
+        start: ``"personal"``: the shared part of now, the personal part of round 0; ``"global"``:
+            the method's global model; ``"mean"``: the mean of all clients' personal models.
+    """
+    if start == "personal":
+        return _personal(federation, clients)
+    model = _mean(federation) if start == "mean" else _global(federation)
+    models: Model = expand(model, clients)
+    return models
+
+
+def _personal(federation: Federation, clients: int) -> Model:
+    # No ids of the federation: a method that knows its clients by id must not take them for one.
+    index = torch.arange(clients) + federation.num_clients
+    none = torch.zeros(clients, dtype=torch.int64)
+    weights = torch.full((clients,), 1 / clients, dtype=torch.float64)
+    round = max(federation.rounds - 1, 0)
+    info = ClientInfo(index, none, none, weights, round, federation.num_clients)
+    own = expand(federation.method.init_own(federation.layout.model()), clients)
+    return federation.method.personal_model(federation.download(info), own, info)
+
+
+def _global(federation: Federation) -> Model:
+    model = federation.method.global_model(federation.server)
+    if model is None:
+        raise MisconfigurationException(
+            f"Expected a method with a global model for start='global', but "
+            f"{type(federation.method).__name__} has none. Use start='personal', or start='mean'."
+        )
+    return model
+
+
+def _mean(federation: Federation) -> Model:
+    """The mean of the personal models, a few clients at a time; buffers as weighted_mean has them.
+
+    Sums in double precision, so that the order of the parts leaves no trace.
+    """
+    template = federation.layout.model()
+    together = max(1, TOGETHER // max(whole_nbytes(template), 1))
+    parts = torch.arange(federation.num_clients).split(together)
+    means = []
+    for part in parts:
+        models = personal_models(federation, part)
+        doubled = {k: v.double() if v.is_floating_point() else v for k, v in models.items()}
+        means.append(weighted_mean(doubled, torch.full((len(part),), 1 / len(part))))
+    shares = torch.tensor([len(part) for part in parts]).double() / federation.num_clients
+    stacked = {name: torch.stack([mean[name] for mean in means]) for name in means[0]}
+    mean: Model = weighted_mean(stacked, shares)
+    return {name: leaf.to(template[name].dtype) for name, leaf in mean.items()}

@@ -1,0 +1,155 @@
+"""The command line: ``lightning-pfl fit|validate|test|predict --config recipe.yaml``.
+
+A recipe names classes and their arguments, nothing else: what the command line can do, the Python
+API can do with the same words.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_pfl.cli.parser import Parser, in_a_line
+from lightning_pfl.cli.results import print_results
+from lightning_pfl.methods.base import Method
+from lightning_pfl.trainer.client_table import log_folder
+
+
+class PFLCLI(LightningCLI):
+    """LightningCLI with a ``method:`` key and the federated strategy as default.
+
+    The method is a callback. It has a key of its own because ``trainer.callbacks`` of a second
+    ``--config`` replaces that of the first, and the method would be lost with it.
+
+    Args:
+        args: Command line arguments, a nested dict of settings, or None for ``sys.argv``.
+        extra_callbacks: Callbacks of the calling program, added to those of the configuration.
+        **kwargs: As for LightningCLI; they override the defaults set here.
+    """
+
+    def __init__(
+        self, args: ArgsType = None, extra_callbacks: Sequence[Callback] = (), **kwargs: Any
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "trainer_defaults": {
+                "strategy": {"class_path": "lightning_pfl.FederatedStrategy"},
+                "callbacks": list(extra_callbacks),
+            },
+            # A run without a seed in its recipe is still one that can be repeated.
+            "seed_everything_default": 0,
+            # A resumed run writes into the folder of the run that it continues.
+            "save_config_kwargs": {"overwrite": True},
+            "parser_class": Parser,
+        }
+        # Lightning 2.6 calls names that jsonargparse 4.49 has renamed: nothing a user can act on.
+        os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+        super().__init__(args=args, **{**defaults, **kwargs})
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make a parser that takes no abbreviations: ``--trainer.max_epoch`` is a misspelling."""
+        return super().init_parser(**{"allow_abbrev": False, **kwargs})
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the ``method`` key; the method joins the callbacks."""
+        parser.add_lightning_class_args(Method, "method", subclass_mode=True)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse ``args``, without Lightning's warning that ``sys.argv`` isn't empty.
+
+        Programs that start runs have command lines of their own.
+        """
+        if args is None or isinstance(args, list):
+            self.config = parser.parse_args(args)
+        else:
+            self.config = parser.parse_object(args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Keep the recipe's model: it isn't replaced by the hyper-parameters of the checkpoint.
+
+        LightningCLI would read them into ``model``, where they lack the class that they belong to.
+        The strategy compares checkpoint and model by itself.
+        """
+
+    def instantiate_classes(self) -> None:
+        """Make the objects; a setting that is refused ends the program with one line that says why.
+
+        With ``JSONARGPARSE_DEBUG`` set it is the whole traceback.
+        """
+        try:
+            super().instantiate_classes()
+        except (MisconfigurationException, ValueError, TypeError) as error:
+            line = in_a_line(error)
+            if line is None:
+                raise
+            self.parser.error(line, error)
+
+    def before_validate(self) -> None:
+        """Say so if nothing is loaded."""
+        self._warn_if_untrained()
+
+    def before_test(self) -> None:
+        """Say so if nothing is loaded."""
+        self._warn_if_untrained()
+
+    def before_predict(self) -> None:
+        """Say so if nothing is loaded."""
+        self._warn_if_untrained()
+
+    def _warn_if_untrained(self) -> None:
+        if self._get(self.config, "ckpt_path") is None:
+            rank_zero_warn(
+                f"`{self.subcommand}` got no checkpoint: all clients have the model as the recipe "
+                "makes it, untrained. Pass --ckpt_path PATH.ckpt for the models of a run."
+            )
+
+    def after_fit(self) -> None:
+        """Print the last evaluation, the mean of the last ten rounds and the best round."""
+        print_results(self.trainer.callback_metrics)
+
+    def after_validate(self) -> None:
+        """Print the statistics over clients as one table, below Lightning's list."""
+        print_results(self.trainer.callback_metrics, title="After the validation")
+
+    def after_test(self) -> None:
+        """Print the statistics over clients as one table, below Lightning's list."""
+        print_results(self.trainer.callback_metrics, title="After the test")
+
+    def after_predict(self) -> None:
+        """Write what every client's ``predict_step`` returned: ``predictions.pt`` beside the logs.
+
+        A dict from client name to its list of outputs, one per batch, in the order of the data.
+        """
+        loop: Any = self.trainer.predict_loop
+        if not self.trainer.is_global_zero or not loop.predictions:
+            return
+        folder = log_folder(self.trainer) or Path(self.trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        outputs = dict(zip(loop.load().names, loop.predictions, strict=True))
+        torch.save(outputs, folder / "predictions.pt")
+        print(f"Predictions of {len(outputs)} clients: {folder / 'predictions.pt'}")
+
+
+def main(args: ArgsType = None) -> None:
+    """Run the command line; the console script ``lightning-pfl``.
+
+    It finds modules in the working directory, as ``python -m lightning_pfl`` does: recipes name
+    classes of one's own by ``module.Class``.
+    """
+    here = str(Path.cwd())
+    # Python itself has `safe_path` (`python -P`) since 3.11.
+    if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
+        sys.path.insert(0, here)
+    PFLCLI(args)
+
+
+if __name__ == "__main__":
+    main()

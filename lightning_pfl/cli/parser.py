@@ -1,0 +1,151 @@
+"""The command line's parser: errors that name the nearest word, and help without LaTeX."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pydoc import locate
+from typing import Any, NoReturn
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_pfl import callbacks, data, methods, models
+
+#: What a recipe can name without a module path.
+CLASSES = (*methods.__all__, *models.__all__, *data.__all__, *callbacks.__all__)
+# How jsonargparse, 4.39 to 4.53, words what it refuses; another wording only costs the suggestion.
+CLASS = re.compile(
+    r"(?:Expected a dot import path string: |module 'lightning_pfl[\w.]*' has no attribute ')"
+    r"([\w.]+)"
+)
+KEY = re.compile(r'Parser key "([\w.]+)"|--([\w.]+)\.help:')
+ARGUMENT = re.compile(
+    r"given class_path '([\w.]+)':\s+(?:Validation failed: )?"
+    r"(?:Option|Key) '([\w.]+)' is not (?:accepted|expected)"
+)
+OPTION = re.compile(
+    r"[Uu]nrecognized arguments: --([\w.]+)|"
+    r"does not accept (?:option|nested key) '([\w.]+)'"
+)
+OWN_WORDS = re.compile(r"Expected .+ but got .+")
+#: LaTeX that isn't its own name: ``\lambda`` is read as "lambda".
+SYMBOLS = {
+    "ge": ">=",
+    "le": "<=",
+    "lVert": "||",
+    "rVert": "||",
+    "lfloor": "floor(",
+    "rfloor": ")",
+    "top": "T",
+    "ell": "l",
+    "bar": "bar ",
+    "varepsilon": "epsilon",
+}
+
+
+class Parser(LightningArgumentParser):
+    """Lightning's parser with errors in a line and readable help."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Exit with status 2 and the message, with the nearest name where one is misspelt."""
+        if self.exit_on_error:
+            keys = (getattr(ex, "subcommand_parser", None) or self).get_defaults().keys()
+            message = explain(message, keys)
+        super().error(message, ex)
+        raise AssertionError  # it has exited
+
+    def print_usage(self, file: Any = None) -> None:
+        """Nothing before an error, which would be far below the sixty options of the Trainer."""
+        if file is not sys.stderr:
+            super().print_usage(file)
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """The help, with formulas as plain text."""
+        return plain(super().format_help(*args, **kwargs))
+
+
+def explain(message: str, keys: Iterable[str]) -> str:
+    r"""An error of jsonargparse, with the nearest name where something is misspelt.
+
+    Args:
+        message: The error.
+        keys: Options that there are.
+
+    Example:
+        >>> explain("unrecognized arguments: --trainer.max_epoch 3", ["trainer.max_epochs"])
+        "unrecognized arguments: --trainer.max_epoch 3\nDid you mean 'trainer.max_epochs'?"
+    """
+    near: str | None = None
+    if found := CLASS.search(message):
+        name = found[1].rsplit(".", 1)[-1]
+        named = [a or b for a, b in KEY.findall(message[: found.start()])]
+        if named[-1:] == ["method"]:
+            near = nearest(name, methods.__all__)
+            return (
+                f"Expected `method` to be one of {', '.join(methods.__all__)}, or the import path "
+                f"of a method of your own, but got method={name!r}. "
+                + (f"Did you mean {near!r}?" if near else "Choose one of them.")
+            )
+        near = nearest(name, CLASSES)
+    elif found := ARGUMENT.search(message):
+        near = nearest(found[2], arguments(found[1]))
+    elif found := OPTION.search(message):
+        key, keys = found[1] or found[2], list(keys)
+        near = nearest(key, keys) or nearest(key.split(".")[0], {k.split(".")[0] for k in keys})
+    return f"{message}\nDid you mean {near!r}?" if near else message
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The name that is most like another one, whatever its capitals; None if none is.
+
+    Example:
+        >>> nearest("scafold", ["FedAvg", "SCAFFOLD"])
+        'SCAFFOLD'
+    """
+    known = {each.casefold(): each for each in names}
+    found = get_close_matches(name.casefold(), known, n=1)
+    return known[found[0]] if found else None
+
+
+def arguments(class_path: str) -> list[str]:
+    """Names of the arguments of a class, and of the classes that it passes arguments on to."""
+    bases = getattr(locate(class_path), "__mro__", ())
+    return [name for base in bases for name in inspect.signature(base.__init__).parameters]
+
+
+def in_a_line(error: Exception) -> str | None:
+    r"""What a refused setting says for the user, out of what jsonargparse puts around it.
+
+    Args:
+        error: Raised while the objects of a configuration were made.
+
+    Returns:
+        The sentence; None for errors that aren't about a setting, such as a bug in a module.
+
+    Example:
+        >>> in_a_line(ValueError("Errors:\n  - Expected `a` to be 1, but got a=2. Use 1.\n - b"))
+        'Expected `a` to be 1, but got a=2. Use 1.'
+    """
+    if found := OWN_WORDS.search(str(error)):
+        return found[0]
+    return str(error) if isinstance(error, MisconfigurationException) else None
+
+
+def plain(text: str) -> str:
+    r"""Text whose formulas in ``:math:`` are written without LaTeX.
+
+    Example:
+        >>> plain(r":math:`\mu \ge 0`. 0 is FedAvg.")
+        'mu >= 0. 0 is FedAvg.'
+    """
+    return re.sub(r":math:`([^`]*)`", lambda formula: _plain_formula(formula[1]), text)
+
+
+def _plain_formula(formula: str) -> str:
+    formula = re.sub(r"\\frac(\\[a-z]+|\w)(\w)", r"\1/\2 ", formula.replace(r"\,", ""))
+    formula = re.sub(r"\\([A-Za-z]+)", lambda word: SYMBOLS.get(word[1], word[1]), formula)
+    return formula.replace("{", "").replace("}", "")

@@ -1,0 +1,61 @@
+"""The table of results at the end of a command."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import SupportsFloat
+
+from lightning.fabric.utilities import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+
+from lightning_pfl.metrics import STATISTICS
+
+#: Column of the results table, and what the evaluation appends to the name of a value.
+COLUMNS = {statistic or "mean": f"/{statistic}" if statistic else "" for statistic in STATISTICS}
+#: What ClusterMonitor logs, shown below the table.
+CLUSTERS = ("clusters/number", "clusters/ari")
+DIGITS = re.compile(r"(\d+)")
+
+
+def evaluated(metrics: Mapping[str, SupportsFloat]) -> dict[str, dict[str, float]]:
+    """Pick the values that were evaluated for every client.
+
+    Args:
+        metrics: Logged values by name, for instance ``trainer.callback_metrics``.
+
+    Returns:
+        For each name with a ``/worst_decile`` beside it: its statistics, by the names of
+        :data:`COLUMNS`. A statistic that is missing is nan.
+
+    Example:
+        >>> logged = {"val_acc": 0.9, "val_acc/worst_decile": 0.5, "train_loss": 1.0}
+        >>> evaluated(logged)["val_acc"]["worst_decile"]
+        0.5
+    """
+    # `@20` before `@100`.
+    names = sorted(
+        (name for name in metrics if f"{name}/worst_decile" in metrics),
+        key=lambda name: [int(part) if part.isdigit() else part for part in DIGITS.split(name)],
+    )
+    return {
+        name: {
+            title: float(metrics.get(name + suffix, math.nan)) for title, suffix in COLUMNS.items()
+        }
+        for name in names
+    }
+
+
+@rank_zero_only
+def print_results(metrics: Mapping[str, SupportsFloat], title: str = "After training") -> None:
+    """Print a table of the values that were evaluated for every client, if there are any."""
+    rows = evaluated(metrics)
+    if not rows:
+        return
+    clusters = ", ".join(f"{k} {float(v):.4g}" for k, v in metrics.items() if k in CLUSTERS)
+    table = Table("over clients", *COLUMNS, title=title, caption=clusters or None)
+    for name, statistics in rows.items():
+        table.add_row(name, *(f"{value:.4f}" for value in statistics.values()))
+    Console().print(table)

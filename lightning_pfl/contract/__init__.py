@@ -1,0 +1,1 @@
+"""What a method, an engine and a callback say to each other."""

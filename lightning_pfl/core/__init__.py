@@ -1,0 +1,1 @@
+"""Words and arithmetic that everything else uses; knows no Trainer, method or engine."""

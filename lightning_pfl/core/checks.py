@@ -1,0 +1,91 @@
+"""Checks of single settings, with errors that say what to do."""
+
+from __future__ import annotations
+
+import math
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a plain number: no bool, and no tensor, which no checkpoint would tell.
+
+    Example:
+        >>> is_number(0.5), is_number(True), is_number("0.5")
+        (True, False, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a setting is a whole number of at least ``least``.
+
+    Example:
+        >>> is_whole(2, 1), is_whole(0, 1), is_whole(2.0, 1), is_whole(True, 1)
+        (True, False, False, False)
+    """
+    return isinstance(value, int) and is_number(value) and value >= least
+
+
+def check_number(
+    name: str, value: float, advice: str, positive: bool = False, infinite: bool = False
+) -> None:
+    """Require a finite number >= 0; > 0 if ``positive``, also infinity if ``infinite``.
+
+    Args:
+        name: The argument.
+        value: What was given.
+        advice: The sentence that ends the error's text.
+        positive: Whether 0 is refused.
+        infinite: Whether infinity is a number here.
+
+    Raises:
+        ValueError: If it isn't.
+    """
+    fits = is_number(value) and (value > 0 if positive else value >= 0)
+    if not fits or (value == math.inf and not infinite):
+        kind = f"a {'' if infinite else 'finite '}number {'>' if positive else '>='} 0"
+        raise ValueError(f"Expected `{name}` to be {kind}, but got {name}={value!r}. {advice}")
+
+
+def check_whole(name: str, value: object, least: int, advice: str) -> None:
+    """Require a whole number >= ``least``; ``advice`` ends the error's text.
+
+    Raises:
+        ValueError: If it isn't.
+    """
+    if not is_whole(value, least):
+        raise ValueError(
+            f"Expected `{name}` to be a whole number >= {least}, but got {name}={value!r}. {advice}"
+        )
+
+
+def check_choice(name: str, value: object, known: tuple[str, ...], advice: str) -> None:
+    """Require one of two or more known strings; ``advice`` ends the error's text.
+
+    Raises:
+        ValueError: If it is none of them.
+
+    Example:
+        >>> check_choice("norm", "l3", ("l2", "l1", "squared"), "Use 'l2'.")
+        Traceback (most recent call last):
+        ValueError: Expected `norm` to be 'l2', 'l1' or 'squared', but got norm='l3'. Use 'l2'.
+    """
+    if not isinstance(value, str) or value not in known:
+        *first, last = map(repr, known)
+        raise ValueError(
+            f"Expected `{name}` to be {', '.join(first)} or {last}, but got {name}={value!r}. "
+            f"{advice}"
+        )
+
+
+def check_budget(epochs: int | None, steps: int | None, what: str = "local") -> None:
+    """Require exactly one of ``<what>_epochs`` and ``<what>_steps``, a whole number >= 0."""
+    given = {f"{what}_epochs": epochs, f"{what}_steps": steps}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    text = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    if len(chosen) != 1:
+        raise ValueError(
+            f"Expected exactly one of `{what}_epochs` and `{what}_steps`, but got {text}. Set the "
+            "other one to None."
+        )
+    ((name, value),) = chosen.items()
+    check_whole(name, value, 0, "Use 1, for example.")

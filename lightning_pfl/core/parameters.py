@@ -1,0 +1,276 @@
+"""Which parameters and buffers of a module are shared, personal or static."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pfl.core.tree import Model
+
+Spec = str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
+"""What to pick of a module.
+
+Submodule or parameter names, globs, module types, a list of these, ``"all"``, or None.
+"""
+
+
+def picks(pattern: str, name: str) -> bool:
+    """Whether a string of a :data:`Spec` picks a parameter, by its name or a module's above it.
+
+    Example:
+        >>> picks("head", "head.bias"), picks("*.bias", "head.bias"), picks("all", "head.bias")
+        (True, True, True)
+    """
+    return pattern == "all" or any(fnmatchcase(part, pattern) for part in _ancestors(name))
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+class Layout:
+    """The split of a module's state by who holds it.
+
+    A *model* is the dict of all trainable parameters and persistent buffers. Parameters with
+    ``requires_grad=False`` are *static*: they never change, are never sent, and every client uses
+    the module's own tensor. So are buffers with an infinity, such as the mask of an attention
+    layer: no mean over clients has a meaning for them.
+
+    Args:
+        module: The user's module.
+        personal: What never leaves the client (:data:`Spec`). A buffer follows the module that owns
+            it.
+
+    Attributes:
+        aliases: The further names of tied parameters and buffers, each with the one under which the
+            model has it.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or the module has nothing to train or what can't
+            be trained in a federation: complex parameters, parameters with hooks, or embeddings
+            with sparse gradients.
+    """
+
+    def __init__(self, module: nn.Module, personal: Spec = None) -> None:
+        self.module = module
+        self.trainable = tuple(name for name, p in module.named_parameters() if p.requires_grad)
+        self.static = tuple(name for name, p in module.named_parameters() if not p.requires_grad)
+        if not self.trainable:
+            raise ValueError(
+                f"Expected the module to have parameters to train, but {type(module).__name__} "
+                "has none with "
+                "requires_grad=True. Unfreeze at least one parameter."
+            )
+        _check_kinds(module)
+        persistent = module.state_dict(keep_vars=True)
+        kept = {name: b for name, b in module.named_buffers() if name in persistent}
+        masks = tuple(name for name, buffer in kept.items() if _has_infinity(buffer))
+        self.static += masks
+        self.buffers = tuple(name for name in kept if name not in masks)
+        self.names = self.trainable + self.buffers
+        self.aliases = {k: v for k, v in _aliases(module).items() if v in self.names}
+        self.personal = self.match(personal, "personal")
+        self.shared = frozenset(self.names) - self.personal
+
+    def match(self, spec: Spec, argument: str = "train") -> frozenset[str]:
+        """The names that a :data:`Spec` picks.
+
+        A string matches a name or any module above it, literally or as a glob: ``"head"``,
+        ``"head.*"`` and ``"backbone.layer*.norm1"`` all work. A type matches everything inside
+        modules of that type. A tied parameter is picked by any of its names.
+
+        Raises:
+            ValueError: If a string matches nothing. A type may match nothing: FedBN on a network
+                without normalisation is FedAvg.
+            TypeError: If it is something else.
+        """
+        if spec is None:
+            return frozenset()
+        items = [spec] if isinstance(spec, (str, type)) else spec
+        if not isinstance(items, Iterable) or not all(isinstance(i, (str, type)) for i in items):
+            raise TypeError(
+                f"Expected `{argument}` to be names, globs or module types, but got "
+                f"{argument}={spec!r}. Use 'head', ['head', 'backbone.norm*'] or nn.BatchNorm2d, "
+                "for example."
+            )
+        found: set[str] = set()
+        for item in items:
+            matched = self._of_type(item) if isinstance(item, type) else self._of_pattern(item)
+            if not matched and isinstance(item, str):
+                known = sorted(
+                    {part for name in self._all_names() for part in _ancestors(name)[:2]}
+                )
+                raise ValueError(
+                    f"Expected `{argument}` to match at least one parameter, but got "
+                    f"{argument}={item!r} and the model "
+                    f"has {', '.join(known)}. Use one of these names (the last layer is "
+                    f"{self._last_layer()!r}), a glob such as '*.bias', or 'all'."
+                )
+            found |= matched
+        return frozenset(found)
+
+    def _all_names(self) -> dict[str, str]:
+        """Every name, with the one under which the model has it."""
+        return {**{name: name for name in self.names}, **self.aliases}
+
+    def _last_layer(self) -> str:
+        """What was registered last and trains: in most modules the layer that makes the outputs."""
+        return self.trainable[-1].rpartition(".")[0] or self.trainable[-1]
+
+    def _of_pattern(self, pattern: str) -> set[str]:
+        return {kept for name, kept in self._all_names().items() if picks(pattern, name)}
+
+    def _of_type(self, kind: type[nn.Module]) -> set[str]:
+        prefixes = tuple(
+            f"{name}." for name, module in self.module.named_modules() if isinstance(module, kind)
+        )
+        names = self._all_names().items()
+        return {kept for name, kept in names if name.startswith(prefixes)} if prefixes else set()
+
+    def with_aliases(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A model, or a module's state, with a tied parameter's value under all of its names."""
+        tied = {alias: state[name] for alias, name in self.aliases.items() if name in state}
+        return {**state, **tied}
+
+    def notes(self) -> list[str]:
+        """What the log says: which parameters are tied, where some of the model is personal."""
+        if not self.personal or not self.shared:
+            return []
+        return [
+            f"{alias} is tied to {name}: both are "
+            f"{'personal' if name in self.personal else 'shared'}."
+            for alias, name in self.aliases.items()
+        ]
+
+    def model(self) -> Model:
+        """A copy of the module's current model, without gradients, on the module's device."""
+        state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {name: state[name].detach().clone() for name in self.names}
+
+    def num_trainable(self) -> int:
+        """How many trainable scalars the model has."""
+        parameters = dict(self.module.named_parameters())
+        return sum(parameters[name].numel() for name in self.trainable)
+
+    def load(self, model: Model) -> None:
+        """Write the entries of ``model`` into the module, in place."""
+        state: dict[str, Tensor] = {
+            **dict(self.module.named_parameters()),
+            **dict(self.module.named_buffers()),
+        }
+        for name, value in model.items():
+            state[name].data.copy_(value)
+
+    def describe(self) -> dict[str, object]:
+        """What a checkpoint must agree on: the shape and the holder of every entry."""
+        shapes = self.model()
+        return {
+            name: [list(shapes[name].shape), "personal" if name in self.personal else "shared"]
+            for name in shapes
+        }
+
+    def table(self, holders: Mapping[str, frozenset[str]] | None = None) -> str:
+        """One line per top-level module and holder: names and number of scalars.
+
+        Printed at the start of a fit.
+
+        Args:
+            holders: Entries by who has them; None for those that are shared and personal.
+        """
+        if holders is None:
+            holders = {"shared": self.shared, "personal": self.personal}
+        sizes = {name: p.numel() for name, p in self.module.named_parameters()}
+        sizes |= {name: b.numel() for name, b in self.module.named_buffers()}
+        lines = []
+        found = {name: names for name, names in holders.items() if names} | {"static": self.static}
+        width = max(8, *map(len, found))
+        for holder, names in found.items():
+            for top, scalars in _by_top_level(names, sizes).items():
+                lines.append(f"  {holder:<{width}} {top:<24} {scalars:>12,}")
+        return "\n".join(lines)
+
+
+def _by_top_level(names: Iterable[str], sizes: dict[str, int]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for name in sorted(names):
+        top = name.split(".")[0]
+        totals[top] = totals.get(top, 0) + sizes[name]
+    return totals
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Names of parameters and buffers that `named_parameters` leaves out, with the ones it has."""
+    first: dict[Tensor, str] = {}
+    found = {}
+    for named in (module.named_parameters, module.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(tensor, name) != name:
+                found[name] = first[tensor]
+    return found
+
+
+def places(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Where ``functional_call`` must put each parameter and buffer, with ``tie_weights=False``.
+
+    By the name under which a model has it: every owner's name for it, once. A module that is
+    registered twice is one owner; torch's own ``tie_weights`` would replace its entries twice, and
+    then put the replacement back in the place of the original.
+    """
+    first: dict[Tensor, str] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    for prefix, part in module.named_modules():
+        for named in (part.named_parameters, part.named_buffers):
+            for own, tensor in named(recurse=False, remove_duplicate=False):
+                name = f"{prefix}.{own}" if prefix else own
+                kept = first.setdefault(tensor, name)
+                found[kept] = (*found.get(kept, ()), name)
+    return found
+
+
+def _has_infinity(buffer: Tensor) -> bool:
+    """Whether a buffer is a mask; one without memory has no numbers to tell."""
+    return not buffer.is_meta and bool(buffer.isinf().any())
+
+
+def _check_kinds(module: nn.Module) -> None:
+    """Refuse parameters that clients can't train side by side, or a server can't average."""
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.is_complex():
+            raise ValueError(
+                f"Expected real parameters and buffers, but {name!r} is of {tensor.dtype}. Keep "
+                "its real and imaginary parts, `torch.view_as_real(...)`, as the parameter."
+            )
+        hooks = tensor._backward_hooks if isinstance(tensor, nn.Parameter) else None
+        if hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"Expected parameters without hooks, but {name!r} has one (`register_hook`), which "
+                "the clients' own copies of it wouldn't have. Change gradients in the forward "
+                "pass, for example with a torch.autograd.Function."
+            )
+    for name, part in module.named_modules():
+        sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        if sparse and part.weight.requires_grad:
+            raise ValueError(
+                f"Expected dense gradients, but {name!r} is {type(part).__name__}(sparse=True). "
+                "Make it with sparse=False."
+            )
+
+
+BATCH_NORM: tuple[type[nn.Module], ...] = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+)
+RUNNING_STATISTICS: tuple[type[nn.Module], ...] = (
+    *BATCH_NORM,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+"""Layers that may keep running statistics, which they update in training mode."""
+NORMS: tuple[type[nn.Module], ...] = (*RUNNING_STATISTICS, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)

@@ -1,0 +1,397 @@
+"""Federated datasets: the samples of one split and which of them each client holds.
+
+Two forms with the same three properties (``num_clients``, ``names``, ``num_samples``):
+``FederatedTensorDataset`` keeps the samples of all clients in one set of tensors, so that a batch
+of a whole cohort is one gather on the device; ``FederatedLoaders`` keeps one user's DataLoader per
+client. ``as_federated`` turns whatever a user passes to ``Trainer.fit`` into one of the two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import Self
+
+from lightning_pfl.data.batch import Batch, batch_leaves, map_batch
+from lightning_pfl.data.loaders import count_samples, loader_problem, resident_parts
+
+__all__ = [
+    "Batch",
+    "FederatedDataset",
+    "FederatedLoaders",
+    "FederatedTensorDataset",
+    "as_federated",
+    "batch_leaves",
+    "map_batch",
+    "nonfinite_clients",
+]
+
+
+class FederatedTensorDataset:
+    """All samples of one split in one set of tensors, and the samples that each client holds.
+
+    Args:
+        fields: Pytree of tensors, each ``(samples, ...)``: the pool that all clients index. A
+            batch has the same structure, so ``(images, labels)`` gives ``(x, y)`` batches.
+        indices: One integer tensor per client: positions in the pool, any length, may be empty.
+            Two clients may hold the same position.
+        names: Client names, unique. ``None``: ``"0"``, ``"1"``, ...
+        batch_size: Samples per batch, at least 1.
+        shuffle: Whether an epoch visits a client's samples in a random order.
+        drop_last: Whether an epoch leaves out a last batch with fewer than ``batch_size`` samples.
+        transform: Deterministic function of a batch that treats every sample alone, applied by
+            `gather` on the device (for example uint8 pixels to normalised floats).
+        augment: Random function of one client's batch, applied after ``transform`` and in training
+            only. `gather` does not call it: the engine does, under keyed randomness.
+
+    Attributes:
+        indices: Positions of each client in the pool, one ``(num_samples[k],)`` long tensor each.
+        num_samples: Samples per client, ``(num_clients,)`` long, always on the CPU.
+        pool_size: Number of samples in the pool.
+        named: Whether the names say who the clients are; without any they are found by position.
+
+    Raises:
+        ValueError: A field has another number of samples, a position is outside the pool, the
+            names are not unique or not one per client, or ``batch_size`` is below 1.
+        TypeError: A field is not a tensor or the positions are not integers.
+
+    Example:
+        >>> data = FederatedTensorDataset((torch.arange(4.0), torch.arange(4)), [[0, 2], [3]])
+        >>> data.num_samples
+        tensor([2, 1])
+        >>> data.gather(data.indices[0])
+        (tensor([0., 2.]), tensor([0, 2]))
+    """
+
+    def __init__(
+        self,
+        fields: Batch,
+        indices: Sequence[Any],
+        *,
+        names: Sequence[str] | None = None,
+        batch_size: int = 10,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        transform: Callable[[Any], Any] | None = None,
+        augment: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(
+                f"Expected `batch_size` to be an int of at least 1, but got {batch_size=}. "
+                "Use a large number for full-batch steps."
+            )
+        self.fields: Any = fields
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.transform = transform
+        self.augment = augment
+        self.pool_size = _pool_size(fields)
+        rows = [_as_positions(row, client) for client, row in enumerate(indices)]
+        self.names, self.named = _as_names(names, len(rows)), names is not None
+        self.num_samples = torch.tensor([len(row) for row in rows], dtype=torch.long)
+        device = next(batch_leaves(fields)).device
+        # One flat tensor, and views into it: moving 100,000 clients to a device is one copy.
+        self._flat = torch.cat(rows or [torch.empty(0, dtype=torch.long)]).to(device)
+        self.indices = _split(self._flat, self.num_samples)
+        self._check_range()
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return len(self.names)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pool lies."""
+        return self._flat.device
+
+    def __len__(self) -> int:
+        return self.num_clients
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_clients={self.num_clients}, "
+            f"num_samples={int(self.num_samples.sum())}, pool_size={self.pool_size}, "
+            f"batch_size={self.batch_size}, shuffle={self.shuffle}, drop_last={self.drop_last})"
+        )
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the dataset with pool and positions on ``device`` (no copy if they are there)."""
+        fields = map_batch(self.fields, lambda leaf: leaf.to(device))
+        return self._replace(fields, self.indices, self.names, flat=self._flat.to(device))
+
+    def gather(self, positions: Tensor) -> Any:
+        """Collect samples and apply ``transform`` (but not ``augment``).
+
+        Args:
+            positions: Positions in the pool, a long tensor ``(...)`` of any shape and device.
+
+        Returns:
+            A batch with leaves ``(*positions.shape, ...)``.
+        """
+        shape = positions.shape
+        flat = positions.reshape(-1).to(self.device)
+        batch = map_batch(self.fields, lambda leaf: leaf.index_select(0, flat))
+        if self.transform is not None:
+            batch = self.transform(batch)
+        if len(shape) == 1:
+            return batch
+        return map_batch(batch, lambda leaf: leaf.reshape((*shape, *leaf.shape[1:])))
+
+    def subset(self, clients: Iterable[int]) -> Self:
+        """Return the dataset of some clients, in the given order, over the same pool.
+
+        Raises:
+            IndexError: A client number is outside ``0 .. num_clients - 1``.
+        """
+        chosen = [int(client) for client in clients]
+        for client in chosen:
+            if not 0 <= client < self.num_clients:
+                raise IndexError(
+                    f"Expected `clients` to be numbers in 0..{self.num_clients - 1}, "
+                    f"but got {client}. Choose among the dataset's {self.num_clients} clients."
+                )
+        rows = self.indices
+        new = self._replace(
+            self.fields, [rows[client] for client in chosen], [self.names[c] for c in chosen]
+        )
+        new.named = True  # their positions here say no more who they are
+        return new
+
+    def take(self, samples_per_client: int, seed: int) -> Self:
+        """Keep the first samples of a seeded shuffle of each client's samples.
+
+        With one seed a smaller take is the beginning of a larger one, so accuracy against the
+        number of samples compares nested sets. A client with fewer samples keeps all of them.
+
+        Raises:
+            ValueError: ``samples_per_client`` is negative.
+        """
+        if samples_per_client < 0:
+            raise ValueError(
+                "Expected `samples_per_client` to be non-negative, but got "
+                f"{samples_per_client=}. Use 0 for clients without samples."
+            )
+        rows = []
+        for client, row in enumerate(self.indices):
+            order = np.random.default_rng((seed, client)).permutation(len(row))
+            rows.append(row[torch.from_numpy(order[:samples_per_client]).to(row.device)])
+        return self._replace(self.fields, rows, self.names)
+
+    def _replace(
+        self,
+        fields: Batch,
+        rows: Sequence[Tensor],
+        names: Sequence[str],
+        flat: Tensor | None = None,
+    ) -> Self:
+        """Copy the settings onto other samples; skips the checks that already passed."""
+        new: Self = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.fields, new.names = fields, tuple(names)
+        if flat is None:
+            new.num_samples = torch.tensor([len(row) for row in rows], dtype=torch.long)
+            flat = torch.cat([*rows, self._flat[:0]])
+        new._flat = flat
+        new.indices = _split(new._flat, new.num_samples)
+        return new
+
+    def _check_range(self) -> None:
+        outside = (self._flat < 0) | (self._flat >= self.pool_size)
+        if bool(outside.any()):
+            at = int(outside.nonzero()[0])
+            client = int((self.num_samples.cumsum(0) <= at).sum())
+            raise ValueError(
+                f"Expected `indices` to be positions in 0..{self.pool_size - 1}, but got "
+                f"{int(self._flat[at])} for client {self.names[client]!r}. "
+                "Give positions in the pool of samples."
+            )
+
+
+class FederatedLoaders:
+    """One user's DataLoader per client; its sampler, collate and random transforms run as they are.
+
+    Args:
+        loaders: One sized DataLoader per client.
+        names: Client names, unique. ``None``: ``"0"``, ``"1"``, ...
+
+    Attributes:
+        num_samples: Samples that a client's loader draws per epoch, ``(num_clients,)``, on the CPU.
+            A loader with ``batch_size=None`` counts its items.
+        named: Whether the names say who the clients are; without any they are found by position.
+    """
+
+    def __init__(
+        self, loaders: Sequence[DataLoader[Any]], names: Sequence[str] | None = None
+    ) -> None:
+        self.loaders = tuple(loaders)
+        self.names, self.named = _as_names(names, len(self.loaders)), names is not None
+        self.num_samples = torch.tensor([count_samples(loader) for loader in self.loaders]).long()
+
+    @classmethod
+    def from_any(cls, loaders: Any, *, what: str = "loaders") -> FederatedLoaders:
+        """Check a list or dict of DataLoaders and wrap it.
+
+        Args:
+            loaders: A list or tuple of DataLoaders, or a dict from client name to DataLoader.
+            what: Name of the argument for error messages.
+
+        Raises:
+            TypeError: It is a single DataLoader, something else, or holds an unsized loader.
+            ValueError: It is empty or two names are equal.
+        """
+        if isinstance(loaders, DataLoader):
+            raise TypeError(
+                f"Expected `{what}` to be one DataLoader per client (a list, or a dict by client "
+                "name), but got a single DataLoader. Split its dataset over clients with "
+                "FederatedDataModule, or pass a list with one DataLoader for each client."
+            )
+        if not isinstance(loaders, list | tuple | Mapping):
+            raise TypeError(
+                f"Expected `{what}` to be one DataLoader per client (a list, or a dict by client "
+                f"name), but got {what}={loaders!r}. Pass a list of DataLoaders or a "
+                "FederatedDataModule."
+            )
+        if len(loaders) == 0:
+            raise ValueError(
+                f"Expected `{what}` to hold at least one client, but got {what}={loaders!r}. "
+                "Pass one DataLoader per client."
+            )
+        names = [str(key) for key in loaders] if isinstance(loaders, Mapping) else None
+        items = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
+        shown = names or [str(client) for client in range(len(items))]
+        for name, loader in zip(shown, items, strict=True):
+            if (problem := loader_problem(loader)) is not None:
+                raise TypeError(
+                    f"Expected `{what}` to hold one sized DataLoader per client, but client "
+                    f"{name!r} has {problem}."
+                )
+        return cls(items, names)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return len(self.loaders)
+
+    def __len__(self) -> int:
+        return self.num_clients
+
+    def __repr__(self) -> str:
+        total = int(self.num_samples.sum())
+        return f"{type(self).__name__}(num_clients={self.num_clients}, num_samples={total})"
+
+    def subset(self, clients: Iterable[int]) -> FederatedLoaders:
+        """Return the loaders of some clients, in the given order."""
+        chosen = [int(client) for client in clients]
+        return FederatedLoaders(
+            [self.loaders[client] for client in chosen], [self.names[client] for client in chosen]
+        )
+
+
+FederatedDataset = FederatedTensorDataset | FederatedLoaders
+
+
+def as_federated(source: Any, *, what: str) -> FederatedDataset:
+    """Turn what a user passed as data into a federated dataset.
+
+    Loaders that do nothing but index tensors (a ``TensorDataset`` or ``Subset`` of one, default
+    collate, sequential, random or subset-random sampler without replacement, no ``worker_init_fn``,
+    equal batch sizes) become a resident `FederatedTensorDataset`: the same batches without a
+    DataLoader on the way. Their order then comes from the run's seed, also where a loader has its
+    own ``generator``. Everything else stays `FederatedLoaders`.
+
+    Args:
+        source: A federated dataset, a list or tuple of DataLoaders, or a dict from client name to
+            DataLoader.
+        what: Name of the argument for error messages, for example ``"train_dataloaders"``.
+
+    Raises:
+        TypeError: ``source`` is something else, or a loader has no length.
+        ValueError: ``source`` is empty or two names are equal.
+    """
+    if isinstance(source, FederatedTensorDataset | FederatedLoaders):
+        return source
+    wrapped = FederatedLoaders.from_any(source, what=what)
+    parts = resident_parts(wrapped.loaders)
+    if parts is None:
+        return wrapped
+    first = wrapped.loaders[0]
+    assert first.batch_size is not None  # resident_parts accepts only batching loaders
+    return FederatedTensorDataset(
+        parts.fields,
+        parts.indices,
+        names=wrapped.names if wrapped.named else None,
+        batch_size=first.batch_size,
+        shuffle=parts.shuffle,
+        drop_last=first.drop_last,
+    )
+
+
+def nonfinite_clients(dataset: FederatedDataset) -> list[str]:
+    """Return the names of the clients that hold a NaN or an infinity in a floating-point field.
+
+    The raw pool is searched, before any transform. The batches of `FederatedLoaders` are produced
+    by user code during the run and are not looked at: the answer is then an empty list.
+    """
+    if isinstance(dataset, FederatedLoaders):
+        return []
+    bad = torch.zeros(dataset.pool_size, dtype=torch.bool, device=dataset.device)
+    for leaf in batch_leaves(dataset.fields):
+        if leaf.is_floating_point() or leaf.is_complex():
+            bad |= ~torch.isfinite(leaf).reshape(len(leaf), -1).all(dim=1)
+    owner = torch.arange(dataset.num_clients).repeat_interleave(dataset.num_samples)
+    hit = bad[torch.cat([*dataset.indices, bad.new_empty(0, dtype=torch.long)])].cpu()
+    return [dataset.names[client] for client in np.unique(owner[hit].numpy())]
+
+
+def _split(flat: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.split(flat, sizes.tolist())) if len(sizes) else ()
+
+
+def _pool_size(fields: Batch) -> int:
+    sizes = {tuple(leaf.shape[:1]) for leaf in batch_leaves(fields)}
+    if len(sizes) != 1 or sizes == {()}:
+        raise ValueError(
+            "Expected `fields` to be tensors with one common leading dimension (samples), but got "
+            f"shapes {[tuple(leaf.shape) for leaf in batch_leaves(fields)]}. "
+            "Stack one row per sample in every field."
+        )
+    return int(sizes.pop()[0])
+
+
+def _as_positions(row: Any, client: int) -> Tensor:
+    positions = torch.as_tensor(row)
+    if positions.numel() == 0:
+        return positions.new_empty(0, dtype=torch.long)
+    if positions.is_floating_point() or positions.dtype == torch.bool or positions.ndim != 1:
+        raise TypeError(
+            "Expected `indices` to be one 1-d integer tensor per client, but client "
+            f"{client} has dtype {positions.dtype} and shape {tuple(positions.shape)}. "
+            "Give the positions of the client's samples (for a mask: mask.nonzero()[:, 0])."
+        )
+    return positions.long()
+
+
+def _as_names(names: Sequence[str] | None, num_clients: int) -> tuple[str, ...]:
+    if names is None:
+        return tuple(str(client) for client in range(num_clients))
+    given = tuple(str(name) for name in names)
+    if len(given) != num_clients:
+        raise ValueError(
+            f"Expected `names` to hold one name per client ({num_clients}), but got {len(given)}. "
+            "Leave names out to number the clients."
+        )
+    twice = sorted(name for name, count in Counter(given).items() if count > 1)
+    if twice:
+        raise ValueError(
+            f"Expected client names to be unique, but got {twice[:5]} more than once. "
+            "Rename these clients."
+        )
+    return given

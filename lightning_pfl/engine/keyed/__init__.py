@@ -1,0 +1,1 @@
+"""torch's random functions under a client's key."""

@@ -1,0 +1,153 @@
+"""The minibatches of one client, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_pfl.core.randomness import derive, permutation, seeded
+from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.data.loaders import reseed
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.steps import (
+    Budget,
+    Limits,
+    epoch_minibatches,
+    minibatches_per_epoch,
+    order_key,
+    step_bounds,
+    step_size,
+)
+
+
+class ClientMinibatches:
+    """Iterates over the steps of a phase: each a list of (number, minibatch).
+
+    The numbers are those of :class:`~lightning_pfl.engine.batching.Minibatch`.
+
+    Args:
+        data: The federated dataset.
+        client: The client's id.
+        budget: How far the phase goes.
+        limits: Accumulation and limits.
+        settings: Device and seed.
+        round: The communication round.
+        stream: Name of the random stream.
+        first_epoch: Number of the phase's first epoch within the round.
+    """
+
+    def __init__(
+        self,
+        data: FederatedDataset,
+        client: int,
+        budget: Budget,
+        limits: Limits,
+        settings: EngineSettings,
+        round: int,
+        stream: str,
+        first_epoch: int,
+    ) -> None:
+        self.data, self.client, self.limits = data, client, limits
+        self.device, self.seed = settings.device, settings.seed
+        self.stream, self.round = stream, round
+        self.first_epoch = first_epoch
+        if isinstance(data, FederatedTensorDataset):
+            self.samples = int(data.num_samples[client])
+        self.whole = budget.whole
+        self.per_epoch = minibatches_per_epoch(data, client, self.limits, budget.whole)
+        self.bounds = step_bounds(self.per_epoch, budget, self.limits.accumulate)
+        self.size = step_size(budget, self.limits)
+        self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
+
+    def key(self, epoch: int) -> int:
+        """The key of an epoch's order."""
+        epoch += self.first_epoch
+        return order_key(self.seed, self.stream, self.round, self.client, epoch)
+
+    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
+        stream = (
+            self._resident() if isinstance(self.data, FederatedTensorDataset) else self._drawn()
+        )
+        for step, (begin, end) in enumerate(self.bounds):
+            first = step * self.size
+            yield [(first + offset, next(stream)) for offset in range(end - begin)]
+
+    def _resident(self) -> Iterator[Any]:
+        assert isinstance(self.data, FederatedTensorDataset)
+        shuffle = self.data.shuffle and not self.limits.overfit and not self.whole
+        size = max(1, self.samples) if self.whole else self.data.batch_size
+        for epoch in range(self.epochs_used):
+            order = (
+                permutation(self.samples, self.key(epoch))
+                if shuffle
+                else torch.arange(self.samples)
+            )
+            mine = self.data.indices[self.client][order.to(self.data.device)]
+            yield from map(self.data.gather, mine.split(size)[: self.per_epoch])
+
+    def _drawn(self) -> Iterator[Any]:
+        assert not isinstance(self.data, FederatedTensorDataset)
+        loader = self.data.loaders[self.client]
+        for epoch in range(self.epochs_used):
+            client = self.data.names[self.client]
+            for batch in fetch(loader, self.key(epoch), self.per_epoch, client):
+                yield _move(batch, self.device)
+
+
+def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterator[Any]:
+    """The first batches of an epoch of a user's DataLoader.
+
+    A loader's shuffling and its dataset's random transforms draw from the global generators: these
+    are seeded for each batch, so that the samples don't depend on what runs in between.
+
+    Args:
+        loader: The client's loader.
+        key: The key of the epoch's order.
+        count: How many batches are wanted, at most the loader's length.
+        client: The client's name.
+
+    Raises:
+        ValueError: If the loader has fewer batches than its length says.
+    """
+    iterator: Iterator[Any] | None = None
+    for within in range(count):
+        with seeded(derive(key, "fetch", within), everything=True):
+            # Not `iterator or ...`: an iterator's truth is its length, which not all have.
+            if iterator is None:
+                iterator = iter(reseed(loader, key))
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                raise ValueError(
+                    f"Expected the DataLoader of client {client!r} to give {len(loader)} batches, "
+                    f"as its length says, but got {within}. Let the `__len__` of its dataset or "
+                    "sampler count what it gives."
+                ) from None
+        yield batch
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    return apply_to_collection(batch, Tensor, lambda leaf: leaf.to(device))
+
+
+def evaluation_minibatches(
+    data: FederatedDataset, client: int, limits: Limits, settings: EngineSettings
+) -> Iterator[tuple[int, Any]]:
+    """One unshuffled pass over a client's samples: (number, minibatch)."""
+    if isinstance(data, FederatedTensorDataset):
+        batches = data.indices[client].split(data.batch_size)
+        number = limits.of_epoch(
+            epoch_minibatches(int(data.num_samples[client]), data.batch_size, data.drop_last)
+        )
+        yield from enumerate(map(data.gather, batches[:number]))
+        return
+    loader = data.loaders[client]
+    key = derive(settings.seed, "evaluation order", client, 0)
+    count = limits.of_epoch(len(loader))
+    for within, batch in enumerate(fetch(loader, key, count, data.names[client])):
+        yield within, _move(batch, settings.device)

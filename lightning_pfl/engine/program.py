@@ -1,0 +1,333 @@
+"""The user's module as a pure function of one client's model and minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from inspect import Parameter, signature
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_pfl.contract.records import LogOptions
+from lightning_pfl.core.mixture import excuse, mixed_outputs, parts
+from lightning_pfl.core.parameters import places
+from lightning_pfl.core.tree import Model
+from lightning_pfl.engine.kernels import FastKernels
+from lightning_pfl.engine.keyed.mode import KeyedRandomness
+from lightning_pfl.engine.logs import LogCapture, Reduction
+
+
+class NotVectorizableError(RuntimeError):
+    """A step that can't run for many clients at once; says why."""
+
+
+@contextmanager
+def batchable_kernels(transform: str) -> Iterator[None]:
+    """Keep torch from fusing layers into kernels that have no batching rule.
+
+    Fused attention and the fused TransformerEncoderLayer of inference would run in a loop over
+    clients under ``vmap``, if at all; so would oneDNN's LSTM, which only ``"grad"`` can batch. For
+    the transform ``"forward"`` oneDNN stays on: an unbatched convolution needs it.
+    """
+    fused = torch.backends.mha.get_fastpath_enabled()
+    # The attribute; `mkldnn.flags()` also sets, and warns of, a flag for other hardware.
+    backend: Any = torch.backends.mkldnn
+    onednn = backend.enabled
+    torch.backends.mha.set_fastpath_enabled(False)
+    backend.enabled = onednn and transform == "forward"
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        backend.enabled = onednn
+
+
+class _StepCaller(nn.Module):
+    """``functional_call`` reaches ``forward`` only; this forwards to the module's step."""
+
+    def __init__(self, module: L.LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+
+class ClientProgram:
+    """Calls the user's steps with a given model, batch and key; logged values come back as outputs.
+
+    Args:
+        module: The user's module, attached to the Trainer.
+        autocast: dtype of mixed precision; None for full precision.
+        augment: Random function of a batch, run before ``training_step``.
+        fast_kernels: Whether :class:`~lightning_pfl.engine.kernels.FastKernels` may replace
+            operators; only under ``vmap`` of the forward pass.
+    """
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        autocast: torch.dtype | None = None,
+        augment: Callable[[Any], Any] | None = None,
+        fast_kernels: bool = False,
+    ) -> None:
+        # Not every module has `per_sample` or `backbone`; who asks for them has checked.
+        self.module: Any = module
+        self.caller = _StepCaller(module)
+        self.autocast = autocast
+        self.augment = augment
+        self.fast_kernels = fast_kernels
+        self.log = LogCapture()
+        self.throwaway: tuple[str, ...] = ()
+        self.random_calls = 0
+        self._places = {
+            name: tuple(f"module.{place}" for place in found)
+            for name, found in places(module).items()
+        }
+        self._buffers = frozenset(name for name, _ in module.named_buffers())
+
+    # --- calling ---
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Replace the module's ``log`` for the duration of local work."""
+        self.module.__dict__["log"] = self.log
+        try:
+            yield
+        finally:
+            del self.module.__dict__["log"]
+
+    def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function of the module with its parameters and buffers replaced by ``model``."""
+        model, other, share = parts(model)
+        named = {place: leaf for name, leaf in model.items() for place in self._places[name]}
+        if self.throwaway:
+            kept: dict[str, Tensor] = dict(self.module.named_buffers())
+            for name in self.throwaway:
+                copy = model.get(name, kept[name]).clone()
+                named.update(dict.fromkeys(self._places[name], copy))
+        precision = (
+            torch.autocast(self._device(model), self.autocast) if self.autocast else nullcontext()
+        )
+        kernels = FastKernels() if self.fast_kernels else nullcontext()
+        with precision, kernels, mixed_outputs(self.module, other, share):
+            result = functional_call(self.caller, named, (function, *args), tie_weights=False)
+        if self._buffers:
+            self._keep_assigned(model, named)
+        return result
+
+    def _keep_assigned(self, model: Model, named: dict[str, Tensor]) -> None:
+        """Write what a step has assigned to a buffer, ``self.average = ...``, into the model's."""
+        for name in self._buffers.difference(self.throwaway):
+            if name in model and (new := named[self._places[name][0]]) is not model[name]:
+                model[name].copy_(new.detach())
+
+    def _device(self, model: Model) -> str:
+        return next(iter(model.values())).device.type
+
+    def _randomness(self, key: Tensor | None) -> Any:
+        return nullcontext() if key is None else KeyedRandomness(key)
+
+    # --- the steps ---
+
+    def training_loss(
+        self,
+        model: Model,
+        batch: Any,
+        key: Tensor | None,
+        number: int,
+        mask: Tensor | None,
+        features: Tensor | None,
+        backward: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Loss and logged values of one client's minibatch; the loss is None if it is skipped.
+
+        Args:
+            model: One client's parameters and buffers, without client axis.
+            batch: Leaves ``(batch, ...)``.
+            key: int64 scalar for random calls; None if the step is known to have none.
+            number: ``batch_idx``.
+            mask: 1 for real samples, ``(batch,)``; None if all are.
+            features: Output of the module's backbone for this batch, which then isn't run.
+            backward: Called with the loss while the module still has the client's model, which
+                ``torch.utils.checkpoint`` computes with a second time.
+        """
+
+        def run() -> Tensor | None:
+            out = step()
+            loss: Tensor | None = out["loss"] if isinstance(out, Mapping) else out
+            if isinstance(loss, Tensor) and loss.ndim and loss.numel() == 1:
+                loss = loss.view(())
+            if loss is None:
+                excuse(self.module)
+            elif backward is not None:
+                self._backward(loss, backward, mode)
+            return loss
+
+        self.log.begin(batch)
+        with self._randomness(key) as mode, self._prefix(features):
+            if self.augment is not None:
+                batch = self.augment(batch)
+            if mask is not None:
+                return self._masked_loss(model, batch, mask)
+            step = call_step(self.module.training_step, batch, number)
+            loss = self.call(model, run)
+        self.random_calls = mode.calls if mode is not None else 0
+        return loss, self.log.take()
+
+    def _backward(
+        self, loss: Tensor, backward: Callable[[Tensor], None], mode: KeyedRandomness | None
+    ) -> None:
+        closed = mode.closing() if mode is not None else nullcontext()
+        with torch.autocast(loss.device.type, enabled=False), closed:
+            backward(loss)
+
+    def measured_loss(
+        self, model: Model, batch: Any, key: Tensor | None, number: int, mask: Tensor | None
+    ) -> Tensor | None:
+        """Training loss of one client's minibatch as it is, without augmentation.
+
+        None where ``training_step`` skips the minibatch.
+        """
+        augment, self.augment = self.augment, None
+        try:
+            loss, _ = self.training_loss(model, batch, key, number, mask, None)
+        finally:
+            self.augment = augment
+        return loss
+
+    def _masked_loss(self, model: Model, batch: Any, mask: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        values = self.call(model, self.module.per_sample, batch)
+        means = {
+            name: (value * mask.to(value)).sum() / mask.sum() for name, value in values.items()
+        }
+        logged = {f"train_{name}": mean.detach() for name, mean in means.items()}
+        for name in logged:  # as `training_step` logs them
+            self.log.options.setdefault(name, LogOptions(name in self.module.shown))
+            self.log.reductions[name] = Reduction()
+        return means["loss"], logged
+
+    def evaluation_step(
+        self, model: Model, step: str, batch: Any, number: int
+    ) -> tuple[Any, dict[str, Any]]:
+        """What a validation, test or prediction step returns and logs, for one client's batch."""
+        self.log.begin(batch)
+        out = self.call(model, call_step(getattr(self.module, step), batch, number))
+        return out, self.log.take()
+
+    def per_sample(self, model: Model, batch: Any) -> dict[str, Tensor]:
+        """The per-sample values of one client's batch, each ``(batch,)``."""
+        values: dict[str, Tensor] = self.call(model, self.module.per_sample, batch)
+        return values
+
+    # --- the frozen prefix ---
+
+    @contextmanager
+    def _prefix(self, features: Tensor | None) -> Iterator[None]:
+        """Let the backbone return cached features instead of running."""
+        if features is None:
+            yield
+            return
+        with self._backbone_forward(lambda *_, **__: features):
+            yield
+
+    @contextmanager
+    def _backbone_forward(self, forward: Callable[..., Any]) -> Iterator[None]:
+        backbone: Any = self.module.backbone
+        backbone.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            del backbone.__dict__["forward"]
+
+    def prefix_features(self, model: Model, batch: Any) -> Tensor:
+        """Output of the backbone in a training step, ``(batch, ...)``.
+
+        The rest of the step isn't run.
+        """
+        backbone: Any = self.module.backbone
+        original = backbone.forward
+
+        def stop(*args: Any, **kwargs: Any) -> Any:
+            raise _PrefixReachedError(original(*args, **kwargs))
+
+        with self._backbone_forward(stop):
+            try:
+                self.call(model, call_step(self.module.training_step, batch, 0))
+            except _PrefixReachedError as reached:
+                features: Tensor = reached.features
+                return features
+        raise NotVectorizableError("`training_step` doesn't call `self.backbone`")
+
+    def survey_prefix(self, model: Model, batch: Any) -> tuple[int, int]:
+        """Run a whole training step and watch the backbone.
+
+        Returns:
+            How often the step calls the backbone, and how many random functions run until the last
+            of these calls returns.
+        """
+        backbone: Any = self.module.backbone
+        original, seen = backbone.forward, [0, 0]
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            features = original(*args, **kwargs)
+            seen[:] = seen[0] + 1, mode.calls
+            return features
+
+        key = torch.zeros((), dtype=torch.int64, device=self._device(model))
+        self.log.begin(batch)
+        with KeyedRandomness(key) as mode, self._backbone_forward(count):
+            self.call(model, call_step(self.module.training_step, batch, 0))
+        return seen[0], seen[1]
+
+
+class _PrefixReachedError(Exception):
+    """Carries the backbone's output out of a training step."""
+
+    def __init__(self, features: Tensor) -> None:
+        super().__init__()
+        self.features = features
+
+
+def call_step(step: Callable[..., Any], batch: Any, number: int) -> Callable[[], Any]:
+    """A step with its arguments bound: ``batch``, and ``batch_idx`` where the signature has it."""
+    index = _index_kind(step)
+    if index is None:
+        return lambda: step(batch)
+    if index == Parameter.KEYWORD_ONLY:
+        return lambda: step(batch, batch_idx=number)
+    return lambda: step(batch, number)
+
+
+# Reading a signature takes longer than a small step; methods are the usual case.
+_INDEX_KINDS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _index_kind(step: Callable[..., Any]) -> Any:
+    """How a step takes the batch's number, as a kind of parameter; None if it doesn't."""
+    function = getattr(step, "__func__", None)
+    if function is None:
+        return _read_index_kind(step)
+    if function not in _INDEX_KINDS:
+        _INDEX_KINDS[function] = _read_index_kind(step)
+    return _INDEX_KINDS[function]
+
+
+def _read_index_kind(step: Callable[..., Any]) -> Any:
+    # The signature, not the code: of a decorated step it is that of the function inside.
+    found = signature(step).parameters.values()
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    if sum(p.kind in positional for p in found) >= 2:
+        return Parameter.POSITIONAL_OR_KEYWORD
+    kinds = {p.kind for p in found}
+    if Parameter.VAR_POSITIONAL in kinds:
+        return Parameter.VAR_POSITIONAL
+    named = any(p.name == "batch_idx" and p.kind == Parameter.KEYWORD_ONLY for p in found)
+    return Parameter.KEYWORD_ONLY if named else None

@@ -1,0 +1,1 @@
+"""Whether a step may run for many clients at once."""

@@ -1,0 +1,84 @@
+"""What a batched program must not do, also in steps that no probe has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from lightning_pfl.core.tree import Model, Tree, is_expanded
+from lightning_pfl.engine.program import NotVectorizableError
+from lightning_pfl.engine.safety.global_rng import watched
+from lightning_pfl.engine.safety.snapshot import changed, restore, snapshot
+
+DRAWS_ELSEWHERE = "the step draws from Python's or NumPy's random generator"
+
+
+@contextmanager
+def guarded(module: nn.Module, key: int) -> Iterator[None]:
+    """Run steps of many clients as one program, and require that they leave nothing behind.
+
+    Python runs once for all clients: what a step keeps on the module would be one thing, or dead,
+    where each client has its own, and a number from Python's generator would be the same for all.
+    After an error the module is as it was, so that the clients can go through the other engine.
+
+    Args:
+        module: The user's module.
+        key: Seeds the global generators meanwhile; their state is put back.
+
+    Raises:
+        NotVectorizableError: If a step has changed an attribute of the module, or has drawn.
+    """
+    before = snapshot(module)
+    try:
+        with watched(key) as elsewhere:
+            yield
+        if (stored := changed(module, before)) is not None:
+            raise NotVectorizableError(f"the step changes `{stored}`, which all clients share")
+        if elsewhere.moved:
+            raise NotVectorizableError(DRAWS_ELSEWHERE)
+    except Exception:
+        restore(module, before)
+        raise
+
+
+@contextmanager
+def weights_unwritten(module: nn.Module, tree: Tree, step: str) -> Iterator[None]:
+    """Require of steps that they don't write to weights which clients have in common.
+
+    Args:
+        module: The user's module; its weights with ``requires_grad=False`` are every client's.
+        tree: What clients begin with.
+        step: Name of the step.
+
+    Raises:
+        ValueError: If a step has; the weights are then what they were.
+    """
+    shared: Model = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+    shared |= {n.removeprefix("model/"): leaf for n, leaf in _paths(tree) if is_expanded(leaf)}
+    before = {name: leaf.clone() for name, leaf in shared.items()}
+    yield
+    written = [
+        name
+        for name, leaf in shared.items()
+        if not torch.allclose(leaf, before[name], rtol=0, atol=0, equal_nan=True)
+    ]
+    for name in written:
+        shared[name].copy_(before[name])
+    if written:
+        raise ValueError(
+            f"Expected weights to be changed by the optimizer alone, but `{step}` of "
+            f"{type(module).__name__} writes to {written[0]!r}, which all clients have in common. "
+            "Register what else a step changes as a buffer (`register_buffer`), and constrain a "
+            "weight where it is used (`torch.nn.utils.parametrize`, no `max_norm`)."
+        )
+
+
+def _paths(tree: Tree, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, leaf in tree.items():
+        if isinstance(leaf, dict):
+            yield from _paths(leaf, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", leaf

@@ -1,0 +1,307 @@
+"""The twin to run: the clients of a chunk as one batched program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
+from lightning_pfl.core.errors import FAILURES, described, listed
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.tree import (
+    Model,
+    Tree,
+    is_expanded,
+    leaves,
+    rows,
+    stack,
+    unshared,
+    whole_nbytes,
+)
+from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.engine.active_phase import (
+    ActivePhase,
+    couples_samples,
+    is_sample_wise,
+    is_unmodified,
+)
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.keyed.draws import random_keys
+from lightning_pfl.engine.logs import LOSS, ClientLogs
+from lightning_pfl.engine.optimizer import ClientOptimizer
+from lightning_pfl.engine.program import ClientProgram, batchable_kernels
+from lightning_pfl.engine.safety.guard import guarded
+from lightning_pfl.engine.steps import Limits, order_key, phase_budget, phase_steps, split_draws
+from lightning_pfl.engine.vectorized.evaluation import ONE_BY_ONE, VectorizedEvaluation
+from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
+from lightning_pfl.engine.vectorized.gradient import Transform
+from lightning_pfl.engine.vectorized.loaders import Batches, LoaderBatches
+from lightning_pfl.engine.vectorized.local import VectorizedLocal
+from lightning_pfl.engine.vectorized.resident import ResidentBatches
+from lightning_pfl.engine.vectorized.trace import Traces, fingerprint
+from lightning_pfl.methods.base import Method, Phase
+
+COPIES = 5
+"""Of a client's model during training: parameters, gradients, two moments, and what is received."""
+MOST_ON_CPU = 32
+"""Clients per chunk beyond which nothing is won: their activations leave the caches."""
+MOST_ON_GPU = 512
+
+
+class VectorizedEngine:
+    """Runs a chunk of clients as one program.
+
+    ``vmap`` over the user's step, one backward pass, one optimizer step.
+
+    Args:
+        module: The user's module.
+        layout: Its names.
+        template: The optimizer that ``configure_optimizers`` returned.
+        settings: The Trainer's flags.
+        transform: ``"forward"``: ``vmap`` the forward pass and run one ordinary backward pass;
+            ``"grad"``: ``vmap`` the gradient, which layers without a batching rule for autograd
+            (LSTM, GRU) need.
+        stochastic: Whether the training step makes random calls. False saves the interception of
+            every torch function.
+    """
+
+    name = "vectorized"
+
+    def __init__(
+        self,
+        module: Any,
+        layout: Layout,
+        template: Optimizer,
+        settings: EngineSettings,
+        transform: Transform = "forward",
+        stochastic: bool = True,
+    ) -> None:
+        self.module, self.layout, self.template = module, layout, template
+        self.settings, self.transform = settings, transform
+        self.limits = Limits(
+            settings.accumulate, settings.limit_train_batches, settings.overfit_batches
+        )
+        self.prefix = PrefixCache(layout, enabled=settings.prefix_cache)
+        self.traces = Traces(enabled=is_unmodified(module))
+        self._program: ClientProgram | None = None
+        self.stochastic = stochastic or not is_unmodified(module)
+        self._settled = fingerprint(module)
+
+    def needs_keys(self) -> bool:
+        """Whether steps may draw random numbers.
+
+        One step that drew none settles it only for a module that is known to do the same in every
+        step, and only as long as its settings, such as a dropout rate, stay what they were.
+        """
+        return self.stochastic or fingerprint(self.module) != self._settled
+
+    def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
+        """The user's step.
+
+        Kept, as a replayed step doesn't tell again how its values are logged.
+        """
+        if self._program is None or self._program.augment is not augment:
+            fast = self.transform == "forward"
+            self._program = ClientProgram(self.module, self.settings.autocast, augment, fast)
+        return self._program
+
+    def _fitting(self) -> int:
+        """Clients per chunk whose models, gradients and moments take a quarter of the memory.
+
+        Of the memory that the machine has, not of what is free: a run and its resumption must cut
+        alike, since a batched product may round differently for another number of clients.
+        """
+        device = self.settings.device
+        if device.type == "cuda":
+            total, most = torch.cuda.get_device_properties(device).total_memory, MOST_ON_GPU
+        else:
+            total, most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), MOST_ON_CPU
+        model = whole_nbytes(self.layout.model())
+        return max(1, min(most, total // 4 // (COPIES * max(model, 1))))
+
+    def count_steps(
+        self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
+    ) -> Tensor:
+        """Optimizer steps that each client will take, int64 ``(clients,)``."""
+        return phase_steps(data, clients, phases, self.limits)
+
+    def train(
+        self,
+        method: Method,
+        received: Tree,
+        own: Tree,
+        info: ClientInfo,
+        data: FederatedDataset,
+        phases: tuple[Phase, ...],
+        on_clients: OnClients | None = None,
+        stream: str = "local",
+    ) -> LocalResult:
+        """Local training of a cohort; see :class:`~lightning_pfl.engine.base.Engine`."""
+        # Longest first: the clients that are still active at a step are then the first rows of
+        # their chunk.
+        order = torch.argsort(info.steps, descending=True, stable=True)
+        results = []
+        for positions in order.split(self.settings.chunk_size or self._fitting()):
+            chunk = Chunk(self, method, data, info.rows(positions), stream)
+            at = positions.to(self.settings.device)
+            with guarded(self.module, derive(self.settings.seed, "guard", info.round)):
+                results.append(chunk.run(rows(received, at), rows(own, at), phases))
+            if on_clients is not None:
+                on_clients(positions.tolist())
+        return _in_order(results, torch.argsort(order).to(self.settings.device))
+
+    def evaluate(
+        self,
+        models: Model,
+        clients: Tensor,
+        data: FederatedDataset,
+        step: str,
+        on_clients: OnClients | None = None,
+        round: int | None = None,
+    ) -> Evaluation:
+        """Run a validation, test or prediction step for each client."""
+        evaluation = VectorizedEvaluation(self.module, self.settings, self.transform)
+        return evaluation.run(models, clients, data, step, on_clients, round)
+
+
+class Chunk:
+    """One chunk of a cohort through all phases of a round."""
+
+    def __init__(
+        self,
+        engine: VectorizedEngine,
+        method: Method,
+        data: FederatedDataset,
+        info: ClientInfo,
+        stream: str,
+    ) -> None:
+        self.engine, self.method, self.data, self.info = engine, method, data, info
+        self.stream = stream
+        self.device = engine.settings.device
+        self.clients = [int(client) for client in info.index]
+        self.program = engine.program(getattr(data, "augment", None))
+        self.logs = ClientLogs(len(self.clients), self.device)
+        self.keys: Tensor | None = None
+        if engine.needs_keys():
+            keys = random_keys(engine.settings.seed, stream, info.round, self.clients)
+            self.keys = keys.to(self.device)
+
+    def run(self, received: Tree, own: Tree, phases: tuple[Phase, ...]) -> LocalResult:
+        """``client_init``, every phase, ``client_final``."""
+        info = self.info
+        state = self.method.client_init(unshared(received), own, info)
+        first_epochs = [0] * len(self.clients)
+        for number, phase in enumerate(phases):
+            active = ActivePhase(phase, self.engine.layout)
+            with active.modes(), batchable_kernels(self.engine.transform), self.program.capturing():
+                self.program.throwaway = active.throwaway()
+                batches = self._batches(phase, active, first_epochs)
+                self.engine.prefix.attach(batches, active, state, self.program)
+                state = self._phase(state, active, batches, number)
+            used = zip(first_epochs, batches.epochs_used, strict=True)
+            first_epochs = [first + epochs for first, epochs in used]
+        upload, own = self.method.client_final(received, own, state, info)
+        logs = self.logs.compute()
+        missing = torch.full(
+            (len(self.clients),), torch.nan, dtype=torch.float64, device=self.device
+        )
+        loss = logs.pop(LOSS, missing)
+        return LocalResult(upload, own, logs, dict(self.program.log.options), loss)
+
+    def _batches(self, phase: Phase, active: ActivePhase, first_epochs: list[int]) -> Batches:
+        def key(client: int, epoch: int) -> int:
+            return order_key(self.engine.settings.seed, self.stream, self.info.round, client, epoch)
+
+        budget, limits = phase_budget(phase), self.engine.limits
+        if isinstance(self.data, FederatedTensorDataset):
+            # The mask of a dropout is a function of the shape: a padded batch would get another one
+            # than the client alone where samples aren't the first axis.
+            random = self.keys is not None
+            module = self.engine.module
+            pad = is_sample_wise(module) and not random and not couples_samples(module, True)
+            return ResidentBatches(self.data, self.clients, budget, limits, key, pad, first_epochs)
+        return LoaderBatches(
+            self.data, self.clients, budget, limits, key, self.device, first_epochs
+        )
+
+    def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
+        if active.idle or not len(batches.steps):
+            return state
+        draws = active.phase.draws
+        optimizer = ClientOptimizer(
+            self.engine.template, self.engine.layout, len(self.clients), active.phase.lr
+        )
+        local = VectorizedLocal(self, active, optimizer, number, int(batches.steps.max()))
+        for step in range(int(batches.steps.max())):
+            optimizer.new_tick()
+            for tick in batches.at(step):
+                local.begin(tick)
+                batch = split_draws(tick.minibatches, draws)
+                if tick.rows is None:
+                    state = self._step(state, batch, local)
+                    continue
+                part = rows(state, tick.rows)
+                new = self._step(part, batch, local)
+                state = _write(state, part, new, tick.rows)
+        return state
+
+    def _step(self, state: Tree, batch: Any, local: VectorizedLocal) -> Tree:
+        try:
+            return self.method.client_step(state, batch, local)
+        except FAILURES as cause:
+            names, round = listed(self.data.names, self.clients), self.info.round
+            raise described("client_step", names, round, cause, ONE_BY_ONE) from cause
+
+
+def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:
+    """Put the new state of some clients back among the others."""
+    result: Tree = {}
+    for name, leaf in new.items():
+        if isinstance(leaf, dict):
+            result[name] = _write(state[name], part[name], leaf, index)
+            continue
+        base, before = state[name], part[name]
+        # Nothing to do for a view that was written in place, nor for what all clients share.
+        if (isinstance(index, slice) and _same_memory(leaf, base)) or (
+            leaf is before and is_expanded(leaf)
+        ):
+            result[name] = base
+            continue
+        if is_expanded(base):
+            base = base.clone(memory_format=torch.contiguous_format)
+        base[index] = leaf
+        result[name] = base
+    return result
+
+
+def _same_memory(view: Tensor, base: Tensor) -> bool:
+    return view.data_ptr() == base.data_ptr() and view.stride() == base.stride()
+
+
+def _in_order(results: list[LocalResult], position: Tensor) -> LocalResult:
+    """Join the chunks' results and bring the clients back into the cohort's order."""
+
+    def join(trees: list[Tree]) -> Tree:
+        return rows(stack(trees), position) if any(True for _ in leaves(trees[0])) else trees[0]
+
+    names = dict.fromkeys(name for result in results for name in result.logs)
+    missing = [torch.full_like(result.loss, torch.nan) for result in results]
+    logs = {
+        name: torch.cat([r.logs.get(name, gap) for r, gap in zip(results, missing, strict=True)])[
+            position
+        ]
+        for name in names
+    }
+    return LocalResult(
+        join([result.uploads for result in results]),
+        join([result.own for result in results]),
+        logs,
+        {name: option for result in results for name, option in result.options.items()},
+        torch.cat([result.loss for result in results])[position],
+    )

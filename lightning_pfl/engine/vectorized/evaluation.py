@@ -1,0 +1,199 @@
+"""Evaluation of many clients as one program.
+
+Shared layers see all clients' samples as one large batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients
+from lightning_pfl.core.errors import FAILURES, described, listed
+from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.tree import Model, rows
+from lightning_pfl.data.batch import batch_length
+from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.engine.active_phase import couples_samples, writable
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.logs import ClientLogs
+from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, batchable_kernels
+from lightning_pfl.engine.safety.guard import guarded
+from lightning_pfl.engine.steps import Budget, Limits
+from lightning_pfl.engine.vectorized.gradient import inside_gradient, tensors_only, unbatch
+from lightning_pfl.engine.vectorized.loaders import Batches, LoaderBatches
+from lightning_pfl.engine.vectorized.resident import ResidentBatches
+from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
+
+SAMPLES = 768
+"""Samples per program on a CPU: enough to fill two cores, little enough to stay in their caches."""
+ONE_BY_ONE = (
+    "Run with FederatedStrategy(engine='sequential') to stop at the first client, or if the step "
+    "can't run for many clients at once."
+)
+STAGES = {"validation_step": "val", "test_step": "test"}
+
+
+def evaluates_per_sample(module: Any, step: str) -> bool:
+    """Whether the step is known to log the means of ``per_sample``: any batches will do."""
+    from lightning_pfl.models.base import PersonalizedModule
+
+    return (
+        step in STAGES
+        and isinstance(module, PersonalizedModule)
+        and getattr(type(module), step) is getattr(PersonalizedModule, step)
+        and type(module)._step is PersonalizedModule._step
+    )
+
+
+def evaluation_batches(
+    data: FederatedDataset,
+    clients: list[int],
+    settings: EngineSettings,
+    pad: bool = False,
+    batch_size: int | None = None,
+) -> Batches:
+    """One unshuffled pass over the clients' samples."""
+    limits = Limits(1, settings.limit_eval_batches)
+    if isinstance(data, FederatedTensorDataset):
+        return ResidentBatches(
+            data, clients, Budget(1, None), limits, None, pad, batch_size=batch_size
+        )
+
+    def key(client: int, epoch: int) -> int:
+        return derive(settings.seed, "evaluation order", client, epoch)
+
+    return LoaderBatches(data, clients, Budget(1, None), limits, key, settings.device)
+
+
+class VectorizedEvaluation:
+    """Runs one evaluation step for chunks of clients.
+
+    Args:
+        module: The user's module.
+        settings: The Trainer's flags.
+        transform: ``"forward"``: plain ``vmap``; ``"grad"``: inside a gradient that nobody asks
+            for, because torch takes some layers (LSTM, GRU) apart into batchable operators only
+            where a gradient is recorded.
+    """
+
+    def __init__(self, module: Any, settings: EngineSettings, transform: str = "forward") -> None:
+        self.module, self.settings, self.transform = module, settings, transform
+        self.program = ClientProgram(module, settings.autocast, fast_kernels=transform == "forward")
+        self.program.throwaway = writable(module)
+
+    def run(
+        self,
+        models: Model,
+        clients: Tensor,
+        data: FederatedDataset,
+        step: str,
+        on_clients: OnClients | None = None,
+        round: int | None = None,
+    ) -> Evaluation:
+        """Evaluate ``clients``; see :class:`~lightning_pfl.engine.base.Engine`."""
+        samples = data.num_samples[clients]
+        per_sample = evaluates_per_sample(self.module, step) and not couples_samples(
+            self.module, training=False
+        )
+        width = self._width(data, samples, per_sample)
+        order = torch.argsort(samples, descending=True, stable=True)
+        logs = ClientLogs(len(clients), self.settings.device)
+        counts = torch.zeros(len(clients), dtype=torch.int64, device=self.settings.device)
+        predictions: list[list[Any]] = [[] for _ in clients]
+        with torch.no_grad(), batchable_kernels(self.transform), self.program.capturing():
+            for positions in order.split(max(1, SAMPLES // width)):
+                ids = clients[positions].tolist()
+                with guarded(self.module, derive(self.settings.seed, "guard", step)):
+                    batches = evaluation_batches(data, ids, self.settings, per_sample, width)
+                    here = positions.to(self.settings.device)
+                    part = rows(models, here)
+                    for number in range(int(batches.steps.max()) if len(ids) else 0):
+                        for tick in batches.at(number):
+                            at = here if tick.rows is None else here[tick.rows]
+                            counts[at] += tick.minibatches[0].sizes.to(counts.device)
+                            try:
+                                output = self._tick(part, tick, step, per_sample, logs, at)
+                            except FAILURES as cause:
+                                names = listed(data.names, clients[at.cpu()].tolist())
+                                raise described(step, names, round, cause, ONE_BY_ONE) from cause
+                            if step == "predict_step":
+                                _keep(predictions, output, at)
+                if on_clients is not None:
+                    on_clients(positions.tolist())
+        return Evaluation(logs.compute(), counts.cpu(), dict(self.program.log.options), predictions)
+
+    def _width(self, data: FederatedDataset, samples: Tensor, per_sample: bool) -> int:
+        if not isinstance(data, FederatedTensorDataset):
+            return max(int(samples.max()) if len(samples) else 1, 1)
+        # A limit and drop_last are of the user's own batches; the int 1 is one batch, and equals
+        # the float 1.0.
+        limit = self.settings.limit_eval_batches
+        whole = isinstance(limit, float) and limit == 1.0 and not data.drop_last
+        if per_sample and whole:
+            return max(1, min(SAMPLES, int(samples.max()) if len(samples) else 1))
+        return data.batch_size
+
+    def _tick(
+        self, models: Model, tick: Tick, step: str, per_sample: bool, logs: ClientLogs, at: Tensor
+    ) -> Any:
+        part = models if tick.rows is None else rows(models, tick.rows)
+        minibatch = tick.minibatches[0]
+        if per_sample:
+            values = self._per_sample(part, minibatch, STAGES[step])
+            output = None
+        else:
+            output, values = self._step(part, minibatch, step)
+        reductions = self.program.log.reductions
+        logs.add(values, minibatch.sizes, at, reductions)
+        return output
+
+    def _per_sample(self, models: Model, minibatch: Minibatch, stage: str) -> dict[str, Tensor]:
+        values = self._vmap(models, minibatch.data, self.program.per_sample)
+        for name in values:  # as the step logs them
+            key = f"{stage}_{name}"
+            self.program.log.options.setdefault(key, LogOptions(key in self.module.shown))
+        if minibatch.mask is None:
+            return {f"{stage}_{name}": value.mean(1) for name, value in values.items()}
+        mask = minibatch.mask
+        # where, not a product: a padded sample may be NaN or Inf.
+        return {
+            f"{stage}_{name}": value.where(mask > 0, 0).sum(1) / mask.sum(1)
+            for name, value in values.items()
+        }
+
+    def _step(
+        self, models: Model, minibatch: Minibatch, step: str
+    ) -> tuple[Any, dict[str, Tensor]]:
+        def run(model: Model, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+            out, logged = self.program.evaluation_step(model, step, batch, minibatch.number)
+            logged = tensors_only(logged)
+            if step != "predict_step":
+                return torch.zeros(()), logged
+            if not isinstance(out, (Tensor, tuple, list, dict)):
+                raise NotVectorizableError("predict_step doesn't return tensors")
+            return out, logged
+
+        outputs: tuple[Any, dict[str, Tensor]] = self._vmap(models, minibatch.data, run)
+        return outputs
+
+    def _vmap(self, models: Model, data: Any, function: Any) -> Any:
+        if self.transform == "grad":
+            # Recurrent layers write in place into what their weights give, so the weights must have
+            # the client axis.
+            return torch.vmap(inside_gradient(function))(models, data)
+        plain, dims = unbatch(models)
+        return torch.vmap(function, in_dims=(dims, 0))(plain, data)
+
+
+def _keep(predictions: list[list[Any]], outputs: Any, at: Tensor) -> None:
+    for row, client in enumerate(at.tolist()):
+        predictions[client].append(
+            apply_to_collection(outputs, Tensor, lambda leaf, row=row: leaf[row].cpu())
+        )
+
+
+__all__ = ["VectorizedEvaluation", "batch_length", "evaluates_per_sample", "evaluation_batches"]

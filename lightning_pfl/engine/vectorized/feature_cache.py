@@ -1,0 +1,211 @@
+"""Features of a frozen backbone, computed once per phase instead of once per epoch."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.tree import Model, Tree, is_expanded
+from lightning_pfl.data.batch import map_batch
+from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
+from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
+from lightning_pfl.engine.vectorized.loaders import Batches
+from lightning_pfl.engine.vectorized.resident import ResidentBatches
+
+log = logging.getLogger(__name__)
+BATCH = 768
+"""Samples per forward pass of the backbone."""
+MAX_BYTES = 2**30
+"""Features beyond this size are not kept: computing them again is cheaper than swapping."""
+
+
+class PrefixCache:
+    """Decides per phase whether the backbone's output can be cached, and caches it.
+
+    It can where the backbone is frozen, the same for all clients and deterministic: the phase
+    trains none of it, its leaves are expanded, the data is resident without augmentation, and the
+    backbone has no active dropout. Before the first use one step is watched: it must call the
+    backbone once, draw no random numbers until then, and get features of a sample that don't
+    depend on the rest of the batch.
+
+    Args:
+        layout: Names of the module.
+        enabled: False switches the cache off.
+
+    Attributes:
+        used: Whether the last phase used the cache.
+    """
+
+    def __init__(self, layout: Layout, enabled: bool = True) -> None:
+        self.layout, self.enabled, self.used = layout, enabled, False
+        backbone = getattr(layout.module, "backbone", None)
+        self._backbone = backbone if isinstance(backbone, nn.Module) else None
+        self._names = tuple(name for name in layout.names if name.startswith("backbone."))
+        self._source = 0
+        self._checked = False
+
+    def attach(
+        self, batches: Batches, active: ActivePhase, state: Tree, program: ClientProgram
+    ) -> None:
+        """Compute the features for the chunk of ``batches`` if the phase allows it."""
+        self.used = False
+        model = state.get("model")
+        if (
+            not self.enabled
+            or not isinstance(model, dict)
+            or not self._allows(batches, active, model)
+        ):
+            return
+        assert isinstance(batches, ResidentBatches)
+        shared = {name: leaf[0] for name, leaf in model.items()}
+        try:
+            if not self._checked:
+                self._checked = _check(batches, shared, program)
+            if not self._checked:
+                return
+            cached = _compute(batches, shared, program, self._takes_pairs(batches))
+        except NotVectorizableError as reason:
+            self.enabled = False
+            log.info("The frozen backbone's features are not cached: %s.", reason)
+            return
+        if cached is not None:
+            batches.cache(*cached)
+            self.used = True
+            self._source = model[self._names[0]].data_ptr()
+
+    def _takes_pairs(self, batches: ResidentBatches) -> bool:
+        """Whether a step is known to use ``batch[0]`` for the backbone alone."""
+        fields = batches.data.fields
+        pair = isinstance(fields, (tuple, list)) and len(fields) == 2
+        return pair and isinstance(fields[1], Tensor) and is_unmodified(self.layout.module)
+
+    def fits(self, model: Model) -> bool:
+        """Whether a model has the backbone that the features come from.
+
+        A method may train a second model.
+        """
+        leaf = model[self._names[0]]
+        return is_expanded(leaf) and leaf.data_ptr() == self._source
+
+    def _allows(self, batches: Batches, active: ActivePhase, model: Model) -> bool:
+        return (
+            self._backbone is not None
+            and bool(self._names)
+            and isinstance(batches, ResidentBatches)
+            and batches.data.augment is None
+            and not any(name in active.names for name in self._names)
+            and all(is_expanded(model[name]) for name in self._names if name in model)
+            and not any(_is_stochastic(module) for module in self._backbone.modules())
+            and not any(name.startswith("backbone.") for name in active.throwaway())
+            and max(batches.epochs_used) > 1
+        )
+
+
+def _is_stochastic(module: nn.Module) -> bool:
+    """Layers in training mode with a dropout rate: dropout, LSTM, attention."""
+    rate = getattr(module, "p", None) or getattr(module, "dropout", None)
+    return module.training and isinstance(rate, (int, float)) and rate > 0
+
+
+def _check(batches: ResidentBatches, model: Model, program: ClientProgram) -> bool:
+    """Refuse what the layers can't tell, by a step of the client with the most samples.
+
+    Returns:
+        Whether there was a step to tell by: not where no client has finite features.
+    """
+    owned = sorted((batches.data.indices[k] for k in batches.clients), key=len, reverse=True)
+    steps = (positions[: batches.batch_size] for positions in owned if len(positions))
+    return any(_check_step(positions, batches, model, program) for positions in steps)
+
+
+def _check_step(
+    positions: Tensor, batches: ResidentBatches, model: Model, program: ClientProgram
+) -> bool:
+    """Refuse what a step on some samples of a client shows; False if their features are broken."""
+    data = batches.data
+    # A copy, because a step may write to the buffers of the head.
+    calls, drawn = program.survey_prefix(_cloned(model), data.gather(positions))
+    if calls != 1:
+        raise NotVectorizableError(f"`training_step` calls `self.backbone` {calls} times")
+    if drawn:
+        raise NotVectorizableError("random numbers are drawn before or in `self.backbone`")
+    half = positions[: max(1, len(positions) // 2)]
+    with torch.no_grad():
+        alone = program.prefix_features(model, data.gather(half))
+        among = program.prefix_features(model, data.gather(positions))
+    _require_rows(among, len(positions))
+    if not among.isfinite().all():  # broken data is not the cache's business
+        return False
+    among = among[: len(half)]
+    # Far above rounding, also that of half precision; far below what a batch statistic does.
+    if not torch.allclose(alone, among, rtol=0.02, atol=0.02 * float(among.abs().max())):
+        raise NotVectorizableError("the features of a sample depend on the rest of its batch")
+    _check_loss(model, data.gather(half), alone, program)
+    return True
+
+
+def _check_loss(model: Model, batch: Any, features: Tensor, program: ClientProgram) -> None:
+    """The second minibatch of a phase must have the same loss with cached features."""
+    key = torch.zeros((), dtype=torch.int64, device=features.device)
+    with torch.no_grad():
+        try:
+            real, cached = (
+                program.training_loss(_cloned(model), batch, key, 1, None, given)[0]
+                for given in (None, features)
+            )
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+            raise NotVectorizableError(f"a step with cached features fails: {error}") from error
+    # NaN agrees with NaN: broken data is not the cache's business.
+    if real is None or not torch.allclose(real, cached, rtol=0.02, atol=1e-5, equal_nan=True):
+        raise NotVectorizableError("a step uses the backbone for more than its features")
+
+
+def _cloned(model: Model) -> Model:
+    return {name: leaf.clone() for name, leaf in model.items()}
+
+
+def _require_rows(features: object, samples: int) -> None:
+    if not isinstance(features, Tensor) or features.ndim == 0 or len(features) != samples:
+        raise NotVectorizableError("`self.backbone` doesn't return one row per sample")
+
+
+def _compute(
+    batches: ResidentBatches, model: Model, program: ClientProgram, with_targets: bool
+) -> tuple[Tensor, Any] | None:
+    """Features of every sample, ``(clients, longest, ...)`` in each client's own order.
+
+    With them, where asked for, what follows the inputs in a batch: leaves ``(samples, ...)``.
+    """
+    data, clients = batches.data, batches.clients
+    positions = torch.cat([data.indices[client] for client in clients])
+    if not len(positions):
+        return None
+    parts: list[Tensor] = []
+    targets: list[Tensor] = []
+    with torch.no_grad():
+        for some in positions.split(BATCH):
+            batch = data.gather(some.unsqueeze(0))
+            if program.fast_kernels:  # they work under vmap: of one client
+                part = torch.vmap(lambda b: program.prefix_features(model, b))(batch)[0]
+            else:  # recurrent layers have no batching rule
+                part = program.prefix_features(model, map_batch(batch, lambda leaf: leaf[0]))
+            _require_rows(part, len(some))
+            parts.append(part)
+            targets += [batch[1][0]] if with_targets else []
+            if part.numel() * part.element_size() / len(some) * len(positions) > MAX_BYTES:
+                return None
+    lengths = [len(data.indices[client]) for client in clients]
+    features = _by_client(torch.cat(parts), lengths)
+    if not with_targets:
+        return features, None
+    return features, (_by_client(torch.cat(targets), lengths).flatten(0, 1),)
+
+
+def _by_client(flat: Tensor, lengths: list[int]) -> Tensor:
+    if len(set(lengths)) == 1:
+        return flat.view(len(lengths), lengths[0], *flat.shape[1:])
+    return nn.utils.rnn.pad_sequence(list(flat.split(lengths)), batch_first=True)

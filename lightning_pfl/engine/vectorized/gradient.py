@@ -1,0 +1,144 @@
+"""Gradients of many clients' losses in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.core.tree import Model, floats, is_expanded
+from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
+
+Transform = Literal["forward", "grad"]
+Inputs = dict[str, Any]
+"""``data``, and where there are any ``key``, ``mask`` and ``features``.
+
+Leaves ``(clients, ...)``.
+"""
+SKIPS = "`training_step` skips a minibatch"
+Result = tuple[Model, Tensor, dict[str, Tensor]]
+"""Gradients ``(clients, ...)``, losses ``(clients,)``, logged values ``(clients,)``."""
+
+
+class BatchedGradient:
+    """The gradient of each client's training loss.
+
+    Args:
+        program: The user's step as a function.
+        transform: ``"forward"``: ``vmap`` of the forward pass and one ordinary backward pass;
+            ``"grad"``: ``vmap`` of the gradient.
+        unreached: What to say where the loss depends on nothing that trains.
+    """
+
+    def __init__(
+        self, program: ClientProgram, transform: Transform, unreached: Callable[[], str]
+    ) -> None:
+        self.program, self.transform, self.unreached = program, transform, unreached
+        self.number = 0
+
+    def __call__(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
+        """Gradients with respect to ``trained``, at ``{**fixed, **trained}``."""
+        if self.transform == "forward":
+            return self._forward(trained, fixed, inputs)
+        return self._grad(trained, fixed, inputs)
+
+    def _loss(
+        self, trained: Model, fixed: Model, inputs: Inputs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, logged = self.program.training_loss(
+            {**fixed, **trained},
+            inputs["data"],
+            inputs.get("key"),
+            self.number,
+            inputs.get("mask"),
+            inputs.get("features"),
+        )
+        if loss is None:
+            raise NotVectorizableError(SKIPS)
+        return loss, tensors_only(logged)
+
+    def _forward(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
+        trained = {name: leaf.detach().requires_grad_() for name, leaf in trained.items()}
+        fixed, dims = unbatch(fixed)
+        loss, logged = torch.vmap(self._loss, in_dims=(0, dims, 0))(trained, fixed, inputs)
+        return self._differentiated(loss.sum(), trained), loss.detach(), logged
+
+    def _differentiated(self, loss: Tensor, trained: Model) -> Model:
+        try:
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        except RuntimeError as cause:
+            if loss.requires_grad:
+                raise
+            raise ValueError(self.unreached()) from cause
+        # A parameter that the loss doesn't reach has no gradient, so that no weight decay moves
+        # it: as in torch.
+        return {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+
+    def loss(self, model: Model, inputs: Inputs) -> Tensor:
+        """Losses ``(clients,)`` of the minibatches as they are, without gradients."""
+        with torch.no_grad():
+            losses: Tensor
+            if self.transform == "grad":
+                losses = torch.vmap(inside_gradient(self._measured))(model, inputs)
+            else:
+                plain, dims = unbatch(model)
+                losses = torch.vmap(self._measured, in_dims=(dims, 0))(plain, inputs)
+        return losses
+
+    def _measured(self, model: Model, inputs: Inputs) -> Tensor:
+        given = (inputs["data"], inputs.get("key"), self.number, inputs.get("mask"))
+        loss = self.program.measured_loss(model, *given)
+        if loss is None:
+            raise NotVectorizableError(SKIPS)
+        return loss
+
+    def _grad(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
+        def nothing(trained: Model, fixed: Model, inputs: Inputs) -> tuple[Tensor, Result]:
+            loss, logged = self._loss(trained, fixed, inputs)
+            grads = self._differentiated(loss, trained)
+            return torch.zeros_like(loss), (grads, loss.detach(), logged)
+
+        # The gradient of nothing, for the sake of what torch does inside: its own gradient can't
+        # tell a parameter that the loss doesn't reach, which weight decay must not move, from one
+        # with gradient zero. Not unbatched: recurrent layers write in place into what their
+        # weights give.
+        batched = torch.vmap(torch.func.grad(nothing, has_aux=True))
+        result: Result = batched(trained, fixed, inputs)[1]
+        return result
+
+
+def unbatch(model: Model) -> tuple[Model, dict[str, int | None]]:
+    """Replace expanded leaves by the one tensor behind them, with the ``in_dims`` for ``vmap``."""
+    dims = {name: None if is_expanded(leaf) else 0 for name, leaf in model.items()}
+    return {n: leaf[0] if is_expanded(leaf) else leaf for n, leaf in model.items()}, dims
+
+
+def inside_gradient(function: Callable[[Model, Any], Any]) -> Callable[[Model, Any], Any]:
+    """Run a function of a model and data where a gradient is recorded, which nobody asks for.
+
+    Only there torch takes some layers (LSTM, GRU) apart into operators that can be batched.
+    """
+
+    def loss(weights: Model, others: Model, data: Any) -> tuple[Tensor, Any]:
+        nothing = torch.stack([leaf.sum() for leaf in weights.values()]).sum() * 0.0
+        return nothing, function({**others, **weights}, data)
+
+    def run(model: Model, data: Any) -> Any:
+        weights = floats(model)
+        others = {name: leaf for name, leaf in model.items() if name not in weights}
+        with torch.enable_grad():
+            return torch.func.grad(loss, has_aux=True)(weights, others, data)[1]
+
+    return run
+
+
+def tensors_only(logged: dict[str, Any]) -> dict[str, Tensor]:
+    """Logged values; a torchmetrics object is refused, as its state can't be batched."""
+    for name, value in logged.items():
+        if not isinstance(value, Tensor):
+            raise NotVectorizableError(
+                f"self.log({name!r}, ...) logs a torchmetrics object, whose state can't be batched"
+            )
+    return logged

@@ -1,0 +1,148 @@
+"""What a client can do with a batch, for all clients of a tick at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.contract.records import LogOptions
+from lightning_pfl.core.mixture import shielded
+from lightning_pfl.core.tree import Model, materialize, select, tmap
+from lightning_pfl.data.batch import batch_leaves, join_batches
+from lightning_pfl.engine.active_phase import ActivePhase
+from lightning_pfl.engine.keyed.draws import mix
+from lightning_pfl.engine.logs import LOSS
+from lightning_pfl.engine.optimizer import ClientOptimizer, clip
+from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Result
+from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
+from lightning_pfl.engine.vectorized.trace import fingerprint
+
+
+class VectorizedLocal:
+    """What a client can do with a batch, for all clients of a tick at once."""
+
+    def __init__(
+        self,
+        chunk: Any,
+        active: ActivePhase,
+        optimizer: ClientOptimizer,
+        number: int,
+        steps: int,
+    ) -> None:
+        self.chunk, self.active, self.optimizer, self.number = chunk, active, optimizer, number
+        self.steps = steps
+        engine = chunk.engine
+        self.gradient = BatchedGradient(chunk.program, engine.transform, active.unreached)
+        if engine.traces.enabled:
+            augmented = chunk.program.augment is not None
+            engine.traces.enter(
+                None if augmented else (active.trainable, chunk.program, fingerprint(engine.module))
+            )
+        self.phase = active.phase.name
+        self._tick = Tick(None, [])
+        self._logged = False
+        self._calls: dict[str, int] = {}
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the phase."""
+        return self.optimizer.lr
+
+    def begin(self, tick: Tick) -> None:
+        """Start a tick."""
+        self._tick, self._logged = tick, False
+        self._calls.clear()
+
+    def grad(self, model: Model, batch: list[Minibatch], also: tuple[str, ...] = ()) -> Model:
+        """Gradients ``(clients, ...)`` of the mean loss over the step's minibatches."""
+        materialize(model, self.active.buffers)
+        model = shielded(model, self.chunk.engine.layout.buffers)
+        names = self.active.trainable + also
+        total: Model = {}
+        for minibatch in batch:
+            grads = self._minibatch_grad(model, minibatch, names)
+            # A minibatch may reach other parameters than the one before it.
+            total |= {k: total[k] + g if k in total else g for k, g in grads.items()}
+        self._logged = True
+        accumulate = self.chunk.engine.settings.accumulate
+        return tmap(lambda g: g / accumulate, total) if accumulate > 1 else total
+
+    def loss(self, model: Model, batch: list[Minibatch]) -> tuple[Tensor, Tensor]:
+        """Mean loss over the step's samples, and their number, ``(clients,)``."""
+        model = self._unwritten(model)
+        sums = []
+        for minibatch in batch:
+            self.gradient.number = minibatch.number
+            inputs = self._inputs(minibatch, minibatch.samples())
+            loss = self.gradient.loss(model, inputs).detach()
+            sums.append(loss.double() * minibatch.sizes.to(loss.device))
+        count = torch.stack([m.sizes for m in batch]).sum(0).to(sums[0])
+        return torch.stack(sums).sum(0) / count, count
+
+    def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
+        """Clip each client's gradients and step the optimizer."""
+        settings = self.chunk.engine.settings
+        if settings.clip_value:
+            grads = select(grads, self.optimizer.names)
+            grads = clip(grads, settings.clip_value, settings.clip_algorithm)
+        call = self._calls.get(slot, 0)
+        self._calls[slot] = call + 1
+        return self.optimizer.update(model, grads, slot, self._tick.rows, call)
+
+    def samples(self, batch: list[Minibatch]) -> tuple[Any, Tensor]:
+        """The samples of a step's minibatches, and which of them are real."""
+        data, masks = [], []
+        for minibatch in batch:
+            data.append(minibatch.samples())
+            width = next(batch_leaves(data[-1])).shape[1]
+            real = torch.arange(width) < minibatch.sizes.unsqueeze(1)
+            masks.append(real.to(self.chunk.device))
+        return join_batches(data), torch.cat(masks, 1)
+
+    def report(self, loss: Tensor, batch: list[Minibatch]) -> None:
+        """Log a loss ``(clients,)``, weighted by samples."""
+        self.chunk.program.log.options.setdefault("train_loss", LogOptions())
+        sizes = torch.stack([minibatch.sizes for minibatch in batch]).sum(0)
+        self.chunk.logs.add({"train_loss": loss, LOSS: loss}, sizes, self._tick.rows)
+
+    def _unwritten(self, model: Model) -> Model:
+        """A model whose buffers a forward pass may write to, without a trace in the caller's."""
+        kept = {name: model[name].clone() for name in self.active.buffers if name in model}
+        model = {**model, **kept}
+        materialize(model, self.chunk.program.throwaway)
+        return model
+
+    def _inputs(self, minibatch: Minibatch, data: Any) -> dict[str, Any]:
+        """What a client's program takes beside the model, leaves ``(clients, ...)``."""
+        inputs: dict[str, Any] = {"data": data}
+        keys = self.chunk.keys
+        if keys is not None:
+            keys = keys if self._tick.rows is None else keys[self._tick.rows]
+            inputs["key"] = mix(keys + (self.number << 32) + minibatch.number)
+        if minibatch.mask is not None:
+            inputs["mask"] = minibatch.mask
+        return inputs
+
+    def _minibatch_grad(self, model: Model, minibatch: Minibatch, names: tuple[str, ...]) -> Model:
+        trained = {name: model[name].detach() for name in names}
+        fixed = {name: leaf for name, leaf in model.items() if name not in trained}
+        # What a step may write to needs a row per client, also where it is thrown away.
+        materialize(fixed, self.chunk.program.throwaway)
+        # A method may train a second model, which the cached features aren't of.
+        cached = minibatch.features is not None and self.chunk.engine.prefix.fits(model)
+        inputs = self._inputs(minibatch, minibatch.data if cached else minibatch.samples())
+        if cached:
+            inputs["features"] = minibatch.features
+        self.gradient.number = minibatch.number
+        traces = self.chunk.engine.traces
+        result: Result = traces.run(self.gradient, self.steps, trained, fixed, inputs)
+        grads, loss, logged = result
+        if not self._logged:
+            values = {**logged, LOSS: loss}
+            log = self.chunk.program.log
+            self.chunk.logs.add(
+                values, minibatch.sizes, self._tick.rows, log.reductions, minibatch.size
+            )
+        return grads

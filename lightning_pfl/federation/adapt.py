@@ -1,0 +1,118 @@
+"""Local training from given models, outside the rounds: personalization at test time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.tree import Model, Tree, tmap
+from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.federation.architectures import one_group
+from lightning_pfl.methods.base import Local, Method, Phase
+
+if TYPE_CHECKING:
+    from lightning_pfl.federation.state import FederationState
+
+Step = Callable[[Model, Any, Local, Tensor], Model]
+"""One step of models on a batch; the last argument is the clients' samples, ``(clients,)``."""
+
+
+class Adaptation(Method):
+    """Clients train what they are given, and hand it back.
+
+    Args:
+        step: One step of a model on a batch; None for the user's optimizer.
+    """
+
+    def __init__(self, step: Step | None = None) -> None:
+        super().__init__(weighting="uniform")
+        self.step = step or (
+            lambda model, batch, local, _: self.evaluation_step(model, batch, local)
+        )
+
+    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+        """Begin with the given model."""
+        model: Model = received["model"]
+        device = next(iter(model.values())).device
+        return {"model": model, "samples": info.num_samples.to(device).double()}
+
+    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+        """One step."""
+        return {**state, "model": self.step(state["model"], batch, local, state["samples"])}
+
+    def client_final(
+        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Hand back the whole model."""
+        return {"model": state["model"]}, {}
+
+
+def adapt(
+    federation: FederationState,
+    models: Model,
+    clients: Tensor,
+    phases: tuple[Phase, ...],
+    data: FederatedDataset | None = None,
+    stream: str = "adaptation",
+    step: Step | None = None,
+) -> Model:
+    """Train copies of models on the clients' training data; the federation's state stays untouched.
+
+    Args:
+        federation: The strategy of a Trainer.
+        models: One model per client, ``(clients, ...)``.
+        clients: Ids, int64 ``(clients,)``; of ``data`` if that is given.
+        phases: What trains, and for how long.
+        data: What they train on, with ``clients`` as rows; None for the training data.
+        stream: Name of the random stream, so that several adaptations in a round draw different
+            numbers.
+        step: One step of a model on a batch; None for the user's optimizer.
+
+    Returns:
+        The trained models, ``(clients, ...)``. A client without samples keeps what it was given.
+
+    Raises:
+        MisconfigurationException: If the Trainer has no training data.
+    """
+    trainer: Any = federation.require_module().trainer
+    group = federation.group_of(clients) if data is None else one_group(federation.groups)
+    module, settings = group.module, federation.settings
+    data = trainer.fit_loop.require_data() if data is None else data
+    home = next(module.parameters()).device
+    method = Adaptation(step)
+    if group.engine.template is None:
+        group.engine.template = federation.client_optimizer(group)
+    # Evaluation runs without gradients; after a run the module has left the device.
+    with torch.inference_mode(False), torch.enable_grad():
+        module.to(settings.device)
+        modes = {part: part.training for part in module.modules()}
+        module.train()
+        received = {"model": tmap(lambda leaf: leaf.to(settings.device), models)}
+        samples = data.num_samples[clients]
+        steps = group.engine.count_steps(data, clients, phases)
+        weights = method.aggregation_weights(samples)
+        round = max(federation.rounds - 1, 0)
+        info = ClientInfo(clients, samples, steps, weights, round, data.num_clients)
+        result = group.engine.train(method, received, {}, info, data, phases, stream=stream)
+        for part, training in modes.items():
+            part.training = training
+        module.to(home)
+    trained: Model = tmap(lambda leaf: leaf.detach().to(home), result.uploads["model"])
+    return trained
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module in eval mode, and every part of it back into the mode that it had."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training

@@ -1,0 +1,359 @@
+"""Checkpoints that survive a kill at any moment, and that say why they don't fit."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pfl.core.errors import CheckpointMismatchError
+from lightning_pfl.core.tree import Tree, shapes
+
+PARTS = (
+    "method",
+    "settings",
+    "layout",
+    "clients",
+    "num_samples",
+    "seed",
+    "rounds",
+    "server",
+    "bank",
+    "history",
+)
+"""What the federation's part of every checkpoint has."""
+
+
+@contextmanager
+def explained(path: Any) -> Iterator[None]:
+    """Turn the errors of reading a broken or foreign file into sentences; the file stays as it is.
+
+    Raises:
+        RuntimeError: If the file is truncated, is no checkpoint, or holds code that isn't run by
+        default.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as cause:
+        # torch says so for an object that needs code; for bytes that are no pickle it doesn't.
+        if "unsupported global" not in str(cause).lower():
+            raise _broken(path, cause) from cause
+        raise RuntimeError(
+            f"Expected the checkpoint {str(path)!r} to hold tensors and plain values, but reading "
+            "it would run code that it names. If you trust the file, pass weights_only=False."
+        ) from cause
+    except (RuntimeError, EOFError, ValueError, LookupError) as cause:
+        raise _broken(path, cause) from cause
+    except OSError as cause:
+        if cause.errno != errno.EINVAL:  # a position outside a truncated file
+            raise
+        raise _broken(path, cause) from cause
+
+
+def _broken(path: Any, cause: BaseException) -> RuntimeError:
+    return RuntimeError(
+        f"Expected {str(path)!r} to be a checkpoint, but it is truncated or of another format "
+        f"({_first_line(cause)}). The file was left as it is. Resume from another checkpoint."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def require_lightning(checkpoint: Any, path: Any) -> dict[str, Any]:
+    """Require a Lightning checkpoint and not just any saved object.
+
+    Raises:
+        CheckpointMismatchError: If it is something else.
+    """
+    if isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint:
+        return checkpoint
+    raise CheckpointMismatchError(
+        f"Expected {str(path)!r} to be a checkpoint of a Trainer, but it holds a "
+        f"{type(checkpoint).__name__} saved by something else. Load weights alone with "
+        "`module.load_state_dict(torch.load(path))`."
+    )
+
+
+def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The federation's part of a checkpoint.
+
+    Raises:
+        CheckpointMismatchError: If the run that wrote it wasn't federated, or if something is
+        missing in it.
+    """
+    if "federated" in checkpoint:
+        saved: Mapping[str, Any] = checkpoint["federated"]
+        found = saved.keys() if isinstance(saved, Mapping) else ()
+        if missing := [name for name in PARTS if name not in found]:
+            raise CheckpointMismatchError(
+                f"Expected a checkpoint whose `federated` part has {', '.join(PARTS)}, but "
+                f"{', '.join(missing)} is not there. Resume from a file that this version of "
+                "lightning_pfl wrote and nobody has changed."
+            )
+        return saved
+    raise CheckpointMismatchError(
+        "Expected a checkpoint of a federated run, but got one that was written without "
+        "FederatedStrategy. To start from its weights, load them with "
+        "`Module.load_from_checkpoint(path)` and call trainer.fit without ckpt_path."
+    )
+
+
+def check_layout(saved: Mapping[str, Any], method: str, ours: Mapping[str, Any]) -> None:
+    """Require a checkpoint of this method and of this module, split in this way.
+
+    Args:
+        saved: The federation's part of the checkpoint.
+        method: The method's name.
+        ours: Shape and holder of every entry of the module now.
+
+    Raises:
+        CheckpointMismatchError: Names both sides.
+    """
+    if saved["method"] != method:
+        raise CheckpointMismatchError(
+            f"Expected a checkpoint of {method}, but got one of {saved['method']}. Resume with the "
+            "method that wrote it."
+        )
+    theirs = saved["layout"]
+    if theirs == ours:
+        return
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    differences = "; ".join(
+        f"{name}: {_entry(theirs.get(name))} in the checkpoint, {_entry(ours.get(name))} in the "
+        "module"
+        for name in names[:3]
+    )
+    raise CheckpointMismatchError(
+        f"Expected a checkpoint of this module and split, but got one that differs in {len(names)} "
+        f"entries ({differences}{'; ...' if len(names) > 3 else ''}). Use the module and the "
+        "`personal` setting of the run that wrote it."
+    )
+
+
+def _entry(described: Any) -> str:
+    return "missing" if described is None else f"{described[1]} {tuple(described[0])}"
+
+
+def check_settings(
+    saved: Mapping[str, Any],
+    settings: Mapping[str, str],
+    state: Sequence[str],
+    doing: str = "The run continues",
+) -> None:
+    """Require the settings on which the server's state depends; warn of others that changed.
+
+    Args:
+        saved: The federation's part of the checkpoint.
+        settings: The method's settings now.
+        state: Names of those on which the state depends.
+        doing: Beginning of the warning.
+
+    Raises:
+        CheckpointMismatchError: Names both sides.
+    """
+    theirs: Mapping[str, str] = saved["settings"]
+    changed = [n for n in {**settings, **theirs} if settings.get(n) != theirs.get(n)]
+    for name in state:
+        if name in changed:
+            raise CheckpointMismatchError(
+                f"Expected a checkpoint of a run with {name}={settings.get(name)}, but got one of "
+                f"a run with {name}={theirs.get(name)}. Use the `{name}` of the run that wrote it."
+            )
+    if changed:
+        listed = "; ".join(
+            f"{n} was {theirs.get(n, 'not there')}, is {settings.get(n, 'not there')}"
+            for n in changed
+        )
+        rank_zero_warn(
+            f"{doing} with other settings of {saved['method']} than the checkpoint's: {listed}."
+        )
+
+
+def saved_optimizers(checkpoint: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Kind and state of each architecture's optimizer; the kind is empty where it isn't known.
+
+    A checkpoint of weights alone has none.
+    """
+    states = checkpoint.get("optimizer_states") or []
+    names = require_federated(checkpoint).get("optimizers") or [""] * len(states)
+    return list(zip(names, states, strict=False))
+
+
+def load_optimizer(
+    template: Optimizer, kind: str, state: Mapping[str, Any], scheduled: bool = True
+) -> None:
+    """Give the template of the clients' optimizers the settings of a checkpoint.
+
+    They count, as in every Lightning run, and not what ``configure_optimizers`` says now, as
+    schedulers may have changed them. Where no scheduler has, differences are said.
+
+    Args:
+        template: What ``configure_optimizers`` returned.
+        kind: Name of the class that was saved; empty where it isn't known.
+        state: Its ``state_dict``.
+        scheduled: Whether something may have changed the settings since.
+
+    Raises:
+        CheckpointMismatchError: If it is another optimizer, or has other parameter groups.
+    """
+    name, groups = type(template).__name__, state["param_groups"]
+    if (kind or name, len(groups)) != (name, len(template.param_groups)):
+        raise CheckpointMismatchError(
+            f"Expected a checkpoint of clients that train with {name} in "
+            f"{len(template.param_groups)} parameter groups, but got one of {kind or name} in "
+            f"{len(groups)}. Return the optimizer of the run that wrote it."
+        )
+    # Schedulers keep the rate that they began with.
+    keys = {"initial_lr"} if scheduled else template.defaults.keys()
+    pairs = zip(template.param_groups, groups, strict=True)
+    changed = [
+        f"{key}={theirs[key]!r} instead of {ours[key]!r}"
+        for ours, theirs in pairs
+        for key in keys
+        if key in ours and key in theirs and str(ours[key]) != str(theirs[key])
+    ]
+    if changed:
+        rank_zero_warn(
+            f"The run continues with the checkpoint's settings of {name}: "
+            f"{', '.join(dict.fromkeys(changed))}. To change them, set them in "
+            "`trainer.optimizers[0].param_groups` in `on_train_start`."
+        )
+    template.load_state_dict(dict(state))
+
+
+def fit_server(saved: Tree, server: Tree, device: torch.device) -> Tree:
+    """The server's state of a checkpoint, in the precision of this run.
+
+    Args:
+        saved: What the checkpoint has.
+        server: The server now.
+        device: Where it is to be.
+
+    Raises:
+        CheckpointMismatchError: If entries or shapes differ; names both sides.
+    """
+    if saved.keys() != server.keys():
+        raise CheckpointMismatchError(
+            f"Expected a server that holds {sorted(server)}, but that of the checkpoint holds "
+            f"{sorted(saved)}. Use the method's settings of the run that wrote it."
+        )
+    theirs, ours = shapes(saved), shapes(server)
+    for name in theirs.keys() & ours.keys():
+        if theirs[name] != ours[name]:
+            raise CheckpointMismatchError(
+                f"Expected a server whose `{name}` has the shape {ours[name]}, but that of the "
+                f"checkpoint has {theirs[name]}. Use the method's settings of the run that wrote "
+                "it."
+            )
+    return _like(saved, server, device)
+
+
+def _like(saved: Tree, tree: Tree, device: torch.device) -> Tree:
+    """On the device, with the dtypes that the entries of ``tree`` have."""
+    found: Tree = {}
+    for name, leaf in saved.items():
+        ours = tree.get(name)
+        if isinstance(leaf, dict):
+            found[name] = _like(leaf, ours if isinstance(ours, dict) else {}, device)
+        else:
+            found[name] = leaf.to(device, ours.dtype if isinstance(ours, Tensor) else None)
+    return found
+
+
+def check_structure(saved: Mapping[str, Any], structure: Mapping[str, Tensor]) -> None:
+    """Require the relations between clients on which server and memories depend.
+
+    Args:
+        saved: The federation's part of the checkpoint; one of an earlier version doesn't say.
+        structure: What the method's ``structure`` says now.
+
+    Raises:
+        CheckpointMismatchError: Names both sides.
+    """
+    known, none = saved.get("structure", structure), torch.empty(0)
+    for name in {**known, **structure}:
+        theirs, ours = (held.get(name, none).cpu().double() for held in (known, structure))
+        if theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=1e-6, atol=0.0):
+            continue
+        pairs = zip_longest(theirs.tolist(), ours.tolist())
+        one, other = next(pair for pair in pairs if pair[0] != pair[1])
+        raise CheckpointMismatchError(
+            f"Expected a checkpoint of a run with the same `{name}`, but at the first difference "
+            f"it has {_listed(one)} in the checkpoint and {_listed(other)} now. Use the `{name}` "
+            "of the run that wrote it."
+        )
+
+
+def _listed(entry: Any) -> str:
+    numbers = entry if isinstance(entry, list) else [entry]
+    return "nothing" if entry is None else ", ".join(f"{number:g}" for number in numbers)
+
+
+def check_clients(saved: Mapping[str, Any], names: Sequence[str], samples: Tensor) -> None:
+    """Require a checkpoint of the same clients; warn if they hold more or fewer samples now.
+
+    Args:
+        saved: The federation's part of the checkpoint.
+        names: The clients' names now.
+        samples: Their numbers of training samples now, int64 ``(clients,)``; 0 where unknown.
+
+    Raises:
+        CheckpointMismatchError: Names both sides.
+    """
+    theirs = list(saved["clients"])
+    if len(theirs) != len(names):
+        raise CheckpointMismatchError(
+            f"Expected a checkpoint of {len(names)} clients, but got one of {len(theirs)}. Resume "
+            "with the data of the run that wrote it; new clients are adapted with "
+            "NewClientAdaptation."
+        )
+    if theirs != list(names):
+        client = next(
+            index for index, (a, b) in enumerate(zip(theirs, names, strict=True)) if a != b
+        )
+        raise CheckpointMismatchError(
+            f"Expected a checkpoint of the same clients, but client {client} is {theirs[client]!r} "
+            f"in the checkpoint and {names[client]!r} now. Give the clients in the order of the "
+            "run that wrote it."
+        )
+    held = saved["num_samples"].cpu()
+    if samples.any() and len(others := (held != samples.cpu()).nonzero().flatten()):
+        client = int(others[0])
+        rank_zero_warn(
+            f"The run continues with other training data than the checkpoint's: {len(others)} "
+            f"clients have another number of samples, such as {names[client]!r} with "
+            f"{int(samples[client])} instead of {int(held[client])}."
+        )
+
+
+def check_memories(saved: Tree, memory: Tree) -> None:
+    """Require that the clients remember the same things.
+
+    Args:
+        saved: What they remember in the checkpoint.
+        memory: The bank's tree now; in this process it may hold some of the clients only.
+
+    Raises:
+        CheckpointMismatchError: Names both sides.
+    """
+    if (held := _shapes(saved)) != (needed := _shapes(memory)):
+        raise CheckpointMismatchError(
+            f"Expected clients that remember {sorted(needed)}, but those of the checkpoint "
+            f"remember {sorted(held)} or other shapes. Use the method's settings of the run that "
+            "wrote it."
+        )
+
+
+def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
+    """What one client remembers: shapes without the client axis."""
+    return {path: shape[1:] for path, shape in shapes(tree).items()}

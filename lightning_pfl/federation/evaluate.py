@@ -1,0 +1,162 @@
+"""The models that clients are evaluated with, and their evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.contract.records import Evaluation, LogOptions, told
+from lightning_pfl.core.tree import Model, is_expanded, whole_nbytes
+from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.federation.adapt import adapt
+from lightning_pfl.federation.architectures import named
+from lightning_pfl.federation.ranks import whole_evaluation
+from lightning_pfl.metrics.history import higher_is_better
+from lightning_pfl.metrics.summary import summarize
+
+if TYPE_CHECKING:
+    from lightning_pfl.federation.architectures import Group
+    from lightning_pfl.federation.state import FederationState
+
+GLOBAL = "global/"
+"""Prefix of the global model's values."""
+MEMORY = 2**28
+"""Bytes of personal models that are built at a time; more clients are evaluated in several goes."""
+
+
+# --- the models that are evaluated ----------------------------------------------------------------
+
+
+def personal_models(federation: FederationState, clients: Tensor) -> Model:
+    """The models that clients are evaluated with, ``(clients, ...)``.
+
+    The method's ``personal_model`` of what the server sends now and what the client remembers, then
+    the local training of ``evaluation_phases`` where the method has any.
+
+    Several processes call it together, with the same clients; each builds the models of its own.
+
+    Args:
+        federation: The strategy.
+        clients: Ids, int64 ``(clients,)``.
+    """
+    part = federation.part(clients)
+    mine = clients[part.index]
+    models: Model = part.whole(_own_models(federation, mine) if len(mine) else {})
+    return models
+
+
+def _own_models(federation: FederationState, clients: Tensor) -> Model:
+    federation.require_module()
+    group = federation.group_of(clients)
+    method = group.method
+    device = next(group.module.parameters()).device
+    info = federation.info(clients, max(federation.rounds - 1, 0))
+    own = group.gather(clients, device, edges=False)
+    models = method.personal_model(federation.download(info), own, info)
+    phases = method.evaluation_phases()
+    if not phases:
+        return models
+
+    def step(model: Model, batch: Any, local: Any, _: Tensor) -> Model:
+        return method.evaluation_step(model, batch, local)
+
+    return adapt(federation, models, clients, phases, step=step)
+
+
+def evaluate_clients(
+    federation: FederationState,
+    models_of: Callable[[Tensor], Model],
+    clients: Tensor,
+    rows: Tensor,
+    data: FederatedDataset,
+    step: str,
+    on_clients: Callable[[list[int]], None] | None = None,
+) -> Evaluation:
+    """Run a step of the module for clients, building their models a chunk at a time.
+
+    Several processes call it together, with the same clients; each evaluates its own, and has the
+    results of all.
+
+    Args:
+        federation: The strategy.
+        models_of: Gives the models of some ids; with several processes, of its own clients.
+        clients: Ids, int64 ``(clients,)``.
+        rows: Their rows in ``data``.
+        data: The split.
+        step: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+        on_clients: Told the positions in ``clients`` that are done.
+    """
+    part = federation.part(clients)
+    round = federation.rounds - 1 if federation.rounds else None
+    clients, rows = clients[part.index], rows[part.index]
+    found, order = [], []
+    with federation.ranks.apart():
+        # A process may have no clients, and splitting nothing gives one empty part.
+        for group, at in federation.by_group(clients) if len(clients) else ():
+            positions = torch.arange(len(clients))[at]
+            for some in positions.split(models_at_a_time(group)):
+                work = (rows[some], data, step, told(on_clients, some), round)
+                with named(group, data.names, rows[some], step, round):
+                    found.append(group.engine.evaluate(models_of(clients[some]), *work))
+                order.append(some)
+    return whole_evaluation(part, join(found, order))
+
+
+def models_at_a_time(group: Group) -> int:
+    """How many personal models of a group fit into :data:`MEMORY`."""
+    held = group.bank.row_nbytes()
+    if group.method.evaluation_phases():
+        held = whole_nbytes(dict(group.module.named_parameters()))
+    return int(max(1, MEMORY // max(held, 1)))
+
+
+def join(parts: list[Evaluation], order: list[Tensor]) -> Evaluation:
+    """One evaluation of the clients of all parts.
+
+    Args:
+        parts: The results.
+        order: Positions of each part's clients, int64; together all positions once.
+    """
+    if len(parts) <= 1:
+        return parts[0] if parts else Evaluation()
+    place = torch.cat(order).argsort()
+    names = dict.fromkeys(name for part in parts for name in part.values)
+    predictions = [predictions for part in parts for predictions in part.predictions]
+    return Evaluation(
+        {
+            name: torch.cat(
+                [p.values.get(name, torch.full((len(p.counts),), torch.nan)).cpu() for p in parts]
+            )[place]
+            for name in names
+        },
+        torch.cat([part.counts for part in parts])[place],
+        {name: options for part in parts for name, options in part.options.items()},
+        [predictions[at] for at in place.tolist()] if predictions else [],
+    )
+
+
+def is_global(models: Model, shared: Model) -> bool:
+    """Whether the clients' models are views of the global model: one evaluation serves both."""
+    return models.keys() == shared.keys() and all(
+        is_expanded(leaf) and leaf.data_ptr() == shared[name].data_ptr()
+        for name, leaf in models.items()
+    )
+
+
+def summaries(evaluation: Evaluation, prefix: str = "") -> dict[str, float]:
+    """Statistics over clients: ``val_acc`` is the mean, beside it ``val_acc/std`` and so on."""
+    found = {}
+    for key, values in evaluation.values.items():
+        better = direction(key, evaluation)
+        for name, number in summarize(values, evaluation.counts, better).items():
+            found[f"{prefix}{key}/{name}" if name else f"{prefix}{key}"] = number
+    return found
+
+
+def direction(key: str, evaluation: Evaluation) -> bool:
+    """Whether larger is better: as the logged torchmetrics object says, else by the name."""
+    known = evaluation.options.get(key, LogOptions()).higher_is_better
+    return higher_is_better(key) if known is None else known

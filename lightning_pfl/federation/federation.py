@@ -1,0 +1,111 @@
+"""A federation, and what users ask of it: the clients' models and the global one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pfl._lightning import copy_apart
+from lightning_pfl.core.mixture import MixedForward, parts
+from lightning_pfl.core.tree import Model
+from lightning_pfl.federation.architectures import (
+    Group,
+    one_group,
+)
+from lightning_pfl.federation.evaluate import personal_models
+from lightning_pfl.federation.state import FederationState
+
+
+class Federation(FederationState):
+    """What :class:`~lightning_pfl.FederatedStrategy` holds between rounds and between runs."""
+
+    def client_state_dict(self, client: int | str) -> dict[str, Any]:
+        """A client's personal model, as a ``state_dict`` of the user's module.
+
+        Args:
+            client: Its id or its name.
+
+        Raises:
+            RuntimeError: If nothing was trained or loaded yet, or if another process holds what
+                the client remembers.
+            KeyError: If there is no such client.
+            MisconfigurationException: If the method mixes the outputs of two models.
+        """
+        model, _, share = parts(self._personal_model(client))
+        if share is not None:
+            raise MisconfigurationException(
+                "Expected a personal model that is one state_dict, but "
+                f"{type(self.method).__name__} mixes the outputs of two. Use "
+                "`client_module(client)`, or let it mix parameters."
+            )
+        return self._state_dict(self._group_of(client), model)
+
+    def _group_of(self, client: int | str) -> Group:
+        return self.group_of(torch.tensor([self.client_id(client)]))
+
+    def _personal_model(self, client: int | str) -> Model:
+        # A user may ask in one process alone.
+        with self.ranks.apart():
+            models = personal_models(self, torch.tensor([self.client_id(client)]))
+        return {name: leaf[0] for name, leaf in models.items()}
+
+    def client_module(self, client: int | str) -> L.LightningModule:
+        """A client's personal model as a copy of the module: in eval mode, without Trainer."""
+        model, other, share = parts(self._personal_model(client))
+        group = self._group_of(client)
+        copy: L.LightningModule = copy_apart(group.module)
+        copy.load_state_dict(self._state_dict(group, model))
+        if share is not None:
+            held = {name: leaf.detach().clone() for name, leaf in other.items()}
+            copy.__dict__["forward"] = MixedForward(copy, held, share.detach().clone())
+        return copy.eval()
+
+    def global_state_dict(self) -> dict[str, Any]:
+        """The one model for everybody, as a ``state_dict`` of the user's module.
+
+        Raises:
+            MisconfigurationException: If the method has no such model.
+        """
+        module = self.require_module()
+        model = self.method.global_model(self.server)
+        if model is None:
+            raise MisconfigurationException(
+                f"Expected a method with a global model, but got {type(self.method).__name__}, "
+                f"with which {len(self.method.differing(self.layout))} of the "
+                f"{len(self.layout.names)} entries of {type(module).__name__} differ between "
+                "clients. Use `client_state_dict(client)`, or a method with one model for all such "
+                "as FedAvg or FedProx."
+            )
+        return self._state_dict(one_group(self.groups), model)
+
+    def client_id(self, client: int | str) -> int:
+        """The id of a client given by id or name."""
+        self.require_module()
+        if isinstance(client, str) and client in self.client_names:
+            return self.client_names.index(client)
+        if (
+            isinstance(client, int)
+            and not isinstance(client, bool)
+            and 0 <= client < self.num_clients
+        ):
+            return client
+        some = ", ".join(map(repr, self.client_names[:5])) + (
+            ", ..." if self.num_clients > 5 else ""
+        )
+        raise KeyError(
+            f"Expected `client` to be an id in 0..{self.num_clients - 1} or one of the names "
+            f"{some}, but got "
+            f"client={client!r}. Use one of these."
+        )
+
+    def _state_dict(self, group: Group, model: Model) -> dict[str, Any]:
+        state = group.module.state_dict()
+        own = {name: leaf.to(state[name].device) for name, leaf in model.items()}
+        full = {**state, **group.layout.with_aliases(own)}
+        return {
+            name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in full.items()
+        }

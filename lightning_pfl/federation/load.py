@@ -1,0 +1,117 @@
+"""The clients' models of a checkpoint file, without data and without a Trainer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pfl._lightning import copy_apart
+from lightning_pfl.core.tree import Model
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.select import SelectedEngine
+from lightning_pfl.federation.architectures import describe, layouts, make_groups
+from lightning_pfl.federation.checkpoint import (
+    check_layout,
+    check_settings,
+    explained,
+    require_federated,
+    require_lightning,
+)
+from lightning_pfl.federation.federation import Federation
+from lightning_pfl.federation.ranks import Ranks
+from lightning_pfl.methods.base import Method
+
+
+class SavedClients(Federation):
+    """What a checkpoint says of its clients; :func:`load_clients` makes it.
+
+    It answers what :class:`~lightning_pfl.FederatedStrategy` answers after the run that wrote the
+    file, with the same bits: ``client_state_dict(client)``, ``client_module(client)``,
+    ``global_state_dict()``, ``num_clients``, ``client_names``, ``rounds``. Nothing in it trains.
+    """
+
+    def _personal_model(self, client: int | str) -> Model:
+        if self.method.evaluation_phases():
+            raise MisconfigurationException(
+                "Expected a method whose personal models are in the checkpoint, but got "
+                f"{type(self.method).__name__}, which makes them by training on the client's data. "
+                "Call `trainer.validate(module, data, ckpt_path=path)` and then "
+                "`trainer.strategy.client_state_dict(client)`, or take `global_state_dict()`."
+            )
+        return super()._personal_model(client)
+
+
+def load_clients(
+    path: str | PathLike[str], module: L.LightningModule, method: Method
+) -> SavedClients:
+    """Read the clients' models of a checkpoint, without data and without a Trainer.
+
+    Nothing in the file is run (``weights_only=True``), everything is on the CPU and in the
+    precision of the file. Module and method are copied: yours stay as they are.
+
+    Args:
+        path: A checkpoint of a federated run, on this machine.
+        module: The module of the run, with any weights; also
+            :class:`~lightning_pfl.ClientModules`.
+        method: The method of the run, with its settings: they say what is personal.
+
+    Raises:
+        TypeError: If module or method are not instances of theirs.
+        FileNotFoundError: If there is no such file.
+        RuntimeError: If the file is truncated, is no checkpoint, or holds code.
+        CheckpointMismatchError: If it was written by something else, or by a run of another method,
+            module, split or graph; names both sides.
+
+    Example::
+
+        clients = load_clients("last.ckpt", DigitsCNN(), FedRep())
+        clients.client_module(3)    # or by name: clients.client_names[3]
+    """
+    for name, given, kind in (
+        ("module", module, L.LightningModule),
+        ("method", method, Method),
+    ):
+        if not isinstance(given, kind):
+            raise TypeError(
+                f"Expected `{name}` to be an instance of {kind.__name__}, but got "
+                f"{name}={given!r}. Call load_clients(path, MyModule(), FedRep()), say."
+            )
+    with explained(path):
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    saved = require_federated(require_lightning(checkpoint, path))
+    module, method = copy_apart(module).cpu(), copy.copy(method)
+    split = layouts(module, method)
+    check_layout(saved, type(method).__name__, describe(split))
+    check_settings(saved, method.settings(), method.state_settings, "The models are read")
+    module.on_load_checkpoint(checkpoint)
+    _take_precision(module, checkpoint["state_dict"])
+    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+
+    clients = SavedClients()
+    clients.method, clients.ranks, clients.seed = method, Ranks(), int(saved["seed"])
+    clients.settings = EngineSettings(seed=clients.seed)
+    groups = make_groups(module, split, saved["clients"])
+    clients.begin(
+        module, groups, saved["clients"], saved["num_samples"], lambda _: torch.device("cpu")
+    )
+    for group in groups:
+        group.engine = SelectedEngine(
+            "sequential", group.module, group.layout, None, clients.settings
+        )
+    clients.load_state_dict(saved)
+    return clients
+
+
+def _take_precision(module: L.LightningModule, state: Mapping[str, Any]) -> None:
+    """Give the module the dtypes that a Trainer with ``precision="64-true"``, say, had given it."""
+    for name, held in module.state_dict(keep_vars=True).items():
+        theirs = state.get(name)
+        if isinstance(held, Tensor) and isinstance(theirs, Tensor) and held.is_floating_point():
+            held.data = held.data.to(theirs.dtype)

@@ -1,0 +1,185 @@
+"""The processes of a run: who works on which clients, and how all come to know the results.
+
+One process is the trivial case: it works on every client and knows every result, so the code around
+asks no question about the number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
+from lightning_pfl.core.tree import Tree, rows
+from lightning_pfl.engine.logs import LOSS
+
+
+class Ranks:
+    """The processes of a run. Every process must call the same functions in the same order.
+
+    Args:
+        rank: Number of this process, from 0.
+        size: Number of processes.
+        device: The device of this process; what is sent goes through it.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu") -> None:
+        self.rank, self.size, self.device = rank, size, torch.device(device)
+        self._apart = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to talk to."""
+        return self.size == 1 or self._apart
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Work on this process's own clients: nothing that is called inside talks to the others."""
+        before, self._apart = self._apart, True
+        try:
+            yield
+        finally:
+            self._apart = before
+
+    def part(self, keys: Tensor) -> Part:
+        """This process's share of a list of clients: those whose key, modulo the size, is its rank.
+
+        Args:
+            keys: One number per client, int64 ``(clients,)``.
+        """
+        return Part(self, keys)
+
+    def objects(self, value: Any) -> list[Any]:
+        """The small objects of all processes, in the order of their ranks."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, value)
+        return found
+
+    def share(self, module: nn.Module) -> None:
+        """Give every process the parameters and buffers of process 0."""
+        if self.alone:
+            return
+        for leaf in chain(module.parameters(), module.buffers()):
+            sent = leaf.detach().contiguous()
+            distributed.broadcast(sent, 0)
+            leaf.detach().copy_(sent)
+
+
+class Part:
+    """A process's share of a list of clients.
+
+    Attributes:
+        index: Positions in the list; everything in one process.
+    """
+
+    def __init__(self, ranks: Ranks, keys: Tensor) -> None:
+        self.ranks, self.total, self.alone = ranks, len(keys), ranks.alone
+        self.index: slice | Tensor = slice(None)
+        if not self.alone:
+            owner = keys.cpu() % ranks.size
+            self._shares = [(owner == rank).nonzero().flatten() for rank in range(ranks.size)]
+            self.index = self._shares[ranks.rank]
+
+    def rows(self, tree: Tree) -> Tree:
+        """This process's rows of a tree ``(clients, ...)`` on its device; views in one process."""
+        if isinstance(self.index, slice):
+            return tree
+        return rows(tree, self.index.to(self.ranks.device))
+
+    def whole(self, tree: Tree) -> Tree:
+        """All processes' rows in the order of the list, on the device of this process.
+
+        Args:
+            tree: This process's rows; a process without clients may give an empty tree.
+        """
+        if self.alone:
+            return tree
+        form = _form(tree) if len(self._shares[self.ranks.rank]) else None
+        known = [found for found in self.ranks.objects(form) if found is not None]
+        return self._gather_tree(tree, known[0]) if known else tree
+
+    def values(self, values: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+        """All clients' logged values, float64 ``(clients,)``; NaN where a process has no such name.
+
+        Args:
+            values: This process's, ``(count,)``.
+            count: How many clients this process has.
+        """
+        if self.alone:
+            return dict(values)
+        names = dict.fromkeys(name for found in self.ranks.objects([*values]) for name in found)
+        gap = torch.full((count,), torch.nan)
+        return self.whole({name: values.get(name, gap).double() for name in names})
+
+    def each(self, values: Sequence[Any]) -> list[Any]:
+        """All processes' objects, one per client, in the order of the list."""
+        if self.alone:
+            return list(values)
+        found: list[Any] = [None] * self.total
+        for share, sent in zip(self._shares, self.ranks.objects(list(values)), strict=True):
+            for position, value in zip(share.tolist(), sent, strict=True):
+                found[position] = value
+        return found
+
+    def _gather_tree(self, tree: Tree, form: dict[str, Any]) -> Tree:
+        return {
+            name: self._gather_tree(tree.get(name, {}), known)
+            if isinstance(known, dict)
+            else self._gather(tree.get(name), *known)
+            for name, known in form.items()
+        }
+
+    def _gather(self, leaf: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """One leaf from all processes. It is sent as bytes: backends don't know every dtype."""
+        counts = [len(share) for share in self._shares]
+        width, numbers = max(counts), torch.Size(shape).numel()
+        device = self.ranks.device
+        # All processes must send equally much: short shares are padded.
+        sent = torch.zeros(width, numbers, dtype=dtype, device=device)
+        if leaf is not None and len(leaf):
+            sent[: len(leaf)] = leaf.detach().reshape(len(leaf), numbers)
+        received = sent.new_empty(len(counts) * width, numbers)
+        if numbers:
+            parts = [part.view(torch.uint8) for part in received.split(width)]
+            distributed.all_gather(parts, sent.view(torch.uint8))
+        place = torch.empty(self.total, dtype=torch.int64)
+        for rank, share in enumerate(self._shares):
+            place[share] = rank * width + torch.arange(len(share))
+        return received.index_select(0, place.to(device)).view(self.total, *shape)
+
+
+def _form(tree: Tree) -> dict[str, Any]:
+    """Names, shapes without the client axis, and dtypes."""
+    return {
+        name: _form(leaf) if isinstance(leaf, dict) else (tuple(leaf.shape[1:]), leaf.dtype)
+        for name, leaf in tree.items()
+    }
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def whole_work(part: Part, work: LocalResult) -> LocalResult:
+    """The cohort's uploads and values, on every process; memories stay where they are."""
+    uploads = part.whole(work.uploads)
+    logs = part.values({**work.logs, LOSS: work.loss}, len(work.loss))
+    loss = logs.pop(LOSS)
+    return LocalResult(uploads, work.own, logs, _options(part, work.options), loss)
+
+
+def whole_evaluation(part: Part, found: Evaluation) -> Evaluation:
+    """The results of all clients, on every process."""
+    values = part.values(found.values, len(found.counts))
+    counts = part.whole({"counts": found.counts})["counts"].cpu()
+    return Evaluation(values, counts, _options(part, found.options), part.each(found.predictions))
+
+
+def _options(part: Part, options: Mapping[str, LogOptions]) -> dict[str, LogOptions]:
+    return {name: o for found in part.ranks.objects(dict(options)) for name, o in found.items()}

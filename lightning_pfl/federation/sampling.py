@@ -1,0 +1,70 @@
+"""Who takes part in a round: a pure function of the seed and the round."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.core.randomness import derive, permutation
+
+
+def cohort_size(participation: float | int, num_clients: int) -> int:
+    """How many clients take part.
+
+    ``max(1, floor(participation * num_clients))``, or the count itself.
+
+    Args:
+        participation: A fraction in (0, 1] (float) or a number of clients (int).
+        num_clients: How many clients could take part.
+
+    Raises:
+        ValueError: If a count exceeds the number of clients.
+    """
+    if isinstance(participation, int):
+        if participation > num_clients:
+            raise ValueError(
+                f"Expected `participation` to be at most the {num_clients} clients that can "
+                f"take part, but got participation={participation!r}. Use a smaller count, or a "
+                "fraction such as 0.1."
+            )
+        return participation
+    # 0.1 * 30 is 3.0000000000000004 and 0.29 * 100 is 28.999999999999996: the fraction is meant in
+    # decimal.
+    return max(1, math.floor(round(participation * num_clients, 9)))
+
+
+def check_participation(participation: float | int) -> float | int:
+    """Refuse what is neither a fraction in (0, 1] nor a positive count."""
+    number = isinstance(participation, (int, float)) and not isinstance(participation, bool)
+    valid = number and (
+        participation >= 1 if isinstance(participation, int) else 0 < participation <= 1
+    )
+    if not valid:
+        raise ValueError(
+            "Expected `participation` to be a fraction in (0, 1] (a float) or a number of clients "
+            ">= 1 (an int), but "
+            f"got participation={participation!r}. Use 0.1 for a tenth of the clients, 10 for ten "
+            "of them."
+        )
+    return participation
+
+
+def sample_cohort(seed: int, round: int, eligible: Tensor, participation: float | int) -> Tensor:
+    """Draw the clients of a round, uniformly without replacement.
+
+    Args:
+        seed: The run's seed.
+        round: The communication round, from 0.
+        eligible: Ids of the clients that may take part, int64 ``(eligible,)``.
+        participation: A fraction in (0, 1] or a count.
+
+    Returns:
+        Client ids in ascending order, int64 ``(cohort,)``.
+    """
+    size = cohort_size(participation, len(eligible))
+    if size == len(eligible):
+        return eligible
+    order = permutation(len(eligible), derive(seed, "cohort", round))
+    return torch.sort(eligible[order[:size]]).values

@@ -1,0 +1,129 @@
+"""Messages between neighbours: what travels over the edges of a graph, without a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.core.tree import Tree, leaves, rows, tmap
+from lightning_pfl.graphs.graph import sparse_square
+
+if TYPE_CHECKING:
+    from lightning_pfl.graphs import Graph
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange of messages in a round: every client of the cohort writes to its neighbours.
+
+    Args:
+        name: What ``send`` and ``receive`` are told.
+        to: ``"each"``: a message of its own for each neighbour; ``"all"``: the same message for all
+            of them; ``"sum"``: the same message for all, of which a receiver uses nothing but the
+            sum with the edges' weights.
+        when: ``"before"`` or ``"after"`` local training.
+    """
+
+    name: str
+    to: Literal["each", "all", "sum"] = "each"
+    when: Literal["before", "after"] = "after"
+
+
+@dataclass
+class Inbox:
+    """What the clients of a cohort received from their neighbours.
+
+    Attributes:
+        messages: For ``"each"`` and ``"all"`` ``(clients, slots, ...)``: slot ``s`` of client ``i``
+            holds the message of the neighbour ``graph.neighbours[i, s]``, zeros where that one
+            doesn't take part; for ``"sum"`` ``(clients, ...)``.
+        weights: Weights of the edges to the neighbours that take part, float64 ``(clients,
+            slots)``; 0 elsewhere.
+        sent: What the clients themselves have sent, as ``send`` returned it.
+    """
+
+    messages: Tree
+    weights: Tensor
+    sent: Tree = field(default_factory=dict)
+
+    def rows(self, index: slice | Tensor) -> Inbox:
+        """The same for some of the clients."""
+        trees = {"messages": self.messages, "weights": {"": self.weights}, "sent": self.sent}
+        found = rows(trees, index)
+        return Inbox(found["messages"], found["weights"][""], found["sent"])
+
+
+class Postman:
+    """Delivers the messages of a cohort.
+
+    Args:
+        graph: Who is whose neighbour.
+        clients: The cohort's ids, int64 ``(clients,)``.
+        device: Where messages are.
+    """
+
+    def __init__(self, graph: Graph, clients: Tensor, device: torch.device | str) -> None:
+        neighbours = graph.neighbours[clients]
+        position = torch.full((len(graph.neighbours),), -1, dtype=torch.int64)
+        position[clients] = torch.arange(len(clients))
+        sender = position[neighbours]
+        self.present = (graph.mask[clients] & (sender >= 0)).to(device)
+        self.sender = sender.clamp_min(0).to(device)
+        self.reverse = graph.reverse[clients].to(device)
+        weights = graph.slot_weights[clients].to(device)
+        self.weights = torch.where(self.present, weights, 0.0)
+
+    def deliver(self, exchange: Exchange, sent: Tree) -> Inbox:
+        """Bring what every client sent to its neighbours.
+
+        Args:
+            exchange: What kind of messages.
+            sent: ``(clients, slots, ...)`` for ``"each"``, else ``(clients, ...)``.
+        """
+        bring = {"each": self._each, "all": self._all, "sum": self._sum}[exchange.to]
+        return Inbox(tmap(bring, sent), self.weights, sent)
+
+    def nbytes(self, exchange: Exchange, sent: Tree, sizes: Tensor | None) -> int:
+        """Bytes of all messages that are delivered.
+
+        Args:
+            exchange: What kind of messages.
+            sent: As for :meth:`deliver`.
+            sizes: Bytes of the message in each slot, int64 ``(clients, slots)``, where it differs;
+                None for the size of what is in ``sent``.
+        """
+        if sizes is not None:
+            return int((sizes.to(self.present.device) * self.present).sum())
+        axes = 2 if exchange.to == "each" else 1
+        size = sum(leaf.shape[axes:].numel() * leaf.element_size() for leaf in leaves(sent))
+        return int(self.present.sum()) * size
+
+    def _each(self, leaf: Tensor) -> Tensor:
+        slots = leaf.shape[1]
+        found = leaf.flatten(0, 1).index_select(0, (self.sender * slots + self.reverse).flatten())
+        return self._masked(found.view(*self.sender.shape, *leaf.shape[2:]))
+
+    def _all(self, leaf: Tensor) -> Tensor:
+        found = leaf.index_select(0, self.sender.flatten())
+        return self._masked(found.view(*self.sender.shape, *leaf.shape[1:]))
+
+    def _sum(self, leaf: Tensor) -> Tensor:
+        """One sparse matrix product for all clients and edges."""
+        flat = leaf.reshape(len(leaf), -1)
+        mixed: Tensor = torch.sparse.mm(self.mixing.to(leaf.dtype), flat)
+        return mixed.view(leaf.shape)
+
+    @cached_property
+    def mixing(self) -> Tensor:
+        """Weights of senders (columns) for receivers (rows), sparse ``(clients, clients)``."""
+        who, slot = self.present.nonzero(as_tuple=True)
+        place = torch.stack([who, self.sender[who, slot]])
+        return sparse_square(place, self.weights[who, slot], len(self.present))
+
+    def _masked(self, found: Tensor) -> Tensor:
+        shape = (*self.present.shape, *[1] * (found.ndim - 2))
+        return torch.where(self.present.view(shape), found, torch.zeros_like(found))

@@ -1,0 +1,1 @@
+"""What several methods use beside the contract."""

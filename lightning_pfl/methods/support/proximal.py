@@ -1,0 +1,95 @@
+r"""Local work of methods whose clients minimise :math:`F_i(x) + \frac{c}{2}\lVert x - b\rVert^2`.
+
+Exactly, or by some steps of the user's optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.contract.local import Phase
+from lightning_pfl.core.checks import check_choice
+from lightning_pfl.core.tree import Model, Tree, flat, per_client, select, tmap, unflat, where
+from lightning_pfl.solvers.lbfgs import minimise
+
+if TYPE_CHECKING:
+    from lightning_pfl.contract.local import Local
+
+LocalSolver = Literal["optimizer", "exact"]
+
+
+def check_local_solver(local_solver: str) -> None:
+    """Require one of the local solvers."""
+    advice = "Use 'optimizer' for networks, 'exact' for small convex models."
+    check_choice("local_solver", local_solver, get_args(LocalSolver), advice)
+
+
+def proximal_state(model: Model, anchor: Model, strength: Tensor) -> Tree:
+    """What :func:`proximal_step` works on.
+
+    Args:
+        model: The model to begin with, ``(clients, ...)``; it is copied, as training overwrites it.
+        anchor: :math:`b`, the entries that are pulled, ``(clients, ...)``.
+        strength: :math:`c`, ``(clients,)``.
+    """
+    return {"model": tmap(torch.clone, model), "anchor": anchor, "strength": strength}
+
+
+def proximal_step(state: Tree, batch: Any, local: Local, local_solver: LocalSolver) -> Tree:
+    """A step of the user's optimizer on the gradients of both terms, or the exact minimiser.
+
+    Args:
+        state: Of :func:`proximal_state`.
+        batch: A minibatch; for ``"exact"`` all samples.
+        local: What the engine supplies.
+        local_solver: Which.
+    """
+    model, anchor, strength = state["model"], state["anchor"], state["strength"]
+    if local_solver == "exact":
+        return {**state, "model": _exact(model, anchor, strength, batch, local)}
+
+    def pull(g: Tensor, x: Tensor, b: Tensor) -> Tensor:
+        return g + per_client(strength, x) * (x - b)
+
+    grads = local.grad(model, batch)
+    pulled = tmap(pull, select(grads, anchor), model, anchor)
+    return {**state, "model": local.update(model, {**grads, **pulled})}
+
+
+def proximal_result(state: Tree, idle: Tensor) -> Model:
+    """The model after local work; of a client without data, whose :math:`F_i` is 0, :math:`b`.
+
+    Args:
+        state: Of :func:`proximal_state`, after all steps.
+        idle: Which clients have no data, bool ``(clients,)``.
+    """
+    strength = state["strength"]
+    free = idle.to(strength.device) & (strength > 0)
+    return {**state["model"], **where(free, state["anchor"], state["model"])}
+
+
+def _exact(model: Model, anchor: Model, strength: Tensor, batch: Any, local: Local) -> Model:
+    names = tuple(anchor)
+    center = flat(anchor, names)
+
+    def gradient(x: Tensor) -> Tensor:
+        at = {**model, **unflat(x, model, names)}
+        grads = local.grad(at, batch)
+        zeros = {name: torch.zeros_like(model[name]) for name in names if name not in grads}
+        return flat({**zeros, **grads}, names) + strength.to(x).unsqueeze(1) * (x - center)
+
+    found = minimise(gradient, flat(model, names), strength.to(center))
+    return {**model, **unflat(found, model, names)}
+
+
+def proximal_phases(local_solver: LocalSolver, optimizer: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """The local training: one step on all samples for ``"exact"``, else what is given.
+
+    Args:
+        local_solver: Which.
+        optimizer: The phases of the user's optimizer.
+    """
+    return (Phase("all", steps=1, whole=True),) if local_solver == "exact" else optimizer

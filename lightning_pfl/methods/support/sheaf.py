@@ -1,0 +1,255 @@
+"""The sheaf of a running federation: how large its maps are, and whether its steps are stable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pfl.contract.records import Round
+from lightning_pfl.core.randomness import derive, generator
+from lightning_pfl.core.tree import Model, Tree, flat, merge, rows, select, tmap, where
+from lightning_pfl.graphs.messages import Exchange, Postman
+from lightning_pfl.methods.support.stability import rate_along_pull
+from lightning_pfl.solvers.sheaf import disagreement, lift, map_steps
+
+if TYPE_CHECKING:
+    from lightning_pfl.contract.callback import FederationView
+    from lightning_pfl.contract.records import ClientInfo
+
+
+def pulled(state: Tree, idle: Tensor, info: ClientInfo) -> Model:
+    """The model after local training; of a client without data, after one along the pull.
+
+    Args:
+        state: ``model``, and ``pull`` if there is one, ``(clients, ...)``.
+        idle: Which clients have no data, bool ``(clients,)``.
+        info: These clients.
+    """
+    model: Model = state["model"]
+    if "pull" not in state or not idle.any():
+        return model
+    moved = tmap(lambda x, g: x - info.lr * g, select(model, state["pull"]), state["pull"])
+    return {**model, **where(idle, moved, model)}
+
+
+CHECK_EVERY = 25
+"""Rounds between two estimates of the Laplacian's largest eigenvalue."""
+ITERATIONS = 12
+"""Of Lanczos' method."""
+
+
+class SheafOfFederation:
+    """All clients' maps and models, wherever they are.
+
+    With several processes each works on the clients that it holds, and all call the same functions.
+
+    Args:
+        federation: The strategy of a Trainer whose method has a sheaf.
+    """
+
+    def __init__(self, federation: FederationView) -> None:
+        self.federation = federation
+        self.method: Any = federation.method
+        self.clients = torch.arange(federation.num_clients)
+        self.part = federation.part(self.clients)
+        self.mine = self.clients[self.part.index]
+
+    def _gather(self, of: Callable[[Any, Tensor], Tensor]) -> Tensor:
+        """What ``of`` gives for each client of a group, for all clients, in their order."""
+        parts = [
+            (at, {"": of(group, self.mine[at])})
+            for group, at in self.federation.by_group(self.mine)
+        ]
+        found: Tensor = self.part.whole(merge(parts, len(self.mine)))[""]
+        return found
+
+    def map_norms(self) -> Tensor:
+        """Frobenius norms of the restriction maps, float64 ``(clients, slots)``, on the CPU."""
+
+        def norms(group: Any, clients: Tensor) -> Tensor:
+            norm: Tensor = torch.linalg.vector_norm(group.bank.tree["maps"], dim=(2, 3))
+            return norm.double()
+
+        return self._gather(norms).cpu()
+
+    def squared_norms(self) -> Tensor:
+        """Squared norms of the clients' trainable parameters, float64 ``(clients,)``."""
+
+        def squares(group: Any, clients: Tensor) -> Tensor:
+            theta = flat(group.bank.tree["model"], group.layout.trainable)
+            return theta.double().square().sum(1)
+
+        return self._gather(squares).cpu()
+
+    def largest_eigenvalue(self, iterations: int = ITERATIONS) -> float:
+        """The sheaf Laplacian's largest eigenvalue by Lanczos' method: never above the true one.
+
+        Args:
+            iterations: Products with the Laplacian.
+        """
+        last: dict[str, Tensor] = {}
+        vectors = self._scaled(self._start())[0]
+        slopes: list[float] = []
+        lengths: list[float] = []
+        for _ in range(iterations):
+            product = self._apply(vectors)
+            slopes.append(self._dot(vectors, product))
+            rest = {name: leaf - slopes[-1] * vectors[name] for name, leaf in product.items()}
+            if lengths:
+                rest = {name: leaf - lengths[-1] * last[name] for name, leaf in rest.items()}
+            last, (vectors, length) = vectors, self._scaled(rest)
+            lengths.append(length)
+            if length <= 1e-6 * max(slopes):  # the vectors so far span an invariant space
+                break
+        off = torch.tensor(lengths[:-1], dtype=torch.float64)
+        matrix = torch.diag(torch.tensor(slopes, dtype=torch.float64))
+        matrix += torch.diag(off, 1) + torch.diag(off, -1)
+        return float(torch.linalg.eigvalsh(matrix)[-1])
+
+    def _start(self) -> dict[str, Tensor]:
+        """A random vector for each client that is the same whoever holds the client."""
+        found = {}
+        for group, at in self.federation.by_group(self.mine):
+            like = flat(group.bank.tree["model"], group.layout.trainable)
+            drawn = [
+                torch.randn(
+                    like.shape[1], generator=generator(derive(self.method.seed, "power", client))
+                )
+                for client in self.mine[at].tolist()
+            ]
+            found[group.name] = torch.stack(drawn).to(like)
+        return found
+
+    def _apply(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The Laplacian times a vector."""
+
+        def sent(group: Any, clients: Tensor) -> Tensor:
+            projected: Tensor = self.method.sheaf.project(
+                vectors[group.name], group.bank.tree, clients
+            )
+            return projected
+
+        letters = self._gather(sent)
+        postman = Postman(self.method.graph, self.clients, letters.device)
+        index = self.part.index
+        here = index if isinstance(index, slice) else index.to(letters.device)
+        inbox = postman.deliver(Exchange("", "each"), {"": letters}).rows(here)
+        residual = disagreement(inbox.sent[""], inbox.messages[""], inbox.weights)
+        found = {}
+        for group, at in self.federation.by_group(self.mine):
+            of_group = at if isinstance(at, slice) else at.to(residual.device)
+            mine = rows({"": residual}, of_group)[""]
+            maps, scalars = group.bank.tree.get("maps"), vectors[group.name].shape[1]
+            found[group.name] = lift(mine, maps, scalars)
+        return found
+
+    def _dot(self, some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+        """The inner product, over all processes."""
+        own = sum(float((leaf.double() * others[name]).sum()) for name, leaf in some.items())
+        return float(sum(self.part.ranks.objects(own)))
+
+    def _scaled(self, vectors: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+        """Vectors by their common norm, and the norm."""
+        norm = self._dot(vectors, vectors) ** 0.5
+        return {name: leaf / max(norm, 1e-300) for name, leaf in vectors.items()}, norm
+
+
+def measure(federation: FederationView, method: Any) -> dict[str, float]:
+    """What SheafFMTL logs in a round; nothing where maps stay."""
+    if not method.map_lr or not method.graph.mask.any():
+        return {}
+    sheaf = SheafOfFederation(federation)
+    norms = sheaf.map_norms()[method.graph.mask]
+    steps = map_steps(method.graph, sheaf.squared_norms(), method.map_lr * method.regularization)
+    return {
+        "sheaf/map_norm": float(norms.mean()),
+        "sheaf/map_norm/min": float(norms.min()),
+        "sheaf/map_step": float(steps.max()),
+    }
+
+
+def warn_of_divergence(
+    federation: FederationView, method: Any, round: Round, warned: set[str]
+) -> None:
+    """Warn, once each, of a step on maps or models that is too long to be stable.
+
+    Args:
+        federation: The strategy.
+        method: Its method.
+        round: The round that begins.
+        warned: What was warned of before; it is added to.
+    """
+    if not method.regularization or not method.graph.mask.any():
+        return
+    sheaf = SheafOfFederation(federation)
+    if method.map_lr and "maps" not in warned and _warn_of_maps(sheaf, method, round.number):
+        warned.add("maps")
+    due = round.number % CHECK_EVERY == 0
+    if due and "models" not in warned and _warn_of_models(sheaf, method, round):
+        warned.add("models")
+
+
+def _warn_of_maps(sheaf: SheafOfFederation, method: Any, number: int) -> bool:
+    steps = map_steps(method.graph, sheaf.squared_norms(), method.map_lr * method.regularization)
+    largest = float(steps.max())
+    if largest < 2:
+        return False
+    client, slot = divmod(int(steps.argmax()), steps.shape[1])
+    names = sheaf.federation.client_names
+    rank_zero_warn(
+        "Expected map_lr * regularization * (|theta_i|^2 + |theta_j|^2) < 2 on every edge, but got "
+        f"{largest:.3g} before round {number} between clients {names[client]!r} and "
+        f"{names[int(method.graph.neighbours[client, slot])]!r}: the maps grow without bound. Use "
+        f"map_lr < {2 * method.map_lr / largest:.2g}, or a smaller `regularization`."
+    )
+    return True
+
+
+def _warn_of_models(sheaf: SheafOfFederation, method: Any, round: Round) -> bool:
+    rate: float | None = max(round.info.rates)
+    if method.laplacian == "combined":
+        rate = rate_along_pull(sheaf.federation, round)
+    if rate is None:
+        return False
+    step = rate * method.regularization * sheaf.largest_eigenvalue()
+    if step < 2:
+        return False
+    rank_zero_warn(
+        "Expected a step along the neighbours' pull, times regularization * lambda_max, to be "
+        f"below 2, but got {step:.3g} before round {round.number} (learning rate and local steps "
+        f"make {rate:.3g}): the models grow without bound. Use regularization < "
+        f"{2 * method.regularization / step:.2g}, or fewer or smaller steps."
+    )
+    return True
+
+
+def warn_of_saddle(federation: FederationView, method: Any, round: Round) -> bool:
+    """Warn of steps of the saddle-point dynamics that are too long to be stable; whether it did.
+
+    Args:
+        federation: The strategy.
+        method: Its method.
+        round: The round that begins.
+    """
+    if round.number % CHECK_EVERY or not method.graph.mask.any():
+        return False
+    rate = rate_along_pull(federation, round)
+    if rate is None:
+        return False
+    largest = SheafOfFederation(federation).largest_eigenvalue()
+    step = method.step_at(round.info)
+    total = rate * largest * (2 * method.penalty + step * largest)
+    if total < 4:
+        return False
+    rank_zero_warn(
+        "Expected a * m * (2 * penalty + step * m) to be below 4, with the way a of a round along "
+        "a constant pull and the largest eigenvalue m of the sheaf's Laplacian, but got "
+        f"{total:.3g} before round {round.number} (a = {rate:.3g}, m = {largest:.3g}): models and "
+        "multipliers grow without bound. Use a smaller learning rate, `penalty` or `step`, or "
+        "fewer local steps."
+    )
+    return True

@@ -1,0 +1,1 @@
+"""Solvers that see all clients' losses at once, to compare methods with."""

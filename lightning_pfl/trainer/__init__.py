@@ -1,0 +1,1 @@
+"""The federation inside Lightning's Trainer: strategy, loops, checkpoints, flags."""

@@ -1,0 +1,349 @@
+"""What the Trainer's flags, callbacks and the module's hooks mean for federated training.
+
+Nothing is silently ignored: each setting works as in Lightning, or raises an error that names it
+and says what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pfl._lightning import is_overridden, overrides
+from lightning_pfl.core.checks import check_choice, check_number, check_whole, is_number, is_whole
+from lightning_pfl.engine.select import check_engine
+from lightning_pfl.methods.base import Method
+
+LOCAL_HOOKS = (
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "configure_gradient_clipping",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
+"""Module hooks inside a step: engines step many clients at once, with one backward pass."""
+LOCAL_CALLBACK_HOOKS = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+)
+REFUSED_CALLBACKS: dict[type[Callback], str] = {
+    StochasticWeightAveraging: "It averages one model; use a method with a server optimizer.",
+    WeightAveraging: "It averages one model; use a method with a server optimizer.",
+    BaseFinetuning: "It freezes layers of one model; use a method's phases, or HeadFineTuning.",
+    SpikeDetection: "It looks at the loss of each step; set `max_update_norm` of the strategy.",
+    ModelPruning: "It prunes one model in place; prune what `client_module` returns.",
+    GradientAccumulationScheduler: "Set `trainer.accumulate_grad_batches` to one number.",
+    LearningRateFinder: "It trains one model; compare a few learning rates on validation data.",
+    BatchSizeFinder: "It trains one model; set `batch_size` of the data, and `chunk_size`.",
+}
+
+
+def check_strategy(
+    method: object,
+    engine: str,
+    seed: int | None,
+    chunk_size: int | None,
+    max_update_norm: float | None,
+    bank: str,
+) -> None:
+    """Check the arguments of :class:`~lightning_pfl.FederatedStrategy`.
+
+    Raises:
+        TypeError: If the method is none.
+        ValueError: If a setting is out of its range.
+    """
+    if method is not None and not isinstance(method, Method):
+        raise TypeError(
+            f"Expected `method` to be a federated method, but got method={method!r}. Pass an "
+            "instance, such as FedAvg()."
+        )
+    check_engine(engine)
+    check_choice("bank", bank, ("auto", "device", "host"), "Use 'auto'.")
+    if seed is not None:
+        check_whole("seed", seed, 0, "Use None for that of seed_everything.")
+    if chunk_size is not None:
+        check_whole("chunk_size", chunk_size, 1, "Use None to fit the memory.")
+    if max_update_norm is not None:
+        advice = "Use None for no bound."
+        check_number("max_update_norm", max_update_norm, advice, positive=True, infinite=True)
+
+
+def refuse(flag: str, got: object, remedy: str) -> MisconfigurationException:
+    """The error for a Trainer flag: its name in Python and YAML, the value, and what to do."""
+    return MisconfigurationException(
+        f"FederatedStrategy does not support `Trainer({flag}={got!r})` (`trainer.{flag}` in a "
+        f"recipe). {remedy}"
+    )
+
+
+def check_processes(asked: int, present: int) -> None:
+    """Require as many processes as the Trainer was asked for.
+
+    Args:
+        asked: ``devices`` times ``num_nodes``.
+        present: Processes that the environment (torchrun, srun, mpirun) says there are.
+
+    Raises:
+        MisconfigurationException: If the numbers differ.
+    """
+    if asked != present:
+        raise MisconfigurationException(
+            f"Expected `devices` times `num_nodes` to be the number of processes, but got {asked} "
+            f"and the environment says that there are {present} processes. Set `trainer.devices` "
+            "and `trainer.num_nodes` to what torchrun, srun or mpirun starts, or start the script "
+            "without it."
+        )
+
+
+def check_one_process(architectures: int, processes: int) -> None:
+    """Require one process where clients have different architectures.
+
+    Raises:
+        MisconfigurationException: If there are several.
+    """
+    if architectures > 1 and processes > 1:
+        raise MisconfigurationException(
+            f"Expected devices=1 for {architectures} architectures, but got {processes} processes. "
+            "Clients with different architectures are trained in one process."
+        )
+
+
+def digest(names: Sequence[str], num_samples: Tensor) -> str:
+    """A short string that differs for other clients."""
+    return hashlib.sha256(repr((list(names), num_samples.tolist())).encode()).hexdigest()
+
+
+def check_same_clients(digests: Sequence[str]) -> None:
+    """Require that all processes have loaded the same clients.
+
+    Args:
+        digests: What :func:`digest` says in each process.
+
+    Raises:
+        MisconfigurationException: Names the first process that differs.
+    """
+    if other := [rank for rank, found in enumerate(digests) if found != digests[0]]:
+        raise MisconfigurationException(
+            "Expected all processes to load the same clients, but those of process "
+            f"{other[0]} have other names or numbers of samples than those of process 0. Seed "
+            "what draws them, for example with seed_everything(0) at the top of the script."
+        )
+
+
+def check_shared_run(trainer: Any) -> None:
+    """Refuse what saves a checkpoint in one process while others may be elsewhere.
+
+    The memories of all clients are in a checkpoint, so all processes write it together; a process
+    that tried alone would wait for the others.
+
+    Raises:
+        MisconfigurationException: Names the callback or plugin.
+    """
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        on_exception = getattr(callback, "save_on_exception", False)
+        if isinstance(callback, OnExceptionCheckpoint) or on_exception:
+            raise MisconfigurationException(
+                f"FederatedStrategy can't save when {name} asks on an exception in one of "
+                f"{trainer.world_size} processes: the clients' memories are in all of them. Remove "
+                f"{name} or its `save_on_exception=True`, and resume with ckpt_path='last' from "
+                "ModelCheckpoint(save_last=True)."
+            )
+    environment = trainer.strategy.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        raise MisconfigurationException(
+            "FederatedStrategy can't save in the middle of a round of "
+            f"{trainer.world_size} processes, as SLURMEnvironment(auto_requeue=True) asks. Pass "
+            "Trainer(plugins=[SLURMEnvironment(auto_requeue=False)]), and resume with "
+            "ckpt_path='last' from ModelCheckpoint(save_last=True)."
+        )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse flags and callbacks that have no meaning when a round is the unit.
+
+    Raises:
+        MisconfigurationException: Names the flag or callback.
+    """
+    if trainer._val_check_time_interval is not None:
+        raise refuse(
+            "val_check_interval",
+            trainer._val_check_time_interval,
+            "Use check_val_every_n_epoch (in rounds).",
+        )
+    by_steps = trainer.check_val_every_n_epoch is None and isinstance(
+        trainer.val_check_interval, int
+    )
+    if not by_steps and trainer.val_check_interval != 1:
+        raise refuse(
+            "val_check_interval",
+            trainer.val_check_interval,
+            "A round can't be interrupted for validation. Use check_val_every_n_epoch, or an int "
+            "number of rounds "
+            "together with check_val_every_n_epoch=None.",
+        )
+    check_numbers(trainer)
+    if trainer._accelerator_connector._layer_sync is not None:
+        raise refuse(
+            "sync_batchnorm",
+            True,
+            "Batch statistics belong to a client; the server averages them after a round.",
+        )
+    for callback in trainer.callbacks:
+        check_callback(callback)
+    if trainer.world_size > 1:
+        check_shared_run(trainer)
+
+
+def check_numbers(trainer: Any) -> None:
+    """Refuse numbers that Lightning takes without looking at them.
+
+    Raises:
+        MisconfigurationException: Names the flag.
+    """
+    accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+    if not is_whole(accumulate, 1):
+        raise refuse("accumulate_grad_batches", accumulate, "Use a whole number >= 1.")
+    if clip is not None and not (is_number(clip) and clip >= 0):
+        raise refuse("gradient_clip_val", clip, "Use a number > 0, or None for no clipping.")
+    for flag in ("check_val_every_n_epoch", "val_check_interval"):
+        every = getattr(trainer, flag)
+        if every is not None and every < 1:
+            raise refuse(flag, every, "Use a number of rounds >= 1; limit_val_batches=0 for none.")
+
+
+def check_unused(trainer: Any) -> None:
+    """Refuse a new federation in the middle of a Trainer's count of rounds.
+
+    Raises:
+        MisconfigurationException: If the Trainer has finished rounds of another federation.
+    """
+    if trainer.global_step:
+        raise MisconfigurationException(
+            "Expected the module, method and clients of the Trainer's last fit, which it goes on "
+            f"with after {trainer.global_step} rounds, but got others. Use a new Trainer, whose "
+            "rounds begin at 0."
+        )
+
+
+def check_finite(module: L.LightningModule) -> None:
+    """Require finite parameters: no client's work could count.
+
+    Raises:
+        MisconfigurationException: Names the first that isn't.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not parameter.isfinite().all():
+            raise MisconfigurationException(
+                "Expected a module with finite parameters to begin with, but "
+                f"{type(module).__name__} has a NaN or an infinity in {name}. Look at how it is "
+                "initialised or loaded."
+            )
+
+
+def check_callback(callback: Callback) -> None:
+    """Refuse a callback that works on one model's training, or that could lose a checkpoint.
+
+    Raises:
+        MisconfigurationException: Names the callback.
+    """
+    name = type(callback).__name__
+    for kind, remedy in REFUSED_CALLBACKS.items():
+        if isinstance(callback, kind):
+            raise MisconfigurationException(
+                f"FederatedStrategy does not support the callback {name}. {remedy}"
+            )
+    for hook in LOCAL_CALLBACK_HOOKS:
+        if overrides(callback, hook, Callback):
+            raise MisconfigurationException(
+                f"FederatedStrategy can't call `{hook}` of the callback {name}: clients step "
+                "together, without a backward pass of their own. Use `on_train_batch_end`, which "
+                "is called once per client and round."
+            )
+    if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+        raise MisconfigurationException(
+            f"FederatedStrategy does not support {name}(save_last='link'): a run that is killed "
+            "between two steps of replacing the link has no last checkpoint. Use save_last=True."
+        )
+
+
+def check_module(module: L.LightningModule) -> None:
+    """Refuse modules whose local training isn't ``training_step`` plus one optimizer.
+
+    Raises:
+        MisconfigurationException: Names the attribute or hook.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"FederatedStrategy needs automatic optimization, but {name} sets "
+            "automatic_optimization=False. Return the "
+            "loss from `training_step` and one optimizer from `configure_optimizers`; own local "
+            "updates go into a "
+            "method's `client_step`."
+        )
+    for hook in LOCAL_HOOKS:
+        if is_overridden(hook, module):
+            raise MisconfigurationException(
+                f"FederatedStrategy can't call `{hook}`, but {name} overrides it. Use Trainer "
+                "flags such as "
+                "gradient_clip_val, the method's `client_step`, or transforms in the dataset "
+                "instead."
+            )
+
+
+def check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Require one optimizer: the template that every client gets a fresh copy of.
+
+    Raises:
+        MisconfigurationException: If there are several.
+    """
+    if len(optimizers) != 1:
+        raise MisconfigurationException(
+            "FederatedStrategy supports one optimizer, but `configure_optimizers` returned "
+            f"{len(optimizers)} optimizers. "
+            "Use one optimizer with several parameter groups."
+        )
+
+
+def check_schedulers(configs: list[Any]) -> None:
+    """Require schedulers that step once a round.
+
+    Raises:
+        MisconfigurationException: If one has ``interval: "step"``.
+    """
+    for config in configs:
+        if config.interval != "epoch":
+            raise MisconfigurationException(
+                "FederatedStrategy steps learning rate schedulers once a round, but "
+                f"{type(config.scheduler).__name__} has "
+                f'"interval": {config.interval!r}. Use "interval": "epoch" and count in rounds.'
+            )

@@ -1,0 +1,254 @@
+"""Evaluation: every client with its personal model, and with the global model if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pfl._lightning import (
+    DataHolder,
+    EvaluationLoop,
+    forget_metrics,
+    is_overridden,
+    log_values,
+    no_grad_context,
+)
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.records import Evaluation, LogOptions
+from lightning_pfl.core.randomness import derive, seeded
+from lightning_pfl.core.tree import Model, expand
+from lightning_pfl.data.datasets import FederatedDataset, as_federated
+from lightning_pfl.federation.eligibility import evaluated
+from lightning_pfl.federation.evaluate import (
+    GLOBAL,
+    direction,
+    evaluate_clients,
+    is_global,
+    personal_models,
+    summaries,
+)
+from lightning_pfl.trainer.client_table import ClientTable, log_folder
+from lightning_pfl.trainer.data import align, due_reload, place
+from lightning_pfl.trainer.progress import ClientProgress, profiled
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+class FederatedEvaluationLoop(EvaluationLoop):
+    """Validation (inside a fit or alone) and test of all clients that have samples in the split.
+
+    ``on_validation_batch_start`` and ``on_validation_batch_end`` (or ``on_test_...``) fire once per
+    client, with its id as ``batch``. The sanity check runs ``num_sanity_val_steps`` batches of as
+    many clients.
+
+    Attributes:
+        data: The split.
+        rows, clients: Rows of ``data`` with samples, and the ids of these clients.
+        results: The last evaluation by prefix: ``""`` (personal models), ``"global/"``, and those
+            of callbacks; the clients are ``clients``.
+    """
+
+    trainer: Any
+    data: FederatedDataset | None = None
+    rows: Tensor
+    clients: Tensor
+    results: Mapping[str, Evaluation] = MappingProxyType({})
+    table: ClientTable | None = None
+
+    @property
+    def strategy(self) -> Any:
+        """The federated strategy."""
+        return self.trainer.strategy
+
+    @property
+    def prefix(self) -> str:
+        """``"val"`` or ``"test"``."""
+        return str(self._stage.dataloader_prefix)
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def load(self) -> FederatedDataset:
+        """The split's data, loaded now if it isn't yet."""
+        if self.data is None or self._combined_loader is None:
+            data = as_federated(self._data_source.dataloader(), what=f"{self.prefix}_dataloaders")
+            self.data = place(data, self.trainer)
+            self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
+        return self.data
+
+    def evaluable(self) -> tuple[Tensor, Tensor]:
+        """The clients that have a minibatch in the split: rows of the data, and ids.
+
+        Raises:
+            MisconfigurationException: If the limits leave none to any client.
+        """
+        trainer, data = self.trainer, self.load()
+        rows, clients = align(data, self.strategy.client_names, f"{self.prefix}_dataloaders")
+        limit = trainer.limit_test_batches if self.prefix == "test" else trainer.limit_val_batches
+        busy = evaluated(data, rows, self.prefix, limit)
+        return rows[busy], clients[busy]
+
+    def setup_data(self) -> None:
+        """Load the split and find its clients in the federation."""
+        fitting = self._trainer_fn == TrainerFn.FITTING
+        if fitting and self._combined_loader is not None and not self._should_reload_val_dl:
+            return
+        self._max_batches = []
+        trainer = self.trainer
+        limit = trainer.limit_test_batches if self.prefix == "test" else trainer.limit_val_batches
+        if limit == 0 or not is_overridden(
+            "test_step" if self.prefix == "test" else "validation_step", trainer.lightning_module
+        ):
+            return
+        if fitting:
+            self._combined_loader = None
+            self._last_val_dl_reload_epoch = due_reload(trainer)
+        self.rows, self.clients = self.evaluable()
+        self._max_batches = [len(self.rows)]
+        if not len(self.rows):
+            rank_zero_warn(
+                f"No client has samples in the {self.prefix} split; it is not evaluated."
+            )
+
+    # --- a run ------------------------------------------------------------------------------------
+
+    @no_grad_context
+    def run(self) -> list[dict[str, Any]]:
+        """Evaluate; returns one dict of logged values."""
+        self.setup_data()
+        if self.skip:
+            return []
+        self.reset()
+        self.on_run_start()
+        # A validation step that draws random numbers must not change what comes after it.
+        with seeded(derive(self.strategy.seed, "evaluation", self.strategy.rounds)):
+            self._evaluate()
+        self._store_dataloader_outputs()
+        logged: list[dict[str, Any]] = self.on_run_end()
+        return logged
+
+    def reset(self) -> None:
+        """Start counting."""
+        self._has_run = False
+        self._logged_outputs = []
+        self.batch_progress.reset_on_run()
+
+    def _evaluate(self) -> None:
+        trainer, strategy = self.trainer, self.strategy
+        count = int(self.max_batches[0])
+        rows, clients, data = self.rows[:count], self.clients[:count], self.load()
+        step = "test_step" if trainer.testing else "validation_step"
+        strategy.settings.limit_eval_batches = self._limit()
+        shared = strategy.method.global_model(strategy.server)
+        same = shared is not None
+
+        def personal(ids: Tensor) -> Model:
+            nonlocal same
+            models = personal_models(strategy, ids)
+            same = same and shared is not None and is_global(models, shared)
+            return models
+
+        stage = "test" if trainer.testing else "validation"
+        progress = ClientProgress(trainer, self, clients, stage)
+        with trainer.profiler.profile(profiled(step)):
+            results = {
+                "": evaluate_clients(
+                    strategy, personal, clients, rows, data, step, progress.finished
+                )
+            }
+            progress.finish()
+            # All processes must agree, also one that has no clients to look at.
+            if all(strategy.ranks.objects(same)):
+                results[GLOBAL] = results[""]
+            elif shared is not None:
+                everybody = shared  # a name that mypy knows to be a model
+                results[GLOBAL] = evaluate_clients(
+                    strategy, lambda ids: expand(everybody, len(ids)), clients, rows, data, step
+                )
+        if not trainer.sanity_checking:
+            self._has_run = True
+            results |= self._further(rows, clients, step)
+            self.results = results
+            self._report(results, [data.names[row] for row in rows.tolist()])
+
+    def _further(self, rows: Tensor, clients: Tensor, step: str) -> dict[str, Evaluation]:
+        """What callbacks evaluate beside."""
+        trainer = self.trainer
+        found: dict[str, Evaluation] = {}
+        for callback in trainer.callbacks:
+            if isinstance(callback, FederatedCallback):
+                name = f"[Callback]{callback.state_key}.further_evaluations"
+                with trainer.profiler.profile(name):
+                    found |= callback.further_evaluations(
+                        trainer, trainer.lightning_module, self.load(), rows, clients, step
+                    )
+        return found
+
+    def _limit(self) -> float | int:
+        trainer = self.trainer
+        if trainer.sanity_checking:
+            limit = trainer.num_sanity_val_steps
+            return 1.0 if limit == float("inf") else int(limit)
+        chosen = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+        return cast("float | int", chosen)
+
+    def _report(self, results: dict[str, Evaluation], names: list[str]) -> None:
+        """Log the statistics, extend the per-client table, and remember the round."""
+        round = self.strategy.rounds - 1
+        values: dict[str, float] = {}
+        directions: dict[str, bool] = {}
+        shown, logged = set(), set()
+        for prefix, evaluation in results.items():
+            found = summaries(evaluation, prefix)
+            values |= found
+            for key in evaluation.values:
+                options = evaluation.options.get(key, LogOptions())
+                own = {
+                    name
+                    for name in found
+                    if name == f"{prefix}{key}" or name.startswith(f"{prefix}{key}/")
+                }
+                directions |= dict.fromkeys(own, direction(key, evaluation))
+                logged |= own if options.logger else set()
+                shown |= {f"{prefix}{key}"} if options.prog_bar and not prefix else set()
+        hook = "test_step" if self.trainer.testing else "validation_step"
+        log_values(self._results, hook, values, shown, logged)
+        if self._trainer_fn == TrainerFn.FITTING:
+            history = self.strategy.history
+            # What this round has no value for, such as a global model that is no more, must not
+            # stand beside its values, nor be monitored.
+            forget_metrics(self.trainer, history.last.latest() - values.keys())
+            history.update(round, values, directions, values.keys() - logged)
+            if GLOBAL not in results:
+                history.last.forget(GLOBAL)
+        folder = log_folder(self.trainer)
+        if folder is not None:
+            path = folder / f"clients_{self.prefix}.csv"
+            if self.table is None or self.table.path != path:
+                self.table = ClientTable(path)
+            columns = {
+                f"{p}{key}": v.tolist() for p, e in results.items() for key, v in e.values.items()
+            }
+            self.table.append(round, names, results[""].counts.tolist(), columns)
+
+    def _on_evaluation_epoch_end(self) -> None:
+        super()._on_evaluation_epoch_end()
+        module = self.trainer.lightning_module
+        stage = "test" if self.trainer.testing else "validation"
+        hook = f"on_{stage}_epoch_end"
+        own = [key.split(".")[1] for key in self._results or () if key.startswith(f"{hook}.")]
+        if own and is_overridden(hook, module):
+            rank_zero_warn(
+                f"`{hook}` of {type(module).__name__} logs {', '.join(map(repr, own))} once, of "
+                "what all clients' steps have gathered, those with the global model among them "
+                f"where the method has one. Log in `{stage}_step` for the mean over clients."
+            )
+
+    def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            self.trainer.fit_loop.validated()
+        super()._on_evaluation_end(*args, **kwargs)

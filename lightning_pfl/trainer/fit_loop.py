@@ -1,0 +1,391 @@
+"""FederatedLoop: one epoch of ``Trainer.fit`` is one communication round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pfl._lightning import (
+    DataHolder,
+    FitLoop,
+    call_hooks,
+    call_module_hook,
+    count_server_update,
+    log_at_end,
+    log_values,
+    publish_round,
+    remember_metrics,
+    send_round,
+    set_rounds,
+    step_schedulers,
+    stop_if_terminated,
+    validates_after_round,
+)
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.records import LocalResult, Round
+from lightning_pfl.core.tree import Tree, nbytes, rows
+from lightning_pfl.data.datasets import FederatedDataset, as_federated
+from lightning_pfl.federation.cohort import Cohort
+from lightning_pfl.federation.eligibility import learners, require_samples
+from lightning_pfl.federation.sampling import sample_cohort
+from lightning_pfl.metrics.history import without_summary
+from lightning_pfl.trainer.data import due_reload, place
+from lightning_pfl.trainer.progress import ClientProgress, profiled
+
+LOOK_AHEAD = 64
+"""Rounds in which a method is expected to train at least once."""
+# How far the current round is, for a checkpoint that is written inside it. Before OPEN's end
+# nothing of it counts.
+OPEN, TRAINED, VALIDATED, CLOSED = "open", "trained", "validated", "closed"
+
+
+def _no_silent_end(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Turn a StopIteration, by which Lightning would end the fit without a word, into an error."""
+
+    @wraps(function)
+    def run(loop: Any) -> None:
+        try:
+            function(loop)
+        except StopIteration as cause:
+            raise RuntimeError(
+                "Expected a round to run to its end, but a step, a callback or the data raised "
+                "StopIteration. Look at the error above; it often comes from `next(...)` on an "
+                "iterator that is used up."
+            ) from cause
+
+    return run
+
+
+def _total(sizes: Tensor | None, tree: Tree, clients: int) -> int:
+    """Bytes of all clients: as the method says, or those of the tree."""
+    return nbytes(tree) * clients if sizes is None else int(sizes.sum())
+
+
+class FederatedLoop(FitLoop):
+    """Runs rounds in the place of epochs; every Lightning hook fires at its normal place.
+
+    ``on_train_batch_start`` and ``on_train_batch_end`` fire once for each client of the cohort,
+    with the client's id as ``batch`` and the number of clients before it as ``batch_idx``. The last
+    client's end comes after the server's update.
+
+    Attributes:
+        data: The training data.
+        stage: How far the current round is.
+        logged: What the current round logs, by name; kept for a run that is resumed inside the
+            round.
+    """
+
+    trainer: Any
+    data: FederatedDataset | None = None
+    stage: str = CLOSED
+    logged: Mapping[str, float] = MappingProxyType({})
+    _learners: Tensor | None = None
+    _prog_bar: tuple[str, ...] = ()
+    _logger: tuple[str, ...] = ()
+    _restored: dict[str, Any] | None = None
+
+    @property
+    def strategy(self) -> Any:
+        """The federated strategy."""
+        return self.trainer.strategy
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def require_data(self) -> FederatedDataset:
+        """The training data, loaded now if it isn't yet.
+
+        Raises:
+            MisconfigurationException: If there is no source of training data.
+        """
+        if self.data is None or self._combined_loader is None:
+            if not self._data_source.is_defined():
+                raise MisconfigurationException(
+                    "Expected training data, which the method needs also for evaluation, but none "
+                    "was given. Pass a FederatedDataModule, or define `train_dataloader`."
+                )
+            data = as_federated(self._data_source.dataloader(), what="train_dataloaders")
+            self.data = place(data, self.trainer)
+            self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
+        return self.data
+
+    def setup_data(self) -> None:
+        """Load the training data, again after ``reload_dataloaders_every_n_epochs`` rounds."""
+        if self._combined_loader is not None and not self._should_reload_train_dl:
+            return
+        if self.trainer.limit_train_batches == 0:
+            return
+        self._combined_loader = None
+        data = self.require_data()
+        require_samples(data, self._fate, warn=self._last_train_dl_reload_epoch < 0)
+        self._learners = None
+        self.max_batches = len(self._draw(0))
+        self._last_train_dl_reload_epoch = due_reload(self.trainer)
+
+    def find_learners(self) -> None:
+        """Find the clients that can take a step: only they are sampled.
+
+        Raises:
+            MisconfigurationException: If there are none.
+        """
+        trainer, method, start = self.trainer, self.strategy.method, self.trainer.current_epoch
+        if trainer.limit_train_batches == 0:
+            return
+        # Methods may have rounds without training.
+        rounds = (method.phases(number) for number in range(start, start + LOOK_AHEAD))
+        phases = next((phases for phases in rounds if phases), ())
+        flag = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
+        limit = f"{flag}={getattr(trainer, flag)!r}"
+        data = self.require_data()
+        self._learners = learners(self.strategy, data, phases, limit, self._fate)
+        some = torch.zeros(data.num_clients, dtype=torch.bool)
+        some[self._learners] = True
+        for each in (method, *(group.method for group in self.strategy.groups)):
+            each.learns = some
+        self.max_batches = len(self._draw(start))
+
+    @property
+    def _fate(self) -> str:
+        """What becomes of clients that can't take a step."""
+        idle = self.strategy.method.idle_take_part
+        return "take part without local steps" if idle else "are never sampled"
+
+    def _check_reloaded(self, data: FederatedDataset) -> None:
+        if tuple(data.names) != self.strategy.client_names:
+            raise MisconfigurationException(
+                f"Expected reloaded training data to hold the same {self.strategy.num_clients} "
+                f"clients, but got {data.num_clients} clients or other names. Return the same "
+                "clients in the same order from `train_dataloader`."
+            )
+        self.strategy.num_samples = data.num_samples
+
+    def _draw(self, round: int) -> Tensor:
+        strategy, eligible = self.strategy, self._learners
+        if strategy.method.idle_take_part:
+            eligible = torch.arange(self.require_data().num_clients)
+        elif eligible is None:
+            eligible = self.require_data().num_samples.nonzero().flatten()
+        share = 1.0 if strategy.method.asks_everyone(round) else strategy.participation
+        return (
+            sample_cohort(getattr(strategy, "seed", 0), round, eligible, share)
+            if len(eligible)
+            else eligible
+        )
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Go on where the last run or the checkpoint stopped, also inside a round."""
+        torch.set_grad_enabled(True)
+        if self._restored is not None:
+            remember_metrics(self.trainer, without_summary(self._restored["callback_metrics"]))
+        self._restored = None
+        updates = self.epoch_loop.global_step
+        inside = self.stage in (TRAINED, VALIDATED)
+        set_rounds(self, finished=updates - inside, begun=updates)
+
+    @_no_silent_end
+    def on_advance_start(self) -> None:
+        """Begin a round, unless a resumed one is already under way."""
+        self.setup_data()
+        self._check_reloaded(self.require_data())
+        if self._learners is None:
+            self.find_learners()
+        if self.stage in (TRAINED, VALIDATED):
+            return
+        self.stage = OPEN
+        self.epoch_progress.increment_ready()
+        call_hooks(self.trainer, "on_train_epoch_start")
+        self.epoch_progress.increment_started()
+
+    @_no_silent_end
+    def advance(self) -> None:
+        """One round: train and aggregate, then validate if due."""
+        if self.stage == OPEN:
+            with self.trainer.profiler.profile("run_training_epoch"):
+                self._communicate()
+        self._log()
+        if self.stage == TRAINED and self._validation_due():
+            self._validate()
+
+    def _communicate(self) -> None:
+        strategy, method, data = self.strategy, self.strategy.method, self.require_data()
+        number = self.trainer.current_epoch
+        phases = method.phases(number)
+        drawn = self._draw(number)
+        info = strategy.info(drawn, number, strategy.count_steps(data, drawn, phases))
+        round = Round(number, info)
+        self._hook("on_round_start", round)
+
+        round.received = strategy.download(info)
+        cohort = Cohort(strategy, info, round.received)
+        cohort.exchange("before")
+        self._hook("on_local_training_start", round)
+        clients = self._progress(info.index)
+        with self.trainer.profiler.profile(profiled("training_step")):
+            work = cohort.train(data, phases, clients.finished)
+        clients.finish()
+        round.uploads = work.uploads
+        self._hook("on_local_training_end", round)
+
+        accepted, round.rejected = cohort.judge(work, strategy.max_update_norm)
+        self._report(round, work, accepted)
+        if round.rejected:
+            round.uploads = rows(
+                work.uploads, accepted.nonzero().flatten().to(strategy.root_device)
+            )
+        self._hook("on_aggregation_start", round)
+        server = strategy.server
+        if len(cohort.info):
+            with self.trainer.profiler.profile("aggregation"):
+                server = method.server_update(server, round.uploads, cohort.info)
+                cohort.exchange("after")
+        self._report_messages(round, cohort.exchanged)
+        cohort.remember()
+        strategy.commit(server)
+        count_server_update(self)
+        step_schedulers(self, plateau=False)
+        self.stage = TRAINED
+        self._hook("on_aggregation_end", round)
+        self._hook("on_round_end", round)
+        clients.release()
+
+    def _report(self, round: Round, result: LocalResult, accepted: Tensor) -> None:
+        """What the round logs: means of the user's values over accepted clients, and traffic."""
+        cohort = len(round.info)
+        method, server = self.strategy.method, self.strategy.server
+        down = _total(method.download_nbytes(server, round.info), round.received or {}, cohort)
+        up = _total(method.upload_nbytes(result.uploads, round.info), result.uploads, cohort)
+        round.bytes_down, round.bytes_up = down // max(cohort, 1), up // max(cohort, 1)
+        names = list(result.logs)
+        means = torch.empty(0)
+        if names and accepted.any():
+            values = torch.stack([result.logs[name].double() for name in names])[
+                :, accepted.to(result.loss.device)
+            ]
+            means = values.nanmean(1).cpu()
+        round.metrics = {
+            n: float(mean) for n, mean in zip(names, means.tolist(), strict=False) if mean == mean
+        }
+        self.logged = {
+            **round.metrics,
+            "round/clients": float(cohort),
+            "round/rejected": float(len(round.rejected)),
+            "round/bytes_down": float(down),
+            "round/bytes_up": float(up),
+        }
+        self._prog_bar = tuple(name for name in names if result.options[name].prog_bar)
+        silent = {name for name in names if not result.options[name].logger}
+        self._logger = tuple(name for name in self.logged if name not in silent)
+        if round.rejected:
+            known = self.strategy.client_names
+            listed = "; ".join(
+                f"{known[client]!r}: {reason}"
+                for client, reason in list(round.rejected.items())[:10]
+            )
+            rank_zero_warn(
+                f"Round {round.number} left out {len(round.rejected)} of {cohort} clients "
+                f"({listed}). They keep what they "
+                f"remembered{'; the server is unchanged' if len(round.rejected) == cohort else ''}."
+            )
+
+    def _report_messages(self, round: Round, exchanged: int) -> None:
+        """Add the traffic between clients, each message as sent and as received."""
+        round.bytes_exchanged = exchanged
+        self.logged = {
+            **self.logged,
+            "round/bytes_down": self.logged["round/bytes_down"] + exchanged,
+            "round/bytes_up": self.logged["round/bytes_up"] + exchanged,
+        }
+
+    def _progress(self, cohort: Tensor) -> ClientProgress:
+        self.epoch_loop.batch_progress.reset_on_run()
+        self.max_batches = len(cohort)
+        return ClientProgress(self.trainer, self.epoch_loop, cohort, "train", hold_last=True)
+
+    def _hook(self, name: str, round: Round) -> None:
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, FederatedCallback):
+                with self.trainer.profiler.profile(f"[Callback]{callback.state_key}.{name}"):
+                    getattr(callback, name)(self.trainer, self.trainer.lightning_module, round)
+
+    # --- what follows a round ---------------------------------------------------------------------
+
+    def _log(self) -> None:
+        log_values(
+            self.epoch_loop._results, "training_step", self.logged, self._prog_bar, self._logger
+        )
+        publish_round(self.trainer)
+
+    def _should_accumulate(self) -> bool:
+        return False  # a round is one step; accumulation happens inside the clients
+
+    def _validation_due(self) -> bool:
+        trainer = self.trainer
+        if trainer.check_val_every_n_epoch is None:
+            return bool(
+                trainer.enable_validation
+                and (trainer.current_epoch + 1) % trainer.val_check_interval == 0
+            )
+        return validates_after_round(self)
+
+    def _validate(self) -> None:
+        self.trainer.validating = True
+        call_module_hook(self.trainer, "on_validation_model_zero_grad")
+        self.epoch_loop.val_loop.run()
+        self.trainer.training = True
+
+    def validated(self) -> None:
+        """Called by the validation loop between its values and the hooks that write checkpoints."""
+        step_schedulers(self, plateau=True)
+        self.stage = VALIDATED
+
+    @_no_silent_end
+    def on_advance_end(self) -> None:
+        """End the round: callbacks, schedulers that look at values, loggers."""
+        trainer = self.trainer
+        if self.stage != VALIDATED:
+            step_schedulers(self, plateau=True)
+        self.epoch_progress.increment_processed()
+        self.stage = CLOSED
+        call_hooks(trainer, "on_train_epoch_end", monitoring=False)
+        call_hooks(trainer, "on_train_epoch_end", monitoring=True)
+        send_round(self)
+        self.epoch_progress.increment_completed()
+        # A callback may ask for the end in one process alone.
+        heard = self.strategy.ranks.objects((trainer.should_stop, trainer.received_sigterm))
+        trainer.should_stop = any(stop for stop, _ in heard)
+        stop_if_terminated(any(terminated for _, terminated in heard))
+
+    def on_run_end(self) -> None:
+        """Report the last ten rounds and the best one, and end the training."""
+        on_test = getattr(self.trainer.datamodule, "val_split", "train") == "test"
+        history = self.strategy.history
+        if summary := history.summary(on_test):
+            log_at_end(self.trainer, summary, history.for_loggers(summary))
+        super().on_run_end()
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """How far the round is, and the values that callbacks may look at."""
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        return {
+            "stage": self.stage,
+            "logged": dict(self.logged),
+            "prog_bar": list(self._prog_bar),
+            "logger": list(self._logger),
+            "callback_metrics": metrics,
+        }
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `on_save_checkpoint` returned."""
+        self._restored = state_dict
+        self.stage, self.logged = state_dict["stage"], dict(state_dict["logged"])
+        self._prog_bar, self._logger = tuple(state_dict["prog_bar"]), tuple(state_dict["logger"])

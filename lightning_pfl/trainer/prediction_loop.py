@@ -1,0 +1,93 @@
+"""Prediction: every client with its personal model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pfl._lightning import ClientHooks, DataHolder, PredictionLoop, no_grad_context
+from lightning_pfl.core.randomness import derive, seeded
+from lightning_pfl.data.datasets import FederatedDataset, as_federated
+from lightning_pfl.federation.eligibility import evaluated
+from lightning_pfl.federation.evaluate import evaluate_clients, personal_models
+from lightning_pfl.trainer.data import align, place
+from lightning_pfl.trainer.progress import profiled
+
+
+class FederatedPredictionLoop(PredictionLoop):
+    """``trainer.predict`` returns one list per client: what ``predict_step`` gave for each batch.
+
+    ``on_predict_batch_start`` and ``on_predict_batch_end`` fire once per client that has samples,
+    with its id as ``batch`` and its list as ``outputs``.
+    """
+
+    trainer: Any
+    data: FederatedDataset | None = None
+    rows: Tensor
+    clients: Tensor
+
+    @property
+    def predictions(self) -> list[Any]:
+        """One list per client, in the order of the data; what prediction writers are given."""
+        return self._predictions
+
+    def load(self) -> FederatedDataset:
+        """The data, loaded now if it isn't yet."""
+        if self.data is None or self._combined_loader is None:
+            data = as_federated(self._data_source.dataloader(), what="predict_dataloaders")
+            self.data = place(data, self.trainer)
+            self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
+        return self.data
+
+    def setup_data(self) -> None:
+        """Load the data and find its clients in the federation."""
+        self.max_batches = []
+        if self.trainer.limit_predict_batches == 0:
+            return
+        strategy: Any = self.trainer.strategy
+        data = self.load()
+        rows, clients = align(data, strategy.client_names, "predict_dataloaders")
+        busy = evaluated(data, rows, "predict", self.trainer.limit_predict_batches)
+        self.rows, self.clients = rows[busy], clients[busy]
+        self.max_batches = [len(self.rows)]
+
+    @no_grad_context
+    def run(self) -> list[list[Any]] | None:
+        """Predict for every client; None if there is nothing to predict."""
+        self.setup_data()
+        if self.skip:
+            return None
+        self.batch_progress.reset_on_run()
+        data, strategy = self.load(), self.trainer.strategy
+        self.epoch_batch_indices = [[] for _ in range(data.num_clients)]
+        self._predictions = [[] for _ in range(data.num_clients)]
+        self.on_run_start()
+        with seeded(derive(strategy.seed, "prediction", strategy.rounds)):
+            self._predict(data)
+        self.on_run_end()
+        return self._predictions if self.return_predictions else None
+
+    def _predict(self, data: FederatedDataset) -> None:
+        strategy: Any = self.trainer.strategy
+        strategy.settings.limit_eval_batches = self.trainer.limit_predict_batches
+        with self.trainer.profiler.profile(profiled("predict_step")):
+            found = evaluate_clients(
+                strategy,
+                lambda ids: personal_models(strategy, ids),
+                self.clients,
+                self.rows,
+                data,
+                "predict_step",
+            )
+        start = ClientHooks(self.trainer, "on_predict_batch_start")
+        end = ClientHooks(self.trainer, "on_predict_batch_end")
+        pairs = zip(self.rows.tolist(), self.clients.tolist(), found.predictions, strict=True)
+        for number, (row, client, outputs) in enumerate(pairs):
+            self.batch_progress.increment_ready()
+            start(client, number)
+            self.batch_progress.increment_started()
+            self._predictions[row] = outputs
+            self.batch_progress.increment_processed()
+            end(outputs, client, number)
+            self.batch_progress.increment_completed()

@@ -1,0 +1,177 @@
+"""The processes behind a federated strategy: how they start, meet, and talk."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor, distributed, nn
+from torchmetrics import Metric
+
+from lightning_pfl._lightning import (
+    SubprocessScriptLauncher,
+    connect_processes,
+    default_backend,
+    notice_termination,
+    reduce_tensor,
+    set_rank_for_messages,
+)
+from lightning_pfl.federation.ranks import Ranks
+from lightning_pfl.trainer import checks as flags
+
+TIMEOUT = timedelta(minutes=30)
+"""Torch's own default."""
+
+
+class ProcessesStrategy(ParallelStrategy):
+    """One process per device, as in Lightning's DDP, but without its wrapper around the module.
+
+    Several processes are started by running the script again for each device, or by torchrun,
+    SLURM and the like. One process starts nothing and joins nothing.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
+            every Lightning strategy.
+        process_group_backend: Backend of torch.distributed; None: NCCL for GPUs, else Gloo.
+        timeout: How long a process waits for the others before the run ends with an error.
+
+    Attributes:
+        ranks: The processes of the run.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        process_group_backend: str | None,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        )
+        self.num_nodes = 1
+        self.process_group_backend, self.timeout = process_group_backend, timeout
+        self.ranks = Ranks()
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.num_processes * self.num_nodes > 1
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that this process's clients train on."""
+        assert self.parallel_devices
+        return self.parallel_devices[self.local_rank if self.is_distributed else 0]
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment, and what prints messages, which process this is."""
+        if not self.is_distributed:
+            return
+        assert self.cluster_environment is not None
+        rank = self.node_rank * self.num_processes + self.local_rank
+        self.cluster_environment.set_global_rank(rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        set_rank_for_messages(self.global_rank)
+
+    def _configure_launcher(self) -> None:
+        if self.is_distributed:
+            assert self.cluster_environment is not None
+            self._launcher = SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def setup_environment(self) -> None:
+        """Set up the device, and join the other processes."""
+        assert self.cluster_environment is not None
+        flags.check_processes(
+            self.num_processes * self.num_nodes, self.cluster_environment.world_size()
+        )
+        super().setup_environment()
+        if self.is_distributed:
+            self.set_world_ranks()
+            backend = self.process_group_backend or default_backend(self.root_device)
+            connect_processes(self.cluster_environment, backend, timeout=self.timeout)
+            # Lightning does so for nccl alone; gloo's threads, left running, can abort the exit.
+            atexit.unregister(leave_processes)
+            atexit.register(leave_processes)
+            self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
+
+    def setup(self, trainer: Any) -> None:
+        """Set up the module and its optimizers."""
+        if self.is_distributed:
+            notice_termination(trainer)
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        """Move the module to the device; every process begins with that of process 0."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+        self.ranks.share(self.model)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Mean or sum over processes, for what users log with ``sync_dist=True``."""
+        if not self.is_distributed or not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_tensor(tensor, group, reduce_op=reduce_op)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the other processes."""
+        if self.is_distributed and distributed.is_initialized():
+            by_gpu = distributed.get_backend() == "nccl"
+            distributed.barrier(device_ids=[self.root_device.index] if by_gpu else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """An object of one process, on all."""
+        if not self.is_distributed or not distributed.is_initialized():
+            return obj
+        sent = [obj]
+        distributed.broadcast_object_list(sent, src)
+        return sent[0]
+
+
+def leave_processes() -> None:
+    """End the process group and its threads."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def not_distributed() -> bool:
+    """What a client's torchmetrics object is told: that there are no other processes."""
+    return False
+
+
+def keep_metrics_apart(module: nn.Module) -> Callable[[], None]:
+    """Let a metric be that of one client, which torchmetrics would sum up over processes.
+
+    Returns:
+        Undoes it.
+    """
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    before = [metric.distributed_available_fn for metric in metrics]
+    for metric in metrics:
+        metric.distributed_available_fn = not_distributed
+
+    def undo() -> None:
+        for metric, function in zip(metrics, before, strict=True):
+            metric.distributed_available_fn = function
+
+    return undo
