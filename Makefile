@@ -31,9 +31,10 @@ test: lint types unit  ## Check format, lint and types, then run the tests
 
 check: test  ## The same as `make test`
 
-lint: env  ## Check format and lint
+lint: env  ## Check format, lint and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
 
 types: env  ## Check the types
 	$(BIN)/mypy

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,6 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PRIVATE_IMPORTS_ALLOWED = {PACKAGE / "_lightning.py"}
 FOREIGN = ("lightning", "pytorch_lightning", "torch", "torchmetrics")
 HEAVY = ("torchvision", "datasets", "tensorboard", "sklearn", "matplotlib", "scipy", "networkx")
-MAX_LINES = 400
 
 
 def relative(path: Path) -> str:
@@ -66,11 +66,50 @@ def test_private_names_are_imported_in_one_file_only() -> None:
     assert found == {}
 
 
-def test_no_file_is_too_long_to_hold_in_mind() -> None:
-    files = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted(ROOT.glob("recipes/*.py"))]
-    lengths = {relative(path): len(path.read_text().splitlines()) for path in files}
-    assert len(lengths) > 20
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+def test_few_modules_stand_at_the_top_level() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 4
+
+
+def test_no_module_of_the_package_is_imported_inside_a_function() -> None:
+    """Nothing closes a circle, so nothing has to wait for the first call."""
+    found = {
+        f"{relative(path)}:{node.lineno}"
+        for path in SOURCES
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_pfl")
+        if relative(path) != "lightning_pfl/__init__.py"  # names load when first used: start-up
+    }
+    assert found == set()
+
+
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+# Folders whose tests are about something beside the package.
+OTHER_FOLDERS = {"recipes", "docs", "benchmarks"}
+
+
+@pytest.mark.parametrize("path", TESTS, ids=relative)
+def test_tests_stand_where_the_package_has_what_they_test(path: Path) -> None:
+    """`tests/a/test_b_more.py` tests `lightning_pfl/a/b.py`; `test_all_*` the whole folder."""
+    folder = path.parent.relative_to(ROOT / "tests")
+    if folder == Path() or folder.parts[0] in OTHER_FOLDERS:
+        return
+    tested = PACKAGE / folder
+    assert tested.is_dir(), f"{relative(path)} stands in a folder that the package doesn't have"
+    names = {p.stem for p in tested.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    subject = path.stem.removeprefix("test_")
+    assert any(subject == name or subject.startswith(f"{name}_") for name in names | {"all"}), (
+        f"{relative(path)} begins with no module of {relative(tested)}"
+    )
+
+
+def test_the_linter_knows_every_method() -> None:
+    """import-linter's contract "A method knows no other method" lists all files of methods."""
+    settings = (ROOT / "pyproject.toml").read_text()
+    listed = set(re.findall(r'"lightning_pfl\.methods\.(\w+)"', settings))
+    files = {path.stem for path in (PACKAGE / "methods").glob("*.py")} - {"__init__", "base"}
+    assert listed == files
 
 
 def test_no_module_is_named_after_nothing() -> None:

@@ -33,7 +33,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from lightning_pfl import _lightning
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.methods import FedAvg
-from tests.loop.setting import Quadratic, points, trainer
+from tests.trainer.setting import Quadratic, points, trainer
 
 
 def parameters(function: Any) -> list[str]:

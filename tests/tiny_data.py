@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torchvision
 
-from tests.data.image_layout import write_domains
-from tests.data.leaf_layout import write_femnist, write_sent140
+from tests.data.sources.image_layout import write_domains
+from tests.data.sources.leaf_layout import write_femnist, write_sent140
 
 
 def _cifar(root: Path, name: str, label: str, classes: int, train: int, test: int) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_pfl.contract.records import Round
+from lightning_pfl.contract.records import Evaluation, Round
 from lightning_pfl.core.tree import Tree
-
-if TYPE_CHECKING:
-    from lightning_pfl.contract.records import Evaluation
-    from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.data.datasets import FederatedDataset
 
 
 class FederationView(Protocol):

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_pfl.core.errors import listed
 from lightning_pfl.core.parameters import BATCH_NORM, RUNNING_STATISTICS, Layout
 from lightning_pfl.methods.base import Phase
+from lightning_pfl.models.base import PersonalizedModule
 
 
 class ActivePhase:
@@ -127,8 +128,6 @@ def is_sample_wise(module: Any) -> bool:
 
     Then ragged batches may be padded under a mask.
     """
-    from lightning_pfl.models.base import PersonalizedModule
-
     return (
         isinstance(module, PersonalizedModule)
         and type(module).training_step is PersonalizedModule.training_step
@@ -142,8 +141,6 @@ def is_unmodified(module: Any) -> bool:
     Then the inputs feed the backbone alone, and a step may be recorded and replayed: a method of
     the user's own may read anything, for instance the number of the round.
     """
-    from lightning_pfl.models.base import PersonalizedModule
-
     own = ("forward", "per_sample", "_check_width")
     return is_sample_wise(module) and all(
         getattr(type(module), name) is getattr(PersonalizedModule, name) for name in own

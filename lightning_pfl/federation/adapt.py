@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,8 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Model, Tree, tmap
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.federation.architectures import one_group
+from lightning_pfl.federation.state import FederationState
 from lightning_pfl.methods.base import Local, Method, Phase
-
-if TYPE_CHECKING:
-    from lightning_pfl.federation.state import FederationState
 
 Step = Callable[[Model, Any, Local, Tensor], Model]
 """One step of models on a batch; the last argument is the clients' samples, ``(clients,)``."""

@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,13 +20,11 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.errors import ClientError, listed
 from lightning_pfl.core.parameters import Layout
 from lightning_pfl.core.tree import Tree, shapes
+from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.federation.bank import Bank
 from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.client_modules import ClientModules
-
-if TYPE_CHECKING:
-    from lightning_pfl.engine.select import SelectedEngine
 
 INITIAL_ROWS = 64
 """Clients whose first memories are made at a time, where they differ."""

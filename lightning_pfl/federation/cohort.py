@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,11 +13,9 @@ from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.federation.architectures import Group, named
 from lightning_pfl.federation.gate import judge, judge_cohort
 from lightning_pfl.federation.ranks import whole_work
+from lightning_pfl.federation.state import FederationState
 from lightning_pfl.graphs.messages import Exchange, Postman
 from lightning_pfl.methods.base import Phase
-
-if TYPE_CHECKING:
-    from lightning_pfl.federation.state import FederationState
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +12,11 @@ from lightning_pfl.contract.records import Evaluation, LogOptions, told
 from lightning_pfl.core.tree import Model, is_expanded, whole_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.federation.adapt import adapt
-from lightning_pfl.federation.architectures import named
+from lightning_pfl.federation.architectures import Group, named
 from lightning_pfl.federation.ranks import whole_evaluation
+from lightning_pfl.federation.state import FederationState
 from lightning_pfl.metrics.history import higher_is_better
 from lightning_pfl.metrics.summary import summarize
-
-if TYPE_CHECKING:
-    from lightning_pfl.federation.architectures import Group
-    from lightning_pfl.federation.state import FederationState
 
 GLOBAL = "global/"
 """Prefix of the global model's values."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.core.tree import Tree, leaves, rows, tmap
+from lightning_pfl.graphs import Graph
 from lightning_pfl.graphs.graph import sparse_square
-
-if TYPE_CHECKING:
-    from lightning_pfl.graphs import Graph
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +12,9 @@ from torch import Tensor
 
 from lightning_pfl.core.checks import check_whole
 from lightning_pfl.core.tree import shapes
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.graphs.builders import GraphBuilder
 from lightning_pfl.graphs.files import check_ending, read
-
-if TYPE_CHECKING:
-    from lightning_pfl.data.datasets import FederatedTensorDataset
 
 
 class KNearest(GraphBuilder):

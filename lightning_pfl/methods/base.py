@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,10 +21,8 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_budget, check_choice
 from lightning_pfl.core.parameters import Layout, Spec
 from lightning_pfl.core.tree import Model, Tree, select, weighted_mean
+from lightning_pfl.graphs import Graph
 from lightning_pfl.graphs.messages import Exchange, Inbox
-
-if TYPE_CHECKING:
-    from lightning_pfl.graphs import Graph
 
 __all__ = [
     "Local",

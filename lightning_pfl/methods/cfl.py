@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.callback import RoundValues
+from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number, check_whole, is_number
 from lightning_pfl.core.parameters import Layout
@@ -164,8 +164,6 @@ class CFL(RoundValues, Method):
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
         """Keep who is in whose cluster, and who has reported: a split will change both."""
-        from lightning_pfl.contract.callback import require_federation
-
         server = require_federation(trainer, self).server
         fresh = server["fresh"].clone()
         fresh[round.info.index[round.accepted].to(fresh.device)] = True
@@ -175,8 +173,6 @@ class CFL(RoundValues, Method):
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
         """Measure the norms that the thresholds were compared to."""
-        from lightning_pfl.contract.callback import require_federation
-
         self._values = {}
         label, fresh = self._before
         clusters, sizes = label.unique(return_counts=True)

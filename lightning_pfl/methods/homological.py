@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_pfl.contract.callback import require_federation
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number
@@ -17,7 +18,7 @@ from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, Inbox
 from lightning_pfl.methods.base import Local, Method
 from lightning_pfl.methods.support import memory
-from lightning_pfl.methods.support.sheaf import pulled
+from lightning_pfl.methods.support.sheaf import pulled, warn_of_saddle
 from lightning_pfl.solvers.sheaf import Maps, Restrictions, check_maps, disagreement, lift
 
 COPIES = 2
@@ -188,8 +189,5 @@ class HomologicalConstraints(Method):
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Warn of steps that diverge, before they are taken."""
-        from lightning_pfl.contract.callback import require_federation
-        from lightning_pfl.methods.support.sheaf import warn_of_saddle
-
         federation = require_federation(trainer, self)
         self._warned = self._warned or warn_of_saddle(federation, self, round)

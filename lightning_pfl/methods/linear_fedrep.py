@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl.contract.callback import RoundValues
+from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
 from lightning_pfl.core.parameters import Layout, Spec
@@ -265,8 +265,6 @@ class LinearFedRep(RoundValues, Method):
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Measure the cohort's heads, and warn of a step that Theorem 1 doesn't allow."""
-        from lightning_pfl.contract.callback import require_federation
-
         self._values = {}
         federation = require_federation(trainer, self)
         index = round.info.index.cpu()[round.accepted]

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_pfl.contract.callback import require_federation
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
 from lightning_pfl.core.parameters import Layout
@@ -259,8 +260,6 @@ class MOCHA(Method):
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
         """Warn where the relationship was learned without having heard of some clients."""
-        from lightning_pfl.contract.callback import require_federation
-
         if not self._learns(round.number):
             return
         server = require_federation(trainer, self).server

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 import lightning as L
 from torch import Tensor
 
-from lightning_pfl.contract.callback import RoundValues
+from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number
@@ -17,7 +17,7 @@ from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, Inbox
 from lightning_pfl.methods.base import Local, Method
 from lightning_pfl.methods.support import memory
-from lightning_pfl.methods.support.sheaf import pulled
+from lightning_pfl.methods.support.sheaf import measure, pulled, warn_of_divergence
 from lightning_pfl.solvers.sheaf import (
     Maps,
     Restrictions,
@@ -230,14 +230,8 @@ class SheafFMTL(RoundValues, Method):
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Warn of steps that diverge, before they are taken."""
-        from lightning_pfl.contract.callback import require_federation
-        from lightning_pfl.methods.support.sheaf import warn_of_divergence
-
         warn_of_divergence(require_federation(trainer, self), self, round, self._warned)
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Measure the maps."""
-        from lightning_pfl.contract.callback import require_federation
-        from lightning_pfl.methods.support.sheaf import measure
-
         self._values = measure(require_federation(trainer, self), self)

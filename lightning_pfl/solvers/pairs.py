@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_pfl.graphs import Graph
+from lightning_pfl.graphs import Graph
 
 
 @dataclass(frozen=True)

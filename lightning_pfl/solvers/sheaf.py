@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from torch import Tensor
 from lightning_pfl.core.checks import check_number, is_number
 from lightning_pfl.core.randomness import derive, generator
 from lightning_pfl.core.tree import Tree
-
-if TYPE_CHECKING:
-    from lightning_pfl.graphs import Graph
+from lightning_pfl.graphs import Graph
 
 GivenMaps = Mapping[tuple[int, int], Tensor]
 """The map of client i on its edge to client j, ``(d_ij, d_i)``, under ``(i, j)``."""

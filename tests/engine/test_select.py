@@ -20,7 +20,7 @@ from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import assert_trees_close
 from tests.engine.nets import CLASSES, image_clients
-from tests.loop.setting import trainer
+from tests.trainer.setting import trainer
 
 
 def clients() -> FederatedTensorDataset:

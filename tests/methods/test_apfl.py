@@ -20,7 +20,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
-from tests.references.apfl import apfl
+from tests.methods.references.apfl import apfl
 
 
 def by_formula(

@@ -31,8 +31,8 @@ from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.cases import linear_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, close, ragged
-from tests.references.apfl import gradient
-from tests.references.training import State, average, batches, with_data
+from tests.methods.references.apfl import gradient
+from tests.methods.references.training import State, average, batches, with_data
 
 OUTPUTS: Any = {"mix": "outputs"}
 

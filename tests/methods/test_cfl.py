@@ -24,7 +24,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR
-from tests.references.cfl import cfl_round, complete_linkage
+from tests.methods.references.cfl import cfl_round, complete_linkage
 
 CENTERS = np.array([[3.0, 0.1], [3.2, 0.0], [-3.0, 0.3], [2.9, -0.2], [-3.1, 0.1], [-0.5, 9.0]])
 

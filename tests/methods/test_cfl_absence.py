@@ -18,7 +18,7 @@ from lightning_pfl.testing import (
 )
 from tests.methods.networks import cohorts
 from tests.methods.quadratics import ENGINES, LR
-from tests.references.cfl import cfl_with_absence
+from tests.methods.references.cfl import cfl_with_absence
 
 QUARTERS = np.array([[10.0, 4.0], [-10.0, 4.0], [10.0, -4.0], [-10.0, -4.0]] * 2)
 """Two clients in each quarter of the plane: left and right part first, then above and below."""

@@ -18,7 +18,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
-from tests.references.cluster_oracle import cluster_oracle
+from tests.methods.references.cluster_oracle import cluster_oracle
 
 LABELS = [7, 2, 7, 2]
 

@@ -31,7 +31,7 @@ from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.graphs import PATH
 from tests.methods.networks import cohorts
 from tests.methods.quadratics import ENGINES, LR, A, C, close, ragged
-from tests.references.convex_clustering import pdmm
+from tests.methods.references.convex_clustering import pdmm
 from tests.solvers.problems import L4, Hinges, ellipses, l4_solution
 from tests.solvers.test_pdmm import documented_draws
 

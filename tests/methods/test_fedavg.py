@@ -23,7 +23,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
-from tests.references.fedavg import fedavg
+from tests.methods.references.fedavg import fedavg
 
 W0 = torch.tensor([0.5, 0.5], dtype=torch.float64)
 

@@ -18,7 +18,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
-from tests.references.split import split
+from tests.methods.references.split import split
 
 NORM = [
     f"backbone.1.{name}"

@@ -34,7 +34,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
-from tests.references.fedmap import fedmap
+from tests.methods.references.fedmap import fedmap
 
 W0 = torch.full((2,), 0.5, dtype=torch.float64)
 WEIGHTINGS = ("posterior", "exact", "per_sample", "samples", "uniform")

@@ -36,7 +36,7 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from tests.methods.quadratics import ENGINES
-from tests.references.fedmap import learn_prior, local_line, pooled_fit, shifted_lines
+from tests.methods.references.fedmap import learn_prior, local_line, pooled_fit, shifted_lines
 
 A = torch.tensor([[2.0], [3.0], [2.5]], dtype=torch.float64)
 C = torch.tensor([[0.0, 1.0], [1.0, -2.0], [3.0, 0.5]], dtype=torch.float64)

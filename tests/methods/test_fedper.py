@@ -20,7 +20,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
-from tests.references.split import split
+from tests.methods.references.split import split
 
 HEAD = ("head.weight", "head.bias")
 

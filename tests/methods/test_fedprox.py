@@ -21,7 +21,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
-from tests.references.fedprox import fedprox
+from tests.methods.references.fedprox import fedprox
 
 W0 = torch.tensor([0.5, 0.5], dtype=torch.float64)
 

@@ -27,7 +27,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
-from tests.references.fedrep import fedrep
+from tests.methods.references.fedrep import fedrep
 
 
 def split_quadratic() -> SplitQuadraticModule:

@@ -21,8 +21,8 @@ from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.graphs import PATH
 from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, STEPS, A, C, ragged
-from tests.references.fedu import combine, objective_gradient
-from tests.references.training import batches, load, train
+from tests.methods.references.fedu import combine, objective_gradient
+from tests.methods.references.training import batches, load, train
 
 EDGES = {(0, 1): 0.5, (0, 2): 2.0, (1, 3): 1.0}
 GRAPH = torch.zeros(4, 4, dtype=torch.float64)

@@ -24,7 +24,7 @@ from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.graphs import PATH, RAGGED, edges_among
 from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES
-from tests.references.gtvmin import gtvmin, resolvent
+from tests.methods.references.gtvmin import gtvmin, resolvent
 
 LINE = (0.0, 0.1, 1.0, 1.1)
 """Four clients on a line, all pairs neighbours."""

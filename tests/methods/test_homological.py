@@ -20,8 +20,7 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
-from tests.loop.setting import trainer
-from tests.loop.test_groups import OF, loaders, modules
+from tests.federation.test_architectures import OF, loaders, modules
 from tests.methods.graphs import (
     PAIR,
     PATH,
@@ -34,7 +33,8 @@ from tests.methods.graphs import (
 )
 from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES
-from tests.references.homological import homological, kkt
+from tests.methods.references.homological import homological, kkt
+from tests.trainer.setting import trainer
 
 EPOCH: dict[str, Any] = {"local_epochs": 1, "local_steps": None}
 

@@ -27,8 +27,8 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR
-from tests.references.ifca import ifca_gradient_round, ifca_round
-from tests.references.training import batches, load, train
+from tests.methods.references.ifca import ifca_gradient_round, ifca_round
+from tests.methods.references.training import batches, load, train
 
 A = np.array([1.0, 3.0, 0.5, 2.0, 1.5])
 C = np.array([[0.0], [0.2], [4.0], [5.0], [-0.3]])

@@ -23,9 +23,9 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
-from tests.references.apfl import gradient
-from tests.references.l2gd import l2gd
-from tests.references.training import batches
+from tests.methods.references.apfl import gradient
+from tests.methods.references.l2gd import l2gd
+from tests.methods.references.training import batches
 
 L4 = np.array([0.0, 0.1, 1.0, 1.1])
 

@@ -27,7 +27,7 @@ from lightning_pfl.metrics.subspace import principal_angle_distance
 from lightning_pfl.models import LinearRepresentation as Model
 from lightning_pfl.testing import Fit, fit
 from tests.methods.quadratics import ENGINES, close
-from tests.references import linear_fedrep as reference
+from tests.methods.references import linear_fedrep as reference
 
 BODY, HEAD = "backbone.weight", "head.weight"
 # Steps above the theorem's bound are legal; two tests below look at the warning.

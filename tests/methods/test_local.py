@@ -17,7 +17,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.quadratics import ENGINES, LR, STEPS, A, C, close, ragged
-from tests.references.local import local
+from tests.methods.references.local import local
 
 
 class Momentum(QuadraticModule):

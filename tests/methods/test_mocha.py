@@ -23,7 +23,7 @@ from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.cases import linear_module
 from tests.methods.networks import cohorts
 from tests.methods.quadratics import ENGINES, close
-from tests.references.mocha import mocha, objectives
+from tests.methods.references.mocha import mocha, objectives
 
 COUNTS = (7, 12, 4)
 DIM = 3

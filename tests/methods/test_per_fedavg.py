@@ -27,7 +27,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
-from tests.references.per_fedavg import per_fedavg
+from tests.methods.references.per_fedavg import per_fedavg
 
 W0 = torch.full((2,), 0.5, dtype=torch.float64)
 ALPHA = 0.2

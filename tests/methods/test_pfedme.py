@@ -19,7 +19,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
-from tests.references.pfedme import pfedme
+from tests.methods.references.pfedme import pfedme
 
 W0 = torch.full((2,), 0.5, dtype=torch.float64)
 

@@ -19,10 +19,10 @@ from lightning_pfl.testing import (
     q2,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
-from tests.loop.setting import classes, network, trainer
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
-from tests.references.scaffold import scaffold
+from tests.methods.references.scaffold import scaffold
+from tests.trainer.setting import classes, network, trainer
 
 OPTIONS: tuple[Any, ...] = ("I", "II")
 N = len(A)

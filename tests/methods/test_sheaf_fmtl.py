@@ -21,8 +21,7 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
-from tests.loop.setting import trainer
-from tests.loop.test_groups import OF, loaders, modules
+from tests.federation.test_architectures import OF, loaders, modules
 from tests.methods.graphs import (
     PAIR,
     PATH,
@@ -37,7 +36,8 @@ from tests.methods.graphs import (
 )
 from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, A, C, close
-from tests.references.sheaf_fmtl import sheaf_fmtl
+from tests.methods.references.sheaf_fmtl import sheaf_fmtl
+from tests.trainer.setting import trainer
 
 ONE_STEP: dict[str, Any] = {"local_epochs": None, "local_steps": 1}
 STILL: dict[str, Any] = {"map_lr": 0.0, "maps": "identity", "edge_dim_ratio": 1.0}

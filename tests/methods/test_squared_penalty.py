@@ -19,8 +19,8 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, A, C, close, ragged
+from tests.methods.references.squared_penalty import squared_penalty
 from tests.methods.test_convex_clustering import hinge_clients
-from tests.references.squared_penalty import squared_penalty
 from tests.solvers.problems import L4, Hinges, Quadratics, ellipses
 
 DIM = 2

@@ -16,7 +16,7 @@ from lightning_pfl.solvers.centralized.newtons_method import proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import PDMMState, objective, solve
 from lightning_pfl.solvers.proximal import block_soft_threshold
-from tests.references.convex_clustering import Draw, pdmm
+from tests.methods.references.convex_clustering import Draw, pdmm
 from tests.solvers.problems import L4, Hinges, Quadratics, conic_optimum, ellipses, l4_solution
 
 ZEROS = torch.zeros(4, 1, dtype=torch.float64)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_pfl.engine.keyed.draws import Draws
+from lightning_pfl.engine.keyed.draws import Draws
 
 Draw = Callable[["Draws", Any, torch.dtype], Tensor]
 Factory = Callable[..., Tensor]

@@ -27,6 +27,7 @@ from lightning_pfl.engine.vectorized.gradient import inside_gradient, tensors_on
 from lightning_pfl.engine.vectorized.loaders import Batches, LoaderBatches
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
+from lightning_pfl.models.base import PersonalizedModule
 
 SAMPLES = 768
 """Samples per program on a CPU: enough to fill two cores, little enough to stay in their caches."""
@@ -39,8 +40,6 @@ STAGES = {"validation_step": "val", "test_step": "test"}
 
 def evaluates_per_sample(module: Any, step: str) -> bool:
     """Whether the step is known to log the means of ``per_sample``: any batches will do."""
-    from lightning_pfl.models.base import PersonalizedModule
-
     return (
         step in STAGES
         and isinstance(module, PersonalizedModule)

@@ -5,18 +5,15 @@ Exactly, or by some steps of the user's optimizer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.local import Phase
+from lightning_pfl.contract.local import Local, Phase
 from lightning_pfl.core.checks import check_choice
 from lightning_pfl.core.tree import Model, Tree, flat, per_client, select, tmap, unflat, where
 from lightning_pfl.solvers.lbfgs import minimise
-
-if TYPE_CHECKING:
-    from lightning_pfl.contract.local import Local
 
 LocalSolver = Literal["optimizer", "exact"]
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl.contract.records import Round
+from lightning_pfl.contract.callback import FederationView
+from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.randomness import derive, generator
 from lightning_pfl.core.tree import Model, Tree, flat, merge, rows, select, tmap, where
 from lightning_pfl.graphs.messages import Exchange, Postman
 from lightning_pfl.methods.support.stability import rate_along_pull
 from lightning_pfl.solvers.sheaf import disagreement, lift, map_steps
-
-if TYPE_CHECKING:
-    from lightning_pfl.contract.callback import FederationView
-    from lightning_pfl.contract.records import ClientInfo
 
 
 def pulled(state: Tree, idle: Tensor, info: ClientInfo) -> Model:

@@ -5,19 +5,16 @@ The losses' own curvature isn't known, so these conditions are necessary only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import lightning as L
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_pfl.contract.callback import FederatedCallback, require_federation
+from lightning_pfl.contract.callback import FederatedCallback, FederationView, require_federation
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.methods.support.proximal import LocalSolver
-
-if TYPE_CHECKING:
-    from lightning_pfl.contract.callback import FederationView
 
 
 def momentum(federation: FederationView) -> float | None:

@@ -1,0 +1,250 @@
+"""What isn't finite, or is too large, stays outside the aggregate, and its client keeps what it
+remembered."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_pfl import PersonalizedModule
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.records import ClientInfo, LocalResult, Round
+from lightning_pfl.federation.gate import judge, update_norm
+from lightning_pfl.methods import FedAvg, FedPer, LocalOnly
+from tests.trainer.setting import (
+    BATCH,
+    CENTRES,
+    LR,
+    SIZES,
+    Quadratic,
+    classes,
+    mean,
+    network,
+    points,
+    trained,
+    trainer,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
+ZERO = torch.zeros(2, dtype=torch.float64)
+
+
+def info(clients: int) -> ClientInfo:
+    ones = torch.ones(clients, dtype=torch.int64)
+    return ClientInfo(torch.arange(10, 10 + clients), ones, ones, ones / clients, 0, 20)
+
+
+def result(upload: Tensor, own: Tensor, loss: Tensor) -> LocalResult:
+    return LocalResult({"model": {"w": upload}}, {"memory": own}, {}, {}, loss)
+
+
+BAD = (torch.nan, torch.inf, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("where", "bad"), [*product(("upload", "memory"), BAD), ("loss", torch.inf)]
+)
+def test_what_is_not_finite_is_rejected_with_its_reason(where: str, bad: float) -> None:
+    parts = {"upload": torch.zeros(3, 2), "memory": torch.zeros(3, 4), "loss": torch.zeros(3)}
+    parts[where].view(3, -1)[1, 0] = bad
+    accepted, rejected = judge(result(*parts.values()), {}, info(3), None)
+    assert accepted.tolist() == [True, False, True]
+    assert rejected == {11: f"{where} is not finite"}
+
+
+def test_a_client_without_a_loss_is_accepted() -> None:
+    # NaN: no step taken, or a step that solves without a loss. Inf: a loss that wasn't finite.
+    loss = torch.tensor([torch.nan, torch.inf])
+    accepted, rejected = judge(
+        result(torch.zeros(2, 1), torch.zeros(2, 1), loss), {}, info(2), None
+    )
+    assert accepted.tolist() == [True, False]
+    assert list(rejected.values()) == ["loss is not finite"]
+
+
+def test_the_norm_is_that_of_the_change() -> None:
+    uploads = {
+        "model": {"w": torch.tensor([[3.0, 4.0], [0.0, 1.0]]), "count": torch.tensor([7, 7])},
+        "extra": torch.tensor([[12.0], [0.0]]),
+    }
+    received = {"model": {"w": torch.tensor([[0.0, 0.0], [0.0, 1.0]])}}
+    # Client 0: (3, 4) changed and 12 new: sqrt(9 + 16 + 144); client 1 changed nothing.
+    assert update_norm(uploads, received, torch.ones(2)).tolist() == [13.0, 0.0]
+    accepted, rejected = judge(
+        LocalResult(uploads, {}, loss=torch.zeros(2)), received, info(2), 12.9
+    )
+    assert accepted.tolist() == [False, True]
+    assert rejected == {10: "update norm above max_update_norm=12.9"}
+
+
+def test_a_number_beside_the_model_is_no_part_of_the_update() -> None:
+    """A scalar parameter is one; the logarithm of a weight is not, and may be large."""
+    uploads = {"model": {"scale": torch.tensor([3.0, 1.0])}, "log_weight": torch.tensor([-9e9, 0])}
+    received = {"model": {"scale": torch.tensor([1.0, 1.0])}}
+    assert update_norm(uploads, received, torch.ones(2)).tolist() == [2.0, 0.0]
+
+
+def test_methods_that_send_nothing_pass() -> None:
+    accepted, rejected = judge(
+        LocalResult({"model": {}}, {}, loss=torch.zeros(2)), {}, info(2), 1.0
+    )
+    assert accepted.tolist() == [True, True]
+    assert rejected == {}
+
+
+def test_if_those_that_are_left_have_no_weight_they_count_alike() -> None:
+    """Nodes of a graph without samples, say."""
+    cohort = info(3)
+    cohort.weights = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    assert cohort.keep(torch.tensor([False, True, True])).weights.tolist() == [0.5, 0.5]
+    assert cohort.keep(torch.tensor([True, True, False])).weights.tolist() == [1.0, 0.0]
+
+
+def poisoned(*clients: int) -> Any:
+    """Client data with a NaN in it."""
+    data = points(names=["ann", "bob", "cem", "dag"])
+    for client in clients:
+        data.fields[0][data.indices[client][0]] = torch.nan
+    return data
+
+
+class Keep(FederatedCallback):
+    rounds: list[Round]
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.rounds = []
+
+    def on_aggregation_start(self, trainer: Any, module: Any, round: Round) -> None:
+        assert round.uploads is not None
+        assert round.uploads["model"]["w"].isfinite().all()
+        self.rounds.append(round)
+
+
+def test_a_poisoned_client_never_reaches_the_aggregate() -> None:
+    module, keep = Quadratic(), Keep()
+    run = trainer(max_epochs=1, callbacks=[keep])
+    with pytest.warns(
+        UserWarning, match=r"Round 0 left out 1 of 4 clients \('bob': upload is not finite\)"
+    ):
+        run.fit(module, poisoned(1))
+    want = mean([trained(ZERO, k) for k in (0, 2, 3)], [SIZES[k] for k in (0, 2, 3)])
+    torch.testing.assert_close(module.w.data, want, rtol=0, atol=1e-12)
+    assert run.callback_metrics["round/rejected"] == 1
+    assert run.callback_metrics["round/bytes_up"] == 4 * 2 * 8  # what is left out was sent
+    assert run.callback_metrics["train_loss"].isfinite()
+    assert keep.rounds[0].rejected == {1: "upload is not finite"}
+
+
+def test_a_poisoned_client_keeps_its_memory() -> None:
+    run = trainer(LocalOnly(), max_epochs=1)
+    with pytest.warns(UserWarning, match="'cem': memory is not finite"):
+        run.fit(Quadratic(), poisoned(2))
+    assert torch.equal(run.strategy.client_state_dict("cem")["w"], ZERO)
+    torch.testing.assert_close(
+        run.strategy.client_state_dict("dag")["w"], trained(ZERO, 3), rtol=0, atol=1e-12
+    )
+
+
+def test_if_all_are_rejected_the_server_is_unchanged() -> None:
+    module = Quadratic()
+    run = trainer(max_epochs=2)
+    with pytest.warns(UserWarning, match="left out 4 of 4 clients .* the server is unchanged"):
+        run.fit(module, poisoned(0, 1, 2, 3))
+    assert torch.equal(module.w.data, ZERO)
+    assert run.global_step == 2
+    assert run.callback_metrics["round/rejected"] == 4
+
+
+@pytest.mark.parametrize("near", ["second largest", "largest"])
+def test_updates_beyond_the_bound_are_left_out(near: str) -> None:
+    """The bound is close to a norm above 1, so that its square is on the other side."""
+    module = Quadratic()
+    moved = torch.stack([trained(ZERO, k) for k in range(4)]).norm(dim=1)
+    second, first = moved.sort().values[2:].tolist()
+    bound = 1.01 * second if near == "second largest" else 0.99 * first
+    run = trainer(max_epochs=1, max_update_norm=bound)
+    with pytest.warns(
+        UserWarning, match="left out 1 of 4 clients .*'3': update norm above max_update_norm"
+    ):
+        run.fit(module, points())
+    assert int(moved.argmax()) == 3
+    torch.testing.assert_close(
+        module.w.data,
+        mean([trained(ZERO, k) for k in range(3)], list(SIZES[:3])),
+        rtol=0,
+        atol=1e-12,
+    )
+
+
+def test_values_that_left_out_clients_logged_are_in_no_mean() -> None:
+    half = CENTRES.square().sum(1) / 2
+    bound = 0.9 * float(trained(ZERO, 3).norm())
+    run = trainer(max_epochs=1, max_update_norm=bound)
+    with pytest.warns(UserWarning, match="left out 1 of 4 clients .*'3'"):
+        run.fit(Quadratic(), points())
+    # Half the squared distance to the centre, which every step shrinks by 1 - LR.
+    logged = []
+    for client in range(3):
+        sizes = [min(BATCH, SIZES[client] - at) for at in range(0, SIZES[client], BATCH)]
+        losses = [float(half[client]) * (1 - LR) ** (2 * step) for step in range(len(sizes))]
+        logged.append(float(np.average(losses, weights=sizes)))
+    assert float(run.callback_metrics["train_loss"]) == pytest.approx(np.mean(logged), rel=1e-6)
+
+
+def test_a_poisoned_head_is_caught_although_it_is_never_sent() -> None:
+    run = trainer(FedPer(personal="head"), max_epochs=1)
+    train, _ = classes()
+    train.fields[0][train.indices[1]] = torch.inf
+    with pytest.warns(UserWarning, match="left out 1 of 5 clients"):
+        run.fit(network(), train)
+    start = network().state_dict()
+    assert torch.equal(run.strategy.client_state_dict(1)["head.weight"], start["head.weight"])
+    assert all(value.isfinite().all() for value in run.strategy.client_state_dict(1).values())
+
+
+def test_accepted_clients_are_weighted_among_themselves() -> None:
+    module = Quadratic()
+    with pytest.warns(UserWarning, match="left out"):
+        trainer(FedAvg(weighting="uniform"), max_epochs=1).fit(module, poisoned(0))
+    want = mean([trained(ZERO, k) for k in (1, 2, 3)], [1, 1, 1])
+    torch.testing.assert_close(module.w.data, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_module_that_isnt_finite_is_refused_before_the_first_round(value: float) -> None:
+    module = Quadratic()
+    module.w.data[1] = value
+    with pytest.raises(MisconfigurationException, match=r"but Quadratic has a NaN or .* in w"):
+        trainer().fit(module, points())
+
+
+class Masked(nn.Module):
+    """Attention's causal mask, as a buffer of -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(6, 8)
+        self.register_buffer("mask", torch.triu(torch.full((8, 8), -torch.inf), 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.lift(x)[:, :, None] + self.mask
+        return scores.softmax(-1).mean(1)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("method", [FedAvg, FedPer, LocalOnly])
+def test_a_mask_of_infinities_keeps_nobody_out(method: Any, engine: str) -> None:
+    backbone = Masked()
+    module = PersonalizedModule(backbone, nn.Linear(8, 3), lr=0.1, num_classes=3)
+    run = trainer(method(), max_epochs=1, engine=engine)
+    run.fit(module, classes()[0])
+    assert run.callback_metrics["round/rejected"] == 0
+    state = run.strategy.client_state_dict(0)
+    assert torch.equal(state["backbone.mask"], torch.triu(torch.full((8, 8), -torch.inf), 1))
+    assert run.strategy.layout.static == ("backbone.mask",)

@@ -1,0 +1,225 @@
+"""Federated runs for test_processes.py, which starts this file in several processes.
+
+Usage: python -m tests.trainer.run_in_processes FOLDER cases|methods|0|1. Two processes run the
+cases, or every method, and each writes what it knows at the end to FOLDER/<case>-<rank>.pt; or
+process 0, or 1, raises an error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_pfl import FederatedStrategy, PersonalizedModule
+from lightning_pfl.callbacks import HeadFineTuning, NewClientAdaptation
+from lightning_pfl.data import FederatedTensorDataset
+from lightning_pfl.federation.evaluate import personal_models
+from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
+from lightning_pfl.methods.base import Method
+from lightning_pfl.testing.conformance import Problem
+from tests.methods.cases import CASES as METHODS
+from tests.methods.cases import PROBLEMS
+
+SIZES = (8, 2, 5, 9, 3)
+ROUNDS = 3
+
+
+class Seeing(PersonalizedModule):
+    """Notes the clients that hooks fire for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch)
+
+
+class Counting(Seeing):
+    """Logs a torchmetrics object too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counted = MulticlassAccuracy(3, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+        self.counted.update(self(batch[0]), batch[1])
+        self.log("val_counted", self.counted)
+
+
+def network(kind: type[PersonalizedModule] = PersonalizedModule) -> PersonalizedModule:
+    """A small network; other numbers in every process, of which those of process 0 count."""
+    torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))
+    backbone = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh())
+    return kind(backbone, nn.Linear(5, 3), lr=0.1, momentum=0.9, num_classes=3).double()
+
+
+def clients(poisoned: int | None = None, first: int = 0) -> list[FederatedTensorDataset]:
+    """Training and validation data of ragged clients."""
+    generator = torch.Generator().manual_seed(first)
+    x = torch.randn(80, 4, generator=generator, dtype=torch.float64)
+    y = (x @ torch.randn(4, 3, generator=generator, dtype=torch.float64)).argmax(1)
+    starts = torch.tensor((0, *SIZES)).cumsum(0).tolist()
+    train = [list(range(a, a + n)) for a, n in zip(starts, SIZES, strict=False)]
+    val = [list(range(40 + 5 * k, 45 + 5 * k - k)) for k in range(5)]
+    val[2] = []
+    if poisoned is not None:
+        x[train[poisoned][0]] = torch.nan
+    return [
+        FederatedTensorDataset((x, y), train, batch_size=3, shuffle=True),
+        FederatedTensorDataset((x, y), val, batch_size=3),
+    ]
+
+
+def new_clients() -> NewClientAdaptation:
+    """Five others."""
+    train, test = clients(first=1)
+    return NewClientAdaptation(clients=(train, test), samples=[2], steps=2)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "fedavg": {
+        "method": lambda: FedAvg(),
+        "participation": 3,
+        "callbacks": lambda: [
+            HeadFineTuning(epochs=1),
+            EarlyStopping("val_loss", min_delta=1, patience=1),
+        ],
+    },
+    "fedrep": {
+        "method": lambda: FedRep(head_epochs=2),
+        "participation": 0.6,
+        "callbacks": lambda: [HeadFineTuning(epochs=1, when="evaluation"), new_clients()],
+    },
+    # Sequential: the same bits.
+    "local": {"method": lambda: LocalOnly(), "engine": "sequential", "kind": Counting},
+    # More processes than clients in a cohort.
+    "few": {"method": lambda: FedRep(head_epochs=1), "participation": 1, "kind": Seeing},
+    # Client 3 belongs to process 1.
+    "poisoned": {"method": lambda: FedRep(head_epochs=1), "poisoned": 3, "engine": "sequential"},
+}
+RESUMED = ("fedrep", "few")
+
+
+def run(name: str, folder: Path, devices: int, ckpt_path: Path | None = None) -> dict[str, Any]:
+    """Fit, validate and predict; returns all that a process knows at the end."""
+    case = CASES[name]
+    saving = ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}", save_top_k=-1)
+    strategy = FederatedStrategy(
+        case["method"](),
+        seed=5,
+        engine=case.get("engine", "auto"),
+        participation=case.get("participation", 1.0),
+    )
+    trainer: Any = L.Trainer(
+        max_epochs=ROUNDS,
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        logger=CSVLogger(folder, name="logs", version=0),
+        callbacks=[*case.get("callbacks", list)(), saving],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=1,
+    )
+    model = network(case.get("kind", PersonalizedModule))
+    train, val = clients(case.get("poisoned"))
+    trainer.fit(model, train, val, ckpt_path=ckpt_path)
+    return {
+        **facts(trainer, strategy, model),
+        "validated": trainer.validate(model, val, verbose=False),
+        "predictions": trainer.predict(model, val),
+        "models": personal_models(strategy, torch.arange(5)),
+        "per_client": {
+            prefix: (found.values, found.counts)
+            for prefix, found in trainer.validate_loop.results.items()
+        },
+    }
+
+
+def facts(trainer: Any, strategy: FederatedStrategy, model: Any) -> dict[str, Any]:
+    """What is known after a fit."""
+    return {
+        "server": strategy.server,
+        "bank": strategy.bank.tree,
+        "clients": [strategy.client_state_dict(k) for k in range(5)],
+        "module": model.state_dict(),
+        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "history": strategy.history.state_dict(),
+        "rounds": trainer.current_epoch,
+        "seen": getattr(model, "seen", []),
+        "best": Path(trainer.checkpoint_callback.best_model_path).name,
+    }
+
+
+def fit(
+    method: Method, module: L.LightningModule, data: Any, devices: int, seed: int | None = 5
+) -> Any:
+    """Two rounds, the clients one after another; returns the strategy."""
+    strategy = FederatedStrategy(method, seed=seed, engine="sequential", participation=3)
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
+    trainer = L.Trainer(
+        max_epochs=2, accelerator="cpu", devices=devices, strategy=strategy, **quiet
+    )
+    trainer.fit(module, data, data)
+    return strategy
+
+
+def ends(name: str, devices: int) -> dict[str, Any]:
+    """How a method ends on the problem of its conformance tests, after two fits of the module."""
+    problem = Problem(**PROBLEMS.get(name, {}))
+    module, data = problem.make_module(torch.float64), problem.make_data(torch.float64, True)
+    strategy = fit(METHODS[name](), module, data, devices)
+    module.trainer.fit_loop.max_epochs = 3
+    module.trainer.fit(module, data, data)
+    return {
+        "server": strategy.server,
+        "bank": strategy.bank.tree,
+        "clients": [strategy.client_state_dict(k) for k in range(strategy.num_clients)],
+    }
+
+
+class Raising(PersonalizedModule):
+    """A module with a bug that only one process meets."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        if self.trainer.current_epoch == 1 and self.trainer.global_rank == int(sys.argv[2]):
+            raise ZeroDivisionError("a bug in one process")
+        return super().training_step(batch, batch_idx)
+
+
+def main() -> None:
+    """Run the cases, the methods, or the run that ends badly."""
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    if what == "methods":
+        write({name: ends(name, 2) for name in METHODS}, folder, "methods")
+        unseeded = fit(FedAvg(), network(), clients()[0], 2, seed=None)
+        write({"seed": unseeded.seed, "server": unseeded.server}, folder, "unseeded")
+    elif what == "cases":
+        for name in CASES:
+            write(run(name, folder / name, 2), folder, name)
+        for name in RESUMED:
+            start = folder.parent / "one" / name / "epoch=0.ckpt"
+            write(run(name, folder / f"{name}-resumed", 2, start), folder, f"{name}-resumed")
+    else:
+        fit(FedAvg(), network(Raising), clients()[0], 2)
+
+
+def write(known: dict[str, Any], folder: Path, name: str) -> None:
+    """Leave what this process knows for the test."""
+    torch.save(known, folder / f"{name}-{torch.distributed.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,99 @@
+"""A run that is killed at random moments, also while it writes a checkpoint, ends with the bits of
+one that isn't."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_pfl.core.tree import leaves
+from lightning_pfl.methods import FedRep
+from tests.trainer.run_to_kill import ROUNDS
+from tests.trainer.setting import classes, network, trainer
+
+ROOT = Path(__file__).parents[2]
+# The kills of the thorough test; fewer for a quick look.
+KILLS = int(os.environ.get("LIGHTNING_PFL_KILLS", "30"))
+
+
+def command(folder: Path) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-W", "ignore", "-m", "tests.trainer.run_to_kill", str(folder)]
+    return {"args": run, "cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL}
+
+
+def files(folder: Path) -> dict[Path, int]:
+    found = {}
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # it was renamed in between
+            found[path] = path.stat().st_mtime_ns
+    return found
+
+
+def kill(folder: Path, delay: float) -> bool:
+    """Start the run, kill it some seconds after it has written something; whether it still ran."""
+    before = files(folder)
+    with subprocess.Popen(**command(folder), stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None and files(folder) == before:
+            time.sleep(0.001)
+        time.sleep(delay)
+        running = process.poll() is None
+        process.send_signal(signal.SIGKILL)
+    return running
+
+
+def finish(folder: Path) -> None:
+    result = subprocess.run(**command(folder), stderr=subprocess.PIPE, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr.decode()[-2000:]
+
+
+def assert_final_equals_uninterrupted(folder: Path) -> None:
+    whole = trainer(FedRep(head_epochs=1), participation=3, engine="sequential", max_epochs=ROUNDS)
+    whole.fit(network(), *classes())
+    final = torch.load(folder / "final.pt", weights_only=True)
+    for mine, theirs in (
+        (whole.strategy.server, final["server"]),
+        (whole.strategy.bank.tree, final["bank"]),
+    ):
+        pairs = list(zip(leaves(mine), leaves(theirs), strict=True))
+        assert pairs
+        assert all(torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.slow)])
+def test_a_killed_run_ends_like_an_uninterrupted_one(kills: int, tmp_path: Path) -> None:
+    delays = random.Random(0)
+    done = 0
+    while done < kills:
+        folder = tmp_path / f"run{done}"
+        folder.mkdir()
+        # Kill the same run several times on its way; a run that was too fast doesn't count.
+        for _ in range(min(5, kills - done)):
+            done += kill(folder, delays.uniform(0, 0.15))
+            for checkpoint in folder.glob("*.ckpt"):
+                torch.load(checkpoint, weights_only=True)  # complete, whatever moment it was
+        finish(folder)
+        assert_final_equals_uninterrupted(folder)
+
+
+def test_the_run_saves_every_round(tmp_path: Path) -> None:
+    run = trainer(
+        FedRep(),
+        max_epochs=2,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(tmp_path, save_last=True)],
+    )
+    run.fit(network(), *classes())
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2

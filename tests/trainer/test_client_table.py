@@ -1,0 +1,238 @@
+"""The per-client table, the history of a fit, and where data are placed."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfl.callbacks import HeadFineTuning
+from lightning_pfl.data import (
+    Digits,
+    FederatedDataModule,
+    FederatedLoaders,
+    FederatedTensorDataset,
+)
+from lightning_pfl.metrics.history import History
+from lightning_pfl.models import MLP
+from lightning_pfl.trainer.client_table import ClientTable
+from lightning_pfl.trainer.data import align, place
+from tests.trainer.setting import points, trainer
+
+
+def rows(path: Path) -> list[tuple[str, ...]]:
+    with path.open(newline="") as file:
+        return [tuple(row.values()) for row in csv.DictReader(file)]
+
+
+def test_rounds_are_appended(tmp_path: Path) -> None:
+    table = ClientTable(tmp_path / "new" / "clients_val.csv")
+    table.append(0, ["a", "b"], [3, 4], {"acc": [0.5, 1.0]})
+    table.append(1, ["a"], [3], {"acc": [0.25]})
+    assert rows(table.path) == [
+        ("0", "a", "3", "0.5"),
+        ("0", "b", "4", "1.0"),
+        ("1", "a", "3", "0.25"),
+    ]
+
+
+def test_a_resumed_run_replaces_the_rounds_that_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "clients_val.csv"
+    first = ClientTable(path)
+    for round in range(4):
+        first.append(round, ["a"], [3], {"acc": [round / 10]})
+    with path.open("a") as file:
+        file.write("4,a")  # torn by a kill
+    resumed = ClientTable(path)
+    resumed.append(2, ["a"], [3], {"acc": [0.9]})
+    assert rows(path) == [("0", "a", "3", "0.0"), ("1", "a", "3", "0.1"), ("2", "a", "3", "0.9")]
+    assert [name.name for name in tmp_path.iterdir()] == ["clients_val.csv"]
+
+
+def test_a_run_from_the_start_says_that_it_overwrites_another(tmp_path: Path) -> None:
+    old = ClientTable(tmp_path / "clients_val.csv")
+    for round in range(3):
+        old.append(round, ["a"], [3], {"acc": [0.5]})
+    new = ClientTable(old.path)
+    with pytest.warns(UserWarning, match=r"rounds 0 to 2 of another run .* are overwritten"):
+        new.append(0, ["a"], [3], {"acc": [0.25]})
+    new.append(1, ["a"], [3], {"acc": [1.0]})
+    assert rows(old.path) == [("0", "a", "3", "0.25"), ("1", "a", "3", "1.0")]
+
+
+def test_a_row_torn_inside_the_number_of_its_round_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "clients_val.csv"
+    first = ClientTable(path)
+    for round in range(10):
+        first.append(round, ["a"], [3], {"acc": [0.5]})
+    with path.open("a") as file:
+        file.write("1")  # of round 10
+    ClientTable(path).append(10, ["a"], [3], {"acc": [0.5]})
+    assert rows(path) == [(str(round), "a", "3", "0.5") for round in range(11)]
+
+
+def test_a_value_that_comes_later_gets_a_column(tmp_path: Path) -> None:
+    table = ClientTable(tmp_path / "clients_val.csv")
+    table.append(0, ["a"], [3], {"acc": [0.5]})
+    table.append(1, ["a"], [3], {"acc": [0.6], "tuned/acc": [0.7]})
+    table.append(2, ["a"], [3], {"acc": [0.8]})
+    assert rows(table.path) == [
+        ("0", "a", "3", "0.5", ""),
+        ("1", "a", "3", "0.6", "0.7"),
+        ("2", "a", "3", "0.8", ""),
+    ]
+
+
+def test_a_round_that_is_evaluated_again_is_there_once(tmp_path: Path) -> None:
+    table = ClientTable(tmp_path / "clients_val.csv")
+    for acc in (0.5, 0.6):
+        table.append(0, ["a", "b"], [3, 4], {"acc": [acc, 1.0]})
+    table.append(1, ["a"], [3], {"acc": [0.7]})
+    assert rows(table.path) == [
+        ("0", "a", "3", "0.6"),
+        ("0", "b", "4", "1.0"),
+        ("1", "a", "3", "0.7"),
+    ]
+
+
+def test_two_tables_of_one_file_keep_its_columns(tmp_path: Path) -> None:
+    """A fit, a validation with one value more, and the fit goes on."""
+    fit, validate = (ClientTable(tmp_path / "clients_val.csv") for _ in range(2))
+    fit.append(0, ["a"], [3], {"acc": [0.5]})
+    validate.append(0, ["a"], [3], {"ft/acc": [0.6], "acc": [0.5]})
+    fit.append(1, ["a"], [3], {"acc": [0.7]})
+    with fit.path.open(newline="") as file:
+        assert list(csv.DictReader(file)) == [
+            {"round": "0", "client": "a", "num_samples": "3", "acc": "0.5", "ft/acc": "0.6"},
+            {"round": "1", "client": "a", "num_samples": "3", "acc": "0.7", "ft/acc": ""},
+        ]
+
+
+def test_a_table_that_was_deleted_begins_anew(tmp_path: Path) -> None:
+    table = ClientTable(tmp_path / "clients_val.csv")
+    table.append(0, ["a"], [3], {"acc": [0.5]})
+    table.path.unlink()
+    table.append(1, ["a"], [3], {"acc": [0.7]})
+    with table.path.open(newline="") as file:
+        assert [row["acc"] for row in csv.DictReader(file)] == ["0.7"]
+
+
+def test_the_best_round_is_chosen_by_the_first_value_that_is_no_loss() -> None:
+    history = History()
+    for round, (loss, acc) in enumerate([(3.0, 0.2), (1.0, 0.6), (2.0, 0.7), (4.0, 0.1)]):
+        history.update(round, {"val_loss": loss, "val_acc": acc})
+    summary = history.summary()
+    assert (summary["best/round"], summary["best/val_acc"], summary["best/val_loss"]) == (
+        2,
+        0.7,
+        2.0,
+    )
+    assert summary["last10/val_loss"] == 2.5
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_test_data_choose_no_best_round(split: Any, tmp_path: Path) -> None:
+    fraction = 0.25 if split == "train" else 0.0
+    data = FederatedDataModule(
+        Digits(), num_clients=3, val_split=split, val_fraction=fraction, batch_size=500
+    )
+    run = trainer(logger=CSVLogger(tmp_path), max_epochs=2)
+    run.fit(MLP([64, 10], num_classes=10), data)
+    logged = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+    for reported in (run.callback_metrics, logged):
+        assert "last10/val_acc" in reported
+        assert ("best/val_acc" in reported) is (split == "train")
+    assert ("best/round" in run.callback_metrics) is (split == "train")
+
+
+class Both(MLP):
+    """Logs a value for the loggers, and one for callbacks alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        self.log("val_acc", torch.tensor(0.5))
+        self.log("val_mine", torch.tensor(0.25), logger=False)
+
+
+STATISTICS = ("/weighted", "/std", "/worst_decile", "/worst")
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_loggers_get_the_headlines_of_a_run_and_callbacks_all(
+    resumed: bool, tmp_path: Path
+) -> None:
+    """A dot for each statistic of the end would come before the curves in TensorBoard."""
+    data = FederatedDataModule(Digits(), num_clients=3, val_fraction=0.25, batch_size=500)
+
+    def fit(rounds: int, path: Path | None = None) -> Any:
+        tuning = HeadFineTuning(epochs=1, when="evaluation")
+        settings: Any = {"max_epochs": rounds, "check_val_every_n_epoch": 2}
+        run = trainer(logger=CSVLogger(tmp_path), callbacks=[tuning], **settings)
+        run.fit(Both([64, 10], num_classes=10), data, ckpt_path=path, weights_only=True)
+        return run
+
+    run = fit(2 if resumed else 3)
+    if resumed:  # goes on with a round that isn't validated
+        run.save_checkpoint(tmp_path / "run.ckpt")
+        run = fit(3, tmp_path / "run.ckpt")
+    with (Path(str(run.log_dir)) / "metrics.csv").open(newline="") as file:
+        columns = next(csv.reader(file))
+    models = ("", "global/", "ft/")
+    headlines = {f"{end}{model}val_acc" for end in ("best/", "last10/") for model in models}
+    logged = {name for name in columns if name.startswith(("best/", "last10/"))}
+    assert logged == {*headlines, "best/round"}
+    further = {name + statistic for name in headlines for statistic in STATISTICS}
+    hidden = {name.replace("val_acc", "val_mine") for name in headlines | further}
+    assert run.callback_metrics.keys() >= headlines | further | hidden
+
+
+def test_with_losses_alone_the_smallest_is_the_best() -> None:
+    history = History()
+    for round, loss in enumerate([3.0, 1.0, 2.0]):
+        history.update(round, {"val_loss": loss})
+    assert history.summary()["best/round"] == 1
+
+
+def test_a_history_survives_a_checkpoint_and_forgets_repeated_rounds() -> None:
+    history = History()
+    for round in range(3):
+        history.update(round, {"val_acc": round / 10})
+    restored = History()
+    restored.load_state_dict(history.state_dict())
+    assert restored.summary() == history.summary()
+    empty = History()
+    restored.load_state_dict(empty.state_dict())
+    assert restored.summary() == {}
+
+
+def test_double_precision_reaches_the_batches_of_both_kinds_of_data() -> None:
+    run = trainer(precision="64-true")
+    x = torch.ones(4, 2)
+    resident = FederatedTensorDataset((x, torch.arange(4)), [[0, 1], [2, 3]], transform=halve)
+    loaders = FederatedLoaders([DataLoader(TensorDataset(x, torch.arange(4)))])
+    in_memory: Any = place(resident, run)
+    loaded: Any = place(loaders, run)
+    for inputs, labels in (in_memory.gather(torch.tensor([0, 1])), next(iter(loaded.loaders[0]))):
+        assert (inputs.dtype, labels.dtype) == (torch.float64, torch.int64)
+    assert float(in_memory.gather(torch.tensor([0]))[0][0, 0]) == 0.5
+    # The user's own objects stay as they are.
+    assert next(iter(loaders.loaders[0]))[0].dtype == torch.float32
+    assert resident.transform is halve
+
+
+def halve(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch[0] / 2, batch[1]
+
+
+def test_clients_are_aligned_by_position_or_by_name() -> None:
+    found, clients = align(points((1, 0, 2, 3)), list("abcd"), "val_dataloaders")
+    assert (found.tolist(), clients.tolist()) == ([0, 2, 3], [0, 2, 3])
+    named = points((1, 0, 2, 3), names=["d", "c", "b", "a"])
+    found, clients = align(named, list("abcd"), "val_dataloaders")
+    assert (found.tolist(), clients.tolist()) == ([0, 2, 3], [3, 1, 0])
+    with pytest.raises(ValueError, match="one DataLoader for each of the 5 clients, but got 4"):
+        align(points(), list("abcde"), "val_dataloaders")
