@@ -63,8 +63,8 @@ def partition(
     for label in range(NUM_CLASSES):
         positions = (labels == label).nonzero().flatten()
         positions = positions[torch.randperm(len(positions), generator=generator)]
-        holders = sum(label in classes for classes in client_classes)
-        shares[label] = list(positions.chunk(holders))
+        ownership = sum(label in classes for classes in client_classes)
+        shares[label] = list(positions.chunk(ownership))
     return torch.stack(
         [torch.cat([shares[label].pop() for label in classes]) for classes in client_classes]
     )

@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, Timer
 
 from lightning_pfl.cli.command_line import PFLCLI
-from lightning_pfl.cli.results import evaluated
+from lightning_pfl.cli.results import summary_rows
 from recipes.results_table import print_comparison, write_readme
 
 RECIPES = Path(__file__).resolve().parent
@@ -110,7 +110,7 @@ class Run:
         timer, processor = Timer(), ProcessTimer()  # count on when a run resumes
         resumed = self.was_begun()
         cli = PFLCLI(self.arguments(), extra_callbacks=[timer, processor])
-        fitted = evaluated(cli.trainer.callback_metrics)
+        fitted = summary_rows(cli.trainer.callback_metrics)
         if resumed and not any(name.startswith("last10/") for name in fitted):
             # Stopped between its last round and its outcome: no round is left that would evaluate.
             self.forget()
@@ -125,7 +125,7 @@ class Run:
             "seed": self.seed,
             "rounds": rounds,
             "last10": {k.split("/", 1)[1]: v for k, v in fitted.items() if k.startswith("last10/")},
-            "test": evaluated(cli.trainer.callback_metrics),
+            "test": summary_rows(cli.trainer.callback_metrics),
             "seconds": round(timer.time_elapsed("train"), 1),
             "cpu_seconds": round(processor.seconds, 1),
             "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,

@@ -13,15 +13,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_pfl._lightning import log_at_end, remember_metrics
-from lightning_pfl.callbacks.settings import check_budget, check_lr
+from lightning_pfl.callbacks.settings import budget_phase, check_lr
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import Evaluation, LogOptions
-from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, expand, select, whole_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.federation.adapt import adapt, evaluating
-from lightning_pfl.federation.bank import Bank
+from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.evaluate import evaluate_clients, join, personal_models, summaries
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.metrics.history import headlines
@@ -80,7 +80,7 @@ class HeadFineTuning(FederatedCallback):
 
     def __init__(
         self,
-        scope: Spec = "head",
+        scope: ParameterSpec = "head",
         epochs: int | None = 10,
         steps: int | None = None,
         lr: float | None = None,
@@ -97,7 +97,7 @@ class HeadFineTuning(FederatedCallback):
                 f"Expected `scope` to name what trains, but got scope={scope!r}. "
                 "Use 'head', or epochs=0 to train nothing."
             )
-        budget = check_budget(epochs, steps, default_epochs=10)
+        budget = budget_phase(epochs, steps, default_epochs=10)
         self.phase = replace(budget, train=scope, lr=lr, name="fine-tuning")
         self.scope, self.when = scope, when
         self._federation: Federation | None = None
@@ -126,9 +126,9 @@ class HeadFineTuning(FederatedCallback):
             )
         state = federation.client_state_dict(client)
         model = self._models(federation, torch.tensor([federation.client_id(client)]))
-        own = {name: leaf[0].detach().clone() for name, leaf in model.items()}
-        own = {name: leaf.to(state[name].device) for name, leaf in own.items()}
-        return {**state, **federation.layout.with_aliases(own)}
+        client_state = {name: leaf[0].detach().clone() for name, leaf in model.items()}
+        client_state = {name: leaf.to(state[name].device) for name, leaf in client_state.items()}
+        return {**state, **federation.parameter_split.with_aliases(client_state)}
 
     # --- hooks ------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class HeadFineTuning(FederatedCallback):
     # --- fine-tuning ------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        self._kept: Bank | None = None
+        self._kept: ClientStateStore | None = None
         self._done = torch.zeros(0, dtype=torch.bool)
 
     def _evaluate(
@@ -237,10 +237,12 @@ class HeadFineTuning(FederatedCallback):
     def _keep(self, federation: Federation) -> int:
         """Make room for the clients' fine-tuned parameters; returns the bytes of one client's."""
         with torch.inference_mode(False):
-            row = select(federation.layout.model(), self._resolved(federation))
+            row = select(federation.parameter_split.model(), self._resolved(federation))
             held = whole_nbytes(row)
             if self._kept is None and held * federation.num_clients <= KEPT:
-                self._kept = Bank(row, federation.num_clients, federation.bank.device)
+                self._kept = ClientStateStore(
+                    row, federation.num_clients, federation.client_states.device
+                )
                 self._done = torch.zeros(federation.num_clients, dtype=torch.bool)
         return held
 
@@ -258,11 +260,11 @@ class HeadFineTuning(FederatedCallback):
             phase = replace(self.phase, train=sorted(names))
             data = self._training_data(federation)
             trained = adapt(federation, start, clients, (phase,), data, stream="fine-tuning")
-            own = select(trained, names)
+            client_state = select(trained, names)
             if self._kept is not None:
-                self._kept.scatter(clients, own)
+                self._kept.scatter(clients, client_state)
                 self._done[clients] = True
-            return {**start, **own}
+            return {**start, **client_state}
 
     def _start(self, federation: Federation, clients: Tensor) -> Model:
         model = federation.method.global_model(federation.server)
@@ -273,7 +275,7 @@ class HeadFineTuning(FederatedCallback):
 
     def _resolved(self, federation: Federation) -> frozenset[str]:
         spec = "all" if self.scope == "full" else self.scope
-        return federation.layout.match(spec, "scope")
+        return federation.parameter_split.match(spec, "scope")
 
     def _training_data(self, federation: Federation) -> FederatedDataset | None:
         """The clients' training data; those of the last fit where this run has none."""

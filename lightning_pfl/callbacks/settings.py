@@ -8,7 +8,7 @@ from lightning_pfl.core.checks import check_whole, is_number
 from lightning_pfl.methods.base import Phase
 
 
-def check_budget(epochs: int | None, steps: int | None, default_epochs: int | None) -> Phase:
+def budget_phase(epochs: int | None, steps: int | None, default_epochs: int | None) -> Phase:
     """Require exactly one of ``epochs`` and ``steps``; ``steps`` alone replaces the default epochs.
 
     Returns:

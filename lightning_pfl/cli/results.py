@@ -20,7 +20,7 @@ CLUSTERS = ("clusters/number", "clusters/ari")
 DIGITS = re.compile(r"(\d+)")
 
 
-def evaluated(metrics: Mapping[str, SupportsFloat]) -> dict[str, dict[str, float]]:
+def summary_rows(metrics: Mapping[str, SupportsFloat]) -> dict[str, dict[str, float]]:
     """Pick the values that were evaluated for every client.
 
     Args:
@@ -51,7 +51,7 @@ def evaluated(metrics: Mapping[str, SupportsFloat]) -> dict[str, dict[str, float
 @rank_zero_only
 def print_results(metrics: Mapping[str, SupportsFloat], title: str = "After training") -> None:
     """Print a table of the values that were evaluated for every client, if there are any."""
-    rows = evaluated(metrics)
+    rows = summary_rows(metrics)
     if not rows:
         return
     clusters = ", ".join(f"{k} {float(v):.4g}" for k, v in metrics.items() if k in CLUSTERS)

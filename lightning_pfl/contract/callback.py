@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_pfl.contract.records import Evaluation, Round
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.data.datasets import FederatedDataset
 
@@ -22,19 +23,25 @@ class FederationView(Protocol):
     method: Any
     server: Tree
     client_names: tuple[str, ...]
-    groups: Sequence[Any]
+    architectures: Sequence[Any]
     rounds: int
-    layout: Any
-    bank: Any
+
+    @property
+    def parameter_split(self) -> ParameterSplit:
+        """Which parameters are shared, personal or static."""
+
+    @property
+    def client_states(self) -> Any:
+        """What the clients remember between rounds."""
 
     @property
     def num_clients(self) -> int:
         """Number of clients in the federation, sampled or not."""
 
-    def part(self, clients: Tensor) -> Any:
+    def shard(self, clients: Tensor) -> Any:
         """This process's share of some clients."""
 
-    def by_group(self, clients: Tensor) -> Iterator[tuple[Any, slice | Tensor]]:
+    def by_architecture(self, clients: Tensor) -> Iterator[tuple[Any, slice | Tensor]]:
         """Split a list of clients by their architectures."""
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model
 
 
@@ -18,29 +18,29 @@ class Phase:
     """A stretch of local training with one set of trainable parameters and a fresh optimizer.
 
     Args:
-        train: What trains (:data:`~lightning_pfl.layout.Spec`); everything else is frozen bit for
-            bit, and normalisation layers that don't train run in eval mode.
+        train: What trains (:data:`~lightning_pfl.layout.ParameterSpec`); everything else is frozen
+            bit for bit, and normalisation layers that don't train run in eval mode.
         epochs: Passes over the client's data. Exactly one of ``epochs`` and ``steps``.
         steps: Optimizer steps; the client's data is cycled through.
         lr: Learning rate for all parameter groups; None keeps what ``configure_optimizers`` says.
-        name: What ``local.phase`` says inside ``client_step``.
-        draws: Independent minibatches per step. From 2 on, ``client_step`` receives a tuple of that
-            many batches, consecutive ones of the client's order, which runs on into the next epoch;
-            ``epochs`` then says how much data the steps see together.
-        whole: Whether the client's samples are one minibatch, in their stored order. Not for
+        name: What ``client.phase`` says inside ``client_step``.
+        batches_per_step: Independent minibatches per step. From 2 on, ``client_step`` receives a
+            tuple of that many batches, consecutive ones of the client's order, which runs on into
+            the next epoch; ``epochs`` then says how much data the steps see together.
+        full_batch: Whether the client's samples are one minibatch, in their stored order. Not for
             DataLoaders that users bring, whose order is their own.
-        measure: Whether nothing trains: every layer runs in eval mode, nothing is augmented or
-            logged, and ``client_step`` looks at the data by ``local.loss``. Its steps count.
+        evaluate_only: Whether nothing trains: every layer runs in eval mode, nothing is augmented
+            or logged, and ``client_step`` looks at the data by ``client.loss``. Its steps count.
     """
 
-    train: Spec = "all"
+    train: ParameterSpec = "all"
     epochs: int | None = None
     steps: int | None = None
     lr: float | None = None
     name: str = "local"
-    draws: int = 1
-    whole: bool = False
-    measure: bool = False
+    batches_per_step: int = 1
+    full_batch: bool = False
+    evaluate_only: bool = False
 
 
 def without_data(phases: Iterable[Phase], steps: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def without_data(phases: Iterable[Phase], steps: Tensor) -> Tensor:
     return steps == 0 if budget else torch.zeros_like(steps, dtype=torch.bool)
 
 
-class Local(Protocol):
+class LocalStep(Protocol):
     """What a client can do inside ``client_step``; supplied by the engine."""
 
     @property

@@ -147,7 +147,7 @@ class LocalResult:
     """
 
     uploads: Tree
-    own: Tree
+    client_state: Tree
     logs: dict[str, Tensor] = field(default_factory=dict)
     options: dict[str, LogOptions] = field(default_factory=dict)
     loss: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -176,7 +176,7 @@ OnClients = Callable[[list[int]], None]
 """Called with the positions in the cohort of the clients that have just finished."""
 
 
-def told(on_clients: OnClients | None, at: slice | Tensor) -> OnClients | None:
+def as_positions_of(on_clients: OnClients | None, at: slice | Tensor) -> OnClients | None:
     """Report positions of a whole list, where an engine works on a part of it.
 
     Args:

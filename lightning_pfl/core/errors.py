@@ -33,7 +33,7 @@ class ClientError(RuntimeError):
         self.stage, self.client, self.round = stage, client, round
 
 
-def listed(names: Sequence[str], clients: Sequence[int]) -> str:
+def format_names(names: Sequence[str], clients: Sequence[int]) -> str:
     """The names of the first clients, as an error shows them.
 
     Example:
@@ -44,7 +44,7 @@ def listed(names: Sequence[str], clients: Sequence[int]) -> str:
     return some + (", ..." if len(clients) > SHOWN else "")
 
 
-def described(
+def client_error(
     stage: str, client: str, round: int | None, cause: Exception, advice: str = ""
 ) -> ClientError:
     """The error that names the client in what the module's code has raised.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pfl.core.tree import Model
 
-Spec = str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
+ParameterSpec = str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
 """What to pick of a module.
 
 Submodule or parameter names, globs, module types, a list of these, ``"all"``, or None.
@@ -18,7 +18,7 @@ Submodule or parameter names, globs, module types, a list of these, ``"all"``, o
 
 
 def picks(pattern: str, name: str) -> bool:
-    """Whether a string of a :data:`Spec` picks a parameter, by its name or a module's above it.
+    """Whether a string of a :data:`ParameterSpec` picks a parameter by name or by its module.
 
     Example:
         >>> picks("head", "head.bias"), picks("*.bias", "head.bias"), picks("all", "head.bias")
@@ -32,7 +32,7 @@ def _ancestors(name: str) -> list[str]:
     return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
-class Layout:
+class ParameterSplit:
     """The split of a module's state by who holds it.
 
     A *model* is the dict of all trainable parameters and persistent buffers. Parameters with
@@ -42,8 +42,8 @@ class Layout:
 
     Args:
         module: The user's module.
-        personal: What never leaves the client (:data:`Spec`). A buffer follows the module that owns
-            it.
+        personal: What never leaves the client (:data:`ParameterSpec`). A buffer follows the module
+            that owns it.
 
     Attributes:
         aliases: The further names of tied parameters and buffers, each with the one under which the
@@ -55,7 +55,7 @@ class Layout:
             with sparse gradients.
     """
 
-    def __init__(self, module: nn.Module, personal: Spec = None) -> None:
+    def __init__(self, module: nn.Module, personal: ParameterSpec = None) -> None:
         self.module = module
         self.trainable = tuple(name for name, p in module.named_parameters() if p.requires_grad)
         self.static = tuple(name for name, p in module.named_parameters() if not p.requires_grad)
@@ -76,8 +76,8 @@ class Layout:
         self.personal = self.match(personal, "personal")
         self.shared = frozenset(self.names) - self.personal
 
-    def match(self, spec: Spec, argument: str = "train") -> frozenset[str]:
-        """The names that a :data:`Spec` picks.
+    def match(self, spec: ParameterSpec, argument: str = "train") -> frozenset[str]:
+        """The names that a :data:`ParameterSpec` picks.
 
         A string matches a name or any module above it, literally or as a glob: ``"head"``,
         ``"head.*"`` and ``"backbone.layer*.norm1"`` all work. A type matches everything inside
@@ -173,20 +173,22 @@ class Layout:
             for name in shapes
         }
 
-    def table(self, holders: Mapping[str, frozenset[str]] | None = None) -> str:
+    def table(self, ownership: Mapping[str, frozenset[str]] | None = None) -> str:
         """One line per top-level module and holder: names and number of scalars.
 
         Printed at the start of a fit.
 
         Args:
-            holders: Entries by who has them; None for those that are shared and personal.
+            ownership: Entries by who has them; None for those that are shared and personal.
         """
-        if holders is None:
-            holders = {"shared": self.shared, "personal": self.personal}
+        if ownership is None:
+            ownership = {"shared": self.shared, "personal": self.personal}
         sizes = {name: p.numel() for name, p in self.module.named_parameters()}
         sizes |= {name: b.numel() for name, b in self.module.named_buffers()}
         lines = []
-        found = {name: names for name, names in holders.items() if names} | {"static": self.static}
+        found = {name: names for name, names in ownership.items() if names} | {
+            "static": self.static
+        }
         width = max(8, *map(len, found))
         for holder, names in found.items():
             for top, scalars in _by_top_level(names, sizes).items():
@@ -224,8 +226,8 @@ def places(module: nn.Module) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for prefix, part in module.named_modules():
         for named in (part.named_parameters, part.named_buffers):
-            for own, tensor in named(recurse=False, remove_duplicate=False):
-                name = f"{prefix}.{own}" if prefix else own
+            for client_state, tensor in named(recurse=False, remove_duplicate=False):
+                name = f"{prefix}.{client_state}" if prefix else client_state
                 kept = first.setdefault(tensor, name)
                 found[kept] = (*found.get(kept, ()), name)
     return found

@@ -9,7 +9,7 @@ from lightning_pfl.data.datasets import (
     as_federated,
     nonfinite_clients,
 )
-from lightning_pfl.data.fresh import FreshSamples
+from lightning_pfl.data.fresh import FreshDataModule
 from lightning_pfl.data.partition import (
     IID,
     ClassesPerClient,
@@ -25,7 +25,7 @@ from lightning_pfl.data.partition import (
     QuantitySkew,
     draw,
 )
-from lightning_pfl.data.sources.base import Arrays, FreshSource, Source
+from lightning_pfl.data.sources.base import FreshSource, Source, SourceData
 from lightning_pfl.data.sources.cifar import CIFAR10, CIFAR100
 from lightning_pfl.data.sources.digits import Digits
 from lightning_pfl.data.sources.ellipses import EllipseClusters
@@ -40,7 +40,7 @@ from lightning_pfl.data.sources.table import HuggingFaceTable
 
 __all__ = [
     "FederatedDataModule",
-    "FreshSamples",
+    "FreshDataModule",
     "FederatedTensorDataset",
     "FederatedLoaders",
     "FederatedDataset",
@@ -49,7 +49,7 @@ __all__ = [
     "nonfinite_clients",
     "Source",
     "FreshSource",
-    "Arrays",
+    "SourceData",
     "Digits",
     "FashionMNIST",
     "CIFAR10",

@@ -16,8 +16,8 @@ from lightning_pfl.core.randomness import derive
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.data.holdout import cut
 from lightning_pfl.data.partition import IID, Natural, Partition, Parts, draw
-from lightning_pfl.data.partition.check import checked, drawn, require_partition
-from lightning_pfl.data.sources.base import Arrays, Fields, Source
+from lightning_pfl.data.partition.check import checked, require_partition, split_result
+from lightning_pfl.data.sources.base import Fields, Source, SourceData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,7 +111,7 @@ class FederatedDataModule(L.LightningDataModule):
         self.val_split = val_split
         self.drop_last = drop_last
         self._splits: dict[str, _Split] = {}
-        self._arrays: Arrays | None = None
+        self._arrays: SourceData | None = None
         self._names: tuple[str, ...] = ()
         self._datasets: dict[tuple[str, bool], FederatedTensorDataset] = {}
 
@@ -146,7 +146,7 @@ class FederatedDataModule(L.LightningDataModule):
         partition = self._choose_partition(arrays)
         keys = partition.keys(arrays.labels, arrays.columns)
         who, wanted = type(partition).__name__, self.clients_wanted
-        parts, plan = drawn(partition.split(keys, wanted, self._rng("partition")), who)
+        parts, plan = split_result(partition.split(keys, wanted, self._rng("partition")), who)
         parts = checked(parts, who, wanted, len(arrays.labels))
         self._check_new(len(parts))
         features, *rest = arrays.fields
@@ -249,12 +249,12 @@ class FederatedDataModule(L.LightningDataModule):
     def _rng(self, purpose: str) -> np.random.Generator:
         return np.random.default_rng(derive(self.seed, "data", purpose))
 
-    def _loaded(self) -> Arrays:
+    def _loaded(self) -> SourceData:
         self.setup()
         assert self._arrays is not None  # set by setup
         return self._arrays
 
-    def _choose_partition(self, arrays: Arrays) -> Partition:
+    def _choose_partition(self, arrays: SourceData) -> Partition:
         if self.partition is not None:
             return self.partition
         return Natural() if arrays.columns else IID()
@@ -266,7 +266,7 @@ class FederatedDataModule(L.LightningDataModule):
         return 0.2 if self.test_fraction is None else self.test_fraction
 
     def _own_test(
-        self, arrays: Arrays, partition: Partition, plan: Any, num_clients: int
+        self, arrays: SourceData, partition: Partition, plan: Any, num_clients: int
     ) -> _Split:
         """Split the source's test set by the plan of the training set."""
         assert arrays.test_fields is not None  # the caller has checked

@@ -1,4 +1,4 @@
-"""FreshSamples: clients that draw new training samples for every round."""
+"""FreshDataModule: clients that draw new training samples for every round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.data.sources.base import FreshSource
 
 
-class FreshSamples(FederatedDataModule):
+class FreshDataModule(FederatedDataModule):
     """A data module whose training samples are those of the round, and of no other.
 
     A round's samples come from ``source.draw(round)``, a function of the source's seed and the
@@ -37,7 +37,7 @@ class FreshSamples(FederatedDataModule):
 
     Example:
         >>> from lightning_pfl.data import LinearRepresentation
-        >>> FreshSamples(LinearRepresentation(num_clients=10)).num_clients
+        >>> FreshDataModule(LinearRepresentation(num_clients=10)).num_clients
         10
     """
 
@@ -67,7 +67,8 @@ class FreshSamples(FederatedDataModule):
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if fitting and trainer.reload_dataloaders_every_n_epochs != 1:
             raise MisconfigurationException(
-                "Expected Trainer(reload_dataloaders_every_n_epochs=1), as FreshSamples has other "
+                "Expected Trainer(reload_dataloaders_every_n_epochs=1), as FreshDataModule has "
+                "other "
                 "samples for every round, but got reload_dataloaders_every_n_epochs="
                 f"{trainer.reload_dataloaders_every_n_epochs}. In YAML: "
                 "trainer.reload_dataloaders_every_n_epochs: 1. For the same samples in all rounds "

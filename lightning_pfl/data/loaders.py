@@ -32,15 +32,15 @@ def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:
     torch's, NumPy's and Python's, under whatever name they are kept.
     """
     for owner in _samplers(loader):
-        for own in list(getattr(owner, "__dict__", {}).values()):
-            if isinstance(own, torch.Generator):
-                own.manual_seed(key)
-            elif isinstance(own, np.random.Generator):
-                own.bit_generator.state = type(own.bit_generator)(key).state
-            elif isinstance(own, np.random.RandomState):
-                own.seed(key % 2**32)
-            elif isinstance(own, random.Random):
-                own.seed(key)
+        for client_state in list(getattr(owner, "__dict__", {}).values()):
+            if isinstance(client_state, torch.Generator):
+                client_state.manual_seed(key)
+            elif isinstance(client_state, np.random.Generator):
+                client_state.bit_generator.state = type(client_state.bit_generator)(key).state
+            elif isinstance(client_state, np.random.RandomState):
+                client_state.seed(key % 2**32)
+            elif isinstance(client_state, random.Random):
+                client_state.seed(key)
     return loader
 
 
@@ -115,11 +115,11 @@ def resident_parts(loaders: Sequence[DataLoader[Any]]) -> ResidentParts | None:
         return None
     found = [_tensors_and_positions(loader) for loader in loaders]
     datasets = {id(dataset): dataset for dataset, _ in found}
-    layouts = {
+    parameter_splits = {
         tuple((leaf.dtype, leaf.device, leaf.shape[1:]) for leaf in dataset.tensors)
         for dataset in datasets.values()
     }
-    if len(layouts) != 1:
+    if len(parameter_splits) != 1:
         return None
     starts, end = {}, 0
     for key, dataset in datasets.items():

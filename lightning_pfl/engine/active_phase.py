@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_pfl.core.errors import listed
-from lightning_pfl.core.parameters import BATCH_NORM, RUNNING_STATISTICS, Layout
+from lightning_pfl.core.errors import format_names
+from lightning_pfl.core.parameters import BATCH_NORM, RUNNING_STATISTICS, ParameterSplit
 from lightning_pfl.methods.base import Phase
 from lightning_pfl.models.base import PersonalizedModule
 
@@ -26,24 +26,25 @@ class ActivePhase:
         trainable: The parameters among them.
     """
 
-    def __init__(self, phase: Phase, layout: Layout) -> None:
+    def __init__(self, phase: Phase, parameter_split: ParameterSplit) -> None:
         self.phase = phase
-        self.layout = layout
-        trains = phase.train if not phase.measure else None
-        self.names = layout.match(trains, "train") if trains else frozenset()
-        self.trainable = tuple(name for name in layout.trainable if name in self.names)
-        self.buffers = tuple(name for name in layout.buffers if name in self.names)
+        self.parameter_split = parameter_split
+        trains = phase.train if not phase.evaluate_only else None
+        self.names = parameter_split.match(trains, "train") if trains else frozenset()
+        self.trainable = tuple(name for name in parameter_split.trainable if name in self.names)
+        self.buffers = tuple(name for name in parameter_split.buffers if name in self.names)
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do with the data."""
-        return not self.trainable and not self.phase.measure
+        return not self.trainable and not self.phase.evaluate_only
 
     def unreached(self) -> str:
         """What to say of a loss without gradient: nothing that trains has a part in it."""
         return (
             f"Expected the loss of `training_step` to depend on what trains in phase "
-            f"{self.phase.name!r} ({listed(self.trainable, range(len(self.trainable)))}), but got "
+            f"{self.phase.name!r} ({format_names(self.trainable, range(len(self.trainable)))}), "
+            "but got "
             "a loss that depends on none of it. Compute the loss with it, without `detach` or "
             "`torch.no_grad`, or let the method train a part of the model that the loss depends on."
         )
@@ -59,7 +60,7 @@ class ActivePhase:
         """
         changed = [
             module
-            for prefix, module in self.layout.module.named_modules()
+            for prefix, module in self.parameter_split.module.named_modules()
             if module.training and self._rests(prefix, module)
         ]
         # Not `eval()`, which would reach what is below, and `train()` what the user has frozen.
@@ -72,17 +73,17 @@ class ActivePhase:
                 module.training = True
 
     def _rests(self, prefix: str, module: nn.Module) -> bool:
-        if self.phase.measure:
+        if self.phase.evaluate_only:
             return True
         return isinstance(module, RUNNING_STATISTICS) and not self._trains(prefix, module)
 
     def _trains(self, prefix: str, module: nn.Module) -> bool:
-        own = [f"{prefix}.{name}" if prefix else name for name in module.state_dict()]
-        return not own or any(name in self.names for name in own)
+        client_state = [f"{prefix}.{name}" if prefix else name for name in module.state_dict()]
+        return not client_state or any(name in self.names for name in client_state)
 
     def throwaway(self) -> tuple[str, ...]:
         """Buffers that a step may write to although the phase freezes them."""
-        return writable(self.layout.module, self.names)
+        return writable(self.parameter_split.module, self.names)
 
 
 def writable(module: nn.Module, changing: frozenset[str] = frozenset()) -> tuple[str, ...]:
@@ -141,7 +142,7 @@ def is_unmodified(module: Any) -> bool:
     Then the inputs feed the backbone alone, and a step may be recorded and replayed: a method of
     the user's own may read anything, for instance the number of the round.
     """
-    own = ("forward", "per_sample", "_check_width")
+    client_state = ("forward", "per_sample", "_check_width")
     return is_sample_wise(module) and all(
-        getattr(type(module), name) is getattr(PersonalizedModule, name) for name in own
+        getattr(type(module), name) is getattr(PersonalizedModule, name) for name in client_state
     )

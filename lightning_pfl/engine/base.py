@@ -29,7 +29,7 @@ class EngineSettings:
         overfit_batches: When not 0: that many (or that fraction of) unshuffled batches.
         chunk_size: Clients per batched program; None fits the memory.
         autocast: dtype of mixed precision, None for full precision.
-        prefix_cache: Whether features of a frozen shared prefix are computed once per phase.
+        feature_cache: Whether features of a frozen shared prefix are computed once per phase.
     """
 
     seed: int = 0
@@ -42,7 +42,7 @@ class EngineSettings:
     overfit_batches: float | int = 0.0
     chunk_size: int | None = None
     autocast: torch.dtype | None = None
-    prefix_cache: bool = True
+    feature_cache: bool = True
 
 
 class Engine(Protocol):
@@ -59,7 +59,7 @@ class Engine(Protocol):
         self,
         method: Method,
         received: Tree,
-        own: Tree,
+        client_state: Tree,
         info: ClientInfo,
         data: FederatedDataset,
         phases: tuple[Phase, ...],

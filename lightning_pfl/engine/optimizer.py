@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.contract.records import one_rate
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, is_expanded, per_client, sqnorm, tmap
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -84,14 +84,14 @@ class ClientOptimizer:
     def __init__(
         self,
         template: Optimizer,
-        layout: Layout,
+        parameter_split: ParameterSplit,
         clients: int,
         lr: float | None = None,
         stacked: bool = True,
     ) -> None:
         self.clients = clients
         self.stacked = stacked
-        names = {id(p): name for name, p in layout.module.named_parameters()}
+        names = {id(p): name for name, p in parameter_split.module.named_parameters()}
         self._groups: list[list[str]] = []
         self._initial: dict[str, dict[str, Any]] = {}
         # Not the constructor: its arguments are the class's own affair (AdamW's defaults don't fit
@@ -253,8 +253,8 @@ def check_optimizer(template: Optimizer) -> None:
     Raises:
         TypeError: For LBFGS, and for an optimizer with a ``step`` of its own.
     """
-    own = vars(template).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+    client_state = vars(template).get("step")
+    if client_state is not None and not hasattr(client_state, "_wrapped_by_lr_sched"):
         raise TypeError(
             f"Expected `configure_optimizers` to return an optimizer with the `step` of its class, "
             f"but got {type(template).__name__} with `step` replaced on the object. Write a "

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
@@ -80,19 +80,19 @@ class SelectedEngine:
         self,
         name: EngineName,
         module: Any,
-        layout: Layout,
+        parameter_split: ParameterSplit,
         template: Optimizer | None,
         settings: EngineSettings,
     ) -> None:
         check_engine(name)
-        self.name, self.module, self.layout = name, module, layout
+        self.name, self.module, self.parameter_split = name, module, parameter_split
         self.settings = settings
         self.choices: dict[str, str] = {}
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
         self._checked: set[str] = set()
         self._said: set[str] = set()
         # Evaluation needs no optimizer.
-        self._sequential = SequentialEngine(module, layout, template, settings)  # type: ignore[arg-type]
+        self._sequential = SequentialEngine(module, parameter_split, template, settings)  # type: ignore[arg-type]
         self.template = template
 
     @property
@@ -118,7 +118,7 @@ class SelectedEngine:
         self,
         method: Method,
         received: Tree,
-        own: Tree,
+        client_state: Tree,
         info: ClientInfo,
         data: FederatedDataset,
         phases: tuple[Phase, ...],
@@ -129,7 +129,7 @@ class SelectedEngine:
         step = "training_step"
         if step not in self._engines and not int(info.steps.sum()):
             return self._sequential.train(
-                method, received, own, info, data, phases, on_clients, stream
+                method, received, client_state, info, data, phases, on_clients, stream
             )
         if step not in self._engines:
             some = torch.argsort(info.steps, descending=True, stable=True)[:PROBED_CLIENTS]
@@ -137,15 +137,22 @@ class SelectedEngine:
             on_device = some.to(self.settings.device)
             short = tuple(replace(phase, epochs=None, steps=1, lr=None) for phase in phases)
             few = replace(info.rows(some), steps=torch.full((len(some),), len(short)))
-            args = (method, rows(received, on_device), rows(own, on_device), few, data, short)
+            args = (
+                method,
+                rows(received, on_device),
+                rows(client_state, on_device),
+                few,
+                data,
+                short,
+            )
             before = {"uploads": args[1], "own": args[2]}
             with self._plain_sgd():
                 self._choose(
                     step, lambda engine: training_trees(engine.train(*args)), before, args[1]
                 )
-        said = _Listener(on_clients)
-        all_of_it = (method, received, own, info, data, phases, said, stream)
-        return self._run(step, lambda engine: engine.train(*all_of_it), said, received)
+        listener = _Listener(on_clients)
+        all_of_it = (method, received, client_state, info, data, phases, listener, stream)
+        return self._run(step, lambda engine: engine.train(*all_of_it), listener, received)
 
     def evaluate(
         self,
@@ -174,15 +181,15 @@ class SelectedEngine:
                 {},
                 part,
             )
-        said = _Listener(on_clients)
-        all_of_it = (models, clients, data, step, said, round)
-        return self._run(step, lambda engine: engine.evaluate(*all_of_it), said, models)
+        listener = _Listener(on_clients)
+        all_of_it = (models, clients, data, step, listener, round)
+        return self._run(step, lambda engine: engine.evaluate(*all_of_it), listener, models)
 
     def _run(
         self,
         step: str,
         run: Callable[[SequentialEngine | VectorizedEngine], Result],
-        said: _Listener,
+        listener: _Listener,
         trees: Tree,
     ) -> Result:
         """Run the chosen engine, and the sequential one where the vectorized one fails."""
@@ -192,7 +199,7 @@ class SelectedEngine:
                 return run(engine)
             # Whatever a user's module does under vmap; the sequential engine tells true errors.
             except Exception as error:
-                if self.name == "vectorized" or said.failed or is_out_of_memory(error):
+                if self.name == "vectorized" or listener.failed or is_out_of_memory(error):
                     raise
                 why = f"{step} runs sequential here: {reason_of(error)}."
             if why not in self._said:
@@ -287,7 +294,7 @@ class SelectedEngine:
     def _vectorized(self, transform: Transform, stochastic: bool) -> VectorizedEngine:
         return VectorizedEngine(
             self.module,
-            self.layout,
+            self.parameter_split,
             self._sequential.template,
             self.settings,
             transform,

@@ -23,9 +23,9 @@ from lightning_pfl.contract.records import (
     LogOptions,
     OnClients,
 )
-from lightning_pfl.core.errors import FAILURES, described
+from lightning_pfl.core.errors import FAILURES, client_error
 from lightning_pfl.core.mixture import shielded
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, Tree, materialize, rows, select, stack, tmap, unshared
 from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
@@ -37,7 +37,7 @@ from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minibatches
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram
-from lightning_pfl.engine.safety.global_rng import watched
+from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import restore, snapshot
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_steps, split_draws
 from lightning_pfl.methods.base import Method, Phase
@@ -63,9 +63,18 @@ class SequentialEngine:
     name = "sequential"
 
     def __init__(
-        self, module: Any, layout: Layout, template: Optimizer, settings: EngineSettings
+        self,
+        module: Any,
+        parameter_split: ParameterSplit,
+        template: Optimizer,
+        settings: EngineSettings,
     ) -> None:
-        self.module, self.layout, self.template, self.settings = module, layout, template, settings
+        self.module, self.parameter_split, self.template, self.settings = (
+            module,
+            parameter_split,
+            template,
+            settings,
+        )
         self.random_calls = 0
         self.draws_elsewhere = False
         self.limits = Limits(
@@ -82,7 +91,7 @@ class SequentialEngine:
         self,
         method: Method,
         received: Tree,
-        own: Tree,
+        client_state: Tree,
         info: ClientInfo,
         data: FederatedDataset,
         phases: tuple[Phase, ...],
@@ -97,7 +106,7 @@ class SequentialEngine:
                 self._client(
                     method,
                     rows(received, one),
-                    copy(rows(own, one)),
+                    copy(rows(client_state, one)),
                     info.rows(one),
                     data,
                     phases,
@@ -110,7 +119,7 @@ class SequentialEngine:
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         return LocalResult(
             stack([result.uploads for result in results]),
-            stack([result.own for result in results]),
+            stack([result.client_state for result in results]),
             {name: torch.cat([r.logs.get(name, missing) for r in results]) for name in names},
             {name: option for result in results for name, option in result.options.items()},
             torch.cat([result.loss for result in results]),
@@ -120,43 +129,47 @@ class SequentialEngine:
         self,
         method: Method,
         received: Tree,
-        own: Tree,
+        client_state: Tree,
         info: ClientInfo,
         data: FederatedDataset,
         phases: tuple[Phase, ...],
         stream: str,
     ) -> LocalResult:
         client = int(info.index)
-        local = SequentialLocal(self, client, info.round, stream, getattr(data, "augment", None))
-        state = method.client_init(unshared(received), own, info)
+        local_step = SequentialLocalStep(
+            self, client, info.round, stream, getattr(data, "augment", None)
+        )
+        state = method.client_init(unshared(received), client_state, info)
         first_epoch = 0
         for number, phase in enumerate(phases):
-            active = ActivePhase(phase, self.layout)
+            active = ActivePhase(phase, self.parameter_split)
             budget = phase_budget(phase)
             order = (info.round, stream, first_epoch)
             minibatches = ClientMinibatches(
                 data, client, budget, self.limits, self.settings, *order
             )
-            with active.modes(), local.program.capturing(), self._apart(phase):
-                local.program.throwaway = active.throwaway()
-                local.begin(active, number)
+            with active.modes(), local_step.program.capturing(), self._without_communication(phase):
+                local_step.program.throwaway = active.throwaway()
+                local_step.begin(active, number)
                 for step in () if active.idle else minibatches:
-                    batch = split_draws(step, phase.draws)
-                    state = self._step(method, state, batch, local, data.names[client], info.round)
+                    batch = split_draws(step, phase.batches_per_step)
+                    state = self._step(
+                        method, state, batch, local_step, data.names[client], info.round
+                    )
             first_epoch += minibatches.epochs_used
-        upload, own = method.client_final(received, own, state, info)
+        upload, client_state = method.client_final(received, client_state, state, info)
         try:
-            logs = local.finish()
+            logs = local_step.finish()
         except FAILURES as cause:
-            raise described("training_step", data.names[client], info.round, cause) from cause
+            raise client_error("training_step", data.names[client], info.round, cause) from cause
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         loss = logs.pop(LOSS, missing)
-        return LocalResult(upload, own, logs, dict(local.program.log.options), loss)
+        return LocalResult(upload, client_state, logs, dict(local_step.program.log.options), loss)
 
     @contextmanager
-    def _apart(self, phase: Phase) -> Iterator[None]:
+    def _without_communication(self, phase: Phase) -> Iterator[None]:
         """A measurement must leave no trace in the user's torchmetrics objects."""
-        if not phase.measure:
+        if not phase.evaluate_only:
             yield
             return
         before = snapshot(self.module)
@@ -170,15 +183,15 @@ class SequentialEngine:
         method: Method,
         state: Tree,
         batch: Any,
-        local: SequentialLocal,
+        local_step: SequentialLocalStep,
         client: str,
         round: int,
     ) -> Tree:
-        local.new_step()
+        local_step.new_step()
         try:
-            return method.client_step(state, batch, local)
+            return method.client_step(state, batch, local_step)
         except FAILURES as cause:
-            raise described("client_step", client, round, cause) from cause
+            raise client_error("client_step", client, round, cause) from cause
 
     def evaluate(
         self,
@@ -205,11 +218,13 @@ class SequentialEngine:
                 minibatches = evaluation_minibatches(data, client, limits, self.settings)
                 for number, batch in minibatches:
                     size = torch.tensor([batch_length(batch)])
-                    with watched(derive(self.settings.seed, step, client, number)) as elsewhere:
+                    with watch_global_rng(
+                        derive(self.settings.seed, step, client, number)
+                    ) as elsewhere:
                         try:
                             out, logged = program.evaluation_step(model, step, batch, number)
                         except FAILURES as cause:
-                            raise described(step, data.names[client], round, cause) from cause
+                            raise client_error(step, data.names[client], round, cause) from cause
                     self.draws_elsewhere |= elsewhere.moved
                     counts[row] += size[0]
                     metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
@@ -221,14 +236,14 @@ class SequentialEngine:
                 try:
                     logs.add(_computed(metrics), torch.ones(1), at)
                 except FAILURES as cause:
-                    raise described(step, data.names[client], round, cause) from cause
+                    raise client_error(step, data.names[client], round, cause) from cause
                 if on_clients is not None:
                     on_clients([row])
         return Evaluation(logs.compute(), counts, dict(program.log.options), predictions)
 
 
-class SequentialLocal:
-    """What one client can do with a batch (:class:`~lightning_pfl.methods.base.Local`)."""
+class SequentialLocalStep:
+    """What one client can do with a batch (:class:`~lightning_pfl.methods.base.LocalStep`)."""
 
     def __init__(
         self, engine: SequentialEngine, client: int, round: int, stream: str, augment: Any
@@ -244,7 +259,7 @@ class SequentialLocal:
         """Start a phase with a fresh optimizer."""
         self.active, self.number, self.phase = active, number, active.phase.name
         self.optimizer = ClientOptimizer(
-            self.engine.template, self.engine.layout, 1, active.phase.lr, stacked=False
+            self.engine.template, self.engine.parameter_split, 1, active.phase.lr, stacked=False
         )
 
     def _keys(self, number: int) -> tuple[Tensor, int]:
@@ -258,7 +273,7 @@ class SequentialLocal:
     def new_step(self) -> None:
         """The next gradient is the first of its step, so it logs."""
         self._logged = False
-        if not self.active.phase.measure:
+        if not self.active.phase.evaluate_only:
             self.engine.draws_elsewhere = False
 
     @property
@@ -269,7 +284,7 @@ class SequentialLocal:
     def grad(self, model: Model, batch: list[tuple[int, Any]], also: tuple[str, ...] = ()) -> Model:
         """Gradient ``(1, ...)`` of the mean loss over the step's minibatches."""
         materialize(model, self.active.buffers)
-        model = shielded(model, self.engine.layout.buffers)
+        model = shielded(model, self.engine.parameter_split.buffers)
         names = self.active.trainable + also
         trained = {name: model[name][0].detach().requires_grad_() for name in names}
         fixed = {name: leaf[0] for name, leaf in model.items() if name not in trained}
@@ -285,7 +300,7 @@ class SequentialLocal:
 
         for number, minibatch in batch:
             key, seed = self._keys(number)
-            with watched(seed) as elsewhere:
+            with watch_global_rng(seed) as elsewhere:
                 loss, logged = self.program.training_loss(
                     {**fixed, **trained}, minibatch, key, number, None, None, backward
                 )
@@ -309,7 +324,7 @@ class SequentialLocal:
         count = torch.zeros_like(total)
         for number, minibatch in batch:
             key, seed = self._keys(number)
-            with torch.no_grad(), watched(seed) as elsewhere:
+            with torch.no_grad(), watch_global_rng(seed) as elsewhere:
                 loss = self.program.measured_loss(one, minibatch, key, number, None)
             self.engine.draws_elsewhere |= elsewhere.moved
             if loss is not None:

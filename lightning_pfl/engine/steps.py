@@ -22,13 +22,13 @@ from lightning_pfl.methods.base import Phase
 class Budget:
     """How far a phase goes: exactly one of ``epochs`` and ``steps`` is a number.
 
-    ``draws`` and ``whole`` as in :class:`~lightning_pfl.methods.base.Phase`.
+    ``batches_per_step`` and ``full_batch`` as in :class:`~lightning_pfl.methods.base.Phase`.
     """
 
     epochs: int | None
     steps: int | None
-    draws: int = 1
-    whole: bool = False
+    batches_per_step: int = 1
+    full_batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def count_steps(per_epoch: int, budget: Budget, accumulate: int) -> int:
     if budget.steps is not None:
         return budget.steps
     assert budget.epochs is not None
-    if budget.draws > 1:
-        return -(-budget.epochs * per_epoch // (budget.draws * accumulate))
+    if budget.batches_per_step > 1:
+        return -(-budget.epochs * per_epoch // (budget.batches_per_step * accumulate))
     return budget.epochs * -(-per_epoch // accumulate)
 
 
@@ -81,9 +81,9 @@ def step_bounds(per_epoch: int, budget: Budget, accumulate: int) -> list[tuple[i
     """
     bounds = []
     steps = count_steps(per_epoch, budget, accumulate)
-    if budget.draws > 1:
+    if budget.batches_per_step > 1:
         # Every draw is complete, so that all clients' steps are cut alike.
-        size = budget.draws * accumulate
+        size = budget.batches_per_step * accumulate
         return [(step * size, (step + 1) * size) for step in range(steps)]
     for step in range(steps):
         epoch, within = divmod(step, -(-per_epoch // accumulate))
@@ -96,7 +96,7 @@ def step_bounds(per_epoch: int, budget: Budget, accumulate: int) -> list[tuple[i
 
 def step_size(budget: Budget, limits: Limits) -> int:
     """Minibatches of a complete step."""
-    return budget.draws * limits.accumulate
+    return budget.batches_per_step * limits.accumulate
 
 
 def epochs_used(bounds: list[list[tuple[int, int]]], per_epoch: list[int]) -> list[int]:
@@ -104,29 +104,31 @@ def epochs_used(bounds: list[list[tuple[int, int]]], per_epoch: list[int]) -> li
     return [-(-b[-1][1] // n) if b else 0 for b, n in zip(bounds, per_epoch, strict=True)]
 
 
-def split_draws(minibatches: list[Drawn], draws: int) -> list[Drawn] | tuple[list[Drawn], ...]:
-    """What ``client_step`` gets: a step's minibatches, in a tuple of equal parts for draws > 1."""
-    if draws == 1:
+def split_draws(
+    minibatches: list[Drawn], batches_per_step: int
+) -> list[Drawn] | tuple[list[Drawn], ...]:
+    """Give ``client_step`` its minibatches: from 2 per step on, a tuple of equal parts."""
+    if batches_per_step == 1:
         return minibatches
-    size = len(minibatches) // draws
-    return tuple(minibatches[i * size : (i + 1) * size] for i in range(draws))
+    size = len(minibatches) // batches_per_step
+    return tuple(minibatches[i * size : (i + 1) * size] for i in range(batches_per_step))
 
 
 def minibatches_per_epoch(
-    data: FederatedDataset, client: int, limits: Limits, whole: bool = False
+    data: FederatedDataset, client: int, limits: Limits, full_batch: bool = False
 ) -> int:
     """Minibatches that a client uses in one epoch.
 
     Raises:
         TypeError: If all samples at once are asked of a DataLoader.
     """
-    if whole and not isinstance(data, FederatedTensorDataset):
+    if full_batch and not isinstance(data, FederatedTensorDataset):
         raise TypeError(
             "Expected data that are held in memory, as the method needs all samples of a client at "
             f"once, but got the DataLoader of client {data.names[client]!r}. Use a DataLoader over "
             "a TensorDataset, or FederatedTensorDataset."
         )
-    if whole:
+    if full_batch:
         return limits.of_epoch(min(1, int(data.num_samples[client])))
     if isinstance(data, FederatedTensorDataset):
         number = epoch_minibatches(int(data.num_samples[client]), data.batch_size, data.drop_last)
@@ -142,14 +144,14 @@ def phase_steps(
     total = torch.zeros(len(clients), dtype=torch.int64)
     for phase in phases:
         budget = phase_budget(phase)
-        per_epoch = [minibatches_per_epoch(data, int(k), limits, phase.whole) for k in clients]
+        per_epoch = [minibatches_per_epoch(data, int(k), limits, phase.full_batch) for k in clients]
         total += torch.tensor([count_steps(n, budget, limits.accumulate) for n in per_epoch])
     return total
 
 
 def phase_budget(phase: Phase) -> Budget:
     """How far a phase goes, and how its steps are cut."""
-    return Budget(phase.epochs, phase.steps, phase.draws, phase.whole)
+    return Budget(phase.epochs, phase.steps, phase.batches_per_step, phase.full_batch)
 
 
 def order_key(seed: int, stream: str, round: int, client: int, epoch: int) -> int:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Model, Tree, tmap
 from lightning_pfl.data.datasets import FederatedDataset
-from lightning_pfl.federation.architectures import one_group
+from lightning_pfl.federation.architectures import one_architecture
 from lightning_pfl.federation.state import FederationState
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import LocalStep, Method, Phase
 
-Step = Callable[[Model, Any, Local, Tensor], Model]
+Step = Callable[[Model, Any, LocalStep, Tensor], Model]
 """One step of models on a batch; the last argument is the clients' samples, ``(clients,)``."""
 
 
@@ -30,21 +30,21 @@ class Adaptation(Method):
     def __init__(self, step: Step | None = None) -> None:
         super().__init__(weighting="uniform")
         self.step = step or (
-            lambda model, batch, local, _: self.evaluation_step(model, batch, local)
+            lambda model, minibatches, client, _: self.evaluation_step(model, minibatches, client)
         )
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Begin with the given model."""
         model: Model = received["model"]
         device = next(iter(model.values())).device
         return {"model": model, "samples": info.num_samples.to(device).double()}
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """One step."""
-        return {**state, "model": self.step(state["model"], batch, local, state["samples"])}
+        return {**state, "model": self.step(state["model"], minibatches, client, state["samples"])}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Hand back the whole model."""
         return {"model": state["model"]}, {}
@@ -78,27 +78,31 @@ def adapt(
         MisconfigurationException: If the Trainer has no training data.
     """
     trainer: Any = federation.require_module().trainer
-    group = federation.group_of(clients) if data is None else one_group(federation.groups)
-    module, settings = group.module, federation.settings
+    architecture = (
+        federation.architecture_of(clients)
+        if data is None
+        else one_architecture(federation.architectures)
+    )
+    module, settings = architecture.module, federation.settings
     data = trainer.fit_loop.require_data() if data is None else data
     home = next(module.parameters()).device
     method = Adaptation(step)
-    if group.engine.template is None:
-        group.engine.template = federation.client_optimizer(group)
+    if architecture.engine.template is None:
+        architecture.engine.template = federation.client_optimizer(architecture)
     # Evaluation runs without gradients; after a run the module has left the device.
     with torch.inference_mode(False), torch.enable_grad():
         module.to(settings.device)
-        modes = {part: part.training for part in module.modules()}
+        modes = {shard: shard.training for shard in module.modules()}
         module.train()
         received = {"model": tmap(lambda leaf: leaf.to(settings.device), models)}
         samples = data.num_samples[clients]
-        steps = group.engine.count_steps(data, clients, phases)
+        steps = architecture.engine.count_steps(data, clients, phases)
         weights = method.aggregation_weights(samples)
         round = max(federation.rounds - 1, 0)
         info = ClientInfo(clients, samples, steps, weights, round, data.num_clients)
-        result = group.engine.train(method, received, {}, info, data, phases, stream=stream)
-        for part, training in modes.items():
-            part.training = training
+        result = architecture.engine.train(method, received, {}, info, data, phases, stream=stream)
+        for shard, training in modes.items():
+            shard.training = training
         module.to(home)
     trained: Model = tmap(lambda leaf: leaf.detach().to(home), result.uploads["model"])
     return trained
@@ -107,10 +111,10 @@ def adapt(
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Put a module in eval mode, and every part of it back into the mode that it had."""
-    modes = {part: part.training for part in module.modules()}
+    modes = {shard: shard.training for shard in module.modules()}
     module.eval()
     try:
         yield
     finally:
-        for part, training in modes.items():
-            part.training = training
+        for shard, training in modes.items():
+            shard.training = training

@@ -17,11 +17,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.errors import ClientError, listed
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.errors import ClientError, format_names
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree, shapes
 from lightning_pfl.engine.select import SelectedEngine
-from lightning_pfl.federation.bank import Bank
+from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.client_modules import ClientModules
@@ -30,7 +30,7 @@ INITIAL_ROWS = 64
 """Clients whose first memories are made at a time, where they differ."""
 
 
-class Group:
+class Architecture:
     """Clients that share one architecture.
 
     Args:
@@ -47,11 +47,18 @@ class Group:
     """
 
     method: Method
-    bank: Bank
+    client_states: ClientStateStore
     engine: SelectedEngine
 
-    def __init__(self, name: str, module: Any, layout: Layout, clients: Tensor | None) -> None:
-        self.name, self.module, self.layout, self.clients = name, module, layout, clients
+    def __init__(
+        self, name: str, module: Any, parameter_split: ParameterSplit, clients: Tensor | None
+    ) -> None:
+        self.name, self.module, self.parameter_split, self.clients = (
+            name,
+            module,
+            parameter_split,
+            clients,
+        )
 
     def count(self, num_clients: int) -> int:
         """How many of the federation's clients it has."""
@@ -70,23 +77,25 @@ class Group:
 
         Args:
             method: Bound to this group.
-            row: What one client remembers, by the method's ``init_own``.
+            row: What one client remembers, by the method's ``init_client_state``.
             num_clients: Clients of the federation.
             device: Where the bank lives.
             ranks: The processes that share the clients.
             info: All clients of the federation.
         """
         self.method = method
-        model = self.layout.model()
-        self.bank = Bank(row, self.count(num_clients), device, ranks)
-        if type(method).init_own_rows is Method.init_own_rows:
+        model = self.parameter_split.model()
+        self.client_states = ClientStateStore(row, self.count(num_clients), device, ranks)
+        if type(method).init_client_state_rows is Method.init_client_state_rows:
             return
         mine = torch.arange(num_clients) if self.clients is None else self.clients
         for some in mine.split(INITIAL_ROWS):
-            some = some[ranks.part(some).index]
+            some = some[ranks.shard(some).index]
             if len(some):
-                own = self.gather(some, device)
-                self.scatter(some, method.init_own_rows(own, model, info.rows(some)))
+                client_state = self.gather(some, device)
+                self.scatter(
+                    some, method.init_client_state_rows(client_state, model, info.rows(some))
+                )
 
     def gather(
         self, clients: Tensor, device: torch.device | str | None = None, edges: bool = True
@@ -96,11 +105,11 @@ class Group:
         ``edges=False`` leaves out what only messages need (``edge_state``).
         """
         without = () if edges else self.method.edge_state
-        return self.bank.gather(self.positions(clients), device, without)
+        return self.client_states.gather(self.positions(clients), device, without)
 
     def scatter(self, clients: Tensor, memories: Tree) -> None:
         """Store what some of its clients remember."""
-        self.bank.scatter(self.positions(clients), memories)
+        self.client_states.scatter(self.positions(clients), memories)
 
     def positions(self, clients: Tensor) -> Tensor:
         """Rows of the bank of some of its clients."""
@@ -108,13 +117,13 @@ class Group:
 
 
 @contextmanager
-def named(
-    group: Group, names: Sequence[str], rows: Tensor, stage: str, round: int | None
+def naming_architecture(
+    architecture: Architecture, names: Sequence[str], rows: Tensor, stage: str, round: int | None
 ) -> Iterator[None]:
     """Say in an error of a group's module which group of ``ClientModules`` it is, and whose.
 
     Args:
-        group: The group.
+        architecture: The group.
         names: The names of all clients of the data.
         rows: Which of them are at work, int64 ``(clients,)``.
         stage: What they do, such as ``"client_step"``.
@@ -123,33 +132,36 @@ def named(
     try:
         yield
     except RuntimeError as cause:
-        if not group.name or type(cause) not in (RuntimeError, ClientError):
+        if not architecture.name or type(cause) not in (RuntimeError, ClientError):
             raise
-        told = cause if isinstance(cause, ClientError) else None
-        shown = listed(names, rows.tolist())
+        known = cause if isinstance(cause, ClientError) else None
+        shown = format_names(names, rows.tolist())
         raise ClientError(
-            told.stage if told else stage,
-            told.client if told else shown,
+            known.stage if known else stage,
+            known.client if known else shown,
             round,
-            f"{(told and told.__cause__) or cause}. They have the module {group.name!r} of "
+            f"{(known and known.__cause__) or cause}. They have the module {architecture.name!r} "
+            "of "
             "ClientModules: check that `groups` gives each client the module that fits its data.",
         ) from cause
 
 
-def architectures(module: Any) -> dict[str, Any]:
+def modules_by_name(module: Any) -> dict[str, Any]:
     """The modules that clients train, by name: the user's, or those of ``ClientModules``."""
     return module.groups if isinstance(module, ClientModules) else {"": module}
 
 
-def layouts(module: Any, method: Method) -> dict[str, Layout]:
+def parameter_splits(module: Any, method: Method) -> dict[str, ParameterSplit]:
     """Who holds which parameter, for every architecture."""
     return {
-        name: Layout(part, method.resolve_personal(Layout(part)))
-        for name, part in architectures(module).items()
+        name: ParameterSplit(part, method.resolve_personal(ParameterSplit(part)))
+        for name, part in modules_by_name(module).items()
     }
 
 
-def make_groups(module: Any, split: Mapping[str, Layout], names: Sequence[str]) -> list[Group]:
+def make_architectures(
+    module: Any, split: Mapping[str, ParameterSplit], names: Sequence[str]
+) -> list[Architecture]:
     """The groups of a module: one, or those of :class:`~lightning_pfl.ClientModules`.
 
     Args:
@@ -158,86 +170,103 @@ def make_groups(module: Any, split: Mapping[str, Layout], names: Sequence[str]) 
         names: The clients' names.
     """
     if not isinstance(module, ClientModules):
-        return [Group("", module, split[""], None)]
+        return [Architecture("", module, split[""], None)]
     members = module.members(names)
-    return [Group(name, part, split[name], members[name]) for name, part in module.groups.items()]
+    return [
+        Architecture(name, part, split[name], members[name]) for name, part in module.groups.items()
+    ]
 
 
-def describe(split: Mapping[str, Layout]) -> dict[str, object]:
+def describe(split: Mapping[str, ParameterSplit]) -> dict[str, object]:
     """What a checkpoint must agree on: the shape and the holder of every entry."""
     return {
-        f"{group}: {name}" if group else name: entry
-        for group, layout in split.items()
-        for name, entry in layout.describe().items()
+        f"{architecture}: {name}" if architecture else name: entry
+        for architecture, parameter_split in split.items()
+        for name, entry in parameter_split.describe().items()
     }
 
 
-def table(groups: Sequence[Group]) -> str:
+def table(architectures: Sequence[Architecture]) -> str:
     """Who holds which parameters, for the log."""
     return "\n".join(
-        (f"  {group.name}\n" if group.name else "")
-        + group.layout.table(group.method.holders(group.layout))
-        for group in groups
+        (f"  {architecture.name}\n" if architecture.name else "")
+        + architecture.parameter_split.table(
+            architecture.method.ownership(architecture.parameter_split)
+        )
+        for architecture in architectures
     )
 
 
-def bound(method: Method, group: Group, groups: Sequence[Group], *args: Any) -> Method:
+def bound(
+    method: Method, architecture: Architecture, architectures: Sequence[Architecture], *args: Any
+) -> Method:
     """The method for one group: itself where there is one group, else a copy of its own layout."""
-    own = method if len(groups) == 1 else copy.copy(method)
-    own.bind(group.layout, *args)
-    return own
+    client_state = method if len(architectures) == 1 else copy.copy(method)
+    client_state.bind(architecture.parameter_split, *args)
+    return client_state
 
 
-def model_sizes(groups: Sequence[Group], num_clients: int) -> Tensor:
+def model_sizes(architectures: Sequence[Architecture], num_clients: int) -> Tensor:
     """Trainable scalars of each client's model, int64 ``(num_clients,)``."""
     sizes = torch.zeros(num_clients, dtype=torch.int64)
-    for group in groups:
-        clients = slice(None) if group.clients is None else group.clients
-        sizes[clients] = group.layout.num_trainable()
+    for architecture in architectures:
+        clients = slice(None) if architecture.clients is None else architecture.clients
+        sizes[clients] = architecture.parameter_split.num_trainable()
     return sizes
 
 
-def by_group(groups: Sequence[Group], clients: Tensor) -> Iterator[tuple[Group, slice | Tensor]]:
+def by_architecture(
+    architectures: Sequence[Architecture], clients: Tensor
+) -> Iterator[tuple[Architecture, slice | Tensor]]:
     """Split a list of clients: each group with the positions of its clients in the list."""
-    if len(groups) == 1:
-        yield groups[0], slice(None)
+    if len(architectures) == 1:
+        yield architectures[0], slice(None)
         return
-    for group in groups:
-        assert group.clients is not None
-        at = torch.isin(clients, group.clients).nonzero().flatten()
+    for architecture in architectures:
+        assert architecture.clients is not None
+        at = torch.isin(clients, architecture.clients).nonzero().flatten()
         if len(at):
-            yield group, at
+            yield architecture, at
 
 
-def one_group(groups: Sequence[Group], clients: Tensor | None = None) -> Group:
+def one_architecture(
+    architectures: Sequence[Architecture], clients: Tensor | None = None
+) -> Architecture:
     """The group of all these clients; of all clients of the federation for None.
 
     Raises:
         MisconfigurationException: If they are of several groups.
     """
-    found = groups if clients is None else [group for group, _ in by_group(groups, clients)]
+    found = (
+        architectures
+        if clients is None
+        else [architecture for architecture, _ in by_architecture(architectures, clients)]
+    )
     if len(found) == 1:
         return found[0]
     raise MisconfigurationException(
         "Expected clients of one architecture, but got clients of "
-        f"{', '.join(repr(group.name) for group in found) or 'no group'}. Ask for the clients of "
+        f"{', '.join(repr(architecture.name) for architecture in found) or 'no architecture'}. "
+        "Ask for the clients of "
         "one group at a time; callbacks that compare or change the parameters of all clients need "
         "one module for all of them."
     )
 
 
-def check_server_trees(method: Method, groups: Sequence[Group], trees: Sequence[Tree]) -> None:
+def check_server_trees(
+    method: Method, architectures: Sequence[Architecture], trees: Sequence[Tree]
+) -> None:
     """Require that what the server holds has the same shapes in all groups.
 
     Args:
         method: The method.
-        groups: The groups.
+        architectures: The groups.
         trees: What ``init_server`` makes of the module of each.
 
     Raises:
         MisconfigurationException: Names the entry, both shapes, and what works across them.
     """
-    if difference := _difference(groups, trees):
+    if difference := _difference(architectures, trees):
         settings = inspect.signature(type(method)).parameters
         split = next((name for name in ("shared", "personal") if name in settings), "")
         what = {"shared": "a part that all groups have", "personal": "every part that differs"}
@@ -254,45 +283,55 @@ def check_server_trees(method: Method, groups: Sequence[Group], trees: Sequence[
         )
 
 
-def check_messages(groups: Sequence[Group], everyone: ClientInfo) -> None:
+def check_messages(architectures: Sequence[Architecture], everyone: ClientInfo) -> None:
     """Require that messages between neighbours have the same shapes in all groups.
 
     Args:
-        groups: The groups, with what their clients remember before round 0.
+        architectures: The groups, with what their clients remember before round 0.
         everyone: All clients of the federation.
 
     Raises:
         MisconfigurationException: Names the entry, both shapes, and what works across them.
     """
-    groups = [group for group in groups if group.clients is not None and len(group.clients)]
-    for exchange in groups[0].method.exchanges(0) if groups else ():
+    architectures = [
+        architecture
+        for architecture in architectures
+        if architecture.clients is not None and len(architecture.clients)
+    ]
+    for exchange in architectures[0].method.exchanges(0) if architectures else ():
         sent = []
-        for group in groups:
-            assert group.clients is not None
-            one = group.clients[:1]
-            sent.append(group.method.send(exchange.name, group.gather(one), everyone.rows(one)))
-        if difference := _difference(groups, sent):
+        for architecture in architectures:
+            assert architecture.clients is not None
+            one = architecture.clients[:1]
+            sent.append(
+                architecture.method.send(
+                    exchange.name, architecture.gather(one), everyone.rows(one)
+                )
+            )
+        if difference := _difference(architectures, sent):
             raise MisconfigurationException(
-                f"Expected what clients of {type(groups[0].method).__name__} write to each other "
+                f"Expected what clients of {type(architectures[0].method).__name__} write to each "
+                "other "
                 f"to have one shape, but {difference}. Across architectures use SheafFMTL or "
                 "HomologicalConstraints, whose messages are projections to common spaces; or "
                 "LocalOnly."
             )
 
 
-def _difference(groups: Sequence[Group], trees: Sequence[Tree]) -> str:
+def _difference(architectures: Sequence[Architecture], trees: Sequence[Tree]) -> str:
     """The first entry that has another shape than in the first group; empty if there is none."""
     first = shapes(trees[0])
-    for group, tree in zip(groups[1:], trees[1:], strict=True):
+    for architecture, tree in zip(architectures[1:], trees[1:], strict=True):
         other = shapes(tree)
         for name in {**first, **other}:
             if first.get(name) != other.get(name):
                 return (
-                    f"`{name}` is {_say(first.get(name))} in group {groups[0].name!r} and "
-                    f"{_say(other.get(name))} in group {group.name!r}"
+                    f"`{name}` is {_shape_text(first.get(name))} in group "
+                    f"{architectures[0].name!r} and "
+                    f"{_shape_text(other.get(name))} in group {architecture.name!r}"
                 )
     return ""
 
 
-def _say(shape: tuple[int, ...] | None) -> str:
+def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(shape)

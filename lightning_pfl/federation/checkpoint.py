@@ -20,20 +20,20 @@ from lightning_pfl.core.tree import Tree, shapes
 PARTS = (
     "method",
     "settings",
-    "layout",
+    "parameter_split",
     "clients",
     "num_samples",
     "seed",
     "rounds",
     "server",
-    "bank",
+    "client_states",
     "history",
 )
 """What the federation's part of every checkpoint has."""
 
 
 @contextmanager
-def explained(path: Any) -> Iterator[None]:
+def explain_read_errors(path: Any) -> Iterator[None]:
     """Turn the errors of reading a broken or foreign file into sentences; the file stays as it is.
 
     Raises:
@@ -108,7 +108,7 @@ def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
-def check_layout(saved: Mapping[str, Any], method: str, ours: Mapping[str, Any]) -> None:
+def check_parameter_split(saved: Mapping[str, Any], method: str, ours: Mapping[str, Any]) -> None:
     """Require a checkpoint of this method and of this module, split in this way.
 
     Args:
@@ -124,7 +124,7 @@ def check_layout(saved: Mapping[str, Any], method: str, ours: Mapping[str, Any])
             f"Expected a checkpoint of {method}, but got one of {saved['method']}. Resume with the "
             "method that wrote it."
         )
-    theirs = saved["layout"]
+    theirs = saved["parameter_split"]
     if theirs == ours:
         return
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
@@ -206,16 +206,16 @@ def load_optimizer(
     Raises:
         CheckpointMismatchError: If it is another optimizer, or has other parameter groups.
     """
-    name, groups = type(template).__name__, state["param_groups"]
-    if (kind or name, len(groups)) != (name, len(template.param_groups)):
+    name, architectures = type(template).__name__, state["param_groups"]
+    if (kind or name, len(architectures)) != (name, len(template.param_groups)):
         raise CheckpointMismatchError(
             f"Expected a checkpoint of clients that train with {name} in "
             f"{len(template.param_groups)} parameter groups, but got one of {kind or name} in "
-            f"{len(groups)}. Return the optimizer of the run that wrote it."
+            f"{len(architectures)}. Return the optimizer of the run that wrote it."
         )
     # Schedulers keep the rate that they began with.
     keys = {"initial_lr"} if scheduled else template.defaults.keys()
-    pairs = zip(template.param_groups, groups, strict=True)
+    pairs = zip(template.param_groups, architectures, strict=True)
     changed = [
         f"{key}={theirs[key]!r} instead of {ours[key]!r}"
         for ours, theirs in pairs
@@ -299,7 +299,9 @@ def _listed(entry: Any) -> str:
     return "nothing" if entry is None else ", ".join(f"{number:g}" for number in numbers)
 
 
-def check_clients(saved: Mapping[str, Any], names: Sequence[str], samples: Tensor) -> None:
+def check_checkpoint_clients(
+    saved: Mapping[str, Any], names: Sequence[str], samples: Tensor
+) -> None:
     """Require a checkpoint of the same clients; warn if they hold more or fewer samples now.
 
     Args:

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.records import ClientInfo, LocalResult, OnClients, told
+from lightning_pfl.contract.records import ClientInfo, LocalResult, OnClients, as_positions_of
 from lightning_pfl.core.tree import Tree, merge, rows, split_rows, values
 from lightning_pfl.data.datasets import FederatedDataset
-from lightning_pfl.federation.architectures import Group, named
-from lightning_pfl.federation.gate import judge, judge_cohort
-from lightning_pfl.federation.ranks import whole_work
+from lightning_pfl.federation.architectures import Architecture, naming_architecture
+from lightning_pfl.federation.gate import accept_cohort, accept_uploads
+from lightning_pfl.federation.ranks import gather_work
 from lightning_pfl.federation.state import FederationState
-from lightning_pfl.graphs.messages import Exchange, Postman
+from lightning_pfl.graphs.messages import Exchange, PeerExchange
 from lightning_pfl.methods.base import Phase
 
 
 @dataclass
-class Share:
+class ArchitectureBatch:
     """One architecture's part of this process's clients.
 
     Attributes:
@@ -29,9 +29,9 @@ class Share:
         work: What their local training gave.
     """
 
-    group: Group
+    architecture: Architecture
     at: slice | Tensor
-    own: Tree
+    client_state: Tree
     work: LocalResult | None = None
 
 
@@ -51,49 +51,57 @@ class Cohort:
     def __init__(self, strategy: FederationState, info: ClientInfo, received: Tree) -> None:
         self.strategy, self.received = strategy, received
         self.info, self.exchanged = info, 0
-        self.part = strategy.part(info.index)
+        self.shard = strategy.shard(info.index)
         self.device = strategy.settings.device
-        self.mine = info.rows(self.part.index)
-        self.shares = [
-            Share(group, at, group.gather(self.mine.index[at], self.device))
-            for group, at in strategy.by_group(self.mine.index)
+        self.mine = info.rows(self.shard.index)
+        self.batches = [
+            ArchitectureBatch(
+                architecture, at, architecture.gather(self.mine.index[at], self.device)
+            )
+            for architecture, at in strategy.by_architecture(self.mine.index)
         ]
 
     def train(
         self, data: FederatedDataset, phases: tuple[Phase, ...], on_clients: OnClients
     ) -> LocalResult:
         """Local training; the uploads and logged values of the whole cohort."""
-        received = self.part.rows(self.received)
-        for share in self.shares:
-            edges = {k: v for k, v in share.own.items() if k in share.group.method.edge_state}
-            own = {k: v for k, v in share.own.items() if k not in edges}
-            share.work = self._train(
-                share, own, split_rows(received, share.at), data, phases, on_clients
+        received = self.shard.slice(self.received)
+        for batch in self.batches:
+            edges = {
+                k: v
+                for k, v in batch.client_state.items()
+                if k in batch.architecture.method.edge_state
+            }
+            client_state = {k: v for k, v in batch.client_state.items() if k not in edges}
+            batch.work = self._train(
+                batch, client_state, split_rows(received, batch.at), data, phases, on_clients
             )
-            share.own = {**share.work.own, **edges}
-        return whole_work(self.part, self._joined())
+            batch.client_state = {**batch.work.client_state, **edges}
+        return gather_work(self.shard, self._joined())
 
     def _train(
         self,
-        share: Share,
-        own: Tree,
+        batch: ArchitectureBatch,
+        client_state: Tree,
         received: Tree,
         data: FederatedDataset,
         phases: tuple[Phase, ...],
         on_clients: OnClients,
     ) -> LocalResult:
         """One architecture's clients; nothing where there are none."""
-        info, listener = self.mine.rows(share.at), told(on_clients, share.at)
+        info, listener = self.mine.rows(batch.at), as_positions_of(on_clients, batch.at)
         if not len(info):
             nothing = torch.empty(0, dtype=torch.float64, device=self.device)
-            return LocalResult({}, own, loss=nothing)
-        engine, method = share.group.engine, share.group.method
-        with named(share.group, data.names, info.index, "client_step", info.round):
-            return engine.train(method, received, own, info, data, phases, listener)
+            return LocalResult({}, client_state, loss=nothing)
+        engine, method = batch.architecture.engine, batch.architecture.method
+        with naming_architecture(
+            batch.architecture, data.names, info.index, "client_step", info.round
+        ):
+            return engine.train(method, received, client_state, info, data, phases, listener)
 
     def _joined(self) -> LocalResult:
         """The work of this process's clients, in their order."""
-        done = [(share.at, share.work) for share in self.shares if share.work is not None]
+        done = [(batch.at, batch.work) for batch in self.batches if batch.work is not None]
         if len(done) == 1:
             return done[0][1]
         count = len(self.mine)
@@ -105,41 +113,43 @@ class Cohort:
             values([(at, {"": work.loss}) for at, work in done], count)[""],
         )
 
-    def judge(self, work: LocalResult, max_norm: float | None) -> tuple[Tensor, dict[int, str]]:
+    def accept_uploads(
+        self, work: LocalResult, max_norm: float | None
+    ) -> tuple[Tensor, dict[int, str]]:
         """Whose work counts, and why that of the others doesn't; see ``gate.py``.
 
         From here on the cohort is the accepted clients.
         """
-        if len(self.shares) == 1:
-            accepted, rejected = judge_cohort(self.part, work, self.received, self.info, max_norm)
+        if len(self.batches) == 1:
+            accepted, rejected = accept_cohort(self.shard, work, self.received, self.info, max_norm)
         else:
-            accepted, rejected = self._judge_groups(max_norm)
+            accepted, rejected = self._accept_by_architecture(max_norm)
         if rejected:
             self._keep(accepted)
         return accepted, rejected
 
-    def _judge_groups(self, max_norm: float | None) -> tuple[Tensor, dict[int, str]]:
+    def _accept_by_architecture(self, max_norm: float | None) -> tuple[Tensor, dict[int, str]]:
         accepted = torch.ones(len(self.info), dtype=torch.bool)
         reasons: dict[int, str] = {}
-        for share in self.shares:
-            assert share.work is not None
-            received = split_rows(self.received, share.at)
-            found, why = judge(share.work, received, self.mine.rows(share.at), max_norm)
-            accepted[share.at] = found
+        for batch in self.batches:
+            assert batch.work is not None
+            received = split_rows(self.received, batch.at)
+            found, why = accept_uploads(batch.work, received, self.mine.rows(batch.at), max_norm)
+            accepted[batch.at] = found
             reasons |= why
         return accepted, {k: reasons[k] for k in self.info.index.tolist() if k in reasons}
 
     def _keep(self, accepted: Tensor) -> None:
-        mine = accepted[self.part.index]
+        mine = accepted[self.shard.index]
         position = mine.cumsum(0) - 1
-        for share in self.shares:
-            kept = mine[share.at]
-            share.own = rows(share.own, kept.nonzero().flatten().to(self.device))
-            if isinstance(share.at, Tensor):
-                share.at = position[share.at[kept]]
+        for batch in self.batches:
+            kept = mine[batch.at]
+            batch.client_state = rows(batch.client_state, kept.nonzero().flatten().to(self.device))
+            if isinstance(batch.at, Tensor):
+                batch.at = position[batch.at[kept]]
         self.info = self.info.keep(accepted)
-        self.part = self.strategy.part(self.info.index)
-        self.mine = self.info.rows(self.part.index)
+        self.shard = self.strategy.shard(self.info.index)
+        self.mine = self.info.rows(self.shard.index)
 
     def exchange(self, when: str) -> None:
         """The method's messages between neighbours, before or after local training."""
@@ -150,30 +160,35 @@ class Cohort:
 
     def _exchange(self, exchange: Exchange) -> None:
         method, count = self.strategy.method, len(self.mine)
-        postman = Postman(method.graph, self.info.index, self.device)
+        peers = PeerExchange(method.graph, self.info.index, self.device)
         sent = [
-            (share.at, share.group.method.send(exchange.name, share.own, self.mine.rows(share.at)))
-            for share in self.shares
+            (
+                batch.at,
+                batch.architecture.method.send(
+                    exchange.name, batch.client_state, self.mine.rows(batch.at)
+                ),
+            )
+            for batch in self.batches
         ]
-        letters = self.part.whole(merge(sent, count))
-        sizes = method.message_nbytes(exchange.name, letters, self.info)
-        self.exchanged += postman.nbytes(exchange, letters, sizes)
-        inbox = postman.deliver(exchange, letters).rows(self._index())
-        for share in self.shares:
-            share.own = share.group.method.receive(
+        messages = self.shard.all_gather(merge(sent, count))
+        sizes = method.message_nbytes(exchange.name, messages, self.info)
+        self.exchanged += peers.nbytes(exchange, messages, sizes)
+        inbox = peers.deliver(exchange, messages).rows(self._index())
+        for batch in self.batches:
+            batch.client_state = batch.architecture.method.receive(
                 exchange.name,
-                share.own,
-                inbox if isinstance(share.at, slice) else inbox.rows(share.at.to(self.device)),
-                self.mine.rows(share.at),
+                batch.client_state,
+                inbox if isinstance(batch.at, slice) else inbox.rows(batch.at.to(self.device)),
+                self.mine.rows(batch.at),
             )
 
     def _index(self) -> slice | Tensor:
-        index = self.part.index
+        index = self.shard.index
         return index if isinstance(index, slice) else index.to(self.device)
 
-    def remember(self) -> None:
+    def store(self) -> None:
         """Store what the clients of the cohort remember now."""
-        for share in self.shares:
-            clients = self.mine.index[share.at]
+        for batch in self.batches:
+            clients = self.mine.index[batch.at]
             if len(clients):
-                share.group.scatter(clients, share.own)
+                batch.architecture.scatter(clients, batch.client_state)

@@ -16,12 +16,12 @@ from lightning_pfl.engine.steps import Limits, minibatches_per_epoch
 from lightning_pfl.methods.base import Phase
 
 
-def require_samples(data: FederatedDataset, fate: str, warn: bool) -> None:
+def require_samples(data: FederatedDataset, consequence: str, warn: bool) -> None:
     """Require a client with training samples, and warn of those without.
 
     Args:
         data: The training data.
-        fate: What becomes of clients without samples, for the warning.
+        consequence: What becomes of clients without samples, for the warning.
         warn: Whether to warn.
 
     Raises:
@@ -32,7 +32,7 @@ def require_samples(data: FederatedDataset, fate: str, warn: bool) -> None:
     ]
     if empty and warn:
         rank_zero_warn(
-            f"{len(empty)} clients without training samples {fate}: {', '.join(empty[:10])}."
+            f"{len(empty)} clients without training samples {consequence}: {', '.join(empty[:10])}."
         )
     if len(empty) == data.num_clients:
         raise ValueError(
@@ -47,7 +47,7 @@ def learners(
     data: FederatedDataset,
     phases: tuple[Phase, ...],
     limit: str,
-    fate: str = "are never sampled",
+    consequence: str = "are never sampled",
 ) -> Tensor:
     """Clients with a minibatch to train on, int64 ``(learners,)``; warns of those without.
 
@@ -57,7 +57,7 @@ def learners(
         phases: A round's local training. How long it is doesn't matter: a budget of 0 is no
             mistake. Without any, all clients with samples count.
         limit: The Trainer's flag and its value, for messages.
-        fate: What becomes of the others, for messages.
+        consequence: What becomes of the others, for messages.
 
     Raises:
         MisconfigurationException: If no client has any.
@@ -65,12 +65,14 @@ def learners(
     clients = data.num_samples.nonzero().flatten()
     if not phases or not len(clients):
         return clients
-    one = tuple(replace(phase, epochs=1, steps=None, draws=1) for phase in phases)
+    one = tuple(replace(phase, epochs=1, steps=None, batches_per_step=1) for phase in phases)
     batches = engine.count_steps(data, clients, one)
-    return clients[_busy(data, clients, batches, "train", limit, fate)]
+    return clients[_busy(data, clients, batches, "train", limit, consequence)]
 
 
-def evaluated(data: FederatedDataset, rows: Tensor, split: str, limit: float | int) -> Tensor:
+def can_be_evaluated(
+    data: FederatedDataset, rows: Tensor, split: str, limit: float | int
+) -> Tensor:
     """Which clients have a minibatch to be evaluated on, bool ``(rows,)``; warns of those without.
 
     Args:
@@ -90,7 +92,12 @@ def evaluated(data: FederatedDataset, rows: Tensor, split: str, limit: float | i
 
 
 def _busy(
-    data: FederatedDataset, clients: Tensor, batches: Tensor, split: str, limit: str, fate: str
+    data: FederatedDataset,
+    clients: Tensor,
+    batches: Tensor,
+    split: str,
+    limit: str,
+    consequence: str,
 ) -> Tensor:
     busy = batches > 0
     idle = [data.names[client] for client in clients[~busy].tolist()]
@@ -102,7 +109,7 @@ def _busy(
             "rounded down: use a larger one, an int, smaller batches or drop_last=False."
         )
     if idle:
-        rank_zero_warn(f"{len(idle)} clients {fate}, as {why} to them: {_some(idle)}.")
+        rank_zero_warn(f"{len(idle)} clients {consequence}, as {why} to them: {_some(idle)}.")
     return busy
 
 

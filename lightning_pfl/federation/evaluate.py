@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.records import Evaluation, LogOptions, told
+from lightning_pfl.contract.records import Evaluation, LogOptions, as_positions_of
 from lightning_pfl.core.tree import Model, is_expanded, whole_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.federation.adapt import adapt
-from lightning_pfl.federation.architectures import Group, named
-from lightning_pfl.federation.ranks import whole_evaluation
+from lightning_pfl.federation.architectures import Architecture, naming_architecture
+from lightning_pfl.federation.ranks import gather_evaluation
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.metrics.history import higher_is_better
 from lightning_pfl.metrics.summary import summarize
@@ -39,26 +39,26 @@ def personal_models(federation: FederationState, clients: Tensor) -> Model:
         federation: The strategy.
         clients: Ids, int64 ``(clients,)``.
     """
-    part = federation.part(clients)
-    mine = clients[part.index]
-    models: Model = part.whole(_own_models(federation, mine) if len(mine) else {})
+    shard = federation.shard(clients)
+    mine = clients[shard.index]
+    models: Model = shard.all_gather(_models_of_shard(federation, mine) if len(mine) else {})
     return models
 
 
-def _own_models(federation: FederationState, clients: Tensor) -> Model:
+def _models_of_shard(federation: FederationState, clients: Tensor) -> Model:
     federation.require_module()
-    group = federation.group_of(clients)
-    method = group.method
-    device = next(group.module.parameters()).device
+    architecture = federation.architecture_of(clients)
+    method = architecture.method
+    device = next(architecture.module.parameters()).device
     info = federation.info(clients, max(federation.rounds - 1, 0))
-    own = group.gather(clients, device, edges=False)
-    models = method.personal_model(federation.download(info), own, info)
+    client_state = architecture.gather(clients, device, edges=False)
+    models = method.personal_model(federation.download(info), client_state, info)
     phases = method.evaluation_phases()
     if not phases:
         return models
 
-    def step(model: Model, batch: Any, local: Any, _: Tensor) -> Model:
-        return method.evaluation_step(model, batch, local)
+    def step(model: Model, minibatches: Any, client: Any, _: Tensor) -> Model:
+        return method.evaluation_step(model, minibatches, client)
 
     return adapt(federation, models, clients, phases, step=step)
 
@@ -86,27 +86,27 @@ def evaluate_clients(
         step: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
         on_clients: Told the positions in ``clients`` that are done.
     """
-    part = federation.part(clients)
+    shard = federation.shard(clients)
     round = federation.rounds - 1 if federation.rounds else None
-    clients, rows = clients[part.index], rows[part.index]
+    clients, rows = clients[shard.index], rows[shard.index]
     found, order = [], []
-    with federation.ranks.apart():
+    with federation.ranks.without_communication():
         # A process may have no clients, and splitting nothing gives one empty part.
-        for group, at in federation.by_group(clients) if len(clients) else ():
+        for architecture, at in federation.by_architecture(clients) if len(clients) else ():
             positions = torch.arange(len(clients))[at]
-            for some in positions.split(models_at_a_time(group)):
-                work = (rows[some], data, step, told(on_clients, some), round)
-                with named(group, data.names, rows[some], step, round):
-                    found.append(group.engine.evaluate(models_of(clients[some]), *work))
+            for some in positions.split(models_at_a_time(architecture)):
+                work = (rows[some], data, step, as_positions_of(on_clients, some), round)
+                with naming_architecture(architecture, data.names, rows[some], step, round):
+                    found.append(architecture.engine.evaluate(models_of(clients[some]), *work))
                 order.append(some)
-    return whole_evaluation(part, join(found, order))
+    return gather_evaluation(shard, join(found, order))
 
 
-def models_at_a_time(group: Group) -> int:
+def models_at_a_time(architecture: Architecture) -> int:
     """How many personal models of a group fit into :data:`MEMORY`."""
-    held = group.bank.row_nbytes()
-    if group.method.evaluation_phases():
-        held = whole_nbytes(dict(group.module.named_parameters()))
+    held = architecture.client_states.row_nbytes()
+    if architecture.method.evaluation_phases():
+        held = whole_nbytes(dict(architecture.module.named_parameters()))
     return int(max(1, MEMORY // max(held, 1)))
 
 
@@ -119,19 +119,19 @@ def join(parts: list[Evaluation], order: list[Tensor]) -> Evaluation:
     """
     if len(parts) <= 1:
         return parts[0] if parts else Evaluation()
-    place = torch.cat(order).argsort()
-    names = dict.fromkeys(name for part in parts for name in part.values)
-    predictions = [predictions for part in parts for predictions in part.predictions]
+    position = torch.cat(order).argsort()
+    names = dict.fromkeys(name for shard in parts for name in shard.values)
+    predictions = [predictions for shard in parts for predictions in shard.predictions]
     return Evaluation(
         {
             name: torch.cat(
                 [p.values.get(name, torch.full((len(p.counts),), torch.nan)).cpu() for p in parts]
-            )[place]
+            )[position]
             for name in names
         },
-        torch.cat([part.counts for part in parts])[place],
-        {name: options for part in parts for name, options in part.options.items()},
-        [predictions[at] for at in place.tolist()] if predictions else [],
+        torch.cat([shard.counts for shard in parts])[position],
+        {name: options for shard in parts for name, options in shard.options.items()},
+        [predictions[at] for at in position.tolist()] if predictions else [],
     )
 
 

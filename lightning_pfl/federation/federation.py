@@ -13,8 +13,8 @@ from lightning_pfl._lightning import copy_apart
 from lightning_pfl.core.mixture import MixedForward, parts
 from lightning_pfl.core.tree import Model
 from lightning_pfl.federation.architectures import (
-    Group,
-    one_group,
+    Architecture,
+    one_architecture,
 )
 from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.federation.state import FederationState
@@ -42,23 +42,23 @@ class Federation(FederationState):
                 f"{type(self.method).__name__} mixes the outputs of two. Use "
                 "`client_module(client)`, or let it mix parameters."
             )
-        return self._state_dict(self._group_of(client), model)
+        return self._state_dict(self._architecture_of(client), model)
 
-    def _group_of(self, client: int | str) -> Group:
-        return self.group_of(torch.tensor([self.client_id(client)]))
+    def _architecture_of(self, client: int | str) -> Architecture:
+        return self.architecture_of(torch.tensor([self.client_id(client)]))
 
     def _personal_model(self, client: int | str) -> Model:
         # A user may ask in one process alone.
-        with self.ranks.apart():
+        with self.ranks.without_communication():
             models = personal_models(self, torch.tensor([self.client_id(client)]))
         return {name: leaf[0] for name, leaf in models.items()}
 
     def client_module(self, client: int | str) -> L.LightningModule:
         """A client's personal model as a copy of the module: in eval mode, without Trainer."""
         model, other, share = parts(self._personal_model(client))
-        group = self._group_of(client)
-        copy: L.LightningModule = copy_apart(group.module)
-        copy.load_state_dict(self._state_dict(group, model))
+        architecture = self._architecture_of(client)
+        copy: L.LightningModule = copy_apart(architecture.module)
+        copy.load_state_dict(self._state_dict(architecture, model))
         if share is not None:
             held = {name: leaf.detach().clone() for name, leaf in other.items()}
             copy.__dict__["forward"] = MixedForward(copy, held, share.detach().clone())
@@ -75,12 +75,13 @@ class Federation(FederationState):
         if model is None:
             raise MisconfigurationException(
                 f"Expected a method with a global model, but got {type(self.method).__name__}, "
-                f"with which {len(self.method.differing(self.layout))} of the "
-                f"{len(self.layout.names)} entries of {type(module).__name__} differ between "
+                f"with which {len(self.method.personalized_entries(self.parameter_split))} of the "
+                f"{len(self.parameter_split.names)} entries of {type(module).__name__} differ "
+                "between "
                 "clients. Use `client_state_dict(client)`, or a method with one model for all such "
                 "as FedAvg or FedProx."
             )
-        return self._state_dict(one_group(self.groups), model)
+        return self._state_dict(one_architecture(self.architectures), model)
 
     def client_id(self, client: int | str) -> int:
         """The id of a client given by id or name."""
@@ -102,10 +103,10 @@ class Federation(FederationState):
             f"client={client!r}. Use one of these."
         )
 
-    def _state_dict(self, group: Group, model: Model) -> dict[str, Any]:
-        state = group.module.state_dict()
-        own = {name: leaf.to(state[name].device) for name, leaf in model.items()}
-        full = {**state, **group.layout.with_aliases(own)}
+    def _state_dict(self, architecture: Architecture, model: Model) -> dict[str, Any]:
+        state = architecture.module.state_dict()
+        client_state = {name: leaf.to(state[name].device) for name, leaf in model.items()}
+        full = {**state, **architecture.parameter_split.with_aliases(client_state)}
         return {
             name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in full.items()
         }

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo, LocalResult
 from lightning_pfl.core.tree import Tree, finite
-from lightning_pfl.federation.ranks import Part
+from lightning_pfl.federation.ranks import RankShard
 
 
-def judge(
+def accept_uploads(
     result: LocalResult, received: Tree, info: ClientInfo, max_norm: float | None
 ) -> tuple[Tensor, dict[int, str]]:
     r"""Decide whose work counts in this round.
@@ -37,7 +37,7 @@ def judge(
     norm = update_norm(result.uploads, received, everyone)
     checks = {
         "upload is not finite": everyone & finite(result.uploads),
-        "memory is not finite": everyone & finite(result.own),
+        "memory is not finite": everyone & finite(result.client_state),
         # NaN says that no loss was computed: by a client that took no step, or by a method that
         # solves in closed form.
         "loss is not finite": ~loss.isinf(),
@@ -57,25 +57,33 @@ def judge(
     return accepted, rejected
 
 
-def judge_cohort(
-    part: Part, work: LocalResult, received: Tree, info: ClientInfo, max_norm: float | None
+def accept_cohort(
+    shard: RankShard, work: LocalResult, received: Tree, info: ClientInfo, max_norm: float | None
 ) -> tuple[Tensor, dict[int, str]]:
     """Decide about a whole cohort: every process judges its own clients, and hears of all.
 
     Args:
-        part: This process's share of the cohort.
+        shard: This process's share of the cohort.
         work: All clients' uploads, and what this process's clients remember and lost.
         received: What the cohort started from, ``(clients, ...)``.
         info: The cohort.
-        max_norm: As in :func:`judge`.
+        max_norm: As in :func:`accept_uploads`.
 
     Returns:
-        As :func:`judge`, for the cohort.
+        As :func:`accept_uploads`, for the cohort.
     """
-    own = replace(work, uploads=part.rows(work.uploads), loss=part.rows({"": work.loss})[""])
-    accepted, rejected = judge(own, part.rows(received), info.rows(part.index), max_norm)
-    reasons = {k: reason for found in part.ranks.objects(rejected) for k, reason in found.items()}
-    accepted = part.whole({"": accepted})[""].cpu()
+    client_state = replace(
+        work, uploads=shard.slice(work.uploads), loss=shard.slice({"": work.loss})[""]
+    )
+    accepted, rejected = accept_uploads(
+        client_state, shard.slice(received), info.rows(shard.index), max_norm
+    )
+    reasons = {
+        k: reason
+        for found in shard.ranks.all_gather_objects(rejected)
+        for k, reason in found.items()
+    }
+    accepted = shard.all_gather({"": accepted})[""].cpu()
     return accepted, {k: reasons[k] for k in info.index.tolist() if k in reasons}
 
 

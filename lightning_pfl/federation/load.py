@@ -16,11 +16,11 @@ from lightning_pfl._lightning import copy_apart
 from lightning_pfl.core.tree import Model
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.select import SelectedEngine
-from lightning_pfl.federation.architectures import describe, layouts, make_groups
+from lightning_pfl.federation.architectures import describe, make_architectures, parameter_splits
 from lightning_pfl.federation.checkpoint import (
-    check_layout,
+    check_parameter_split,
     check_settings,
-    explained,
+    explain_read_errors,
     require_federated,
     require_lightning,
 )
@@ -83,12 +83,12 @@ def load_clients(
                 f"Expected `{name}` to be an instance of {kind.__name__}, but got "
                 f"{name}={given!r}. Call load_clients(path, MyModule(), FedRep()), say."
             )
-    with explained(path):
+    with explain_read_errors(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     saved = require_federated(require_lightning(checkpoint, path))
     module, method = copy_apart(module).cpu(), copy.copy(method)
-    split = layouts(module, method)
-    check_layout(saved, type(method).__name__, describe(split))
+    split = parameter_splits(module, method)
+    check_parameter_split(saved, type(method).__name__, describe(split))
     check_settings(saved, method.settings(), method.state_settings, "The models are read")
     module.on_load_checkpoint(checkpoint)
     _take_precision(module, checkpoint["state_dict"])
@@ -97,13 +97,13 @@ def load_clients(
     clients = SavedClients()
     clients.method, clients.ranks, clients.seed = method, Ranks(), int(saved["seed"])
     clients.settings = EngineSettings(seed=clients.seed)
-    groups = make_groups(module, split, saved["clients"])
+    architectures = make_architectures(module, split, saved["clients"])
     clients.begin(
-        module, groups, saved["clients"], saved["num_samples"], lambda _: torch.device("cpu")
+        module, architectures, saved["clients"], saved["num_samples"], lambda _: torch.device("cpu")
     )
-    for group in groups:
-        group.engine = SelectedEngine(
-            "sequential", group.module, group.layout, None, clients.settings
+    for architecture in architectures:
+        architecture.engine = SelectedEngine(
+            "sequential", architecture.module, architecture.parameter_split, None, clients.settings
         )
     clients.load_state_dict(saved)
     return clients

@@ -30,31 +30,31 @@ class Ranks:
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu") -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
-        self._apart = False
+        self._without_communication = False
 
     @property
     def alone(self) -> bool:
         """Whether there is nobody to talk to."""
-        return self.size == 1 or self._apart
+        return self.size == 1 or self._without_communication
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def without_communication(self) -> Iterator[None]:
         """Work on this process's own clients: nothing that is called inside talks to the others."""
-        before, self._apart = self._apart, True
+        before, self._without_communication = self._without_communication, True
         try:
             yield
         finally:
-            self._apart = before
+            self._without_communication = before
 
-    def part(self, keys: Tensor) -> Part:
+    def shard(self, keys: Tensor) -> RankShard:
         """This process's share of a list of clients: those whose key, modulo the size, is its rank.
 
         Args:
             keys: One number per client, int64 ``(clients,)``.
         """
-        return Part(self, keys)
+        return RankShard(self, keys)
 
-    def objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """The small objects of all processes, in the order of their ranks."""
         if self.alone:
             return [value]
@@ -62,7 +62,7 @@ class Ranks:
         distributed.all_gather_object(found, value)
         return found
 
-    def share(self, module: nn.Module) -> None:
+    def broadcast_module(self, module: nn.Module) -> None:
         """Give every process the parameters and buffers of process 0."""
         if self.alone:
             return
@@ -72,7 +72,7 @@ class Ranks:
             leaf.detach().copy_(sent)
 
 
-class Part:
+class RankShard:
     """A process's share of a list of clients.
 
     Attributes:
@@ -84,16 +84,16 @@ class Part:
         self.index: slice | Tensor = slice(None)
         if not self.alone:
             owner = keys.cpu() % ranks.size
-            self._shares = [(owner == rank).nonzero().flatten() for rank in range(ranks.size)]
-            self.index = self._shares[ranks.rank]
+            self._shards = [(owner == rank).nonzero().flatten() for rank in range(ranks.size)]
+            self.index = self._shards[ranks.rank]
 
-    def rows(self, tree: Tree) -> Tree:
+    def slice(self, tree: Tree) -> Tree:
         """This process's rows of a tree ``(clients, ...)`` on its device; views in one process."""
         if isinstance(self.index, slice):
             return tree
         return rows(tree, self.index.to(self.ranks.device))
 
-    def whole(self, tree: Tree) -> Tree:
+    def all_gather(self, tree: Tree) -> Tree:
         """All processes' rows in the order of the list, on the device of this process.
 
         Args:
@@ -101,11 +101,11 @@ class Part:
         """
         if self.alone:
             return tree
-        form = _form(tree) if len(self._shares[self.ranks.rank]) else None
-        known = [found for found in self.ranks.objects(form) if found is not None]
+        form = _form(tree) if len(self._shards[self.ranks.rank]) else None
+        known = [found for found in self.ranks.all_gather_objects(form) if found is not None]
         return self._gather_tree(tree, known[0]) if known else tree
 
-    def values(self, values: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    def all_gather_values(self, values: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
         """All clients' logged values, float64 ``(clients,)``; NaN where a process has no such name.
 
         Args:
@@ -114,16 +114,20 @@ class Part:
         """
         if self.alone:
             return dict(values)
-        names = dict.fromkeys(name for found in self.ranks.objects([*values]) for name in found)
+        names = dict.fromkeys(
+            name for found in self.ranks.all_gather_objects([*values]) for name in found
+        )
         gap = torch.full((count,), torch.nan)
-        return self.whole({name: values.get(name, gap).double() for name in names})
+        return self.all_gather({name: values.get(name, gap).double() for name in names})
 
-    def each(self, values: Sequence[Any]) -> list[Any]:
+    def all_gather_each(self, values: Sequence[Any]) -> list[Any]:
         """All processes' objects, one per client, in the order of the list."""
         if self.alone:
             return list(values)
         found: list[Any] = [None] * self.total
-        for share, sent in zip(self._shares, self.ranks.objects(list(values)), strict=True):
+        for share, sent in zip(
+            self._shards, self.ranks.all_gather_objects(list(values)), strict=True
+        ):
             for position, value in zip(share.tolist(), sent, strict=True):
                 found[position] = value
         return found
@@ -138,7 +142,7 @@ class Part:
 
     def _gather(self, leaf: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """One leaf from all processes. It is sent as bytes: backends don't know every dtype."""
-        counts = [len(share) for share in self._shares]
+        counts = [len(share) for share in self._shards]
         width, numbers = max(counts), torch.Size(shape).numel()
         device = self.ranks.device
         # All processes must send equally much: short shares are padded.
@@ -147,10 +151,10 @@ class Part:
             sent[: len(leaf)] = leaf.detach().reshape(len(leaf), numbers)
         received = sent.new_empty(len(counts) * width, numbers)
         if numbers:
-            parts = [part.view(torch.uint8) for part in received.split(width)]
+            parts = [shard.view(torch.uint8) for shard in received.split(width)]
             distributed.all_gather(parts, sent.view(torch.uint8))
         place = torch.empty(self.total, dtype=torch.int64)
-        for rank, share in enumerate(self._shares):
+        for rank, share in enumerate(self._shards):
             place[share] = rank * width + torch.arange(len(share))
         return received.index_select(0, place.to(device)).view(self.total, *shape)
 
@@ -166,20 +170,26 @@ def _form(tree: Tree) -> dict[str, Any]:
 # --- results --------------------------------------------------------------------------------------
 
 
-def whole_work(part: Part, work: LocalResult) -> LocalResult:
+def gather_work(shard: RankShard, work: LocalResult) -> LocalResult:
     """The cohort's uploads and values, on every process; memories stay where they are."""
-    uploads = part.whole(work.uploads)
-    logs = part.values({**work.logs, LOSS: work.loss}, len(work.loss))
+    uploads = shard.all_gather(work.uploads)
+    logs = shard.all_gather_values({**work.logs, LOSS: work.loss}, len(work.loss))
     loss = logs.pop(LOSS)
-    return LocalResult(uploads, work.own, logs, _options(part, work.options), loss)
+    return LocalResult(uploads, work.client_state, logs, _options(shard, work.options), loss)
 
 
-def whole_evaluation(part: Part, found: Evaluation) -> Evaluation:
+def gather_evaluation(shard: RankShard, found: Evaluation) -> Evaluation:
     """The results of all clients, on every process."""
-    values = part.values(found.values, len(found.counts))
-    counts = part.whole({"counts": found.counts})["counts"].cpu()
-    return Evaluation(values, counts, _options(part, found.options), part.each(found.predictions))
+    values = shard.all_gather_values(found.values, len(found.counts))
+    counts = shard.all_gather({"counts": found.counts})["counts"].cpu()
+    return Evaluation(
+        values, counts, _options(shard, found.options), shard.all_gather_each(found.predictions)
+    )
 
 
-def _options(part: Part, options: Mapping[str, LogOptions]) -> dict[str, LogOptions]:
-    return {name: o for found in part.ranks.objects(dict(options)) for name, o in found.items()}
+def _options(shard: RankShard, options: Mapping[str, LogOptions]) -> dict[str, LogOptions]:
+    return {
+        name: o
+        for found in shard.ranks.all_gather_objects(dict(options))
+        for name, o in found.items()
+    }

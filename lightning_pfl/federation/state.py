@@ -11,30 +11,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, select, tmap, whole_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import learning_rates
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.federation.architectures import (
-    Group,
+    Architecture,
     bound,
-    by_group,
+    by_architecture,
     check_messages,
     check_server_trees,
     describe,
     model_sizes,
-    one_group,
+    one_architecture,
 )
-from lightning_pfl.federation.bank import Bank
 from lightning_pfl.federation.checkpoint import (
-    check_clients,
+    check_checkpoint_clients,
     check_memories,
     check_structure,
     fit_server,
 )
-from lightning_pfl.federation.ranks import Part, Ranks
+from lightning_pfl.federation.client_states import ClientStateStore
+from lightning_pfl.federation.ranks import Ranks, RankShard
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.metrics.history import History
 
@@ -45,7 +45,7 @@ class FederationState:
     Attributes:
         method: The method in use.
         groups: The clients by architecture: layout, memories and engine of each. Most federations
-            have one group; ``layout``, ``bank`` and ``engine`` are then its own.
+            have one group; ``parameter_split``, ``client_states`` and ``engine`` are then its own.
         server: The server's tree.
         client_names: Names, in the order of the client ids.
         num_samples: Training samples of each client, int64 ``(clients,)``; 0 where unknown.
@@ -57,7 +57,7 @@ class FederationState:
     """
 
     method: Method
-    groups: Sequence[Group]
+    architectures: Sequence[Architecture]
     server: Tree
     settings: EngineSettings
     seed: int
@@ -73,27 +73,27 @@ class FederationState:
     # --- one architecture, or several -------------------------------------------------------------
 
     @property
-    def layout(self) -> Layout:
+    def parameter_split(self) -> ParameterSplit:
         """Who holds which parameter; an error if clients have different architectures."""
-        return one_group(self.groups).layout
+        return one_architecture(self.architectures).parameter_split
 
     @property
-    def bank(self) -> Bank:
+    def client_states(self) -> ClientStateStore:
         """The clients' memories; an error if clients have different architectures."""
-        return one_group(self.groups).bank
+        return one_architecture(self.architectures).client_states
 
     @property
     def engine(self) -> SelectedEngine:
         """What runs the clients; an error if clients have different architectures."""
-        return one_group(self.groups).engine
+        return one_architecture(self.architectures).engine
 
-    def by_group(self, clients: Tensor) -> Iterator[tuple[Group, slice | Tensor]]:
+    def by_architecture(self, clients: Tensor) -> Iterator[tuple[Architecture, slice | Tensor]]:
         """Split a list of clients: each group with the positions of its clients in the list."""
-        return by_group(self.groups, clients)
+        return by_architecture(self.architectures, clients)
 
-    def group_of(self, clients: Tensor) -> Group:
+    def architecture_of(self, clients: Tensor) -> Architecture:
         """The group of some clients; an error if they have different architectures."""
-        return one_group(self.groups, clients)
+        return one_architecture(self.architectures, clients)
 
     # --- what users ask for -----------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class FederationState:
 
     def bind_method(self) -> None:
         """Tell the method of this federation, in case its object has served another one since."""
-        if self.method.layout is not self.groups[0].layout:
+        if self.method.parameter_split is not self.architectures[0].parameter_split:
             self._bind()
 
     def require_module(self) -> L.LightningModule:
@@ -118,33 +118,35 @@ class FederationState:
         self.bind_method()
         return self.module
 
-    def client_optimizer(self, group: Group) -> Optimizer:
+    def client_optimizer(self, architecture: Architecture) -> Optimizer:
         """The template of the clients' optimizers, where no fit has made one."""
         raise NotImplementedError
 
     # --- a round ----------------------------------------------------------------------------------
 
-    def part(self, clients: Tensor) -> Part:
+    def shard(self, clients: Tensor) -> RankShard:
         """This process's share of some clients: those whose memories it holds.
 
         An equal share, where clients remember nothing.
         """
-        bank = self.groups[0].bank  # several groups run in one process
-        keys = clients if bank.remembers() else torch.arange(len(clients))
-        return (Ranks() if bank.whole else self.ranks).part(keys)
+        client_states = self.architectures[0].client_states  # several groups run in one process
+        keys = clients if client_states.remembers() else torch.arange(len(clients))
+        return (Ranks() if client_states.complete else self.ranks).shard(keys)
 
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
     ) -> Tensor:
         """Optimizer steps that each client will take, int64 ``(clients,)``."""
-        return self.groups[0].engine.count_steps(data, clients, phases)
+        return self.architectures[0].engine.count_steps(data, clients, phases)
 
     def info(self, clients: Tensor, round: int, steps: Tensor | None = None) -> ClientInfo:
         """What is known of some clients; the weights sum to 1 over them."""
         samples = self.num_samples[clients]
         steps = torch.zeros_like(samples) if steps is None else steps
         weights = self.method.aggregation_weights(samples)
-        found = (learning_rates(group.engine.template) for group in self.groups)
+        found = (
+            learning_rates(architecture.engine.template) for architecture in self.architectures
+        )
         rates = tuple(dict.fromkeys(rate for rates in found for rate in rates))
         return ClientInfo(clients, samples, steps, weights, round, self.num_clients, rates)
 
@@ -157,11 +159,11 @@ class FederationState:
         """What the server knows of the module: the global model, or its shared part."""
         model = self.method.global_model(self.server)
         known = self.server.get("model", {}) if model is None else model
-        return select(known, self.groups[0].layout.names)
+        return select(known, self.architectures[0].parameter_split.names)
 
     def changed_outside(self) -> list[str]:
         """Shared entries of the module that somebody else has written since the last round."""
-        now = self.groups[0].layout.model()
+        now = self.architectures[0].parameter_split.model()
         return [
             name
             for name, leaf in self.shared_model().items()
@@ -176,60 +178,68 @@ class FederationState:
 
     def _load_shared(self) -> None:
         shared = self.shared_model()
-        for group in self.groups:
-            group.layout.load(shared)
+        for architecture in self.architectures:
+            architecture.parameter_split.load(shared)
 
     # --- begin, move, save, restore ---------------------------------------------------------------
 
     def begin(
         self,
         module: L.LightningModule,
-        groups: Sequence[Group],
+        architectures: Sequence[Architecture],
         names: Sequence[str],
         num_samples: Tensor,
-        bank: Callable[[int], torch.device],
+        place: Callable[[int], torch.device],
     ) -> None:
         """Start from the module's current parameters: round 0.
 
-        ``bank`` says where so many bytes of memories live.
+        ``place(nbytes)`` says where so many bytes of client state live.
         """
-        self.module, self.groups = module, groups
+        self.module, self.architectures = module, architectures
         self.client_names, self.num_samples = tuple(names), num_samples
         self.rounds, self.history = 0, History()
         methods = self._bind()
         trees = [
-            method.init_server(group.layout.model())
-            for method, group in zip(methods, groups, strict=True)
+            method.init_server(architecture.parameter_split.model())
+            for method, architecture in zip(methods, architectures, strict=True)
         ]
-        check_server_trees(self.method, groups, trees)
+        check_server_trees(self.method, architectures, trees)
         self.server = trees[0]
-        if len(groups) > 1:  # what is shared begins alike
+        if len(architectures) > 1:  # what is shared begins alike
             self._load_shared()
         count = len(names)
         nothing = torch.zeros(count, dtype=torch.int64)
         everyone = ClientInfo(torch.arange(count), num_samples, nothing, nothing.double(), 0, count)
-        begun = [m.init_own(group.layout.model()) for m, group in zip(methods, groups, strict=True)]
-        held = [-(-group.count(count) // self.ranks.size) for group in groups]
-        device = bank(sum(whole_nbytes(row) * n for row, n in zip(begun, held, strict=True)))
-        for method, group, row in zip(methods, groups, begun, strict=True):
-            group.begin(method, row, count, device, self.ranks, everyone)
-        check_messages(groups, everyone)
+        begun = [
+            m.init_client_state(architecture.parameter_split.model())
+            for m, architecture in zip(methods, architectures, strict=True)
+        ]
+        held = [-(-architecture.count(count) // self.ranks.size) for architecture in architectures]
+        device = place(sum(whole_nbytes(row) * n for row, n in zip(begun, held, strict=True)))
+        for method, architecture, row in zip(methods, architectures, begun, strict=True):
+            architecture.begin(method, row, count, device, self.ranks, everyone)
+        check_messages(architectures, everyone)
 
     def _bind(self, num_samples: Tensor | None = None) -> list[Method]:
         samples = self.num_samples if num_samples is None else num_samples
         known = (self.num_clients, self.seed, samples)
-        self.method.model_sizes = model_sizes(self.groups, self.num_clients)
-        methods = [bound(self.method, group, self.groups, *known) for group in self.groups]
-        if len(self.groups) > 1:
-            self.method.bind(self.groups[0].layout, *known)
+        self.method.model_sizes = model_sizes(self.architectures, self.num_clients)
+        methods = [
+            bound(self.method, architecture, self.architectures, *known)
+            for architecture in self.architectures
+        ]
+        if len(self.architectures) > 1:
+            self.method.bind(self.architectures[0].parameter_split, *known)
         return methods
 
-    def move(self, server: torch.device | str, bank: torch.device | str) -> None:
+    def move(self, server: torch.device | str, clients: torch.device | str) -> None:
         """Move the server's tree and the clients' memories."""
         self.server = tmap(lambda leaf: leaf.to(server), self.server)
-        for group in self.groups:
-            group.bank.tree = tmap(lambda leaf: leaf.to(bank), group.bank.tree)
-            group.bank.device = torch.device(bank)
+        for architecture in self.architectures:
+            architecture.client_states.tree = tmap(
+                lambda leaf: leaf.to(clients), architecture.client_states.tree
+            )
+            architecture.client_states.device = torch.device(clients)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only, so that it loads with ``weights_only=True``.
@@ -240,13 +250,18 @@ class FederationState:
             "method": type(self.method).__name__,
             "settings": self.method.settings(),
             "structure": self.method.structure(),
-            "layout": describe({group.name: group.layout for group in self.groups}),
+            "parameter_split": describe(
+                {
+                    architecture.name: architecture.parameter_split
+                    for architecture in self.architectures
+                }
+            ),
             "clients": list(self.client_names),
             "num_samples": self.num_samples,
             "seed": self.seed,
             "rounds": self.rounds,
             "server": self.server,
-            "bank": self._memories(lambda bank: bank.state_dict()),
+            "client_states": self._memories(lambda client_states: client_states.state_dict()),
             "history": self.history.state_dict(),
         }
 
@@ -257,29 +272,35 @@ class FederationState:
             CheckpointMismatchError: If it belongs to other clients, to other relations between
                 them, or to another kind of server.
         """
-        check_clients(saved, self.client_names, self.num_samples)
+        check_checkpoint_clients(saved, self.client_names, self.num_samples)
         check_structure(saved, self.method.structure())
-        check_memories(saved["bank"], self._memories(lambda bank: bank.tree))
-        model = self.groups[0].layout.model()
+        check_memories(
+            saved["client_states"], self._memories(lambda client_states: client_states.tree)
+        )
+        model = self.architectures[0].parameter_split.model()
         device = next((leaf.device for leaf in model.values()), torch.device("cpu"))
         self.server = fit_server(saved["server"], self.server, device)
-        for group in self.groups:
-            alone = len(self.groups) == 1
-            group.bank.load_state_dict(saved["bank"] if alone else saved["bank"][group.name])
+        for architecture in self.architectures:
+            alone = len(self.architectures) == 1
+            architecture.client_states.load_state_dict(
+                saved["client_states"] if alone else saved["client_states"][architecture.name]
+            )
         self.rounds = saved["rounds"]
         methods = self._bind(saved["num_samples"])
-        for method, group in zip(methods, self.groups, strict=True):
-            group.method = method
+        for method, architecture in zip(methods, self.architectures, strict=True):
+            architecture.method = method
         self.history.load_state_dict(saved["history"])
         if not self.num_samples.any():
             self.num_samples = saved["num_samples"].clone()
         self._load_shared()
 
-    def _memories(self, of: Callable[[Bank], Tree]) -> Tree:
+    def _memories(self, of: Callable[[ClientStateStore], Tree]) -> Tree:
         """All memories: of the one group, or by the group's name."""
-        if len(self.groups) == 1:
-            return of(self.groups[0].bank)
-        return {group.name: of(group.bank) for group in self.groups}
+        if len(self.architectures) == 1:
+            return of(self.architectures[0].client_states)
+        return {
+            architecture.name: of(architecture.client_states) for architecture in self.architectures
+        }
 
 
 def _merge(tree: Tree, over: Tree) -> Tree:

@@ -32,7 +32,7 @@ class Exchange:
 
 
 @dataclass
-class Inbox:
+class ReceivedMessages:
     """What the clients of a cohort received from their neighbours.
 
     Attributes:
@@ -48,14 +48,14 @@ class Inbox:
     weights: Tensor
     sent: Tree = field(default_factory=dict)
 
-    def rows(self, index: slice | Tensor) -> Inbox:
+    def rows(self, index: slice | Tensor) -> ReceivedMessages:
         """The same for some of the clients."""
         trees = {"messages": self.messages, "weights": {"": self.weights}, "sent": self.sent}
         found = rows(trees, index)
-        return Inbox(found["messages"], found["weights"][""], found["sent"])
+        return ReceivedMessages(found["messages"], found["weights"][""], found["sent"])
 
 
-class Postman:
+class PeerExchange:
     """Delivers the messages of a cohort.
 
     Args:
@@ -75,7 +75,7 @@ class Postman:
         weights = graph.slot_weights[clients].to(device)
         self.weights = torch.where(self.present, weights, 0.0)
 
-    def deliver(self, exchange: Exchange, sent: Tree) -> Inbox:
+    def deliver(self, exchange: Exchange, sent: Tree) -> ReceivedMessages:
         """Bring what every client sent to its neighbours.
 
         Args:
@@ -83,7 +83,7 @@ class Postman:
             sent: ``(clients, slots, ...)`` for ``"each"``, else ``(clients, ...)``.
         """
         bring = {"each": self._each, "all": self._all, "sum": self._sum}[exchange.to]
-        return Inbox(tmap(bring, sent), self.weights, sent)
+        return ReceivedMessages(tmap(bring, sent), self.weights, sent)
 
     def nbytes(self, exchange: Exchange, sent: Tree, sizes: Tensor | None) -> int:
         """Bytes of all messages that are delivered.

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pfl.contract.callback import require_federation
 from lightning_pfl.graphs import Graph
 from lightning_pfl.inspect.board import PictureCallback, boards, check_max_clients, new_figure, show
-from lightning_pfl.inspect.known_groups import Groups, resolve_groups
+from lightning_pfl.inspect.known_clusters import KnownClusters, resolve_known_clusters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,9 +52,9 @@ class ClientGraph(PictureCallback):
         300
     """
 
-    def __init__(self, groups: Groups = None, max_clients: int = 300) -> None:
+    def __init__(self, known_clusters: KnownClusters = None, max_clients: int = 300) -> None:
         check_max_clients(max_clients, 300)
-        self.groups, self.max_clients = groups, max_clients
+        self.known_clusters, self.max_clients = known_clusters, max_clients
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the graph."""
@@ -66,32 +66,36 @@ class ClientGraph(PictureCallback):
                 f"{type(federation.method).__name__}. Use FedU, GTVMin, SheafFMTL, "
                 "HomologicalConstraints, or ConvexClustering with a `graph`; or remove ClientGraph."
             )
-        groups = resolve_groups(self.groups, federation.num_clients)
+        known_clusters = resolve_known_clusters(self.known_clusters, federation.num_clients)
         if not boards(trainer):
             return
         count = min(federation.num_clients, self.max_clients)
         names = federation.client_names[:count]
-        figure = draw_graph(graph, names, None if groups is None else groups[:count])
+        figure = draw_graph(
+            graph, names, None if known_clusters is None else known_clusters[:count]
+        )
         show(trainer, "graph", figure, federation.rounds)
 
 
-def draw_graph(graph: Graph, names: tuple[str, ...], groups: Tensor | None = None) -> Figure:
+def draw_graph(
+    graph: Graph, names: tuple[str, ...], known_clusters: Tensor | None = None
+) -> Figure:
     """Draw the first clients of a graph and the edges between them.
 
     Args:
         graph: All clients.
         names: Of the clients that are drawn, in the order of their ids.
-        groups: Known groups from 0, ``(drawn,)``, which colour them, with a legend of at most
-            :data:`LEGEND` of them; None: connected components.
+        known_clusters: Known groups from 0, ``(drawn,)``, which colour them, with a legend of at
+            most :data:`LEGEND` of them; None: connected components.
     """
     import networkx
     from matplotlib import colormaps
 
     count = len(names)
     drawn = graph.to_networkx().subgraph(range(count))
-    known = groups is not None
-    if groups is None:
-        groups = _components(drawn, count)
+    known = known_clusters is not None
+    if known_clusters is None:
+        known_clusters = _components(drawn, count)
     places = _places(drawn)
     edges = list(drawn.edges)
     weights = np.array([drawn.edges[edge]["weight"] for edge in edges])
@@ -115,25 +119,25 @@ def draw_graph(graph: Graph, names: tuple[str, ...], groups: Tensor | None = Non
         range(count),
         ax=axes,
         node_size=260 if count <= NAMED else max(12, 9000 // count),
-        node_color=[palette(group % 10) for group in groups.tolist()],
+        node_color=[palette(group % 10) for group in known_clusters.tolist()],
     )
     if count <= NAMED:
         fit = count <= FEW or max(map(len, names)) <= SHORT
         labels = {k: name if fit else str(k) for k, name in enumerate(names)}
         networkx.draw_networkx_labels(drawn, places, labels, ax=axes, font_size=8)
     if known:
-        _add_legend(axes, groups)
+        _add_legend(axes, known_clusters)
     axes.set_axis_off()
     axes.set_title(_title(graph, count))
     return figure
 
 
-def _add_legend(axes: Axes, groups: Tensor) -> None:
+def _add_legend(axes: Axes, known_clusters: Tensor) -> None:
     """Which colour is which group; beyond :data:`LEGEND` colours mean several."""
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
 
-    palette, numbers = colormaps["tab10"], groups.unique().tolist()
+    palette, numbers = colormaps["tab10"], known_clusters.unique().tolist()
     marks = [
         Line2D([], [], marker="o", linestyle="", color=palette(group % 10), label=f"group {group}")
         for group in numbers[:LEGEND]

@@ -100,7 +100,7 @@ class ClientHistogram(FederatedCallback):
                 figure = draw_sorted(values, counts, name, last, better)
                 show(trainer, f"clients/{name}/sorted", figure, last)
             if len(history) > 1:
-                show(trainer, f"clients/{name}/rounds", draw_rounds(history, name), last)
+                show(trainer, f"clients/{name}/rounds", draw_quantiles(history, name), last)
 
     def state_dict(self) -> dict[str, Any]:
         """The quantiles so far, for a run that is resumed."""
@@ -182,7 +182,7 @@ def draw_sorted(values: Tensor, counts: Tensor, name: str, round: int, better: b
     return figure
 
 
-def draw_rounds(history: Mapping[int, Sequence[float]], name: str) -> Figure:
+def draw_quantiles(history: Mapping[int, Sequence[float]], name: str) -> Figure:
     """Draw the quantiles over clients against the rounds.
 
     Args:

@@ -21,7 +21,7 @@ from lightning_pfl.inspect.board import (
     show,
     whole_numbers,
 )
-from lightning_pfl.inspect.known_groups import Groups, resolve_groups
+from lightning_pfl.inspect.known_clusters import KnownClusters, resolve_known_clusters
 from lightning_pfl.metrics import adjusted_rand_index
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class ClusterMonitor(RoundValues):
         4
     """
 
-    def __init__(self, groups: Groups = None, every_n_rounds: int = 10) -> None:
+    def __init__(self, known_clusters: KnownClusters = None, every_n_rounds: int = 10) -> None:
         check_every(every_n_rounds)
-        self.groups, self.every_n_rounds = groups, every_n_rounds
+        self.known_clusters, self.every_n_rounds = known_clusters, every_n_rounds
         self.rounds: dict[int, Tensor] = {}
         """Each client's cluster, int64 ``(clients,)``, after the rounds in which it changed."""
         self._last = self._drawn = -1
@@ -84,7 +84,7 @@ class ClusterMonitor(RoundValues):
                 f"{type(federation.method).__name__}. Use CFL, IFCA, ClusterOracle or "
                 "ConvexClustering, or remove ClusterMonitor."
             )
-        resolve_groups(self.groups, federation.num_clients)
+        resolve_known_clusters(self.known_clusters, federation.num_clients)
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Look at the clusters."""
@@ -98,9 +98,9 @@ class ClusterMonitor(RoundValues):
         self._last = round.number
         known = found >= 0
         values = {"clusters/number": float(len(found[known].unique()))}
-        groups = resolve_groups(self.groups, federation.num_clients)
-        if groups is not None and known.any():
-            values["clusters/ari"] = adjusted_rand_index(found[known], groups[known])
+        known_clusters = resolve_known_clusters(self.known_clusters, federation.num_clients)
+        if known_clusters is not None and known.any():
+            values["clusters/ari"] = adjusted_rand_index(found[known], known_clusters[known])
         self._values = values
         if (round.number + 1) % self.every_n_rounds == 0:
             self._draw(trainer)
@@ -122,8 +122,12 @@ class ClusterMonitor(RoundValues):
         if self._last == self._drawn or not boards(trainer) or not self.rounds:
             return
         self._drawn = self._last
-        groups = resolve_groups(self.groups, require_federation(trainer, self).num_clients)
-        show(trainer, "clusters", draw_clusters(self.rounds, self._last, groups), self._last)
+        known_clusters = resolve_known_clusters(
+            self.known_clusters, require_federation(trainer, self).num_clients
+        )
+        show(
+            trainer, "clusters", draw_clusters(self.rounds, self._last, known_clusters), self._last
+        )
 
 
 def recoloured(history: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -164,13 +168,15 @@ def recoloured(history: Mapping[int, Tensor]) -> dict[int, Tensor]:
     return found
 
 
-def draw_clusters(history: Mapping[int, Tensor], last: int, groups: Tensor | None = None) -> Figure:
+def draw_clusters(
+    history: Mapping[int, Tensor], last: int, known_clusters: Tensor | None = None
+) -> Figure:
     """Draw each client's cluster against the rounds; grey where it isn't known.
 
     Args:
         history: Each client's cluster after the rounds in which one changed, ``(clients,)``.
         last: The last round.
-        groups: Known groups ``(clients,)``, by which the clients are sorted.
+        known_clusters: Known groups ``(clients,)``, by which the clients are sorted.
     """
     colored, first = recoloured(history), min(history)
     columns, current = [], colored[first]
@@ -178,7 +184,9 @@ def draw_clusters(history: Mapping[int, Tensor], last: int, groups: Tensor | Non
         current = colored.get(number, current)
         columns.append(current)
     matrix = torch.stack(columns, 1)
-    order = torch.arange(len(matrix)) if groups is None else groups.argsort(stable=True)
+    order = (
+        torch.arange(len(matrix)) if known_clusters is None else known_clusters.argsort(stable=True)
+    )
     figure, axes = new_figure(8.0, 5.0)
     axes.imshow(
         _colors(matrix[order].numpy()),
@@ -189,8 +197,8 @@ def draw_clusters(history: Mapping[int, Tensor], last: int, groups: Tensor | Non
     )
     whole_numbers(axes.xaxis)
     whole_numbers(axes.yaxis)
-    if groups is not None:
-        _mark_groups(axes, groups[order].numpy())
+    if known_clusters is not None:
+        _mark_groups(axes, known_clusters[order].numpy())
     number = len(matrix[:, -1][matrix[:, -1] >= 0].unique())
     unknown = ", grey: unknown" if (matrix < 0).any() else ""
     axes.set(xlabel="round", ylabel="client")
@@ -211,9 +219,11 @@ def _colors(matrix: np.ndarray) -> np.ndarray:
     return painted
 
 
-def _mark_groups(axes: Axes, groups: np.ndarray) -> None:
+def _mark_groups(axes: Axes, known_clusters: np.ndarray) -> None:
     """Lines between groups that follow each other, and their numbers in place of the clients'."""
-    ends = np.flatnonzero(np.diff(groups)) + 0.5
+    ends = np.flatnonzero(np.diff(known_clusters)) + 0.5
     axes.hlines(ends, *axes.get_xlim(), color="white", linewidth=2)
-    borders = np.concatenate([[-0.5], ends, [len(groups) - 0.5]])
-    axes.set_yticks((borders[1:] + borders[:-1]) / 2, [f"group {g}" for g in np.unique(groups)])
+    borders = np.concatenate([[-0.5], ends, [len(known_clusters) - 0.5]])
+    axes.set_yticks(
+        (borders[1:] + borders[:-1]) / 2, [f"group {g}" for g in np.unique(known_clusters)]
+    )

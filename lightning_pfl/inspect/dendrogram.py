@@ -56,7 +56,7 @@ def _check_ascending(weights: Sequence[float]) -> None:
 
 
 def draw_dendrogram(
-    clusters: Tensor, weights: Sequence[float], groups: Labels | None = None
+    clusters: Tensor, weights: Sequence[float], known_clusters: Labels | None = None
 ) -> Figure:
     """Draw who joins whom at which weight.
 
@@ -65,7 +65,7 @@ def draw_dendrogram(
     Args:
         clusters: Clusters at each weight, int64 ``(weights, clients)``.
         weights: Ascending and positive.
-        groups: Known groups, ``(clients,)``, which colour the clients' numbers.
+        known_clusters: Known groups, ``(clients,)``, which colour the clients' numbers.
 
     Raises:
         ValueError: If there aren't as many rows as weights, or fewer than two clients; if the
@@ -89,7 +89,7 @@ def draw_dendrogram(
     top = 1.3 * weights[-1]
     tree = linkage(squareform(np.where(np.isinf(heights), top, heights)), "single")
     count = clusters.shape[1]
-    known = None if groups is None else numbered("groups", groups, count)
+    known = None if known_clusters is None else numbered("groups", known_clusters, count)
     figure, axes = new_figure(max(6.0, 0.16 * count), 4.5)
     dendrogram(tree, ax=axes, color_threshold=0, above_threshold_color="0.35", leaf_font_size=7)
     if known is not None:
@@ -111,7 +111,9 @@ def draw_dendrogram(
     return figure
 
 
-def draw_path(models: Tensor, weights: Sequence[float], groups: Labels | None = None) -> Figure:
+def draw_path(
+    models: Tensor, weights: Sequence[float], known_clusters: Labels | None = None
+) -> Figure:
     """Draw how the models move towards each other as the weight grows.
 
     In the plane of the first two principal components of the models at the smallest weight.
@@ -119,7 +121,7 @@ def draw_path(models: Tensor, weights: Sequence[float], groups: Labels | None = 
     Args:
         models: ``(weights, clients, dim)``.
         weights: Ascending.
-        groups: Known groups, ``(clients,)``, which colour the lines.
+        known_clusters: Known groups, ``(clients,)``, which colour the lines.
 
     Raises:
         ValueError: If the models aren't one row for each weight, the weights don't ascend, or
@@ -131,7 +133,7 @@ def draw_path(models: Tensor, weights: Sequence[float], groups: Labels | None = 
             f"Expected `models` to have the shape ({len(weights)}, clients, dim), but got "
             f"{tuple(models.shape)}. Stack the solutions' models, one for each weight."
         )
-    known = None if groups is None else numbered("groups", groups, models.shape[1])
+    known = None if known_clusters is None else numbered("groups", known_clusters, models.shape[1])
     first = models[0] - models[0].mean(0)
     axes_of = torch.linalg.svd(first, full_matrices=False).Vh[:2]
     plane = (models - models[0].mean(0)) @ axes_of.T

@@ -49,7 +49,7 @@ class DriftMonitor(RoundValues):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Warn where there is nothing to measure."""
         federation = require_federation(trainer, self)
-        if not federation.layout.shared:
+        if not federation.parameter_split.shared:
             rank_zero_warn(
                 f"DriftMonitor measures what clients send, but {type(federation.method).__name__} "
                 "shares nothing: it logs nothing."
@@ -62,7 +62,7 @@ class DriftMonitor(RoundValues):
         self._values = {}
         accepted = round.accepted
         info = round.info.keep(accepted)
-        buffers = frozenset(require_federation(trainer, self).layout.buffers)
+        buffers = frozenset(require_federation(trainer, self).parameter_split.buffers)
         uploads = _without(round.uploads or {}, buffers)
         at = accepted.nonzero().flatten()
         device = next((leaf.device for _, leaf in _named(uploads, {})), None)

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl.contract.callback import require_federation
-from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, floats, select
 from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.federation.federation import Federation
@@ -57,7 +57,7 @@ class PairwiseDistance(PictureCallback):
     """
 
     def __init__(
-        self, part: Spec = "personal", every_n_rounds: int = 10, max_clients: int = 256
+        self, part: ParameterSpec = "personal", every_n_rounds: int = 10, max_clients: int = 256
     ) -> None:
         check_every(every_n_rounds)
         check_max_clients(max_clients, 256)
@@ -67,8 +67,8 @@ class PairwiseDistance(PictureCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Require something to compare."""
         federation = require_federation(trainer, self)
-        if len(federation.groups) > 1:
-            names = ", ".join(repr(group.name) for group in federation.groups)
+        if len(federation.architectures) > 1:
+            names = ", ".join(repr(architecture.name) for architecture in federation.architectures)
             raise MisconfigurationException(
                 "Expected one module for all clients, as PairwiseDistance compares parameters of "
                 f"one shape, but got ClientModules with the groups {names}. Remove "
@@ -101,15 +101,15 @@ class PairwiseDistance(PictureCallback):
 
     def _names(self, federation: Federation) -> frozenset[str]:
         if self.part != "personal":
-            return federation.layout.match(self.part, "part")
-        differing = federation.method.differing(federation.layout)
-        if not differing:
+            return federation.parameter_split.match(self.part, "part")
+        personalized_entries = federation.method.personalized_entries(federation.parameter_split)
+        if not personalized_entries:
             raise MisconfigurationException(
                 "Expected a method whose clients have models of their own, but "
                 f"{type(federation.method).__name__} shares the whole model: all distances are 0. "
                 "Remove PairwiseDistance."
             )
-        return differing
+        return personalized_entries
 
 
 def distances(models: Model) -> Tensor:

@@ -162,7 +162,7 @@ class PriorMonitor(RoundValues):
         federation: Any = require_federation(trainer, self)
         for measure in (name for name in MEASURES if name in self.rounds[last]):
             matrix = over_rounds(self.rounds, measure, federation.num_clients)
-            show(trainer, f"prior/{measure}s/rounds", draw_rounds(matrix, MEASURES[measure]), last)
+            show(trainer, f"prior/{measure}s/rounds", draw_measure(matrix, MEASURES[measure]), last)
         for name, entries in self._learned(federation).items():
             for board in boards(trainer):
                 for parameter, leaf in entries.items():
@@ -220,7 +220,7 @@ def over_rounds(
     return columns
 
 
-def draw_rounds(columns: Mapping[int, Tensor], label: str) -> Figure:
+def draw_measure(columns: Mapping[int, Tensor], label: str) -> Figure:
     """Draw a matrix of clients and rounds; what wasn't measured stays grey.
 
     Args:

@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, is_number
 from lightning_pfl.core.mixture import SHARE, mixture
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, dot, scale, select, sub
-from lightning_pfl.methods.base import OWN, Local, Method, Weighting
+from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Weighting
 from lightning_pfl.solvers.proximal import towards
 
 Mix = Literal["parameters", "outputs"]
@@ -48,8 +48,8 @@ class APFL(Method):
         weighting: ``"uniform"`` as in the paper, or ``"samples"``.
 
     State:
-        server: ``model``. own: ``personal``, the model :math:`v_k` with the buffers of the mixture,
-        each leaf ``(clients, *shape)``; if adaptive ``mixing``, ``(clients,)``.
+        server: ``model``. client_state: ``personal``, the model :math:`v_k` with the buffers of the
+        mixture, each leaf ``(clients, *shape)``; if adaptive ``mixing``, ``(clients,)``.
 
     Deviation from the paper: the own model steps with the user's optimizer on the gradient
     :math:`\alpha_k \nabla F_k(\bar v)`, where :math:`\bar v` has the :math:`w` after its step, as
@@ -64,7 +64,7 @@ class APFL(Method):
         Algorithm 1 and equation 10.
     """
 
-    held: ClassVar[str] = OWN
+    model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(
         self,
@@ -84,63 +84,68 @@ class APFL(Method):
         check_choice("mix", mix, get_args(Mix), "Use 'parameters' as in the paper.")
         self.mixing, self.adaptive, self.mix = mixing, adaptive, mix
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """A model that begins as the global one, and the mixing weight if it is learned."""
         if not self.adaptive:
             return {"personal": model}
-        first = model[self.layout.trainable[0]]
+        first = model[self.parameter_split.trainable[0]]
         return {"personal": model, "mixing": torch.full_like(first.flatten()[0], self.mixing)}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Start both models."""
-        state = {"model": dict(received["model"]), **own}
+        state = {"model": dict(received["model"]), **client_state}
         if self.adaptive:
-            state["steps"] = torch.zeros_like(own["mixing"])
+            state["steps"] = torch.zeros_like(client_state["mixing"])
         return state
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """A step of the global model, then one of the own model through the mixture."""
-        model = local.update(state["model"], local.grad(state["model"], batch))
+        model = client.update(state["model"], client.grad(state["model"], minibatches))
         personal, mixing = state["personal"], state.get("mixing", self.mixing)
-        grads, slope = self._gradients(personal, model, mixing, batch, local)
+        grads, slope = self._gradients(personal, model, mixing, minibatches, client)
         state = {**state, "model": model}
         if slope is None:  # a minibatch that `training_step` skips
             return state
         if self.adaptive:
-            learned = (mixing - local.lr * slope).clamp(0, 1)
+            learned = (mixing - client.lr * slope).clamp(0, 1)
             state["mixing"] = learned.where(state["steps"] == 0, mixing)
             state["steps"] = state["steps"] + 1
-        state["personal"] = local.update(personal, grads, slot="personal")
+        state["personal"] = client.update(personal, grads, slot="personal")
         return state
 
     def _gradients(
-        self, personal: Model, model: Model, mixing: float | Tensor, batch: Any, local: Local
+        self,
+        personal: Model,
+        model: Model,
+        mixing: float | Tensor,
+        minibatches: Any,
+        client: LocalStep,
     ) -> tuple[Model, Tensor | None]:
         """Gradients of the mixture's loss by the own model and by the mixing weight.
 
         The latter is None where `training_step` skips the minibatch.
         """
         if self.mix == "parameters":
-            grads = local.grad(self._mixture(personal, model, mixing), batch)
+            grads = client.grad(self._mixture(personal, model, mixing), minibatches)
             if not grads:
                 return grads, None
             slope = dot(grads, sub(select(personal, grads), model))
             return scale(grads, mixing), slope
-        grads = local.grad(self._mixture(personal, model, mixing), batch, also=(SHARE,))
+        grads = client.grad(self._mixture(personal, model, mixing), minibatches, also=(SHARE,))
         return grads, grads.pop(SHARE, None)
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the global model, keep the own one and its weight."""
-        return {"model": state["model"]}, {name: state[name] for name in own}
+        return {"model": state["model"]}, {name: state[name] for name in client_state}
 
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+    def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
         """The mixture with the global model of now."""
-        mixing = own.get("mixing", self.mixing)
-        return self._mixture(own["personal"], received["model"], mixing)
+        mixing = client_state.get("mixing", self.mixing)
+        return self._mixture(client_state["personal"], received["model"], mixing)
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that without a mixture this is another method."""
         if self.adaptive or self.mixing not in (0, 1):
             return []
@@ -153,7 +158,7 @@ class APFL(Method):
             first = next(iter(personal.values()))
             share = mixing if isinstance(mixing, Tensor) else _shares(mixing, first)
             return mixture(personal, model, share)
-        trainable = self.layout.trainable
+        trainable = self.parameter_split.trainable
         return {**personal, **towards(select(model, trainable), personal, mixing)}
 
 

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.callback import FederatedCallback
-from lightning_pfl.contract.local import Local, Phase
+from lightning_pfl.contract.local import LocalStep, Phase
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_budget, check_choice
-from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, select, weighted_mean
 from lightning_pfl.graphs import Graph
-from lightning_pfl.graphs.messages import Exchange, Inbox
+from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
 
 __all__ = [
-    "Local",
+    "LocalStep",
     "Method",
     "Phase",
     "Weighting",
@@ -34,8 +34,8 @@ __all__ = [
     "say_split",
 ]
 Weighting = Literal["samples", "uniform"]
-SHARED, OWN, CLUSTER = "shared", "one per client", "one per cluster"
-"""What the part of the model that isn't personal is to the clients, see :meth:`Method.holders`."""
+SHARED, PER_CLIENT, PER_CLUSTER = "shared", "one per client", "one per cluster"
+"""Who holds the part of the model that isn't personal; see :meth:`Method.ownership`."""
 
 
 def check_weighting(weighting: str) -> None:
@@ -47,9 +47,9 @@ def check_weighting(weighting: str) -> None:
 class Method(FederatedCallback):
     r"""A federated algorithm; the defaults are federated averaging with a personal part.
 
-    Every function but ``init_server``, ``init_own``, ``server_update`` and ``global_model`` sees
-    trees with a leading client axis and must not mix clients. They are pure: no branch on tensor
-    values, no use of the Trainer.
+    Every function but ``init_server``, ``init_client_state``, ``server_update`` and
+    ``global_model`` sees trees with a leading client axis and must not mix clients. They are pure:
+    no branch on tensor values, no use of the Trainer.
 
     Args:
         local_epochs: Passes over a client's data per round.
@@ -61,11 +61,9 @@ class Method(FederatedCallback):
         personal: What never leaves the client; set by the method.
         held: Who has the rest of the model that clients are evaluated with: all the same one,
             each one of its own, or each cluster of clients.
-        everyone: Whether all clients train in every round, whatever ``participation`` says (methods
-            without a server).
-        idle_take_part: Whether clients without a minibatch to train on take part all the same: they
-            have the loss 0, and ``info.steps`` 0 (methods over a graph, in which they pass on what
-            pulls at them). Otherwise they are never sampled.
+        include_clients_without_data: Whether clients without a minibatch to train on take part all
+            the same: they have the loss 0, and ``info.steps`` 0 (methods over a graph, in which
+            they pass on what pulls at them). Otherwise they are never sampled.
         client_axes: Top-level entries of the server's tree with leading axes of all clients, in the
             order of their ids, and how many such axes: ``{"models": 1, "relationship": 2}``.
         state_settings: Settings on which the server's state depends: a checkpoint with another
@@ -81,18 +79,17 @@ class Method(FederatedCallback):
             :meth:`bind` where clients may differ, else by it.
     """
 
-    personal: Spec = None
-    held: ClassVar[str] = SHARED
-    everyone: ClassVar[bool] = False
-    idle_take_part: ClassVar[bool] = False
+    personal: ParameterSpec = None
+    model_scope: ClassVar[str] = SHARED
+    include_clients_without_data: ClassVar[bool] = False
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
     state_settings: ClassVar[tuple[str, ...]] = ()
     edge_state: ClassVar[tuple[str, ...]] = ()
 
-    layout: Layout
+    parameter_split: ParameterSplit
     num_clients: int
     num_samples: Tensor
-    learns: Tensor
+    has_training_data: Tensor
     seed: int
     graph: Graph
     model_sizes: Tensor
@@ -109,40 +106,46 @@ class Method(FederatedCallback):
         self.weighting = weighting
 
     def bind(
-        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+        self,
+        parameter_split: ParameterSplit,
+        num_clients: int,
+        seed: int,
+        num_samples: Tensor | None = None,
     ) -> None:
         """Called once, before the first round: what the method may know of the federation.
 
         ``num_samples`` are the clients' training samples, int64 ``(num_clients,)``; None where
         nobody trains.
         """
-        self.layout, self.num_clients, self.seed = layout, num_clients, seed
+        self.parameter_split, self.num_clients, self.seed = parameter_split, num_clients, seed
         none = torch.zeros(num_clients, dtype=torch.int64)
         self.num_samples = none if num_samples is None else num_samples
-        self.learns = self.num_samples > 0
+        self.has_training_data = self.num_samples > 0
         if len(getattr(self, "model_sizes", ())) != num_clients:
-            self.model_sizes = torch.full((num_clients,), layout.num_trainable())
+            self.model_sizes = torch.full((num_clients,), parameter_split.num_trainable())
 
-    def resolve_personal(self, layout: Layout) -> Spec:
+    def resolve_personal(self, parameter_split: ParameterSplit) -> ParameterSpec:
         """What is personal, given the names of the model.
 
         Override where it is easier to say what is shared.
         """
         return self.personal
 
-    def holders(self, layout: Layout) -> dict[str, frozenset[str]]:
+    def ownership(self, parameter_split: ParameterSplit) -> dict[str, frozenset[str]]:
         """Who has which entries of the model that clients are evaluated with.
 
         Told at the start of a fit. Under ``"shared"`` is what all clients have alike; under the
         other names, what differs between them.
         """
-        adapted = self.held == SHARED and self.evaluation_phases()
-        held = f"{OWN}, adapted from a shared one" if adapted else self.held
-        return {held: layout.shared, "personal": layout.personal}
+        adapted = self.model_scope == SHARED and self.evaluation_phases()
+        model_scope = f"{PER_CLIENT}, adapted from a shared one" if adapted else self.model_scope
+        return {model_scope: parameter_split.shared, "personal": parameter_split.personal}
 
-    def differing(self, layout: Layout) -> frozenset[str]:
+    def personalized_entries(self, parameter_split: ParameterSplit) -> frozenset[str]:
         """The entries in which clients' models differ."""
-        return frozenset(layout.names) - self.holders(layout).get(SHARED, frozenset())
+        return frozenset(parameter_split.names) - self.ownership(parameter_split).get(
+            SHARED, frozenset()
+        )
 
     # --- the plan ---
 
@@ -150,23 +153,23 @@ class Method(FederatedCallback):
         """The stretches of local training of a round; default: everything trains."""
         return (Phase("all", epochs=self.local_epochs, steps=self.local_steps),)
 
-    def asks_everyone(self, round: int) -> bool:
+    def full_participation(self, round: int) -> bool:
         """Whether all clients take part in a round, whatever ``participation`` says."""
-        return self.everyone
+        return False
 
     def evaluation_phases(self) -> tuple[Phase, ...]:
         """Local training from the personal model that personalizes it before an evaluation."""
         return ()
 
-    def evaluation_step(self, model: Model, batch: Any, local: Local) -> Model:
+    def evaluation_step(self, model: Model, minibatches: Any, client: LocalStep) -> Model:
         """One step of :meth:`evaluation_phases`, on training data.
 
         Default: the user's optimizer.
         """
-        return local.update(model, local.grad(model, batch))
+        return client.update(model, client.grad(model, minibatches))
 
     def adaptation_step(
-        self, server: Tree, model: Model, batch: Any, local: Local, samples: Tensor
+        self, server: Tree, model: Model, minibatches: Any, client: LocalStep, samples: Tensor
     ) -> Model:
         """One step of clients that never took part, from the model that they begin with.
 
@@ -175,31 +178,31 @@ class Method(FederatedCallback):
         Args:
             server: The server's tree, without client axis.
             model: The models that adapt, ``(clients, ...)``.
-            batch: A minibatch, as in :meth:`client_step`.
-            local: What a client can do with it.
+            minibatches: A minibatch, as in :meth:`client_step`.
+            client: What a client can do with it.
             samples: Each client's training samples, float64 ``(clients,)``.
         """
-        return local.update(model, local.grad(model, batch))
+        return client.update(model, client.grad(model, minibatches))
 
     # --- state ---
 
     def init_server(self, model: Model) -> Tree:
         """The server's tree before round 0; default: the shared part of the module's model."""
-        return {"model": select(model, self.layout.shared)}
+        return {"model": select(model, self.parameter_split.shared)}
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """One client's memory before round 0; default: the personal part of the module's model."""
-        return {"model": select(model, self.layout.personal)}
+        return {"model": select(model, self.parameter_split.personal)}
 
-    def init_own_rows(self, own: Tree, model: Model, info: ClientInfo) -> Tree:
+    def init_client_state_rows(self, client_state: Tree, model: Model, info: ClientInfo) -> Tree:
         """What differs between clients' memories before round 0; default: nothing.
 
         Args:
-            own: :meth:`init_own` for some clients, ``(clients, ...)``.
+            client_state: :meth:`init_client_state` for some clients, ``(clients, ...)``.
             model: The module's model, without client axis.
             info: These clients.
         """
-        return own
+        return client_state
 
     # --- a client's round, in the order of time ---
 
@@ -217,26 +220,29 @@ class Method(FederatedCallback):
         """
         return {}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """The state in which local training begins.
 
         Default: the shared part as received, the personal part as kept.
         """
-        return {"model": {**received["model"], **own.get("model", {})}}
+        return {"model": {**received["model"], **client_state.get("model", {})}}
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """One local step on one minibatch; default: the user's optimizer on the training loss."""
-        return {**state, "model": local.update(state["model"], local.grad(state["model"], batch))}
+        return {
+            **state,
+            "model": client.update(state["model"], client.grad(state["model"], minibatches)),
+        }
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """What leaves the client (the upload), and what it remembers.
 
         Default: the shared and the personal part.
         """
-        upload = {"model": select(state["model"], self.layout.shared)}
-        return upload, {"model": select(state["model"], self.layout.personal)}
+        upload = {"model": select(state["model"], self.parameter_split.shared)}
+        return upload, {"model": select(state["model"], self.parameter_split.personal)}
 
     # --- the server's round ---
 
@@ -253,7 +259,7 @@ class Method(FederatedCallback):
         """The exchanges of messages in a round, in the order of time, over :attr:`graph`."""
         return ()
 
-    def send(self, exchange: str, own: Tree, info: ClientInfo) -> Tree:
+    def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
         """What clients write to their neighbours.
 
         Returns:
@@ -262,8 +268,10 @@ class Method(FederatedCallback):
         """
         raise NotImplementedError
 
-    def receive(self, exchange: str, own: Tree, inbox: Inbox, info: ClientInfo) -> Tree:
-        """What clients make of what they receive: the new ``own``."""
+    def receive(
+        self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
+    ) -> Tree:
+        """What clients make of what they receive: the new ``client_state``."""
         raise NotImplementedError
 
     def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor | None:
@@ -286,13 +294,13 @@ class Method(FederatedCallback):
 
     # --- what is evaluated and handed out ---
 
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+    def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
         """Each client's model under evaluation.
 
         Default: the shared part as received now, where there is one, and the personal part as
         stored.
         """
-        model: Model = {**received.get("model", {}), **own.get("model", {})}
+        model: Model = {**received.get("model", {}), **client_state.get("model", {})}
         return model
 
     def global_model(self, server: Tree) -> Model | None:
@@ -300,7 +308,11 @@ class Method(FederatedCallback):
 
         Default: the entry ``model`` of the server, unless some of the model is personal.
         """
-        return dict(server["model"]) if "model" in server and not self.layout.personal else None
+        return (
+            dict(server["model"])
+            if "model" in server and not self.parameter_split.personal
+            else None
+        )
 
     def clusters(self, server: Tree) -> Tensor | None:
         """Each client's cluster, int64 ``(num_clients,)``, -1 where it isn't known yet.
@@ -311,7 +323,7 @@ class Method(FederatedCallback):
 
     # --- what is said of it ---
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """What the log says at the start of a fit: settings that make this another method."""
         return []
 
@@ -356,8 +368,14 @@ def _plain(value: object) -> bool:
     return value is None or isinstance(value, (str, int, float, type))
 
 
-def say_split(method: str, layout: Layout, nothing: str, everything: str) -> list[str]:
+def say_split(
+    method: str, parameter_split: ParameterSplit, nothing: str, everything: str
+) -> list[str]:
     """What a method that splits the model becomes where nothing, or everything, is personal."""
-    if not layout.personal:
+    if not parameter_split.personal:
         return [f"Nothing is personal, which makes {method} {nothing}."]
-    return [] if layout.shared else [f"Everything is personal, which makes {method} {everything}."]
+    return (
+        []
+        if parameter_split.shared
+        else [f"Everything is personal, which makes {method} {everything}."]
+    )

@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number, check_whole, is_number
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, flat, repeat, select, tmap
-from lightning_pfl.methods.base import CLUSTER, Method
+from lightning_pfl.methods.base import PER_CLUSTER, Method
 from lightning_pfl.methods.support import memory
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
 
@@ -78,7 +78,7 @@ class CFL(RoundValues, Method):
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
         {"models": 1, "together": 2, "change": 1, "fresh": 1}
     )
-    held: ClassVar[str] = CLUSTER
+    model_scope: ClassVar[str] = PER_CLUSTER
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class CFL(RoundValues, Method):
         self.eps_mean, self.eps_max, self.start_round = eps_mean, eps_max, start_round
         self.min_gap = min_gap
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that without splits this is another method."""
         return [] if self.eps_mean else ["eps_mean=0 makes CFL FedAvg with uniform weights."]
 
@@ -109,8 +109,8 @@ class CFL(RoundValues, Method):
 
     def init_server(self, model: Model) -> Tree:
         """One cluster of all clients."""
-        shared = select(model, self.layout.shared)
-        size = sum(model[name].numel() for name in self.layout.trainable)
+        shared = select(model, self.parameter_split.shared)
+        size = sum(model[name].numel() for name in self.parameter_split.trainable)
         like = next(iter(model.values()))
         n, device = self.num_clients, like.device
         memory.require_rows(type(self).__name__, n, shared, memory.MODELS + 3)  # and the changes
@@ -141,7 +141,7 @@ class CFL(RoundValues, Method):
         label = first_member(server["together"])
         at = info.index.to(label.device)
         change, fresh = server["change"].clone(), server["fresh"].clone()
-        names = self.layout.trainable
+        names = self.parameter_split.trainable
         models, sent = server["models"], uploads["model"]
         change[at] = flat({name: sent[name] - models[name][at] for name in names}, names)
         fresh[at] = True
@@ -184,9 +184,9 @@ class CFL(RoundValues, Method):
 
     def _split(self, members: Tensor, change: Tensor, fresh: Tensor) -> Tensor | None:
         """The part that leaves a cluster, bool ``(members,)``; None if it stays together."""
-        learns = self.learns.to(members.device)[members]
-        some = change[members[learns]].double()
-        if len(some) <= 2 or not fresh[members[learns]].all():
+        has_training_data = self.has_training_data.to(members.device)[members]
+        some = change[members[has_training_data]].double()
+        if len(some) <= 2 or not fresh[members[has_training_data]].all():
             return None
         mean, largest = norms(some)
         if mean >= self.eps_mean or largest <= self.eps_max:
@@ -196,8 +196,8 @@ class CFL(RoundValues, Method):
         part = bipartition(similarity)
         if self.min_gap is not None and gap(similarity, part) <= self.min_gap:
             return None
-        second = torch.zeros_like(learns)
-        second[learns] = _smaller(part, some)
+        second = torch.zeros_like(has_training_data)
+        second[has_training_data] = _smaller(part, some)
         return second
 
     def _averaged(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, repeat, select, tmap
-from lightning_pfl.methods.base import CLUSTER, Method, Weighting
+from lightning_pfl.methods.base import PER_CLUSTER, Method, Weighting
 from lightning_pfl.solvers.clusters import cluster_means, numbered, whole
 
 
@@ -49,7 +49,7 @@ class ClusterOracle(Method):
         2022. arXiv:2202.00718, section V, the oracle.
     """
 
-    held: ClassVar[str] = CLUSTER
+    model_scope: ClassVar[str] = PER_CLUSTER
 
     def __init__(
         self,
@@ -69,10 +69,14 @@ class ClusterOracle(Method):
         self.given_clusters = clusters if callable(clusters) else whole("clusters", clusters)
 
     def bind(
-        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+        self,
+        parameter_split: ParameterSplit,
+        num_clients: int,
+        seed: int,
+        num_samples: Tensor | None = None,
     ) -> None:
         """Number the clusters from 0."""
-        super().bind(layout, num_clients, seed, num_samples)
+        super().bind(parameter_split, num_clients, seed, num_samples)
         known = self.given_clusters
         labels = [known(k) for k in range(num_clients)] if callable(known) else known
         self._cluster = numbered("clusters", labels, num_clients)
@@ -80,7 +84,7 @@ class ClusterOracle(Method):
 
     def init_server(self, model: Model) -> Tree:
         """Models that are all alike."""
-        return {"models": repeat(select(model, self.layout.shared), self._count)}
+        return {"models": repeat(select(model, self.parameter_split.shared), self._count)}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
         """Nothing is the same for all."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, check_number
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, flat, select, unflat, where
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.methods.base import OWN, Local, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -27,7 +27,7 @@ from lightning_pfl.methods.support.proximal import (
 )
 from lightning_pfl.methods.support.stability import Pull, WatchedPull
 from lightning_pfl.metrics.clusters import clusters_of_pairs
-from lightning_pfl.solvers.blocks import BlockDraws, check_share, damping
+from lightning_pfl.solvers.blocks import BlockDraws, check_block_share, damping
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import (
     Step,
@@ -129,11 +129,11 @@ class ConvexClustering(WatchedPull, Method):
         multipliers. NeurIPS 2014. arXiv:1406.4064, for :math:`\tau` and :math:`\nu`.
     """
 
-    idle_take_part: ClassVar[bool] = True
+    include_clients_without_data: ClassVar[bool] = True
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
         {"models": 1, "split": 2, "dual": 2, "damped": 2, "new_models": 2, "new_duals": 2}
     )
-    held: ClassVar[str] = OWN
+    model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(
         self,
@@ -157,8 +157,8 @@ class ConvexClustering(WatchedPull, Method):
         check_number("fusion_weight", fusion_weight, "Use 0 to train every client alone.")
         check_number("proximal_weight", proximal_weight, "Use 0 for no such term.")
         check_number("penalty", penalty, "Use 0.1, for example.", positive=True)
-        check_share("blocks", blocks)
-        check_share("dual_blocks", dual_blocks)
+        check_block_share("blocks", blocks)
+        check_block_share("dual_blocks", dual_blocks)
         self.fusion_weight, self.scale, self.step = fusion_weight, scale, step
         self.penalty, self.proximal_weight = penalty, proximal_weight
         self.blocks, self.dual_blocks = blocks, dual_blocks
@@ -166,10 +166,14 @@ class ConvexClustering(WatchedPull, Method):
         self.local_solver: LocalSolver = local_solver
 
     def bind(
-        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+        self,
+        parameter_split: ParameterSplit,
+        num_clients: int,
+        seed: int,
+        num_samples: Tensor | None = None,
     ) -> None:
         """Find the pairs, and the penalty of each."""
-        super().bind(layout, num_clients, seed, num_samples)
+        super().bind(parameter_split, num_clients, seed, num_samples)
         if self.given_graph is not None:
             self.graph = resolve_graph(self.given_graph, num_clients, seed)
         self._pairs = self._find_pairs(num_clients)
@@ -183,7 +187,7 @@ class ConvexClustering(WatchedPull, Method):
             return Pairs.complete(num_clients)
         return Pairs.of_graph(self.graph)
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that at 0 this is another method."""
         return [] if self.fusion_weight else ["fusion_weight=0 makes ConvexClustering LocalOnly."]
 
@@ -200,7 +204,9 @@ class ConvexClustering(WatchedPull, Method):
 
     def init_server(self, model: Model) -> Tree:
         """Models that are all alike, and zeros for the pairs."""
-        first = flat({n: leaf.unsqueeze(0) for n, leaf in model.items()}, self.layout.trainable)[0]
+        first = flat(
+            {n: leaf.unsqueeze(0) for n, leaf in model.items()}, self.parameter_split.trainable
+        )[0]
         clients, slots = self._pairs.mask.shape
         memory.require(
             COPIES * clients * slots * first.numel() * first.element_size(),
@@ -218,7 +224,7 @@ class ConvexClustering(WatchedPull, Method):
             **{name: nothing.clone() for name in ("new_models", "new_duals")},
         }
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """The whole model."""
         return {"model": model}
 
@@ -238,21 +244,21 @@ class ConvexClustering(WatchedPull, Method):
             found["incoming"] = _take(pull, at)
         return found
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """The quadratic of the x-update."""
         incoming = received.get("incoming")
         anchor, strength = proximal_term(
             self._view(received, info), incoming, self.penalty, self.proximal_weight
         )
-        named = unflat(anchor, own["model"], self.layout.trainable)
-        return proximal_state(own["model"], named, strength)
+        named = unflat(anchor, client_state["model"], self.parameter_split.trainable)
+        return proximal_state(client_state["model"], named, strength)
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """A step of the x-update, or all of it."""
-        return proximal_step(state, batch, local, self.local_solver)
+        return proximal_step(state, minibatches, client, self.local_solver)
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """The z-updates; blocks that weren't drawn stay as they were."""
         view, at, drawn = self._view(received, info), self._rows(info), self._draws.of(info.round)
@@ -261,15 +267,17 @@ class ConvexClustering(WatchedPull, Method):
         split = torch.where(chosen.unsqueeze(2), split, received["split"])
         some = drawn.models[at]
         idle = without_data(self.phases(info.round), info.steps)
-        model = where(some, proximal_result(state, idle), own["model"])
-        return {"model": select(model, self.layout.trainable), "split": split}, {"model": model}
+        model = where(some, proximal_result(state, idle), client_state["model"])
+        return {"model": select(model, self.parameter_split.trainable), "split": split}, {
+            "model": model
+        }
 
     # --- the server's round ---
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Store the blocks, and step the dual variables that were drawn."""
         device, at = server["models"].device, info.index.to(server["models"].device)
-        vectors = flat(uploads["model"], self.layout.trainable).to(server["models"])
+        vectors = flat(uploads["model"], self.parameter_split.trainable).to(server["models"])
         new = {
             "models": server["models"].index_copy(0, at, vectors),
             "split": server["split"].index_copy(0, at, uploads["split"]),

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_budget, check_number
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
-from lightning_pfl.methods.base import OWN, Local, Method, Phase, Weighting
+from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Phase, Weighting
 from lightning_pfl.solvers.proximal import pull
 
 
@@ -37,8 +37,8 @@ class Ditto(Method):
         weighting: ``"uniform"`` as in the released code, or ``"samples"``.
 
     State:
-        server: ``model``. own: ``personal``, the whole model :math:`v_k` with its own buffers; each
-        leaf ``(clients, *shape)``.
+        server: ``model``. client_state: ``personal``, the whole model :math:`v_k` with its own
+        buffers; each leaf ``(clients, *shape)``.
 
     Deviation from the paper: both models use the learning rate of ``configure_optimizers``.
 
@@ -51,7 +51,7 @@ class Ditto(Method):
         ICML 2021. arXiv:2012.04221, Algorithms 1 and 2.
     """
 
-    held: ClassVar[str] = OWN
+    model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(
         self,
@@ -81,42 +81,42 @@ class Ditto(Method):
         )
         return both, personal
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """A personal model that begins as the global one."""
         return {"personal": model}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Start both models; what was received stays the anchor."""
         return {
             "model": dict(received["model"]),
-            "personal": own["personal"],
+            "personal": client_state["personal"],
             "anchor": received["model"],
         }
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """A step of the global model, of the personal model, or of both."""
-        if local.phase != "personal":
-            model = local.update(state["model"], local.grad(state["model"], batch))
+        if client.phase != "personal":
+            model = client.update(state["model"], client.grad(state["model"], minibatches))
             state = {**state, "model": model}
-        if self.interleaved or local.phase == "personal":
+        if self.interleaved or client.phase == "personal":
             personal = state["personal"]
-            grads = local.grad(personal, batch)
+            grads = client.grad(personal, minibatches)
             if self.prox_weight:
                 grads = pull(grads, personal, state["anchor"], self.prox_weight)
-            state = {**state, "personal": local.update(personal, grads, slot="personal")}
+            state = {**state, "personal": client.update(personal, grads, slot="personal")}
         return state
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the global model, keep the personal one."""
         return {"model": state["model"]}, {"personal": state["personal"]}
 
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+    def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
         """The stored personal model."""
-        personal: Model = own["personal"]
+        personal: Model = client_state["personal"]
         return personal
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that without the pull this is another method."""
         return [] if self.prox_weight else ["prox_weight=0 makes Ditto LocalOnly beside FedAvg."]

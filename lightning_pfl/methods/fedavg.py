@@ -95,7 +95,7 @@ class FedAvg(Method):
         mean: dict[str, Any] = weighted_mean(uploads["model"], info.weights)
         if self.server_optimizer is None:
             return {**server, "model": mean}
-        old = select(server["model"], self.layout.trainable)
+        old = select(server["model"], self.parameter_split.trainable)
         pseudo_gradient = sub(old, mean)
         new, state = functional_step(
             self.server_optimizer, old, pseudo_gradient, server["optimizer"]

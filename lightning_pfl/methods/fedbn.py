@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_pfl.core.parameters import BATCH_NORM, NORMS, Layout, Spec
+from lightning_pfl.core.parameters import BATCH_NORM, NORMS, ParameterSpec, ParameterSplit
 from lightning_pfl.methods.base import Method, Weighting, say_split
 
 
@@ -26,8 +26,8 @@ class FedBN(Method):
         weighting: ``"uniform"`` as in the paper, or ``"samples"``.
 
     State:
-        server: ``model`` without BatchNorm. own: ``model``, the BatchNorm layers; each leaf
-            ``(clients, *shape)``.
+        server: ``model`` without BatchNorm. client_state: ``model``, the BatchNorm layers; each
+            leaf ``(clients, *shape)``.
 
     Deviation from the paper: none.
 
@@ -40,7 +40,7 @@ class FedBN(Method):
         normalization. ICLR 2021. arXiv:2102.07623, Algorithm 1.
     """
 
-    personal: Spec = BATCH_NORM
+    personal: ParameterSpec = BATCH_NORM
 
     def __init__(
         self,
@@ -50,10 +50,14 @@ class FedBN(Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say where the split leaves another method, and how to keep norms of another type."""
-        said = say_split("FedBN", layout, "FedAvg", "LocalOnly")
-        others = [] if layout.personal else [kind for kind in NORMS if layout.match(kind)]
+        said = say_split("FedBN", parameter_split, "FedAvg", "LocalOnly")
+        others = (
+            []
+            if parameter_split.personal
+            else [kind for kind in NORMS if parameter_split.match(kind)]
+        )
         if not others:
             return said
         names = [f"torch.nn.{kind.__name__}" for kind in others]

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_pfl.contract.callback import RoundValues
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number
-from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import (
     Model,
     Tree,
@@ -22,7 +22,7 @@ from lightning_pfl.core.tree import (
     tmap,
     weighted_mean,
 )
-from lightning_pfl.methods.base import OWN, SHARED, Local, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, SHARED, LocalStep, Method, Phase
 from lightning_pfl.methods.support.stability import Pull, WatchedPull
 from lightning_pfl.priors import GaussianPrior, Prior
 from lightning_pfl.priors.probe import check_prior, depends_on_gamma
@@ -77,9 +77,9 @@ class FedMAP(WatchedPull, RoundValues, Method):
 
     State:
         server: ``model``, the prior's mean and what is shared; ``prior``, the rest of
-        :math:`\gamma`. own: ``model``, :math:`\theta_k` and what is personal, each leaf ``(clients,
-        *shape)``; ``begun``, whether the client has trained, bool ``(clients,)``. The upload has
-        ``log_weight``, float64, where the loss is measured.
+        :math:`\gamma`. client_state: ``model``, :math:`\theta_k` and what is personal, each leaf
+        ``(clients, *shape)``; ``begun``, whether the client has trained, bool ``(clients,)``. The
+        upload has ``log_weight``, float64, where the loss is measured.
 
     Deviation from the paper: a client that takes part for the first time begins at the prior's mean
     of that round, which for round 0 is the common initial model. The module's parameters are those
@@ -101,7 +101,7 @@ class FedMAP(WatchedPull, RoundValues, Method):
         weighting: PosteriorWeighting = "posterior",
         prior_lr: float | None = None,
         data_term: DataTerm = "mean",
-        personal: Spec = None,
+        personal: ParameterSpec = None,
         log_envelope: bool = False,
         local_epochs: int | None = 1,
         local_steps: int | None = None,
@@ -116,24 +116,32 @@ class FedMAP(WatchedPull, RoundValues, Method):
 
     # --- who holds what ---
 
-    def resolve_personal(self, layout: Layout) -> Spec:
+    def resolve_personal(self, parameter_split: ParameterSplit) -> ParameterSpec:
         """What the user says, and the buffers."""
-        return sorted(layout.match(self.personal, "personal") | frozenset(layout.buffers))
+        return sorted(
+            parameter_split.match(self.personal, "personal") | frozenset(parameter_split.buffers)
+        )
 
-    def holders(self, layout: Layout) -> dict[str, frozenset[str]]:
+    def ownership(self, parameter_split: ParameterSplit) -> dict[str, frozenset[str]]:
         """What is under the prior, and so differs between clients, is told apart."""
-        under = self._under(layout)
+        under = self._under(parameter_split)
         return {
-            f"{OWN}, under the prior": under,
-            SHARED: layout.shared - under,
-            "personal": layout.personal,
+            f"{PER_CLIENT}, under the prior": under,
+            SHARED: parameter_split.shared - under,
+            "personal": parameter_split.personal,
         }
 
-    def _under(self, layout: Layout) -> frozenset[str]:
-        return frozenset(layout.trainable) & layout.match(self.prior.parameters, "parameters")
+    def _under(self, parameter_split: ParameterSplit) -> frozenset[str]:
+        return frozenset(parameter_split.trainable) & parameter_split.match(
+            self.prior.parameters, "parameters"
+        )
 
     def bind(
-        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+        self,
+        parameter_split: ParameterSplit,
+        num_clients: int,
+        seed: int,
+        num_samples: Tensor | None = None,
     ) -> None:
         """Find what is under the prior, and try the prior on two clients.
 
@@ -141,27 +149,27 @@ class FedMAP(WatchedPull, RoundValues, Method):
             TypeError, ValueError: If nothing is under the prior, some of it is personal, or the
                 prior's functions don't do what a federation needs.
         """
-        super().bind(layout, num_clients, seed, num_samples)
-        self.under = self._under(layout)
+        super().bind(parameter_split, num_clients, seed, num_samples)
+        self.under = self._under(parameter_split)
         if not self.under:
             raise ValueError(
                 "Expected the prior's `parameters` to pick something that trains, but got "
                 f"parameters={self.prior.parameters!r}. Use 'all', or FedAvg, which has no prior."
             )
-        if both := sorted(self.under & layout.personal):
+        if both := sorted(self.under & parameter_split.personal):
             raise ValueError(
                 "Expected `personal` to be apart from the prior's `parameters`, but both have "
                 f"{', '.join(both[:5])}. What is under the prior is sent to the server; take it "
                 "out of one of the two."
             )
-        check_prior(self.prior, select(layout.model(), self.under))
+        check_prior(self.prior, select(parameter_split.model(), self.under))
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """Local training; then, where the loss is needed, a pass that measures it."""
         local = Phase("all", epochs=self.local_epochs, steps=self.local_steps)
         if self.weighting not in MEASURED and not self.log_envelope:
             return (local,)
-        return local, Phase(epochs=1, name=MEASURE, measure=True)
+        return local, Phase(epochs=1, name=MEASURE, evaluate_only=True)
 
     def pull(self, server: Tree, info: ClientInfo) -> Pull | None:
         """The prior in one client's model, where it is a Gaussian."""
@@ -181,11 +189,11 @@ class FedMAP(WatchedPull, RoundValues, Method):
     def init_server(self, model: Model) -> Tree:
         """The prior's first parameters beside the initial shared part."""
         gamma = self.prior.init(select(model, self.under))
-        return self._packed(select(model, self.layout.shared - self.under), gamma)
+        return self._packed(select(model, self.parameter_split.shared - self.under), gamma)
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """A place for the personal model, which isn't begun yet."""
-        kept = select(model, self.under | self.layout.personal)
+        kept = select(model, self.under | self.parameter_split.personal)
         device = next(iter(model.values())).device
         return {"model": kept, "begun": torch.zeros((), dtype=torch.bool, device=device)}
 
@@ -206,10 +214,10 @@ class FedMAP(WatchedPull, RoundValues, Method):
 
     # --- a client's round ---
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Go on with the personal model, or begin at the prior's mean."""
-        model = self.personal_model(received, own, info)
-        samples = info.num_samples.to(own["begun"].device).clamp_min(1).double()
+        model = self.personal_model(received, client_state, info)
+        samples = info.num_samples.to(client_state["begun"].device).clamp_min(1).double()
         return {
             "model": model,
             "gamma": self.gamma(received),
@@ -218,35 +226,40 @@ class FedMAP(WatchedPull, RoundValues, Method):
             "count": torch.zeros_like(samples),
         }
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """A step on loss and prior; or, in the measuring pass, a part of the loss."""
         model = state["model"]
-        if local.phase == MEASURE:
-            loss, count = local.loss(model, batch)
+        if client.phase == MEASURE:
+            loss, count = client.loss(model, minibatches)
             return {**state, "loss": state["loss"] + loss * count, "count": state["count"] + count}
-        return {**state, "model": self._step(model, state["gamma"], batch, local, state["samples"])}
+        return {
+            **state,
+            "model": self._step(model, state["gamma"], minibatches, client, state["samples"]),
+        }
 
-    def _step(self, model: Model, gamma: Tree, batch: Any, local: Local, samples: Tensor) -> Model:
-        grads = local.grad(model, batch)
+    def _step(
+        self, model: Model, gamma: Tree, minibatches: Any, client: LocalStep, samples: Tensor
+    ) -> Model:
+        grads = client.grad(model, minibatches)
         pull = self.prior.theta_gradient(select(model, self.under), gamma)
         if self.data_term == "sum":
             pull = tmap(lambda leaf: leaf / per_client(samples, leaf), pull)
         both = {name: g + pull[name] if name in pull else g for name, g in grads.items()}
-        return local.update(model, both)
+        return client.update(model, both)
 
     def adaptation_step(
-        self, server: Tree, model: Model, batch: Any, local: Local, samples: Tensor
+        self, server: Tree, model: Model, minibatches: Any, client: LocalStep, samples: Tensor
     ) -> Model:
         """A new client adapts under the prior as it is now."""
         gamma = expand(self.gamma(server), len(samples))
-        return self._step(model, gamma, batch, local, samples.clamp_min(1))
+        return self._step(model, gamma, minibatches, client, samples.clamp_min(1))
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the model with the logarithm of its weight, and keep it."""
         model = state["model"]
-        upload: Tree = {"model": select(model, self.layout.shared)}
+        upload: Tree = {"model": select(model, self.parameter_split.shared)}
         loss, samples = state["loss"] / state["count"].clamp_min(1), state["samples"]
         penalty = self.prior.regularizer(select(model, self.under), state["gamma"]).double()
         if self.weighting in MEASURED:
@@ -254,8 +267,8 @@ class FedMAP(WatchedPull, RoundValues, Method):
         if self.log_envelope:
             data = loss * samples if self.data_term == "sum" else loss
             upload["envelope"] = data + penalty
-        kept = select(model, self.under | self.layout.personal)
-        return upload, {"model": kept, "begun": torch.ones_like(own["begun"])}
+        kept = select(model, self.under | self.parameter_split.personal)
+        return upload, {"model": kept, "begun": torch.ones_like(client_state["begun"])}
 
     # --- the server's round ---
 
@@ -271,31 +284,33 @@ class FedMAP(WatchedPull, RoundValues, Method):
         weights = self.weights(uploads, info).to(device)
         theta = select(uploads["model"], self.under)
         gamma = self.prior.update(theta, self.gamma(server), weights, self.prior_lr)
-        shared = select(uploads["model"], self.layout.shared - self.under)
+        shared = select(uploads["model"], self.parameter_split.shared - self.under)
         return self._packed(weighted_mean(shared, weights), gamma)
 
     # --- what is evaluated and handed out ---
 
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+    def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
         """The client's own model; the prior's mean for a client that hasn't begun."""
-        model: Model = {**received.get("model", {}), **own["model"]}
+        model: Model = {**received.get("model", {}), **client_state["model"]}
         for name, center in self.gamma(received).get("mean", {}).items():
-            begun = per_client(own["begun"], center) > 0
-            model[name] = own["model"][name].where(begun, center)
+            begun = per_client(client_state["begun"], center) > 0
+            model[name] = client_state["model"][name].where(begun, center)
         return model
 
     def global_model(self, server: Tree) -> Model | None:
         """The prior's mean beside the shared part; None if that isn't a whole model."""
         model: Model = server.get("model", {})
-        return dict(model) if model.keys() == set(self.layout.names) else None
+        return dict(model) if model.keys() == set(self.parameter_split.names) else None
 
     # --- what is said of it ---
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that without a pull this is another method, and that a fixed prior learns nothing."""
         alone = isinstance(self.prior, GaussianPrior) and self.prior.pulls_nobody
         notes = ["variance=inf makes FedMAP LocalOnly, beside a mean."] if alone else []
-        if not depends_on_gamma(self.prior, select(layout.model(), self._under(layout))):
+        if not depends_on_gamma(
+            self.prior, select(parameter_split.model(), self._under(parameter_split))
+        ):
             notes.append(
                 f"{type(self.prior).__name__} doesn't depend on gamma: the server leaves it as "
                 "`init` made it."

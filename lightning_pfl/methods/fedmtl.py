@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, check_number
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import (
     Model,
     Tree,
@@ -22,7 +22,7 @@ from lightning_pfl.core.tree import (
     select,
     tmap,
 )
-from lightning_pfl.methods.base import OWN, Local, Method
+from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method
 from lightning_pfl.methods.support import memory
 
 Relationship = Literal["spread", "asrun", "none"]
@@ -44,11 +44,11 @@ def penalty_gradient(
     if relationship == "none":
         return model
 
-    def spread(own: Tensor, rest: Tensor) -> Tensor:
-        return 2 * own - per_client(share, own) * (own + rest)
+    def spread(client_state: Tensor, rest: Tensor) -> Tensor:
+        return 2 * client_state - per_client(share, client_state) * (client_state + rest)
 
-    def as_run(own: Tensor, rest: Tensor) -> Tensor:
-        return own + per_client((1 - share) ** 2, own) * (own + rest)
+    def as_run(client_state: Tensor, rest: Tensor) -> Tensor:
+        return client_state + per_client((1 - share) ** 2, client_state) * (client_state + rest)
 
     return tmap(spread if relationship == "spread" else as_run, model, others)
 
@@ -95,7 +95,7 @@ class FedMTL(Method):
     """
 
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
-    held: ClassVar[str] = OWN
+    model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(
         self,
@@ -111,17 +111,17 @@ class FedMTL(Method):
         self.regularization = regularization
         self.relationship: Relationship = relationship
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that at 0 this is another method."""
         return [] if self.regularization else ["regularization=0 makes FedMTL LocalOnly."]
 
     def init_server(self, model: Model) -> Tree:
         """Every client's parameters, which begin alike."""
-        row = select(model, self.layout.trainable)
+        row = select(model, self.parameter_split.trainable)
         memory.require_rows(type(self).__name__, self.num_clients, row)
         return {"models": repeat(row, self.num_clients)}
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """The whole model."""
         return {"model": model}
 
@@ -136,29 +136,29 @@ class FedMTL(Method):
         cohort = rows(server["models"], self._known(info, server["models"]))
         return {"others": tmap(lambda leaf: leaf.sum(0) - leaf, cohort)}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Go on with the own model."""
-        device = next(iter(own["model"].values())).device
-        return {"model": own["model"], "share": info.weights.to(device), **received}
+        device = next(iter(client_state["model"].values())).device
+        return {"model": client_state["model"], "share": info.weights.to(device), **received}
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """A step on the gradients of loss and penalty."""
         model = state["model"]
-        grads = local.grad(model, batch)
+        grads = client.grad(model, minibatches)
         if self.regularization:
             trained = select(model, grads)
             pull = penalty_gradient(
                 trained, state.get("others", {}), state["share"], self.relationship
             )
             grads = add(grads, tmap(lambda leaf: 2 * self.regularization * leaf, pull))
-        return {**state, "model": local.update(model, grads)}
+        return {**state, "model": client.update(model, grads)}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the parameters, keep the model."""
         model = state["model"]
-        return {"model": select(model, self.layout.trainable)}, {"model": model}
+        return {"model": select(model, self.parameter_split.trainable)}, {"model": model}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Store what came; nothing is averaged."""

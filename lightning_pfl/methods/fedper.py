@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.methods.base import Method, Weighting, say_split
 
 
@@ -22,8 +22,8 @@ class FedPer(Method):
         weighting: ``"samples"`` (:math:`p_k = N_k / \sum N_j`) or ``"uniform"``.
 
     State:
-        server: ``model``, the shared part. own: ``model``, the personal part; each leaf ``(clients,
-            *shape)``.
+        server: ``model``, the shared part. client_state: ``model``, the personal part; each leaf
+            ``(clients, *shape)``.
 
     Deviation from the paper: the split is by name, the personal part need not be the last layers.
 
@@ -38,7 +38,7 @@ class FedPer(Method):
 
     def __init__(
         self,
-        personal: Spec = "head",
+        personal: ParameterSpec = "head",
         local_epochs: int | None = 1,
         local_steps: int | None = None,
         weighting: Weighting = "samples",
@@ -46,6 +46,6 @@ class FedPer(Method):
         super().__init__(local_epochs, local_steps, weighting)
         self.personal = personal
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say where the split leaves another method."""
-        return say_split("FedPer", layout, "FedAvg", "LocalOnly")
+        return say_split("FedPer", parameter_split, "FedAvg", "LocalOnly")

@@ -6,9 +6,9 @@ from typing import Any
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree
-from lightning_pfl.methods.base import Local, Method, Weighting
+from lightning_pfl.methods.base import LocalStep, Method, Weighting
 from lightning_pfl.solvers.proximal import pull
 
 
@@ -57,17 +57,17 @@ class FedProx(Method):
         check_number("prox_weight", prox_weight, advice)
         self.prox_weight = prox_weight
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Start at the received model, which stays the anchor."""
         return {"model": dict(received["model"]), "anchor": received["model"]}
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Step on the loss's gradient plus the pull."""
-        grads = local.grad(state["model"], batch)
+        grads = client.grad(state["model"], minibatches)
         if self.prox_weight:
             grads = pull(grads, state["model"], state["anchor"], self.prox_weight)
-        return {**state, "model": local.update(state["model"], grads)}
+        return {**state, "model": client.update(state["model"], grads)}
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that without the pull this is another method."""
         return [] if self.prox_weight else ["prox_weight=0 makes FedProx FedAvg."]

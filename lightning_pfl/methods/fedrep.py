@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_pfl.core.checks import check_budget, check_number
-from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.methods.base import Method, Phase, Weighting, say_split
 
 
@@ -35,7 +35,8 @@ class FedRep(Method):
             in Algorithm 1. The two coincide for clients of equal size.
 
     State:
-        server: ``model``, the body. own: ``model``, the head; each leaf ``(clients, *shape)``.
+        server: ``model``, the body. client_state: ``model``, the head; each leaf ``(clients,
+            *shape)``.
 
     Deviation from the paper: Algorithm 1 updates the body by a single step; the default is one
     epoch, as in its experiments. Each phase has a fresh optimizer, the released code shares one
@@ -52,7 +53,7 @@ class FedRep(Method):
 
     def __init__(
         self,
-        personal: Spec = "head",
+        personal: ParameterSpec = "head",
         head_epochs: int | None = 10,
         body_epochs: int | None = 1,
         head_steps: int | None = None,
@@ -77,8 +78,8 @@ class FedRep(Method):
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """First the head, then the body."""
-        head = sorted(self.layout.personal)
-        body = sorted(self.layout.shared)
+        head = sorted(self.parameter_split.personal)
+        body = sorted(self.parameter_split.shared)
         return (
             Phase(
                 head, epochs=self.head_epochs, steps=self.head_steps, lr=self.head_lr, name="head"
@@ -88,11 +89,11 @@ class FedRep(Method):
             ),
         )
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say where the split leaves another method."""
         return say_split(
             "FedRep",
-            layout,
+            parameter_split,
             "FedAvg, of the length of the body phase",
             "local training of the length of the head phase",
         )

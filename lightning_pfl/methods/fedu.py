@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number
-from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, per_client, put_rows, repeat, select, tmap
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.graphs.messages import Exchange, Inbox, Postman
-from lightning_pfl.methods.base import OWN, Method
+from lightning_pfl.graphs.messages import Exchange, PeerExchange, ReceivedMessages
+from lightning_pfl.methods.base import PER_CLIENT, Method
 from lightning_pfl.methods.support import memory
 
 MIX = Exchange("models", "sum")
@@ -52,8 +52,8 @@ class FedU(Method):
 
     State:
         server: ``models``, every client's last model, each leaf ``(num_clients, *shape)``; empty
-        where decentralized. own: ``model``, the buffers, where decentralized the whole model; each
-        leaf ``(clients, *shape)``.
+        where decentralized. client_state: ``model``, the buffers, where decentralized the whole
+        model; each leaf ``(clients, *shape)``.
 
     Deviation from the paper: :math:`R` counts epochs where local work is given in epochs, as in the
     authors' code.
@@ -67,10 +67,10 @@ class FedU(Method):
         with Laplacian regularization. 2021. arXiv:2102.07148, Algorithms 1 and 2.
     """
 
-    idle_take_part: ClassVar[bool] = True
+    include_clients_without_data: ClassVar[bool] = True
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
     state_settings: ClassVar[tuple[str, ...]] = ("decentralized",)
-    held: ClassVar[str] = OWN
+    model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(
         self,
@@ -94,18 +94,22 @@ class FedU(Method):
         self.decentralized, self.lap_factor = decentralized, lap_factor
         self._warned = False
 
-    def resolve_personal(self, layout: Layout) -> Spec:
+    def resolve_personal(self, parameter_split: ParameterSplit) -> ParameterSpec:
         """The buffers; all of the model where there is no server."""
-        return "all" if self.decentralized else sorted(layout.buffers)
+        return "all" if self.decentralized else sorted(parameter_split.buffers)
 
     def bind(
-        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+        self,
+        parameter_split: ParameterSplit,
+        num_clients: int,
+        seed: int,
+        num_samples: Tensor | None = None,
     ) -> None:
         """Find the neighbours."""
-        super().bind(layout, num_clients, seed, num_samples)
+        super().bind(parameter_split, num_clients, seed, num_samples)
         self.graph = resolve_graph(self.given_graph, num_clients, seed)
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that at 0 this is another method."""
         return [] if self.regularization else ["regularization=0 makes FedU LocalOnly."]
 
@@ -132,7 +136,7 @@ class FedU(Method):
         """Every client's parameters, which begin alike."""
         if self.decentralized:
             return {}
-        row = select(model, self.layout.shared)
+        row = select(model, self.parameter_split.shared)
         memory.require_rows(type(self).__name__, self.num_clients, row)
         return {"models": repeat(row, self.num_clients)}
 
@@ -155,9 +159,9 @@ class FedU(Method):
 
     # --- a client's round ---
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Go on with the own model."""
-        return {"model": {**own["model"], **received.get("model", {})}}
+        return {"model": {**client_state["model"], **received.get("model", {})}}
 
     # --- the combination ---
 
@@ -167,7 +171,7 @@ class FedU(Method):
             return server
         models = uploads["model"]
         device = next(iter(models.values())).device
-        inbox = Postman(self.graph, info.index, device).deliver(MIX, models)
+        inbox = PeerExchange(self.graph, info.index, device).deliver(MIX, models)
         mixed = self._mixed(models, inbox, info)
         return {"models": put_rows(server["models"], info.index, mixed)}
 
@@ -175,21 +179,23 @@ class FedU(Method):
         """Where there is no server, neighbours send each other their models."""
         return (MIX,) if self.decentralized else ()
 
-    def send(self, exchange: str, own: Tree, info: ClientInfo) -> Tree:
+    def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
         """The model after local training."""
-        return select(own["model"], self.layout.trainable)
+        return select(client_state["model"], self.parameter_split.trainable)
 
-    def receive(self, exchange: str, own: Tree, inbox: Inbox, info: ClientInfo) -> Tree:
+    def receive(
+        self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
+    ) -> Tree:
         """The combination, on the client."""
-        model = own["model"]
-        mine = select(model, self.layout.trainable)
+        model = client_state["model"]
+        mine = select(model, self.parameter_split.trainable)
         return {"model": {**model, **self._mixed(mine, inbox, info)}}
 
-    def _mixed(self, models: Model, inbox: Inbox, info: ClientInfo) -> Model:
+    def _mixed(self, models: Model, inbox: ReceivedMessages, info: ClientInfo) -> Model:
         step, degrees = self.step(info), inbox.weights.sum(1)
 
-        def pull(own: Tensor, others: Tensor) -> Tensor:
-            return own - step * (per_client(degrees, own) * own - others)
+        def pull(client_state: Tensor, others: Tensor) -> Tensor:
+            return client_state - step * (per_client(degrees, client_state) * client_state - others)
 
         mixed: Model = tmap(pull, models, inbox.messages)
         return mixed

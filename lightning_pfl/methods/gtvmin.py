@@ -10,11 +10,11 @@ from torch import Tensor
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, check_number
-from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, flat, select, sub, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.graphs.messages import Exchange, Inbox
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
+from lightning_pfl.methods.base import LocalStep, Method, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -97,8 +97,9 @@ class GTVMin(WatchedPull, Method):
             degree / step_ratio) < 2``.
 
     State:
-        own: ``model``, the whole model; ``duals``, the own sign of :math:`u_e`, ``(clients, slots,
-        d)``; ``pull``, their sum, ``(clients, d)``; both over the trainable parameters.
+        client_state: ``model``, the whole model; ``duals``, the own sign of :math:`u_e`,
+        ``(clients, slots, d)``; ``pull``, their sum, ``(clients, d)``; both over the trainable
+        parameters.
 
     Deviation from the paper: with ``"optimizer"``, its inexact update, the number of gradient steps
     is fixed. Edges with an end that is not in the cohort keep their dual; the paper is synchronous.
@@ -117,8 +118,8 @@ class GTVMin(WatchedPull, Method):
         Algorithm 1.
     """
 
-    personal: Spec = "all"
-    idle_take_part: ClassVar[bool] = True
+    personal: ParameterSpec = "all"
+    include_clients_without_data: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("duals",)
 
     def __init__(
@@ -143,10 +144,14 @@ class GTVMin(WatchedPull, Method):
         self.local_solver: LocalSolver = local_solver
 
     def bind(
-        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+        self,
+        parameter_split: ParameterSplit,
+        num_clients: int,
+        seed: int,
+        num_samples: Tensor | None = None,
     ) -> None:
         """Find the neighbours."""
-        super().bind(layout, num_clients, seed, num_samples)
+        super().bind(parameter_split, num_clients, seed, num_samples)
         self.graph = resolve_graph(self.given_graph, num_clients, seed)
         # One over tau.
         self.pulls = self.graph.mask.sum(1).clamp_min(1).double() / self.step_ratio
@@ -161,9 +166,9 @@ class GTVMin(WatchedPull, Method):
 
     # --- a client's round ---
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """The whole model; no edge pulls yet."""
-        theta = flat(expand(model, 1), self.layout.trainable)[0]
+        theta = flat(expand(model, 1), self.parameter_split.trainable)[0]
         slots = self.graph.mask.shape[1]
         memory.require(
             COPIES * self.num_clients * slots * theta.numel() * theta.element_size(),
@@ -176,27 +181,27 @@ class GTVMin(WatchedPull, Method):
         duals = theta.new_zeros(()).expand(slots, len(theta))
         return {"model": model, "pull": torch.zeros_like(theta), "duals": duals}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """The primal update's problem."""
-        model = own["model"]
-        last = select(model, self.layout.trainable)
-        strength = self.pulls[info.index.clamp_max(self.num_clients - 1)].to(own["pull"])
-        shift = own["pull"] / strength.unsqueeze(1)
-        center = sub(last, unflat(shift, last, self.layout.trainable))
+        model = client_state["model"]
+        last = select(model, self.parameter_split.trainable)
+        strength = self.pulls[info.index.clamp_max(self.num_clients - 1)].to(client_state["pull"])
+        shift = client_state["pull"] / strength.unsqueeze(1)
+        center = sub(last, unflat(shift, last, self.parameter_split.trainable))
         return proximal_state(model, center, strength)
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """A step of the primal update, or all of it."""
-        return proximal_step(state, batch, local, self.local_solver)
+        return proximal_step(state, minibatches, client, self.local_solver)
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Keep the model, and the last one for the message."""
-        last = flat(own["model"], self.layout.trainable)
+        last = flat(client_state["model"], self.parameter_split.trainable)
         idle = without_data(self.phases(info.round), info.steps)
         model = proximal_result(state, idle)
-        return {"model": {}}, {"model": model, "pull": own["pull"], "last": last}
+        return {"model": {}}, {"model": model, "pull": client_state["pull"], "last": last}
 
     # --- messages ---
 
@@ -204,17 +209,19 @@ class GTVMin(WatchedPull, Method):
         """One, after local training, the same for all neighbours."""
         return (Exchange("models", "all"),)
 
-    def send(self, exchange: str, own: Tree, info: ClientInfo) -> Tree:
+    def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
         """The extrapolated model."""
-        now = flat(own["model"], self.layout.trainable)
-        return {"ahead": 2 * now - own.get("last", now)}
+        now = flat(client_state["model"], self.parameter_split.trainable)
+        return {"ahead": 2 * now - client_state.get("last", now)}
 
-    def receive(self, exchange: str, own: Tree, inbox: Inbox, info: ClientInfo) -> Tree:
+    def receive(
+        self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
+    ) -> Tree:
         """The dual update of the edges whose other end takes part."""
-        duals, weights = own["duals"], inbox.weights
+        duals, weights = client_state["duals"], inbox.weights
         ahead = inbox.sent["ahead"].unsqueeze(1) - inbox.messages["ahead"]
         step = 0.5 / self.step_ratio
         bound = self.regularization * weights
         moved = dual_update(duals + step * ahead, bound, self.norm, step)
         duals = torch.where((weights > 0).unsqueeze(2), moved, duals)
-        return {"model": own["model"], "duals": duals, "pull": duals.sum(1)}
+        return {"model": client_state["model"], "duals": duals, "pull": duals.sum(1)}

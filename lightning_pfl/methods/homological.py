@@ -12,11 +12,11 @@ from lightning_pfl.contract.callback import require_federation
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number
-from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.graphs.messages import Exchange, Inbox
-from lightning_pfl.methods.base import Local, Method
+from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
+from lightning_pfl.methods.base import LocalStep, Method
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.sheaf import pulled, warn_of_saddle
 from lightning_pfl.solvers.sheaf import Maps, Restrictions, check_maps, disagreement, lift
@@ -61,7 +61,7 @@ class HomologicalConstraints(Method):
             the round's beginning in all steps.
 
     State:
-        own: ``model``, the whole model; ``dual``, :math:`y`, ``(clients, d_i)``; ``maps``,
+        client_state: ``model``, the whole model; ``dual``, :math:`y`, ``(clients, d_i)``; ``maps``,
         ``(clients, slots, width, d_i)``, unless they are the identity.
 
     Deviation from the paper: its continuous dynamics are discretised by steps in turn, with
@@ -79,8 +79,8 @@ class HomologicalConstraints(Method):
         2019. arXiv:1907.02105, section V.
     """
 
-    personal: Spec = "all"
-    idle_take_part: ClassVar[bool] = True
+    personal: ParameterSpec = "all"
+    include_clients_without_data: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("maps",)
 
     def __init__(
@@ -105,10 +105,14 @@ class HomologicalConstraints(Method):
         self._warned = False
 
     def bind(
-        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+        self,
+        parameter_split: ParameterSplit,
+        num_clients: int,
+        seed: int,
+        num_samples: Tensor | None = None,
     ) -> None:
         """Find the neighbours and the maps."""
-        super().bind(layout, num_clients, seed, num_samples)
+        super().bind(parameter_split, num_clients, seed, num_samples)
         self.graph = resolve_graph(self.given_graph, num_clients, seed)
         self.sheaf = Restrictions.plan(
             self.graph,
@@ -121,9 +125,9 @@ class HomologicalConstraints(Method):
 
     # --- state ---
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """The whole model, multipliers of zero, and the maps if they are kept."""
-        theta = flat(expand(model, 1), self.layout.trainable)[0]
+        theta = flat(expand(model, 1), self.parameter_split.trainable)[0]
         maps = self.sheaf.empty(theta)
         if maps:
             memory.require(
@@ -134,9 +138,9 @@ class HomologicalConstraints(Method):
             )
         return {"model": model, "dual": torch.zeros_like(theta), **maps}
 
-    def init_own_rows(self, own: Tree, model: Model, info: ClientInfo) -> Tree:
+    def init_client_state_rows(self, client_state: Tree, model: Model, info: ClientInfo) -> Tree:
         """The maps, which differ from edge to edge."""
-        return self.sheaf.filled(own, info.index)
+        return self.sheaf.filled(client_state, info.index)
 
     # --- a client's round ---
 
@@ -144,20 +148,25 @@ class HomologicalConstraints(Method):
         """Projections for the step of the models, and for that of the multipliers."""
         return Exchange("models", "each", "before"), Exchange("multipliers", "each", "after")
 
-    def send(self, exchange: str, own: Tree, info: ClientInfo) -> Tree:
+    def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
         """Projections to the space of each edge."""
-        x = flat(own["model"], self.layout.trainable)
-        sent = self.penalty * x + own["dual"] if exchange == "models" else x
-        return {"projection": self.sheaf.project(sent, own, info.index)}
+        x = flat(client_state["model"], self.parameter_split.trainable)
+        sent = self.penalty * x + client_state["dual"] if exchange == "models" else x
+        return {"projection": self.sheaf.project(sent, client_state, info.index)}
 
-    def receive(self, exchange: str, own: Tree, inbox: Inbox, info: ClientInfo) -> Tree:
+    def receive(
+        self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
+    ) -> Tree:
         """The Laplacian times what was sent: the pull, or the step of the multipliers."""
         ours, theirs = inbox.sent["projection"], inbox.messages["projection"]
         residual = disagreement(ours, theirs, inbox.weights)
-        product = lift(residual, own.get("maps"), own["dual"].shape[1])
+        product = lift(residual, client_state.get("maps"), client_state["dual"].shape[1])
         if exchange == "models":
-            return {**own, "pull": unflat(product, own["model"], self.layout.trainable)}
-        return {**own, "dual": own["dual"] + self.step_at(info) * product}
+            return {
+                **client_state,
+                "pull": unflat(product, client_state["model"], self.parameter_split.trainable),
+            }
+        return {**client_state, "dual": client_state["dual"] + self.step_at(info) * product}
 
     def step_at(self, info: ClientInfo) -> float:
         """:math:`h`."""
@@ -167,23 +176,23 @@ class HomologicalConstraints(Method):
         """An edge's message has as many numbers as its space has dimensions."""
         return self.sheaf.nbytes(sent["projection"], info.index)
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Go on with the own model, and the pull of the neighbours if there is one."""
-        return {name: own[name] for name in ("model", "pull") if name in own}
+        return {name: client_state[name] for name in ("model", "pull") if name in client_state}
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """A step on the gradient of the loss and the pull."""
-        grads = local.grad(state["model"], batch)
+        grads = client.grad(state["model"], minibatches)
         if "pull" in state:
             grads = {name: grad + state["pull"][name] for name, grad in grads.items()}
-        return {**state, "model": local.update(state["model"], grads)}
+        return {**state, "model": client.update(state["model"], grads)}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Keep the model and the multipliers."""
         idle = without_data(self.phases(info.round), info.steps)
-        return {"model": {}}, {"model": pulled(state, idle, info), "dual": own["dual"]}
+        return {"model": {}}, {"model": pulled(state, idle, info), "dual": client_state["dual"]}
 
     # --- what is watched ---
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_pfl._lightning import copy_apart
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, check_whole
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, Tree, select, tmap, whole_nbytes
-from lightning_pfl.methods.base import CLUSTER, Local, Method, Phase, Weighting
+from lightning_pfl.methods.base import PER_CLUSTER, LocalStep, Method, Phase, Weighting
 from lightning_pfl.solvers.clusters import cluster_means
 
 Averaging = Literal["models", "gradients"]
@@ -65,7 +65,7 @@ class IFCA(Method):
         server, for :math:`S` = ``restarts + 1`` sets: ``models``, each leaf ``(S * num_clusters,
         *shape)``; ``cluster``, every client's last choice among all of them, int64
         ``(num_clients,)``, -1 before the first; with restarts ``trial_loss``, float64 ``(S,)``.
-        own: ``cluster``, int64 ``(clients,)``.
+        client_state: ``cluster``, int64 ``(clients,)``.
 
     Deviation from the paper: none in a round. A client that has not chosen among the set in use is
     evaluated with the model that most clients have chosen. The paper begins anew on its synthetic
@@ -82,7 +82,7 @@ class IFCA(Method):
 
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"cluster": 1})
     state_settings: ClassVar[tuple[str, ...]] = ("num_clusters", "restarts", "trial_rounds")
-    held: ClassVar[str] = CLUSTER
+    model_scope: ClassVar[str] = PER_CLUSTER
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class IFCA(Method):
         self.num_clusters, self.initial = num_clusters, initial
         self.averaging: Averaging = averaging
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that one cluster is another method, and which rounds are trials."""
         if self.restarts:
             last = self._sets * self.trial_rounds - 1
@@ -127,9 +127,9 @@ class IFCA(Method):
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """A pass that measures, where there is a choice; then local training, or one gradient."""
-        choose = (Phase(epochs=1, name=CHOICE, measure=True),) if self._count > 1 else ()
+        choose = (Phase(epochs=1, name=CHOICE, evaluate_only=True),) if self._count > 1 else ()
         if self.averaging == "gradients":
-            return (*choose, Phase("all", steps=1, whole=True, name="gradient"))
+            return (*choose, Phase("all", steps=1, full_batch=True, name="gradient"))
         return (*choose, Phase("all", epochs=self.local_epochs, steps=self.local_steps))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -148,7 +148,7 @@ class IFCA(Method):
     def init_server(self, model: Model) -> Tree:
         """Different models, and no choices."""
         device = next(iter(model.values())).device
-        shared = [select(each, self.layout.shared) for each in self._starts(model)]
+        shared = [select(each, self.parameter_split.shared) for each in self._starts(model)]
         names = list(shared[0])
         server: Tree = {
             "models": {name: torch.stack([each[name] for each in shared]) for name in names},
@@ -159,7 +159,7 @@ class IFCA(Method):
             server["trial_loss"] = unknown
         return server
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """No choice yet."""
         device = next(iter(model.values())).device
         return {"cluster": torch.full((), -1, dtype=torch.int64, device=device)}
@@ -188,7 +188,7 @@ class IFCA(Method):
 
     def _drawn(self, model: Model, number: int) -> Model:
         """A model whose layers are drawn anew."""
-        module: Any = copy_apart(self.layout.module)
+        module: Any = copy_apart(self.parameter_split.module)
         with seeded(derive(self.seed, "cluster", number)), torch.no_grad():
             reached = set()
             for prefix, layer in module.named_modules():
@@ -198,7 +198,7 @@ class IFCA(Method):
                         f"{prefix}.{name}" if prefix else name for name in layer.state_dict()
                     }
             drawn = {name: module.state_dict()[name].to(leaf) for name, leaf in model.items()}
-            for name in self.layout.trainable:
+            for name in self.parameter_split.trainable:
                 if name not in reached:
                     leaf = model[name]
                     drawn[name] = leaf + leaf.square().mean().sqrt() * torch.randn_like(leaf)
@@ -237,9 +237,9 @@ class IFCA(Method):
         size = whole_nbytes(server["models"]) // self._sets
         return torch.full((len(info),), size, dtype=torch.int64)
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """The first model, before any is measured."""
-        first = torch.zeros_like(own["cluster"])
+        first = torch.zeros_like(client_state["cluster"])
         losses = torch.zeros(len(first), self.num_clusters, dtype=torch.float64)
         model = pick(received["models"], first)
         state = {
@@ -251,16 +251,18 @@ class IFCA(Method):
         if self.restarts:
             state["measured"] = torch.zeros_like(state["losses"][:, 0])
         if self.averaging == "gradients":
-            state["gradient"] = tmap(torch.zeros_like, select(model, self.layout.trainable))
+            state["gradient"] = tmap(
+                torch.zeros_like, select(model, self.parameter_split.trainable)
+            )
         return state
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Measure all models on a minibatch, and take the best so far; or train the chosen one."""
-        if local.phase == CHOICE:
+        if client.phase == CHOICE:
             losses = []
             for number in range(self.num_clusters):
                 model = tmap(lambda leaf, j=number: leaf[:, j], state["models"])
-                loss, count = local.loss(model, batch)
+                loss, count = client.loss(model, minibatches)
                 losses.append(loss * count)
             total = state["losses"] + torch.stack(losses, 1)
             # argmin takes NaN for the smallest: a model that overflows on a client is no choice.
@@ -269,12 +271,18 @@ class IFCA(Method):
             if self.restarts:
                 chosen["measured"] = state["measured"] + count
             return {**state, "losses": total, **chosen}
-        if local.phase == "gradient":
-            return {**state, "gradient": {**state["gradient"], **local.grad(state["model"], batch)}}
-        return {**state, "model": local.update(state["model"], local.grad(state["model"], batch))}
+        if client.phase == "gradient":
+            return {
+                **state,
+                "gradient": {**state["gradient"], **client.grad(state["model"], minibatches)},
+            }
+        return {
+            **state,
+            "model": client.update(state["model"], client.grad(state["model"], minibatches)),
+        }
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the trained model, or the gradient, and the choice."""
         sent = state["gradient"] if self.averaging == "gradients" else state["model"]
@@ -318,10 +326,10 @@ class IFCA(Method):
 
     # --- what is evaluated and handed out ---
 
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+    def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
         """The model of the client's last choice."""
-        chosen = own["cluster"] - received["first"]
-        known = (own["cluster"] >= 0) & (chosen >= 0) & (chosen < self.num_clusters)
+        chosen = client_state["cluster"] - received["first"]
+        known = (client_state["cluster"] >= 0) & (chosen >= 0) & (chosen < self.num_clusters)
         return pick(received["models"], torch.where(known, chosen, received["popular"]))
 
     def global_model(self, server: Tree) -> Model | None:

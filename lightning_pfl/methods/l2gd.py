@@ -10,10 +10,10 @@ import torch
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number, is_number
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, Tree, floats, weighted_mean
-from lightning_pfl.methods.base import OWN, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, Method, Phase
 from lightning_pfl.solvers.proximal import towards
 
 
@@ -45,8 +45,8 @@ class L2GD(Method):
 
     State:
         server: ``model``, the mean of the last upload, and which clients are ``informed`` of it,
-        bool ``(num_clients,)``. own: ``model``, the :math:`x_i`, and ``mean``, the :math:`\bar x`
-        last received; each leaf ``(clients, *shape)``.
+        bool ``(num_clients,)``. client_state: ``model``, the :math:`x_i`, and ``mean``, the
+        :math:`\bar x` last received; each leaf ``(clients, *shape)``.
 
     Deviation from the paper: where only some clients take part in a round, the mean is that of
     those who did in the round before, and is sent again to clients that don't know it.
@@ -61,7 +61,7 @@ class L2GD(Method):
     """
 
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"informed": 1})
-    held: ClassVar[str] = OWN
+    model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class L2GD(Method):
         uniform = derive(self.seed, "coin", round) / 2**63
         return uniform >= 1 - self.aggregation_probability
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that at 0 this is another method."""
         return [] if self.mixing_weight else ["mixing_weight=0 makes L2GD LocalOnly."]
 
@@ -99,7 +99,7 @@ class L2GD(Method):
         """The mean of models that are all alike, which everybody knows."""
         return {"model": model, "informed": torch.ones(self.num_clients, dtype=torch.bool)}
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """A model, and the mean."""
         return {"model": model, "mean": model}
 
@@ -109,16 +109,16 @@ class L2GD(Method):
         silent = not self.aggregates(info.round) or bool(known.all())
         return {} if silent else {"mean": server["model"]}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Go on with the own model."""
-        return {"model": own["model"]}
+        return {"model": client_state["model"]}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Move towards the mean, or send the model if that is what comes next."""
         model: Model = state["model"]
-        mean: Model = received["mean"] if "mean" in received else own["mean"]
+        mean: Model = received["mean"] if "mean" in received else client_state["mean"]
         if self.aggregates(info.round):
             # Counters of batches stay.
             model = {**model, **towards(floats(model), mean, self._share(info.lr))}

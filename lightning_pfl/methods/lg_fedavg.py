@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.methods.base import Method, Weighting, say_split
 
 
@@ -23,8 +23,8 @@ class LGFedAvg(Method):
         weighting: ``"uniform"`` as in the released code, or ``"samples"``.
 
     State:
-        server: ``model``, the shared part. own: ``model``, the personal part; each leaf ``(clients,
-            *shape)``.
+        server: ``model``, the shared part. client_state: ``model``, the personal part; each leaf
+            ``(clients, *shape)``.
 
     Deviation from the paper: starts from the module's initial model; the released recipe first
     trains FedAvg for hundreds of rounds and starts all clients from that checkpoint (load one into
@@ -42,7 +42,7 @@ class LGFedAvg(Method):
 
     def __init__(
         self,
-        shared: Spec = "head",
+        shared: ParameterSpec = "head",
         local_epochs: int | None = 1,
         local_steps: int | None = None,
         weighting: Weighting = "uniform",
@@ -50,10 +50,13 @@ class LGFedAvg(Method):
         super().__init__(local_epochs, local_steps, weighting)
         self.shared = shared
 
-    def resolve_personal(self, layout: Layout) -> Spec:
+    def resolve_personal(self, parameter_split: ParameterSplit) -> ParameterSpec:
         """Everything that :attr:`shared` does not name."""
-        return sorted(set(layout.names) - layout.match(self.shared, "shared")) or None
+        return (
+            sorted(set(parameter_split.names) - parameter_split.match(self.shared, "shared"))
+            or None
+        )
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say where the split leaves another method."""
-        return say_split("LGFedAvg", layout, "FedAvg", "LocalOnly")
+        return say_split("LGFedAvg", parameter_split, "FedAvg", "LocalOnly")

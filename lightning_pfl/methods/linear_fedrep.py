@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
-from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, weighted_mean
-from lightning_pfl.methods.base import Local, Method, Phase, Weighting
+from lightning_pfl.methods.base import LocalStep, Method, Phase, Weighting
 from lightning_pfl.solvers.least_squares import (
     leading_eigenvectors,
     least_squares,
@@ -70,8 +70,8 @@ class LinearFedRep(RoundValues, Method):
     (10).
 
     Algorithm 2 takes fresh samples in every round: the data module
-    :class:`~lightning_pfl.data.FreshSamples` draws them. With any other the same samples serve in
-    all rounds, also for the moments.
+    :class:`~lightning_pfl.data.FreshDataModule` draws them. With any other the same samples serve
+    in all rounds, also for the moments.
 
     Theorem 1 wants :math:`\eta \le 1 / (4 \bar\sigma_{\max}^2)`, where :math:`\bar\sigma_{\max}` is
     the largest singular value of the cohort's heads :math:`W / \sqrt{|S|}`. Each round logs
@@ -95,9 +95,9 @@ class LinearFedRep(RoundValues, Method):
         weighting: ``"uniform"`` as in Algorithm 2, or ``"samples"``.
 
     State:
-        server: ``model``, :math:`B^\top`, ``(k, d)``. own: ``model``, the head :math:`w_i^\top`,
-        ``(clients, 1, k)``. Round 0 uploads ``moments``, the upper triangle of the symmetric
-        :math:`Z_i`: :math:`d (d + 1) / 2` numbers; the others :math:`B_i^\top`.
+        server: ``model``, :math:`B^\top`, ``(k, d)``. client_state: ``model``, the head
+        :math:`w_i^\top`, ``(clients, 1, k)``. Round 0 uploads ``moments``, the upper triangle of
+        the symmetric :math:`Z_i`: :math:`d (d + 1) / 2` numbers; the others :math:`B_i^\top`.
 
     Deviation from the paper: none with fresh samples. Its experiments (the authors' notebook) use
     the same samples in all rounds, another initialisation and steps of their own.
@@ -111,7 +111,7 @@ class LinearFedRep(RoundValues, Method):
         federated learning. ICML 2021. arXiv:2102.07078, Algorithm 2, equations 5 to 8, Theorem 1.
     """
 
-    personal: Spec = "head"
+    personal: ParameterSpec = "head"
 
     def __init__(
         self,
@@ -135,17 +135,21 @@ class LinearFedRep(RoundValues, Method):
         self._warned = False
 
     def bind(
-        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+        self,
+        parameter_split: ParameterSplit,
+        num_clients: int,
+        seed: int,
+        num_samples: Tensor | None = None,
     ) -> None:
         """Find the two matrices.
 
         Raises:
             MisconfigurationException: If the model isn't two matrices, the head's with one row.
         """
-        super().bind(layout, num_clients, seed, num_samples)
-        shapes = {name: tuple(leaf.shape) for name, leaf in layout.model().items()}
-        body, head = sorted(layout.shared), sorted(layout.personal)
-        fits = len(body) == len(head) == 1 and not layout.static
+        super().bind(parameter_split, num_clients, seed, num_samples)
+        shapes = {name: tuple(leaf.shape) for name, leaf in parameter_split.model().items()}
+        body, head = sorted(parameter_split.shared), sorted(parameter_split.personal)
+        fits = len(body) == len(head) == 1 and not parameter_split.static
         if not fits or shapes[head[0]] != (1, *shapes[body[0]][:1]) or len(shapes[body[0]]) != 2:
             found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
             raise MisconfigurationException(
@@ -162,52 +166,52 @@ class LinearFedRep(RoundValues, Method):
         """Whether a round is the method of moments."""
         return round == 0 and self.initialization == "moments"
 
-    def asks_everyone(self, round: int) -> bool:
+    def full_participation(self, round: int) -> bool:
         """All clients send their moments."""
         return self.finds_moments(round)
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """One step on all samples."""
         name = MOMENTS if self.finds_moments(round) else "local"
-        return (Phase("all", steps=1, whole=True, lr=self.body_lr, name=name),)
+        return (Phase("all", steps=1, full_batch=True, lr=self.body_lr, name=name),)
 
     # --- a client's round ---
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """The received body and the own head; a place for the moments in their round."""
-        state = super().client_init(received, own, info)
+        state = super().client_init(received, client_state, info)
         if not self.finds_moments(info.round):
             return state
         triangle = self._width * (self._width + 1) // 2
         return {**state, MOMENTS: state["model"][self._body].new_zeros(len(info), triangle)}
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """The moments; or a head, and a step of the body at this head."""
         model = state["model"]
-        x, y, real = self._samples(batch, local)
-        if local.phase == MOMENTS:
+        x, y, real = self._samples(minibatches, client)
+        if client.phase == MOMENTS:
             return {**state, MOMENTS: upper_triangle(moments(x, y, real))}
         body, head = model[self._body], model[self._head].squeeze(1)
         features = x @ body.mT
-        head = self._fitted(features, y, real, head, local)
+        head = self._fitted(features, y, real, head, client)
         left = residuals(features, y, head, real)
-        local.report(mean_product(left.unsqueeze(2), left, real).squeeze(1) / 2, batch)
+        client.report(mean_product(left.unsqueeze(2), left, real).squeeze(1) / 2, minibatches)
         gradient = head.unsqueeze(2) * mean_product(x, left, real).unsqueeze(1)
-        stepped = {self._body: body - local.lr * gradient, self._head: head.unsqueeze(1)}
+        stepped = {self._body: body - client.lr * gradient, self._head: head.unsqueeze(1)}
         return {**state, "model": {**model, **stepped}}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the moments or the body; keep the head."""
         if MOMENTS in state:
-            return {MOMENTS: state[MOMENTS]}, own
-        return super().client_final(received, own, state, info)
+            return {MOMENTS: state[MOMENTS]}, client_state
+        return super().client_final(received, client_state, state, info)
 
-    def _samples(self, batch: Any, local: Local) -> tuple[Tensor, Tensor, Tensor]:
+    def _samples(self, minibatches: Any, client: LocalStep) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs ``(clients, m, d)``, targets ``(clients, m)``, and which samples are real."""
-        (inputs, targets, *_), real = local.samples(batch)
-        like = self.layout.model()[self._body]
+        (inputs, targets, *_), real = client.samples(minibatches)
+        like = self.parameter_split.model()[self._body]
         x, y = inputs.flatten(2).to(like.dtype), targets.flatten(1).to(like.dtype)
         if x.shape[2] != self._width or y.shape != real.shape:
             raise ValueError(
@@ -218,26 +222,26 @@ class LinearFedRep(RoundValues, Method):
         return x, y, real
 
     def _fitted(
-        self, features: Tensor, y: Tensor, real: Tensor, head: Tensor, local: Local
+        self, features: Tensor, y: Tensor, real: Tensor, head: Tensor, client: LocalStep
     ) -> Tensor:
         """The new heads, ``(clients, k)``."""
         if self.head_solver == "exact":
             return least_squares(features, y, real, self.ridge)
-        rate = local.lr if self.head_lr is None else self.head_lr
+        rate = client.lr if self.head_lr is None else self.head_lr
         for _ in range(self.head_steps):
             left = residuals(features, y, head, real)
             head = head - rate * mean_product(features, left, real)
         return head
 
     def adaptation_step(
-        self, server: Tree, model: Model, batch: Any, local: Local, samples: Tensor
+        self, server: Tree, model: Model, minibatches: Any, client: LocalStep, samples: Tensor
     ) -> Model:
         """A new client's head, by least squares.
 
         Raises:
             ValueError: If the batch isn't all that the client has.
         """
-        x, y, real = self._samples(batch, local)
+        x, y, real = self._samples(minibatches, client)
         if bool((real.sum(1) < samples.to(real.device)).any()):
             raise ValueError(
                 "Expected a batch to hold all samples of a new client, whose head is solved for at "
@@ -270,9 +274,11 @@ class LinearFedRep(RoundValues, Method):
         index = round.info.index.cpu()[round.accepted]
         if self.finds_moments(round.number) or not len(index):
             return
-        part = federation.part(index)
-        mine = index[part.index]
-        heads = part.whole(federation.bank.gather(mine)["model"] if len(mine) else {})
+        shard = federation.shard(index)
+        mine = index[shard.index]
+        heads = shard.all_gather(
+            federation.client_states.gather(mine)["model"] if len(mine) else {}
+        )
         square, bound = step_bound(heads[self._head].flatten(1))
         self._values = {"fedrep/sigma_max_squared": square, "fedrep/step_bound": bound}
         rate = round.info.lr if self.body_lr is None else self.body_lr

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.methods.base import Method
 
 
@@ -20,7 +18,8 @@ class LocalOnly(Method):
         local_steps: Optimizer steps per round instead. Exactly one of the two.
 
     State:
-        own: ``model``, the whole model; each leaf ``(clients, *shape)``. The server holds nothing.
+        client_state: ``model``, the whole model; each leaf ``(clients, *shape)``. The server holds
+            nothing.
 
     Deviation from the paper: there is none of its own. As in every method, an optimizer begins anew
     in each round: with momentum or Adam, ``T`` rounds of ``E`` epochs aren't one training of ``T *
@@ -31,8 +30,11 @@ class LocalOnly(Method):
         5
     """
 
-    personal: Spec = "all"
-    everyone: ClassVar[bool] = True
+    personal: ParameterSpec = "all"
 
     def __init__(self, local_epochs: int | None = 1, local_steps: int | None = None) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
+
+    def full_participation(self, round: int) -> bool:
+        """Train all clients in every round: no client waits for a server."""
+        return True

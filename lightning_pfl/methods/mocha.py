@@ -16,9 +16,9 @@ from torch import Tensor
 from lightning_pfl.contract.callback import require_federation
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
-from lightning_pfl.methods.base import OWN, Local, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Phase
 from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
 
 Bound = Literal["common", "own"]
@@ -51,9 +51,9 @@ def aggregation_bound(relationship: Tensor, bound: Bound) -> Tensor:
             :math:`c_t = \rho \Sigma_{tt}`, with the largest :math:`\rho = c_t / \Sigma_{tt}` of all
             clients.
     """
-    own = relationship.abs().sum(1)
+    client_state = relationship.abs().sum(1)
     diagonal = relationship.diagonal()
-    return own if bound == "own" else (own / diagonal).amax() * diagonal
+    return client_state if bound == "own" else (client_state / diagonal).amax() * diagonal
 
 
 class MOCHA(Method):
@@ -99,8 +99,8 @@ class MOCHA(Method):
 
     State:
         server: ``dual_vectors``, the :math:`b_t`, ``(num_clients, outputs, features)``, and
-        ``relationship``, :math:`\Sigma`, ``(num_clients, num_clients)``. own: ``dual``, the
-        :math:`\alpha`, ``(clients, most samples of any client, outputs)``.
+        ``relationship``, :math:`\Sigma`, ``(num_clients, num_clients)``. client_state: ``dual``,
+        the :math:`\alpha`, ``(clients, most samples of any client, outputs)``.
 
     Deviation from the paper: the number of local steps is the same share for all clients, not drawn
     at random. A new client gets the mean of all weights.
@@ -117,7 +117,7 @@ class MOCHA(Method):
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
         {"dual_vectors": 1, "relationship": 2}
     )
-    held: ClassVar[str] = OWN
+    model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(
         self,
@@ -138,19 +138,28 @@ class MOCHA(Method):
         self.outer_iterations, self.inner_iterations = outer_iterations, inner_iterations
 
     def bind(
-        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+        self,
+        parameter_split: ParameterSplit,
+        num_clients: int,
+        seed: int,
+        num_samples: Tensor | None = None,
     ) -> None:
         """Require a linear model."""
-        super().bind(layout, num_clients, seed, num_samples)
-        shapes = {name: leaf.shape for name, leaf in layout.model().items()}
+        super().bind(parameter_split, num_clients, seed, num_samples)
+        shapes = {name: leaf.shape for name, leaf in parameter_split.model().items()}
         weights = [name for name, shape in shapes.items() if len(shape) == 2]
         biases = [name for name, shape in shapes.items() if len(shape) == 1]
         linear = len(weights) == 1 and len(biases) <= 1 and len(shapes) == len(weights + biases)
-        if not linear or layout.static or any(shapes[b] != shapes[weights[0]][:1] for b in biases):
+        if (
+            not linear
+            or parameter_split.static
+            or any(shapes[b] != shapes[weights[0]][:1] for b in biases)
+        ):
             raise MisconfigurationException(
                 "Expected a linear model, one weight matrix and at most one bias, as MOCHA solves "
                 f"a convex problem, but got {', '.join(shapes)} in "
-                f"{type(layout.module).__name__}. Use MLP([inputs, outputs]), or FedMTL for "
+                f"{type(parameter_split.module).__name__}. Use MLP([inputs, outputs]), or FedMTL "
+                "for "
                 "networks."
             )
         self._weight, self._bias = weights[0], biases[0] if biases else None
@@ -173,7 +182,7 @@ class MOCHA(Method):
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """One step on all samples."""
-        return (Phase("all", steps=1, whole=True),)
+        return (Phase("all", steps=1, full_batch=True),)
 
     def init_server(self, model: Model) -> Tree:
         """No weights yet, and no relationship."""
@@ -185,7 +194,7 @@ class MOCHA(Method):
             "relationship": identity / self.num_clients,
         }
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """A dual variable for each sample and output."""
         return {"dual": model[self._weight].new_zeros(self._longest, self._outputs)}
 
@@ -203,7 +212,7 @@ class MOCHA(Method):
         scale = torch.cat([scale, scale.mean(0, keepdim=True)])
         return {"weights": weights[at], "scale": scale[at]}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """The dual problem at the received weights."""
         weights = received["weights"]
         passes = math.ceil(self.local_fraction)
@@ -212,17 +221,17 @@ class MOCHA(Method):
             "weights": weights,
             "curvature": received["scale"] / self.regularization,
             "order": order.to(weights.device),
-            "dual": own["dual"],
+            "dual": client_state["dual"],
             "change": torch.zeros_like(weights),
         }
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Dual coordinate ascent; reports the hinge loss at the received weights."""
-        data, real = local.samples(batch)
+        data, real = client.samples(minibatches)
         x, y = self._problem(data[0], data[1], state["weights"])
         count = real.sum(1)
         losses = hinge(state["weights"], x, y).sum(2)
-        local.report(losses.where(real, 0).sum(1) / count, batch)
+        client.report(losses.where(real, 0).sum(1) / count, minibatches)
         steps = (self.local_fraction * count.double()).ceil().long()
         dual, change = coordinate_ascent(
             state["dual"],
@@ -237,7 +246,7 @@ class MOCHA(Method):
         return {**state, "dual": dual, "change": change}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the change of the dual vector, keep the dual variables."""
         return {"change": state["change"]}, {"dual": state["dual"]}
@@ -263,7 +272,7 @@ class MOCHA(Method):
         if not self._learns(round.number):
             return
         server = require_federation(trainer, self).server
-        silent = ~server["dual_vectors"].flatten(1).any(1).cpu() & self.learns.cpu()
+        silent = ~server["dual_vectors"].flatten(1).any(1).cpu() & self.has_training_data.cpu()
         if silent.any():
             rank_zero_warn(
                 f"MOCHA learned its relationship after round {round.number}, when "
@@ -272,7 +281,7 @@ class MOCHA(Method):
                 f"larger `inner_iterations` than {self.inner_iterations}."
             )
 
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+    def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
         """The client's weights, and its bias where the module has one."""
         weights = received["weights"]
         model = {self._weight: weights[..., : self._inputs]}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
-from lightning_pfl.methods.base import Local, Method, Phase, Weighting
+from lightning_pfl.methods.base import LocalStep, Method, Phase, Weighting
 
 Order = Literal["first", "hessian-free"]
 
@@ -46,8 +46,8 @@ class PerFedAvg(Method):
     one is plain SGD.
 
     Example:
-        >>> PerFedAvg(order="hessian-free", local_epochs=None, local_steps=10).phases(0)[0].draws
-        3
+        >>> PerFedAvg(order="hessian-free", local_epochs=None,
+        local_steps=10).phases(0)[0].batches_per_step 3
 
     References:
         Fallah, Mokhtari, Ozdaglar. Personalized federated learning with theoretical guarantees: a
@@ -73,34 +73,36 @@ class PerFedAvg(Method):
         self.inner_lr, self.order, self.difference = inner_lr, order, difference
         self.evaluation_steps = evaluation_steps
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that at 0 this is another method."""
         return [] if self.inner_lr else ["inner_lr=0 makes PerFedAvg FedAvg."]
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """Steps on two or three independent minibatches."""
         draws = 2 if self.order == "first" else 3
-        return (Phase("all", epochs=self.local_epochs, steps=self.local_steps, draws=draws),)
+        return (
+            Phase("all", epochs=self.local_epochs, steps=self.local_steps, batches_per_step=draws),
+        )
 
     def evaluation_phases(self) -> tuple[Phase, ...]:
         """The steps that personalize."""
         return (Phase("all", steps=self.evaluation_steps, lr=self.inner_lr, name="adaptation"),)
 
-    def evaluation_step(self, model: Model, batch: Any, local: Local) -> Model:
+    def evaluation_step(self, model: Model, minibatches: Any, client: LocalStep) -> Model:
         """The inner step: plain SGD, whatever the user's optimizer."""
-        return moved(model, local.grad(model, batch), -self.inner_lr)
+        return moved(model, client.grad(model, minibatches), -self.inner_lr)
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """A step of the user's optimizer on the gradient of the loss after the inner step."""
-        model, (support, query, *curvature) = state["model"], batch
-        adapted = moved(model, local.grad(model, support), -self.inner_lr)
-        grads = local.grad(adapted, query)
+        model, (support, query, *curvature) = state["model"], minibatches
+        adapted = moved(model, client.grad(model, support), -self.inner_lr)
+        grads = client.grad(adapted, query)
         if self.order == "hessian-free":
-            after = local.grad(moved(model, grads, self.difference), *curvature)
-            before = local.grad(moved(model, grads, -self.difference), *curvature)
+            after = client.grad(moved(model, grads, self.difference), *curvature)
+            before = client.grad(moved(model, grads, -self.difference), *curvature)
             share = self.inner_lr / (2 * self.difference)
             grads = {n: u - share * (after[n] - before[n]) for n, u in grads.items()}
-        return {**state, "model": local.update(model, grads)}
+        return {**state, "model": client.update(model, grads)}
 
 
 def moved(model: Model, direction: Model, length: float) -> Model:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number, check_whole
 from lightning_pfl.core.tree import Model, Tree, select, tmap, weighted_mean
-from lightning_pfl.methods.base import OWN, Local, Method, Weighting
+from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Weighting
 from lightning_pfl.solvers.proximal import pull, towards
 
 
@@ -36,8 +36,8 @@ class PFedMe(Method):
         weighting: ``"uniform"`` as in the paper, or ``"samples"`` as in the released code.
 
     State:
-        server: ``model``. own: ``personal``, the last :math:`\theta_k` with its buffers, for
-        evaluation; each leaf ``(clients, *shape)``.
+        server: ``model``. client_state: ``personal``, the last :math:`\theta_k` with its buffers,
+        for evaluation; each leaf ``(clients, *shape)``.
 
     Deviation from the paper: the released code adds a weight decay of 0.001 to the inner step, and
     lets clients that aren't sampled train as well; this doesn't. The inner problem begins at the
@@ -52,7 +52,7 @@ class PFedMe(Method):
         arXiv:2006.08848, Algorithm 1.
     """
 
-    held: ClassVar[str] = OWN
+    model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(
         self,
@@ -76,39 +76,39 @@ class PFedMe(Method):
         self.moreau_weight, self.inner_steps, self.inner_lr = moreau_weight, inner_steps, inner_lr
         self.server_mixing = server_mixing
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """A personal model that begins as the global one."""
         return {"personal": model}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Start both at the received model."""
         return {"model": dict(received["model"]), "personal": dict(received["model"])}
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Approach the minimiser, then step on the envelope's gradient."""
         model, personal = state["model"], state["personal"]
         for _ in range(self.inner_steps):
-            grads = pull(local.grad(personal, batch), personal, model, self.moreau_weight)
+            grads = pull(client.grad(personal, minibatches), personal, model, self.moreau_weight)
             step = tmap(lambda g, p: p.sub(g, alpha=self.inner_lr), grads, personal)
             personal = {**personal, **step}
-        trained = select(model, self.layout.trainable)
+        trained = select(model, self.parameter_split.trainable)
         envelope = tmap(lambda w, p: self.moreau_weight * (w - p), trained, personal)
-        return {"model": local.update(model, envelope), "personal": personal}
+        return {"model": client.update(model, envelope), "personal": personal}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the envelope's iterate, with the statistics of the model that saw the data."""
-        trained = select(state["model"], self.layout.trainable)
+        trained = select(state["model"], self.parameter_split.trainable)
         return {"model": {**state["personal"], **trained}}, {"personal": state["personal"]}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Move towards the mean by the server's mixing weight."""
         mean = weighted_mean(uploads["model"], info.weights)
-        old = select(server["model"], self.layout.trainable)
+        old = select(server["model"], self.parameter_split.trainable)
         return {"model": {**mean, **towards(old, mean, self.server_mixing)}}
 
-    def personal_model(self, received: Tree, own: Tree, info: ClientInfo) -> Model:
+    def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
         """The last minimiser."""
-        personal: Model = own["personal"]
+        personal: Model = client_state["personal"]
         return personal

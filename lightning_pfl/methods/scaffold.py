@@ -19,7 +19,7 @@ from lightning_pfl.core.tree import (
     tmap,
     weighted_mean,
 )
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import LocalStep, Method, Phase
 from lightning_pfl.solvers.proximal import towards
 
 Option = Literal["I", "II"]
@@ -49,8 +49,8 @@ class SCAFFOLD(Method):
         local_steps: Optimizer steps per round instead (:math:`K`). Exactly one of the two.
 
     State:
-        server: ``model``, and ``control``, the :math:`c`. own: ``control``, the :math:`c_k` of all
-        trainable parameters, each leaf ``(clients, *shape)``.
+        server: ``model``, and ``control``, the :math:`c`. client_state: ``control``, the
+        :math:`c_k` of all trainable parameters, each leaf ``(clients, *shape)``.
 
     Deviation from the paper: option II takes the mean of the steps' gradients :math:`g_k(y)`. For
     plain SGD that is the formula above; with momentum, weight decay or clipping the formula is
@@ -89,7 +89,7 @@ class SCAFFOLD(Method):
         """The global model and a control variate of zeros."""
         return {"model": model, "control": self._zeros(model)}
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """A control variate of zeros."""
         return {"control": self._zeros(model)}
 
@@ -97,9 +97,9 @@ class SCAFFOLD(Method):
         """The global model and the global control variate."""
         return {"model": server["model"], "control": server["control"]}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Start at the received model, with the correction ``c - c_k`` for the whole round."""
-        control = own["control"]
+        control = client_state["control"]
         return {
             "model": dict(received["model"]),
             "start": received["model"],
@@ -108,24 +108,24 @@ class SCAFFOLD(Method):
             "count": torch.zeros_like(info.weights, device=next(iter(control.values())).device),
         }
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """A corrected step; or, in the further pass, only the gradient at the received model."""
-        if local.phase == "control":
+        if client.phase == "control":
             # A copy of the dict: the pass must not write to the buffers of what was received.
-            grads = local.grad(dict(state["start"]), batch)
-            _, real = local.samples(batch)
+            grads = client.grad(dict(state["start"]), minibatches)
+            _, real = client.samples(minibatches)
             return self._collect(state, grads, real.sum(1).to(state["count"]))
-        grads = local.grad(state["model"], batch)
+        grads = client.grad(state["model"], minibatches)
         if self.option == "II":
             state = self._collect(state, grads, torch.ones_like(state["count"]))
         corrected = add(grads, state["correction"])
-        return {**state, "model": local.update(state["model"], corrected)}
+        return {**state, "model": client.update(state["model"], corrected)}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the model and the change of the control variate."""
-        control, count = own["control"], state["count"]
+        control, count = client_state["control"], state["count"]
         mean = scale(state["gradients"], 1 / count.clamp_min(1))
         # A client without a step has no gradient to go by.
         moved = tmap(lambda new, old: new.where(per_client(count, new) > 0, old), mean, control)
@@ -135,12 +135,14 @@ class SCAFFOLD(Method):
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Move the model by the mean change, the control variate by the sum over n."""
         mean = weighted_mean(uploads["model"], info.weights)
-        moved = towards(select(server["model"], self.layout.trainable), mean, self.server_lr)
+        moved = towards(
+            select(server["model"], self.parameter_split.trainable), mean, self.server_lr
+        )
         change = tmap(lambda leaf: leaf.sum(0) / info.num_clients, uploads["control_change"])
         return {"model": {**mean, **moved}, "control": add(server["control"], change)}
 
     def _zeros(self, model: Model) -> Model:
-        return tmap(torch.zeros_like, select(model, self.layout.trainable))
+        return tmap(torch.zeros_like, select(model, self.parameter_split.trainable))
 
     def _collect(self, state: Tree, grads: Model, weight: torch.Tensor) -> Tree:
         # A parameter that the loss doesn't reach has no gradient.

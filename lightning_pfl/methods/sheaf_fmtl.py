@@ -11,11 +11,11 @@ from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number
-from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.graphs.messages import Exchange, Inbox
-from lightning_pfl.methods.base import Local, Method
+from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
+from lightning_pfl.methods.base import LocalStep, Method
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.sheaf import measure, pulled, warn_of_divergence
 from lightning_pfl.solvers.sheaf import (
@@ -81,8 +81,8 @@ class SheafFMTL(RoundValues, Method):
         local_steps: Optimizer steps per round instead. Exactly one of the two.
 
     State:
-        own: ``model``, the whole model; ``maps``, ``(clients, slots, width, d_i)`` with the
-        width of the largest edge space and zeros beyond :math:`d_{ij}`. Identity maps that stay
+        client_state: ``model``, the whole model; ``maps``, ``(clients, slots, width, d_i)`` with
+        the width of the largest edge space and zeros beyond :math:`d_{ij}`. Identity maps that stay
         need no memory.
 
     Deviation from the paper: parameters are flattened, trainable ones only; buffers stay. Local
@@ -104,8 +104,8 @@ class SheafFMTL(RoundValues, Method):
         multi-task learning: a sheaf-theoretic approach. TMLR 2025. arXiv:2502.01145, Algorithm 1.
     """
 
-    personal: Spec = "all"
-    idle_take_part: ClassVar[bool] = True
+    personal: ParameterSpec = "all"
+    include_clients_without_data: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("maps",)
 
     def __init__(
@@ -138,10 +138,14 @@ class SheafFMTL(RoundValues, Method):
         self._warned: set[str] = set()
 
     def bind(
-        self, layout: Layout, num_clients: int, seed: int, num_samples: Tensor | None = None
+        self,
+        parameter_split: ParameterSplit,
+        num_clients: int,
+        seed: int,
+        num_samples: Tensor | None = None,
     ) -> None:
         """Find the neighbours and the dimensions of the edges' spaces."""
-        super().bind(layout, num_clients, seed, num_samples)
+        super().bind(parameter_split, num_clients, seed, num_samples)
         self.graph = resolve_graph(self.given_graph, num_clients, seed)
         found = Restrictions.plan(
             self.graph,
@@ -153,15 +157,15 @@ class SheafFMTL(RoundValues, Method):
         )
         self.sheaf = found.learned() if self.map_lr else found
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that at 0 this is another method."""
         return [] if self.regularization else ["regularization=0 makes SheafFMTL LocalOnly."]
 
     # --- state ---
 
-    def init_own(self, model: Model) -> Tree:
-        """The whole model, and the maps of a client's edges, which :meth:`init_own_rows` fills."""
-        theta = flat(expand(model, 1), self.layout.trainable)[0]
+    def init_client_state(self, model: Model) -> Tree:
+        """Return the model, and empty maps that :meth:`init_client_state_rows` fills."""
+        theta = flat(expand(model, 1), self.parameter_split.trainable)[0]
         maps = self.sheaf.empty(theta)
         if maps:
             memory.require(
@@ -173,9 +177,9 @@ class SheafFMTL(RoundValues, Method):
             )
         return {"model": model, **maps}
 
-    def init_own_rows(self, own: Tree, model: Model, info: ClientInfo) -> Tree:
+    def init_client_state_rows(self, client_state: Tree, model: Model, info: ClientInfo) -> Tree:
         """The first maps, which differ from edge to edge."""
-        return self.sheaf.filled(own, info.index)
+        return self.sheaf.filled(client_state, info.index)
 
     # --- a client's round ---
 
@@ -185,42 +189,52 @@ class SheafFMTL(RoundValues, Method):
         models = Exchange("models", "each", before)  # type: ignore[arg-type]
         return (models, Exchange("maps", "each", "after")) if self.map_lr else (models,)
 
-    def send(self, exchange: str, own: Tree, info: ClientInfo) -> Tree:
+    def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
         """The projection of the model to the space of each edge."""
-        theta = flat(own["model"], self.layout.trainable)
-        return {"projection": self.sheaf.project(theta, own, info.index)}
+        theta = flat(client_state["model"], self.parameter_split.trainable)
+        return {"projection": self.sheaf.project(theta, client_state, info.index)}
 
-    def receive(self, exchange: str, own: Tree, inbox: Inbox, info: ClientInfo) -> Tree:
+    def receive(
+        self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
+    ) -> Tree:
         """The pull of the neighbours, or the step on the maps."""
-        theta, maps = flat(own["model"], self.layout.trainable), own.get("maps")
+        theta, maps = (
+            flat(client_state["model"], self.parameter_split.trainable),
+            client_state.get("maps"),
+        )
         ours, theirs = inbox.sent["projection"], inbox.messages["projection"]
         residual = disagreement(ours, theirs, inbox.weights)
         if exchange == "maps":
             step = self.map_lr * self.regularization
-            return {**own, "maps": move_maps(own["maps"], residual, theta, step)}
+            return {**client_state, "maps": move_maps(client_state["maps"], residual, theta, step)}
         pull = self.regularization * lift(residual, maps, theta.shape[1])
         if self.laplacian == "combined":
-            return {**own, "pull": unflat(pull, own["model"], self.layout.trainable)}
-        moved = unflat(theta - info.lr * pull, own["model"], self.layout.trainable)
-        return {**own, "model": {**own["model"], **moved}}
+            return {
+                **client_state,
+                "pull": unflat(pull, client_state["model"], self.parameter_split.trainable),
+            }
+        moved = unflat(
+            theta - info.lr * pull, client_state["model"], self.parameter_split.trainable
+        )
+        return {**client_state, "model": {**client_state["model"], **moved}}
 
     def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor:
         """An edge's message has as many numbers as its space has dimensions."""
         return self.sheaf.nbytes(sent["projection"], info.index)
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Go on with the own model, and the pull of the neighbours if there is one."""
-        return {name: own[name] for name in ("model", "pull") if name in own}
+        return {name: client_state[name] for name in ("model", "pull") if name in client_state}
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """A step on the gradient of the loss and the pull."""
-        grads = local.grad(state["model"], batch)
+        grads = client.grad(state["model"], minibatches)
         if "pull" in state:
             grads = {name: grad + state["pull"][name] for name, grad in grads.items()}
-        return {**state, "model": local.update(state["model"], grads)}
+        return {**state, "model": client.update(state["model"], grads)}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Keep the model."""
         idle = without_data(self.phases(info.round), info.steps)

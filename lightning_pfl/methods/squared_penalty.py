@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, put_rows, repeat, select, tmap
-from lightning_pfl.methods.base import OWN, Local, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -65,9 +65,9 @@ class SquaredPenalty(WatchedPull, Method):
         Personalized federated learning via convex clustering. 2022. arXiv:2202.00718, equation 4.
     """
 
-    idle_take_part: ClassVar[bool] = True
+    include_clients_without_data: ClassVar[bool] = True
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
-    held: ClassVar[str] = OWN
+    model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SquaredPenalty(WatchedPull, Method):
         self.penalty_weight = penalty_weight
         self.local_solver: LocalSolver = local_solver
 
-    def notes(self, layout: Layout) -> list[str]:
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that at 0 this is another method."""
         return [] if self.penalty_weight else ["penalty_weight=0 makes SquaredPenalty LocalOnly."]
 
@@ -101,11 +101,11 @@ class SquaredPenalty(WatchedPull, Method):
 
     def init_server(self, model: Model) -> Tree:
         """Every client's parameters, which begin alike."""
-        row = select(model, self.layout.trainable)
+        row = select(model, self.parameter_split.trainable)
         memory.require_rows(type(self).__name__, self.num_clients, row)
         return {"models": repeat(row, self.num_clients)}
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         """The whole model."""
         return {"model": model}
 
@@ -113,23 +113,23 @@ class SquaredPenalty(WatchedPull, Method):
         """The mean of all models."""
         return {"mean": tmap(lambda leaf: leaf.mean(0), server["models"])}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """The own model, pulled to the mean."""
         like = next(iter(received["mean"].values()))
         strength = like.new_full((len(info),), self._strength())
-        return proximal_state(own["model"], received["mean"], strength)
+        return proximal_state(client_state["model"], received["mean"], strength)
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """A step on both terms, or their minimiser."""
-        return proximal_step(state, batch, local, self.local_solver)
+        return proximal_step(state, minibatches, client, self.local_solver)
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Send the parameters, keep the model."""
         idle = without_data(self.phases(info.round), info.steps)
         model = proximal_result(state, idle)
-        return {"model": select(model, self.layout.trainable)}, {"model": model}
+        return {"model": select(model, self.parameter_split.trainable)}, {"model": model}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Store what came."""

@@ -107,7 +107,7 @@ class PersonalizedModule(L.LightningModule):
     ) -> None:
         settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
-        check_settings(settings)
+        check_module_settings(settings)
         self.backbone = backbone
         self.head = head
         self.loss = LOSSES[loss] if isinstance(loss, str) else loss
@@ -257,7 +257,7 @@ def _check_tie(backbone: nn.Module, head: nn.Module) -> None:
             )
 
 
-def check_settings(settings: dict[str, Any]) -> None:
+def check_module_settings(settings: dict[str, Any]) -> None:
     """Check the arguments of a PersonalizedModule before anything is built.
 
     Raises:

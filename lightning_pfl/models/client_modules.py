@@ -97,7 +97,9 @@ class ClientModules(L.LightningModule):
             )
         of = [known[name] for name in names] if isinstance(known, dict) else list(known)
         return {
-            group: torch.tensor([i for i, own in enumerate(of) if own == group], dtype=torch.int64)
+            group: torch.tensor(
+                [i for i, client_state in enumerate(of) if client_state == group], dtype=torch.int64
+            )
             for group in self.names
         }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def align(output: Tensor, target: Tensor) -> Tensor:
+def align_target(output: Tensor, target: Tensor) -> Tensor:
     """Give ``target`` the shape of ``output`` where they differ only in a trailing axis of size 1.
 
     Without this, ``(batch, 1)`` minus ``(batch,)`` broadcasts to ``(batch, batch)`` and trains on
@@ -40,7 +40,7 @@ def align(output: Tensor, target: Tensor) -> Tensor:
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
     """Squared error, elementwise, ``(batch, ...)``: no factor one half."""
-    return (output - align(output, target)) ** 2
+    return (output - align_target(output, target)) ** 2
 
 
 def half_squared_error(output: Tensor, target: Tensor) -> Tensor:
@@ -55,13 +55,13 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     """Sigmoid cross-entropy, elementwise, from logits; targets are 0 or 1."""
-    target = align(output, target).to(output.dtype)
+    target = align_target(output, target).to(output.dtype)
     return F.binary_cross_entropy_with_logits(output, target, reduction="none")
 
 
 def squared_hinge(output: Tensor, target: Tensor) -> Tensor:
     """Squared hinge loss, elementwise; targets above 0 are one class, others the other."""
-    sign = 2 * (align(output, target) > 0).to(output.dtype) - 1
+    sign = 2 * (align_target(output, target) > 0).to(output.dtype) - 1
     return (1 - sign * output).clamp_min(0).square()
 
 
@@ -74,7 +74,7 @@ def class_matches(output: Tensor, target: Tensor) -> Tensor:
 
 def sign_matches(output: Tensor, target: Tensor) -> Tensor:
     """1.0 where the logit's sign gives the target, which is 0 or 1, else 0.0."""
-    return ((output > 0) == (align(output, target) > 0.5)).to(output.dtype)
+    return ((output > 0) == (align_target(output, target) > 0.5)).to(output.dtype)
 
 
 LOSSES: dict[str, Loss] = {

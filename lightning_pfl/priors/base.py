@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree, leaves, tmap
 
 
@@ -43,7 +43,7 @@ class Prior(ABC):
         equations 2 and 3.
     """
 
-    def __init__(self, parameters: Spec = "all") -> None:
+    def __init__(self, parameters: ParameterSpec = "all") -> None:
         self.parameters = parameters
 
     # --- the density ---

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.checks import check_number, is_number
-from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree, leaves, sub, tmap, weighted_mean
 from lightning_pfl.priors.base import Prior, sum_entries
 
@@ -63,7 +63,7 @@ class DiagonalGaussianPrior(Prior):
         offset: float = 1.0,
         epsilon: float = 1e-4,
         margin: float = 1e-3,
-        parameters: Spec = "all",
+        parameters: ParameterSpec = "all",
     ) -> None:
         super().__init__(parameters)
         check_number("offset", offset, "Use 1 as in the paper.", positive=True)

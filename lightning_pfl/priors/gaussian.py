@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.checks import check_number
-from lightning_pfl.core.parameters import Spec, picks
+from lightning_pfl.core.parameters import ParameterSpec, picks
 from lightning_pfl.core.tree import Model, Tree, sub, weighted_mean
 from lightning_pfl.priors.base import Prior, sum_entries
 
@@ -51,7 +51,9 @@ class GaussianPrior(Prior):
         Zhang et al. FedMAP. arXiv:2405.19000, equations 6, 7 and 9.
     """
 
-    def __init__(self, variance: float | dict[str, float] = 15.0, parameters: Spec = "all") -> None:
+    def __init__(
+        self, variance: float | dict[str, float] = 15.0, parameters: ParameterSpec = "all"
+    ) -> None:
         super().__init__(parameters)
         advice = "Use 15 as in the paper's code."
         if isinstance(variance, Mapping):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_pfl.core.checks import check_number
-from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.priors.base import Prior, sum_entries
 
@@ -41,7 +41,7 @@ class LaplacePrior(Prior):
     """
 
     def __init__(
-        self, scale: float = 1.0, smoothing: float = 0.1, parameters: Spec = "all"
+        self, scale: float = 1.0, smoothing: float = 0.1, parameters: ParameterSpec = "all"
     ) -> None:
         super().__init__(parameters)
         check_number("scale", scale, "Use 1, for example.", positive=True)

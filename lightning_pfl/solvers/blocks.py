@@ -100,7 +100,7 @@ def _draw(existing: Tensor, share: float | int, key: int) -> Tensor:
     return chosen
 
 
-def check_share(name: str, value: float | int) -> None:
+def check_block_share(name: str, value: float | int) -> None:
     """Require a share in (0, 1] (float) or a number of at least 1 (int)."""
     whole = isinstance(value, int)
     if not is_number(value) or not (value >= 1 if whole else 0 < value <= 1):

@@ -200,15 +200,15 @@ class Restrictions:
         # An expanded view: the bank makes the clients' own.
         return {} if self.implicit else {"maps": theta.new_zeros(()).expand(shape)}
 
-    def filled(self, own: Tree, clients: Tensor) -> Tree:
+    def filled(self, client_state: Tree, clients: Tensor) -> Tree:
         """The first maps of some clients, in the memories that :meth:`empty` began."""
         if self.implicit:
-            return own
-        maps = torch.zeros_like(own["maps"], memory_format=torch.contiguous_format)
+            return client_state
+        maps = torch.zeros_like(client_state["maps"], memory_format=torch.contiguous_format)
         for row, client in enumerate(clients.tolist()):
             for slot in self.graph.mask[client].nonzero().flatten().tolist():
                 self._fill(maps[row, slot], client, slot)
-        return {**own, "maps": maps}
+        return {**client_state, "maps": maps}
 
     def _fill(self, place: Tensor, client: int, slot: int) -> None:
         neighbour = int(self.graph.neighbours[client, slot])
@@ -221,9 +221,9 @@ class Restrictions:
         else:
             place.copy_(self.start[client, neighbour])
 
-    def project(self, theta: Tensor, own: Tree, clients: Tensor) -> Tensor:
+    def project(self, theta: Tensor, client_state: Tree, clients: Tensor) -> Tensor:
         """:func:`project` for some clients, with their memories, or without maps."""
-        return project(theta, own.get("maps"), self.dims[clients], self.width)
+        return project(theta, client_state.get("maps"), self.dims[clients], self.width)
 
     def nbytes(self, projections: Tensor, clients: Tensor) -> Tensor:
         """Bytes of each client's projections without what fills them up, ``(clients, slots)``."""

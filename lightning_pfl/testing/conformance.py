@@ -98,15 +98,15 @@ def check_engines_agree(make_method: MakeMethod, problem: Problem) -> None:
 
     def run(engine: Any, chunk_size: int | None = None) -> list[LocalRound]:
         first = _round(make_method(), problem, data, engine, chunk_size)
-        server, own = _copy(first.server), _copy(first.result.own)
-        second = _round(make_method(), problem, data, engine, chunk_size, 1, server, own)
+        server, client_state = _copy(first.server), _copy(first.result.client_state)
+        second = _round(make_method(), problem, data, engine, chunk_size, 1, server, client_state)
         return [first, second]
 
     expected = run("sequential")
     for chunk_size in range(1, data.num_clients + 2):
         for got, want in zip(run("vectorized", chunk_size), expected, strict=True):
             assert_trees_close(got.result.uploads, want.result.uploads)
-            assert_trees_close(got.result.own, want.result.own)
+            assert_trees_close(got.result.client_state, want.result.client_state)
             assert_trees_close(got.result.logs, want.result.logs)
             assert_trees_close(got.server, want.server)
 
@@ -116,7 +116,7 @@ def check_received_is_not_changed(make_method: MakeMethod, problem: Problem) -> 
     method, data = make_method(), problem.make_data(torch.float64, True)
     outcome = _round(method, problem, data, problem.engine)
     fresh = _round(make_method(), problem, data, problem.engine)
-    server = method.init_server(method.layout.model())
+    server = method.init_server(method.parameter_split.model())
     start = expand(method.download(server, outcome.info), len(outcome.info))
     start |= method.download_rows(server, outcome.info)
     for received in (outcome.received, fresh.received):
@@ -133,7 +133,9 @@ def check_relabelling_permutes_the_result(make_method: MakeMethod, problem: Prob
     a = problem.fit(make_method(), data=data)
     b = problem.fit(make_method(), data=data.subset(order.tolist()))
     assert_trees_close(b.server, _relabelled(a.server, make_method().client_axes, order))
-    assert_trees_close(b.own, _relabelled_edges(rows(a.own, order), a.strategy.method, order))
+    assert_trees_close(
+        b.client_state, _relabelled_edges(rows(a.client_state, order), a.strategy.method, order)
+    )
     assert_trees_close(b.models, rows(a.models, order))
 
 
@@ -143,7 +145,7 @@ def check_not_sampled_keeps_its_memory(make_method: MakeMethod, problem: Problem
     assert len(recorder.rounds) == 3
     for round, (before, after) in zip(recorder.rounds, pairwise(recorder.banks), strict=True):
         idle = round.info.num_samples == 0
-        assert make_method().idle_take_part or not idle.any()
+        assert make_method().include_clients_without_data or not idle.any()
         clients = torch.arange(round.info.num_clients)
         outside = clients[~torch.isin(clients, round.info.index)]
         assert len(outside) > 0
@@ -154,16 +156,16 @@ def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: P
     """Nothing personal leaves a client; shapes are the model's; bytes are those of the upload."""
     # Enough rounds for a method that is silent in every other one to speak twice.
     run = problem.fit(make_method(), rounds=4)
-    layout = run.strategy.layout
-    shapes = {name: leaf.shape for name, leaf in layout.model().items()}
+    parameter_split = run.strategy.parameter_split
+    shapes = {name: leaf.shape for name, leaf in parameter_split.model().items()}
     for round in run.recorder.rounds:
         uploads = round.uploads or {}
         for name, leaf in _named(uploads):
-            assert name not in layout.personal, f"personal {name} is uploaded"
+            assert name not in parameter_split.personal, f"personal {name} is uploaded"
             assert leaf.shape[0] == len(round.info)
             assert name not in shapes or leaf.shape[1:] == shapes[name]
         for name, _ in _named(round.received or {}):
-            assert name not in layout.personal, f"personal {name} is sent to the clients"
+            assert name not in parameter_split.personal, f"personal {name} is sent to the clients"
         sizes = [leaf[0].numel() * leaf.element_size() for leaf in leaves(uploads)]
         # A method may say that it sends less than its trees hold, never more.
         if type(run.strategy.method).upload_nbytes is Method.upload_nbytes:
@@ -195,7 +197,7 @@ def check_types_and_shapes_are_stable(make_method: MakeMethod, problem: Problem)
         assert second == third
         assert first.keys() == second.keys()
         assert all(second[path] == kind for path, kind in first.items() if kind)
-        memories = [_kinds(bank) for bank in run.recorder.banks]
+        memories = [_kinds(client_states) for client_states in run.recorder.banks]
         assert memories[0] == memories[1] == memories[2]
         wanted = {
             name: leaf.dtype for name, leaf in problem.make_module(dtype).state_dict().items()
@@ -212,7 +214,7 @@ def check_resume_is_exact(make_method: MakeMethod, problem: Problem) -> None:
     resumed = problem.fit(make_method(), rounds=4, ckpt_path=path, **settings)
     assert [round.number for round in resumed.recorder.rounds] == [2, 3]
     assert_trees_equal(resumed.server, whole.server)
-    assert_trees_equal(resumed.own, whole.own)
+    assert_trees_equal(resumed.client_state, whole.client_state)
     assert_trees_equal(resumed.models, whole.models)
 
 
@@ -223,7 +225,7 @@ def check_seed_decides(make_method: MakeMethod, problem: Problem) -> None:
     again = problem.fit(make_method(), participation=2, seed=5)
     other = problem.fit(make_method(), participation=2, seed=6)
     assert_trees_equal(again.server, first.server)
-    assert_trees_equal(again.own, first.own)
+    assert_trees_equal(again.client_state, first.client_state)
     # By more than rounding, which another cohort's weights give for equal uploads.
     assert any(not torch.allclose(leaf, other.models[n]) for n, leaf in first.models.items())
 
@@ -258,7 +260,7 @@ def check_broken_data_stop_nobody(make_method: MakeMethod, problem: Problem) -> 
     others = torch.arange(data.num_clients) != broken
     # A method that adapts models to training data makes one of NaN for the broken client itself.
     models = rows(run.models, others.nonzero().flatten())
-    for tree in (run.server, run.own, models):
+    for tree in (run.server, run.client_state, models):
         assert all(leaf.isfinite().all() for leaf in leaves(tree))
 
 
@@ -285,13 +287,20 @@ def _round(
     chunk_size: int | None = None,
     round: int = 0,
     server: Tree | None = None,
-    own: Tree | None = None,
+    client_state: Tree | None = None,
 ) -> LocalRound:
     """A round of everybody, on the module's initial model unless there is a server."""
     module = problem.make_module(torch.float64)
     settings = EngineSettings(chunk_size=chunk_size)
     return local_round(
-        method, module, data, engine, round=round, settings=settings, server=server, own=own
+        method,
+        module,
+        data,
+        engine,
+        round=round,
+        settings=settings,
+        server=server,
+        client_state=client_state,
     )
 
 
@@ -311,18 +320,18 @@ def _relabelled(server: Tree, client_axes: Mapping[str, int], order: torch.Tenso
     return {**server, **changed}
 
 
-def _relabelled_edges(own: Tree, method: Method, order: torch.Tensor) -> Tree:
+def _relabelled_edges(client_state: Tree, method: Method, order: torch.Tensor) -> Tree:
     """Memories of edges in the slots of the run whose client ``k`` is ``order[k]`` here."""
     if not method.edge_state:
-        return own
+        return client_state
     graph = method.graph
     here, there = graph.neighbours[order], order[graph.neighbours]
     same = (there.unsqueeze(2) == here.unsqueeze(1)) & graph.mask[order].unsqueeze(1)
     assert same.any(2).eq(graph.mask).all(), "the graph changes with the clients' numbers"
     slots = same.int().argmax(2)
     row = torch.arange(len(order)).unsqueeze(1)
-    edges = {name: own[name] for name in method.edge_state if name in own}
-    return {**own, **tmap(lambda leaf: leaf[row, slots], edges)}
+    edges = {name: client_state[name] for name in method.edge_state if name in client_state}
+    return {**client_state, **tmap(lambda leaf: leaf[row, slots], edges)}
 
 
 def _copy(tree: Tree) -> Tree:

@@ -55,7 +55,7 @@ class Recorder(FederatedCallback):
 
     def _keep(self, trainer: L.Trainer) -> None:
         strategy: Any = trainer.strategy
-        self.banks.append(_copy(strategy.bank.tree))
+        self.banks.append(_copy(strategy.client_states.tree))
         self.servers.append(_copy(strategy.server))
 
 
@@ -79,9 +79,9 @@ class Fit:
         return self.strategy.server
 
     @property
-    def own(self) -> Tree:
+    def client_state(self) -> Tree:
         """All clients' memories, ``(num_clients, ...)``."""
-        return self.strategy.bank.tree
+        return self.strategy.client_states.tree
 
     @property
     def models(self) -> Model:

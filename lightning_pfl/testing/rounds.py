@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo, LocalResult
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, repeat, rows, tmap
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EngineSettings
@@ -45,7 +45,10 @@ class LocalRound:
     @property
     def models(self) -> Model:
         """What each client trained: its upload and its memory together, ``(clients, ...)``."""
-        uploaded, kept = self.result.uploads.get("model", {}), self.result.own.get("model", {})
+        uploaded, kept = (
+            self.result.uploads.get("model", {}),
+            self.result.client_state.get("model", {}),
+        )
         return {**uploaded, **kept}
 
 
@@ -58,7 +61,7 @@ def local_round(
     round: int = 0,
     settings: EngineSettings | None = None,
     server: Tree | None = None,
-    own: Tree | None = None,
+    client_state: Tree | None = None,
     only: int | None = None,
     **options: Any,
 ) -> LocalRound:
@@ -73,18 +76,22 @@ def local_round(
         round: The communication round, from 0.
         settings: The Trainer's flags; None for the defaults.
         server: The server's tree; None for the initial one.
-        own: The memories of all clients ``(num_clients, ...)``; None for the initial ones.
+        client_state: The memories of all clients ``(num_clients, ...)``; None for the initial ones.
         only: Number of the one phase to run; None for all phases of the round.
         **options: Passed to the engine (``transform``, ``stochastic``).
     """
-    layout = Layout(module, method.resolve_personal(Layout(module)))
-    method.bind(layout, data.num_clients, 0, data.num_samples)
+    parameter_split = ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))
+    method.bind(parameter_split, data.num_clients, 0, data.num_samples)
     index = torch.arange(data.num_clients) if clients is None else torch.tensor(list(clients))
     kind = VectorizedEngine if engine == "vectorized" else SequentialEngine
     runner = kind(
-        module, layout, module.configure_optimizers(), settings or EngineSettings(), **options
+        module,
+        parameter_split,
+        module.configure_optimizers(),
+        settings or EngineSettings(),
+        **options,
     )
-    model = layout.model()
+    model = parameter_split.model()
     server = method.init_server(model) if server is None else server
     phases = method.phases(round)
     phases = phases if only is None else phases[only : only + 1]
@@ -100,7 +107,11 @@ def local_round(
     )
     received = expand(method.download(server, info), len(index))
     received = {**received, **method.download_rows(server, info)}
-    before = rows(own, index) if own is not None else repeat(method.init_own(model), len(index))
+    before = (
+        rows(client_state, index)
+        if client_state is not None
+        else repeat(method.init_client_state(model), len(index))
+    )
     kept = tmap(Tensor.clone, before)
     result = runner.train(method, received, before, info, data, phases)
     updated = method.server_update(server, result.uploads, info)

@@ -72,7 +72,7 @@ def check_strategy(
     seed: int | None,
     chunk_size: int | None,
     max_update_norm: float | None,
-    bank: str,
+    client_state_device: str,
 ) -> None:
     """Check the arguments of :class:`~lightning_pfl.FederatedStrategy`.
 
@@ -86,7 +86,9 @@ def check_strategy(
             "instance, such as FedAvg()."
         )
     check_engine(engine)
-    check_choice("bank", bank, ("auto", "device", "host"), "Use 'auto'.")
+    check_choice(
+        "client_state_device", client_state_device, ("auto", "device", "host"), "Use 'auto'."
+    )
     if seed is not None:
         check_whole("seed", seed, 0, "Use None for that of seed_everything.")
     if chunk_size is not None:

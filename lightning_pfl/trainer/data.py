@@ -40,7 +40,7 @@ def to_double(batch: Any) -> Any:
     return map_batch(batch, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf)
 
 
-def place(data: FederatedDataset, trainer: L.Trainer) -> FederatedDataset:
+def move_to_device(data: FederatedDataset, trainer: L.Trainer) -> FederatedDataset:
     """Move resident samples to the training device; convert batches to the Trainer's precision."""
     if isinstance(data, FederatedTensorDataset):
         data = data.to(trainer.strategy.root_device)
@@ -67,7 +67,7 @@ def due_reload(trainer: Any) -> int:
     return int(trainer.current_epoch) // every * every if every else int(trainer.current_epoch)
 
 
-def align(data: FederatedDataset, names: Sequence[str], what: str) -> tuple[Tensor, Tensor]:
+def align_clients(data: FederatedDataset, names: Sequence[str], what: str) -> tuple[Tensor, Tensor]:
     """Find the clients of a split in the federation.
 
     Args:

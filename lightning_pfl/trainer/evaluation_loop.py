@@ -23,7 +23,7 @@ from lightning_pfl.contract.records import Evaluation, LogOptions
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, expand
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
-from lightning_pfl.federation.eligibility import evaluated
+from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.evaluate import (
     GLOBAL,
     direction,
@@ -33,7 +33,7 @@ from lightning_pfl.federation.evaluate import (
     summaries,
 )
 from lightning_pfl.trainer.client_table import ClientTable, log_folder
-from lightning_pfl.trainer.data import align, due_reload, place
+from lightning_pfl.trainer.data import align_clients, due_reload, move_to_device
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         """The split's data, loaded now if it isn't yet."""
         if self.data is None or self._combined_loader is None:
             data = as_federated(self._data_source.dataloader(), what=f"{self.prefix}_dataloaders")
-            self.data = place(data, self.trainer)
+            self.data = move_to_device(data, self.trainer)
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
 
@@ -87,9 +87,11 @@ class FederatedEvaluationLoop(EvaluationLoop):
             MisconfigurationException: If the limits leave none to any client.
         """
         trainer, data = self.trainer, self.load()
-        rows, clients = align(data, self.strategy.client_names, f"{self.prefix}_dataloaders")
+        rows, clients = align_clients(
+            data, self.strategy.client_names, f"{self.prefix}_dataloaders"
+        )
         limit = trainer.limit_test_batches if self.prefix == "test" else trainer.limit_val_batches
-        busy = evaluated(data, rows, self.prefix, limit)
+        busy = can_be_evaluated(data, rows, self.prefix, limit)
         return rows[busy], clients[busy]
 
     def setup_data(self) -> None:
@@ -162,7 +164,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
             }
             progress.finish()
             # All processes must agree, also one that has no clients to look at.
-            if all(strategy.ranks.objects(same)):
+            if all(strategy.ranks.all_gather_objects(same)):
                 results[GLOBAL] = results[""]
             elif shared is not None:
                 everybody = shared  # a name that mypy knows to be a model
@@ -207,13 +209,13 @@ class FederatedEvaluationLoop(EvaluationLoop):
             values |= found
             for key in evaluation.values:
                 options = evaluation.options.get(key, LogOptions())
-                own = {
+                client_state = {
                     name
                     for name in found
                     if name == f"{prefix}{key}" or name.startswith(f"{prefix}{key}/")
                 }
-                directions |= dict.fromkeys(own, direction(key, evaluation))
-                logged |= own if options.logger else set()
+                directions |= dict.fromkeys(client_state, direction(key, evaluation))
+                logged |= client_state if options.logger else set()
                 shown |= {f"{prefix}{key}"} if options.prog_bar and not prefix else set()
         hook = "test_step" if self.trainer.testing else "validation_step"
         log_values(self._results, hook, values, shown, logged)
@@ -240,10 +242,13 @@ class FederatedEvaluationLoop(EvaluationLoop):
         module = self.trainer.lightning_module
         stage = "test" if self.trainer.testing else "validation"
         hook = f"on_{stage}_epoch_end"
-        own = [key.split(".")[1] for key in self._results or () if key.startswith(f"{hook}.")]
-        if own and is_overridden(hook, module):
+        client_state = [
+            key.split(".")[1] for key in self._results or () if key.startswith(f"{hook}.")
+        ]
+        if client_state and is_overridden(hook, module):
             rank_zero_warn(
-                f"`{hook}` of {type(module).__name__} logs {', '.join(map(repr, own))} once, of "
+                f"`{hook}` of {type(module).__name__} logs {', '.join(map(repr, client_state))} "
+                "once, of "
                 "what all clients' steps have gathered, those with the global model among them "
                 f"where the method has one. Log in `{stage}_step` for the mean over clients."
             )

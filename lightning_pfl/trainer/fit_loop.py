@@ -36,7 +36,7 @@ from lightning_pfl.federation.cohort import Cohort
 from lightning_pfl.federation.eligibility import learners, require_samples
 from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.metrics.history import without_summary
-from lightning_pfl.trainer.data import due_reload, place
+from lightning_pfl.trainer.data import due_reload, move_to_device
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
 LOOK_AHEAD = 64
@@ -111,7 +111,7 @@ class FederatedLoop(FitLoop):
                     "was given. Pass a FederatedDataModule, or define `train_dataloader`."
                 )
             data = as_federated(self._data_source.dataloader(), what="train_dataloaders")
-            self.data = place(data, self.trainer)
+            self.data = move_to_device(data, self.trainer)
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
 
@@ -146,14 +146,17 @@ class FederatedLoop(FitLoop):
         self._learners = learners(self.strategy, data, phases, limit, self._fate)
         some = torch.zeros(data.num_clients, dtype=torch.bool)
         some[self._learners] = True
-        for each in (method, *(group.method for group in self.strategy.groups)):
-            each.learns = some
+        for each in (
+            method,
+            *(architecture.method for architecture in self.strategy.architectures),
+        ):
+            each.has_training_data = some
         self.max_batches = len(self._draw(start))
 
     @property
     def _fate(self) -> str:
         """What becomes of clients that can't take a step."""
-        idle = self.strategy.method.idle_take_part
+        idle = self.strategy.method.include_clients_without_data
         return "take part without local steps" if idle else "are never sampled"
 
     def _check_reloaded(self, data: FederatedDataset) -> None:
@@ -167,11 +170,11 @@ class FederatedLoop(FitLoop):
 
     def _draw(self, round: int) -> Tensor:
         strategy, eligible = self.strategy, self._learners
-        if strategy.method.idle_take_part:
+        if strategy.method.include_clients_without_data:
             eligible = torch.arange(self.require_data().num_clients)
         elif eligible is None:
             eligible = self.require_data().num_samples.nonzero().flatten()
-        share = 1.0 if strategy.method.asks_everyone(round) else strategy.participation
+        share = 1.0 if strategy.method.full_participation(round) else strategy.participation
         return (
             sample_cohort(getattr(strategy, "seed", 0), round, eligible, share)
             if len(eligible)
@@ -209,12 +212,12 @@ class FederatedLoop(FitLoop):
         """One round: train and aggregate, then validate if due."""
         if self.stage == OPEN:
             with self.trainer.profiler.profile("run_training_epoch"):
-                self._communicate()
+                self._run_round()
         self._log()
         if self.stage == TRAINED and self._validation_due():
             self._validate()
 
-    def _communicate(self) -> None:
+    def _run_round(self) -> None:
         strategy, method, data = self.strategy, self.strategy.method, self.require_data()
         number = self.trainer.current_epoch
         phases = method.phases(number)
@@ -234,7 +237,7 @@ class FederatedLoop(FitLoop):
         round.uploads = work.uploads
         self._hook("on_local_training_end", round)
 
-        accepted, round.rejected = cohort.judge(work, strategy.max_update_norm)
+        accepted, round.rejected = cohort.accept_uploads(work, strategy.max_update_norm)
         self._report(round, work, accepted)
         if round.rejected:
             round.uploads = rows(
@@ -247,7 +250,7 @@ class FederatedLoop(FitLoop):
                 server = method.server_update(server, round.uploads, cohort.info)
                 cohort.exchange("after")
         self._report_messages(round, cohort.exchanged)
-        cohort.remember()
+        cohort.store()
         strategy.commit(server)
         count_server_update(self)
         step_schedulers(self, plateau=False)
@@ -359,7 +362,9 @@ class FederatedLoop(FitLoop):
         send_round(self)
         self.epoch_progress.increment_completed()
         # A callback may ask for the end in one process alone.
-        heard = self.strategy.ranks.objects((trainer.should_stop, trainer.received_sigterm))
+        heard = self.strategy.ranks.all_gather_objects(
+            (trainer.should_stop, trainer.received_sigterm)
+        )
         trainer.should_stop = any(stop for stop, _ in heard)
         stop_if_terminated(any(terminated for _, terminated in heard))
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from lightning_pfl._lightning import ClientHooks, DataHolder, PredictionLoop, no_grad_context
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
-from lightning_pfl.federation.eligibility import evaluated
+from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.evaluate import evaluate_clients, personal_models
-from lightning_pfl.trainer.data import align, place
+from lightning_pfl.trainer.data import align_clients, move_to_device
 from lightning_pfl.trainer.progress import profiled
 
 
@@ -36,7 +36,7 @@ class FederatedPredictionLoop(PredictionLoop):
         """The data, loaded now if it isn't yet."""
         if self.data is None or self._combined_loader is None:
             data = as_federated(self._data_source.dataloader(), what="predict_dataloaders")
-            self.data = place(data, self.trainer)
+            self.data = move_to_device(data, self.trainer)
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
 
@@ -47,8 +47,8 @@ class FederatedPredictionLoop(PredictionLoop):
             return
         strategy: Any = self.trainer.strategy
         data = self.load()
-        rows, clients = align(data, strategy.client_names, "predict_dataloaders")
-        busy = evaluated(data, rows, "predict", self.trainer.limit_predict_batches)
+        rows, clients = align_clients(data, strategy.client_names, "predict_dataloaders")
+        busy = can_be_evaluated(data, rows, "predict", self.trainer.limit_predict_batches)
         self.rows, self.clients = rows[busy], clients[busy]
         self.max_batches = [len(self.rows)]
 

@@ -122,13 +122,13 @@ class ProcessesStrategy(ParallelStrategy):
         """Move the module to the device; every process begins with that of process 0."""
         assert self.model is not None
         self.model.to(self.root_device)
-        self.ranks.share(self.model)
+        self.ranks.broadcast_module(self.model)
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Any, architecture: Any = None, reduce_op: Any = "mean") -> Any:
         """Mean or sum over processes, for what users log with ``sync_dist=True``."""
         if not self.is_distributed or not isinstance(tensor, Tensor):
             return tensor
-        return reduce_tensor(tensor, group, reduce_op=reduce_op)
+        return reduce_tensor(tensor, architecture, reduce_op=reduce_op)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for the other processes."""

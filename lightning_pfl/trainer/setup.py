@@ -31,7 +31,7 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def engine_settings(
-    trainer: Any, seed: int, chunk_size: int | None, prefix_cache: bool
+    trainer: Any, seed: int, chunk_size: int | None, feature_cache: bool
 ) -> EngineSettings:
     """What the Trainer's flags say about local training."""
     algorithm = trainer.gradient_clip_algorithm
@@ -46,5 +46,5 @@ def engine_settings(
         overfit_batches=trainer.overfit_batches,
         chunk_size=chunk_size,
         autocast=autocast_dtype(trainer.precision_plugin),
-        prefix_cache=prefix_cache,
+        feature_cache=feature_cache,
     )

@@ -22,26 +22,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl._lightning import WrappingCheckpointIO, read_optimizers, take_over
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.engine.select import EngineName, SelectedEngine
 from lightning_pfl.federation.architectures import (
-    Group,
-    architectures,
+    Architecture,
     describe,
-    layouts,
-    make_groups,
+    make_architectures,
+    modules_by_name,
+    parameter_splits,
     table,
 )
-from lightning_pfl.federation.bank import bank_device
 from lightning_pfl.federation.checkpoint import (
-    check_layout,
+    check_parameter_split,
     check_settings,
-    explained,
+    explain_read_errors,
     load_optimizer,
     require_federated,
     require_lightning,
     saved_optimizers,
 )
+from lightning_pfl.federation.client_states import choose_device
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.sampling import check_participation
 from lightning_pfl.methods.base import Method
@@ -56,7 +56,7 @@ from lightning_pfl.trainer.setup import engine_settings
 
 SPREAD = 2**30
 """Bytes of clients' memories that every process has after a run, to answer users' questions."""
-BankPlace = Literal["auto", "device", "host"]
+ClientStateDevice = Literal["auto", "device", "host"]
 
 
 class FederatedStrategy(Federation, ProcessesStrategy):
@@ -72,7 +72,7 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         chunk_size: Clients per batched program. None: as many as fit the memory.
         max_update_norm: Uploads that differ from what was received by more than this Euclidean norm
             are left out of the round. None: no bound.
-        prefix_cache: Whether features of a frozen shared backbone are computed once per phase.
+        feature_cache: Whether features of a frozen shared backbone are computed once per phase.
         bank: Where the clients' memories live: on the ``"device"``, on the ``"host"``, or
             ``"auto"``: on the device if they take at most a quarter of it.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
@@ -104,8 +104,8 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         seed: int | None = None,
         chunk_size: int | None = None,
         max_update_norm: float | None = None,
-        prefix_cache: bool = True,
-        bank: BankPlace = "auto",
+        feature_cache: bool = True,
+        client_state_device: ClientStateDevice = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -125,11 +125,11 @@ class FederatedStrategy(Federation, ProcessesStrategy):
             process_group_backend,
             timeout,
         )
-        flags.check_strategy(method, engine, seed, chunk_size, max_update_norm, bank)
+        flags.check_strategy(method, engine, seed, chunk_size, max_update_norm, client_state_device)
         self.participation = participation
         self.chunk_size, self.max_update_norm = chunk_size, max_update_norm
-        self.prefix_cache, self._given, self._engine_name = prefix_cache, method, engine
-        self._seed, self._bank_place = seed, bank
+        self.feature_cache, self._given, self._engine_name = feature_cache, method, engine
+        self._seed, self._client_state_device = seed, client_state_device
         self._default_method: type[Method] | None = None
         self._owner: tuple[Any, ...] = ()
         self._saved: Mapping[str, Any] | None = None
@@ -189,17 +189,19 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         for template in self.optimizers:
             template._opt_called = True  # type: ignore[attr-defined]
 
-    def client_optimizer(self, group: Group) -> Optimizer:
+    def client_optimizer(self, architecture: Architecture) -> Optimizer:
         """The template outside of a fit, with the checkpoint's learning rates if it has any."""
-        template = self._configure_optimizer(group.module)[0][0]
+        template = self._configure_optimizer(architecture.module)[0][0]
         if self._saved_optimizers:
-            load_optimizer(template, *self._saved_optimizers[self.groups.index(group)])
+            load_optimizer(
+                template, *self._saved_optimizers[self.architectures.index(architecture)]
+            )
         return template
 
     def _configure_optimizers(self) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
         """One template, and its schedulers, for every architecture."""
         optimizers, schedulers = [], []
-        for module in architectures(self.lightning_module).values():
+        for module in modules_by_name(self.lightning_module).values():
             one, configs = self._configure_optimizer(module)
             optimizers += one
             schedulers += configs
@@ -226,8 +228,8 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         if self._owner:
             # Who was interrupted can't count on the others.
             if self._owner[0].state.status != TrainerStatus.INTERRUPTED:
-                for group in self.groups:
-                    group.bank.spread(SPREAD)
+                for architecture in self.architectures:
+                    architecture.client_states.gather_to_all_ranks(SPREAD)
             self.move("cpu", "cpu")
         super().teardown()
 
@@ -248,7 +250,7 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         """Read a checkpoint; by default without running code from it (``weights_only=True``)."""
         # Lightning's own default is another one for remote paths.
         safely = True if weights_only is None else weights_only
-        with explained(checkpoint_path):
+        with explain_read_errors(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, safely)
         return require_lightning(checkpoint, checkpoint_path)
 
@@ -256,7 +258,7 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         """Load the module; the federation's state is kept until `setup` knows the clients."""
         assert self.lightning_module is not None
         saved = require_federated(checkpoint)
-        check_layout(saved, type(self.method).__name__, describe(self._layouts()))
+        check_parameter_split(saved, type(self.method).__name__, describe(self._parameter_splits()))
         check_settings(saved, self.method.settings(), self.method.state_settings)
         super().load_model_state_dict(checkpoint, strict)
         self._saved = saved
@@ -288,27 +290,27 @@ class FederatedStrategy(Federation, ProcessesStrategy):
             )
         return found[0]
 
-    def _layouts(self) -> dict[str, Layout]:
-        return layouts(self.lightning_module, self.method)
+    def _parameter_splits(self) -> dict[str, ParameterSplit]:
+        return parameter_splits(self.lightning_module, self.method)
 
     def _setup_federation(self, trainer: Any) -> None:
         module = self.lightning_module
         assert module is not None
         names, num_samples = self._clients(trainer)
-        flags.check_same_clients(self.ranks.objects(flags.digest(names, num_samples)))
+        flags.check_same_clients(self.ranks.all_gather_objects(flags.digest(names, num_samples)))
         owner = (trainer, module, self.method, names)
         fresh = owner != self._owner
         if fresh or self._saved is not None:
             self.seed = self._choose_seed()
-        split = self._layouts()
+        split = self._parameter_splits()
         flags.check_one_process(len(split), self.ranks.size)
-        bank = partial(bank_device, self._bank_place, self.root_device)
+        place = partial(choose_device, self._client_state_device, self.root_device)
         if fresh:
             if trainer.state.fn == TrainerFn.FITTING and self._saved is None:
                 flags.check_unused(trainer)
                 flags.check_finite(module)
-            groups = make_groups(module, split, names)
-            self.begin(module, groups, names, num_samples, bank)
+            architectures = make_architectures(module, split, names)
+            self.begin(module, architectures, names, num_samples, place)
             self._owner = owner
         self.bind_method()
         if not fresh and self._saved is None and (changed := self.changed_outside()):
@@ -317,9 +319,12 @@ class FederatedStrategy(Federation, ProcessesStrategy):
                 f"{', ...' if len(changed) > 1 else ''}), but this Trainer goes on with what "
                 "server and clients have. Use a new Trainer to start from the module."
             )
-        for group in self.groups:
-            group.bank.keep_own()
-        self.move(self.root_device, bank(sum(group.bank.nbytes() for group in self.groups)))
+        for architecture in self.architectures:
+            architecture.client_states.keep_shard()
+        self.move(
+            self.root_device,
+            place(sum(architecture.client_states.nbytes() for architecture in self.architectures)),
+        )
         if num_samples.any():
             self.num_samples = num_samples
         restored = self._saved is not None
@@ -333,10 +338,14 @@ class FederatedStrategy(Federation, ProcessesStrategy):
                 f"{type(self.method).__name__} with {self.num_clients} clients, "
                 f"{trainer.num_training_batches} a round; "
                 f"engine {self._engine_name}; seed {self.seed}. Parameters and "
-                f"buffers:\n{table(self.groups)}"
+                f"buffers:\n{table(self.architectures)}"
             )
             found = [
-                (*group.layout.notes(), *group.method.notes(group.layout)) for group in self.groups
+                (
+                    *architecture.parameter_split.notes(),
+                    *architecture.method.notes(architecture.parameter_split),
+                )
+                for architecture in self.architectures
             ]
             for note in dict.fromkeys(note for notes in found for note in notes):
                 rank_zero_info(note)
@@ -372,20 +381,26 @@ class FederatedStrategy(Federation, ProcessesStrategy):
         return int(self.broadcast(drawn))
 
     def _setup_engine(self, trainer: Any, fresh: bool, restored: bool) -> None:
-        settings = engine_settings(trainer, self.seed, self.chunk_size, self.prefix_cache)
+        settings = engine_settings(trainer, self.seed, self.chunk_size, self.feature_cache)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fresh or fitting:
             self.settings = settings
-            for number, group in enumerate(self.groups):
+            for number, architecture in enumerate(self.architectures):
                 template = self.optimizers[number] if fitting else None
-                group.engine = SelectedEngine(
-                    self._engine_name, group.module, group.layout, template, settings
+                architecture.engine = SelectedEngine(
+                    self._engine_name,
+                    architecture.module,
+                    architecture.parameter_split,
+                    template,
+                    settings,
                 )
         else:  # the engines of the fit have chosen; they read the settings when they run
             vars(self.settings).update(vars(settings))
             if restored:
-                for group in self.groups:
-                    group.engine.template = None  # `client_optimizer` then makes the checkpoint's
+                for architecture in self.architectures:
+                    architecture.engine.template = (
+                        None  # `client_optimizer` then makes the checkpoint's
+                    )
 
 
 def _install_loops(trainer: Any) -> None:

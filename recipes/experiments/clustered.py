@@ -25,7 +25,7 @@ from lightning_pfl import FederatedDataModule, FederatedStrategy
 from lightning_pfl.data import FashionMNIST, FeatureSkew
 from lightning_pfl.inspect import ClusterMonitor
 from lightning_pfl.inspect.cluster_monitor import draw_clusters
-from lightning_pfl.inspect.known_groups import resolve_groups
+from lightning_pfl.inspect.known_clusters import resolve_known_clusters
 from lightning_pfl.methods import (
     CFL,
     IFCA,
@@ -33,7 +33,7 @@ from lightning_pfl.methods import (
     FedAvg,
     LocalOnly,
 )
-from lightning_pfl.methods.base import CLUSTER, Method
+from lightning_pfl.methods.base import PER_CLUSTER, Method
 from lightning_pfl.metrics import adjusted_rand_index
 from lightning_pfl.models import MLP
 from recipes.experiments.setting import parser, quiet_trainer
@@ -121,7 +121,7 @@ def run(name: str, seed: int, rounds: int, data_dir: Path | None) -> Outcome:
     trainer: Any = quiet_trainer(
         FederatedStrategy(method, seed=seed),
         rounds,
-        callbacks=[monitor] if method.held == CLUSTER else [],
+        callbacks=[monitor] if method.model_scope == PER_CLUSTER else [],
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )
@@ -175,7 +175,7 @@ def history(outcome: Outcome) -> dict[int, Tensor]:
 
 def agreement(outcome: Outcome, rounds: int) -> list[float]:
     """Adjusted Rand index with the rotations after each round."""
-    found, truth, value = history(outcome), resolve_groups(GROUPS, CLIENTS), 0.0
+    found, truth, value = history(outcome), resolve_known_clusters(GROUPS, CLIENTS), 0.0
     assert truth is not None  # GROUPS aren't None
     values = []
     for number in range(rounds):

@@ -15,7 +15,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from lightning_pfl.data import FreshSamples, LinearRepresentation
+from lightning_pfl.data import FreshDataModule, LinearRepresentation
 from lightning_pfl.inspect import SubspaceDistance
 from lightning_pfl.methods import LinearFedRep
 from recipes.experiments.linear_regressions import figure, parse, short, table, train
@@ -64,7 +64,7 @@ def distances(seed: int, clients: int, lr: float, method: str, rounds: int) -> l
     monitor = SubspaceDistance()
     train(
         LinearFedRep(body_lr=lr, **METHODS[method]),
-        FreshSamples(source),
+        FreshDataModule(source),
         rounds + 1,
         PARTICIPATION,
         seed=seed,

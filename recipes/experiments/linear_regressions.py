@@ -37,7 +37,7 @@ def train(
 ) -> Any:
     """Run a method on the source of a data module; returns the strategy.
 
-    The samples are new in every round if the data module is ``FreshSamples``. The first
+    The samples are new in every round if the data module is ``FreshDataModule``. The first
     representation is ``start``, ``(k, d)``; None: the module's random one.
     """
     source: Any = data.source

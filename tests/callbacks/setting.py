@@ -83,7 +83,7 @@ def classes(clients: int = 5, shuffle: bool = False) -> tuple[Any, Any]:
 
 def trainer(method: Method, *callbacks: Any, **kwargs: Any) -> Any:
     """A quiet Trainer; settings of the strategy are told from flags by name."""
-    names = ("participation", "seed", "engine", "chunk_size", "prefix_cache")
+    names = ("participation", "seed", "engine", "chunk_size", "feature_cache")
     settings: dict[str, Any] = {"seed": 3, "engine": "sequential"}
     settings |= {name: kwargs.pop(name) for name in names if name in kwargs}
     flags: dict[str, Any] = {

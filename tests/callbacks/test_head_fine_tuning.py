@@ -160,7 +160,7 @@ def test_server_and_memories_are_the_same_bits_as_without(method: Any, scope: An
         run.fit(network(), *classes(shuffle=True))
         runs.append(run.strategy)
     assert_trees_equal(runs[0].server, runs[1].server)
-    assert_trees_equal(runs[0].bank.tree, runs[1].bank.tree)
+    assert_trees_equal(runs[0].client_states.tree, runs[1].client_states.tree)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -317,18 +317,21 @@ class Counting(nn.Sequential):
         return x
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_the_backbone_runs_once_however_many_epochs_the_head_trains(prefix_cache: bool) -> None:
+@pytest.mark.parametrize("feature_cache", [True, False])
+def test_the_backbone_runs_once_however_many_epochs_the_head_trains(feature_cache: bool) -> None:
     counts = []
     for epochs in (2, 6):
         Counting.calls = 0
         body = Counting(nn.Linear(6, 8), nn.ReLU())
         run = trainer(
-            FedAvg(), HeadFineTuning(epochs=epochs), engine="vectorized", prefix_cache=prefix_cache
+            FedAvg(),
+            HeadFineTuning(epochs=epochs),
+            engine="vectorized",
+            feature_cache=feature_cache,
         )
         run.fit(network(backbone=body), *classes())
         counts.append(Counting.calls)
-    assert (counts[0] == counts[1]) == prefix_cache
+    assert (counts[0] == counts[1]) == feature_cache
 
 
 def test_small_groups_and_models_that_are_not_kept_give_the_same(

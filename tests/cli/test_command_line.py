@@ -12,7 +12,7 @@ import yaml
 
 from lightning_pfl import FederatedStrategy
 from lightning_pfl.cli.command_line import PFLCLI, main
-from lightning_pfl.cli.results import evaluated, print_results
+from lightning_pfl.cli.results import print_results, summary_rows
 from lightning_pfl.methods import FedRep
 
 RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "fedrep_digits.yaml")
@@ -158,7 +158,7 @@ def test_evaluated_picks_what_has_a_worst_decile() -> None:
         "val_acc/worst": 0.25,
         "train_loss": 1.0,
     }
-    picked = evaluated(logged)
+    picked = summary_rows(logged)
     assert list(picked) == ["val_acc"]
     assert math.isnan(picked["val_acc"].pop("std"))
     assert picked["val_acc"] == {"mean": 0.9, "weighted": 0.8, "worst_decile": 0.5, "worst": 0.25}

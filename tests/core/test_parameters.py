@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pfl.core.parameters import Layout, Spec
+from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 
 
 class Net(nn.Module):
@@ -60,17 +60,17 @@ ALL = BODY | HEAD | {"bnb.weight", "bnb.bias"}
         (nn.Module, ALL),
     ],
 )
-def test_specs(spec: Spec, expected: set[str]) -> None:
-    layout = Layout(Net(), spec)
-    assert layout.personal == expected
-    assert layout.shared == ALL - expected
-    assert set(layout.names) == ALL
+def test_specs(spec: ParameterSpec, expected: set[str]) -> None:
+    parameter_split = ParameterSplit(Net(), spec)
+    assert parameter_split.personal == expected
+    assert parameter_split.shared == ALL - expected
+    assert set(parameter_split.names) == ALL
 
 
 def test_a_name_that_is_a_prefix_of_another_does_not_match_it() -> None:
     net = nn.Module()
     net.head, net.head2 = nn.Linear(1, 1), nn.Linear(1, 1)
-    assert Layout(net, "head").personal == {"head.weight", "head.bias"}
+    assert ParameterSplit(net, "head").personal == {"head.weight", "head.bias"}
 
 
 def test_a_pattern_without_match_is_refused_with_the_names_there_are() -> None:
@@ -81,9 +81,9 @@ def test_a_pattern_without_match_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(
         ValueError, match=re.escape(text) + r"backbone, backbone\.0, .*bnb.*head.*Use one of these"
     ):
-        Layout(Net(), "classifier")
+        ParameterSplit(Net(), "classifier")
     with pytest.raises(ValueError, match=r"Expected `train` to match .* got train='haed'"):
-        Layout(Net()).match(["head", "haed"])
+        ParameterSplit(Net()).match(["head", "haed"])
 
 
 class Plain(nn.Module):
@@ -98,69 +98,72 @@ class Plain(nn.Module):
 def test_a_default_that_matches_nothing_is_answered_with_the_last_layer() -> None:
     text = "(the last layer is 'classifier.1'), a glob such as '*.bias', or 'all'."
     with pytest.raises(ValueError, match=re.escape(text)):
-        Layout(Plain(), "head")
-    assert Layout(Plain(), "classifier.1").personal == {"classifier.1.weight", "classifier.1.bias"}
+        ParameterSplit(Plain(), "head")
+    assert ParameterSplit(Plain(), "classifier.1").personal == {
+        "classifier.1.weight",
+        "classifier.1.bias",
+    }
     bare = nn.Module()
     bare.weight = nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match=re.escape("(the last layer is 'weight')")):
-        Layout(bare, "head")
+        ParameterSplit(bare, "head")
 
 
 @pytest.mark.parametrize("spec", [2.5, True, [1], ["head", None], nn.Linear(1, 1)], ids=str)
 def test_what_is_no_name_and_no_type_is_refused(spec: Any) -> None:
     text = "Expected `personal` to be names, globs or module types, but got personal="
     with pytest.raises(TypeError, match=re.escape(text + repr(spec))):
-        Layout(Net(), spec)
+        ParameterSplit(Net(), spec)
 
 
 def test_a_type_picks_its_layers_and_no_name_that_begins_alike() -> None:
     net = nn.Module()
     net.norm1, net.norm10 = nn.BatchNorm1d(2), nn.Linear(2, 2)
     kept = {"norm1.weight", "norm1.bias", "norm1.running_mean", "norm1.running_var"}
-    assert Layout(net, nn.BatchNorm1d).personal == kept | {"norm1.num_batches_tracked"}
+    assert ParameterSplit(net, nn.BatchNorm1d).personal == kept | {"norm1.num_batches_tracked"}
 
 
 def test_a_module_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(
         ValueError, match="Expected the module to have parameters to train, but Linear has none"
     ):
-        Layout(nn.Linear(2, 2).requires_grad_(False))
+        ParameterSplit(nn.Linear(2, 2).requires_grad_(False))
 
 
 def test_frozen_parameters_are_static_and_scratch_buffers_belong_to_nobody() -> None:
     net = Net()
     net.bnb.requires_grad_(False)
-    layout = Layout(net, "head")
-    assert set(layout.static) == {"bnb.weight", "bnb.bias"}
-    assert not {"bnb.weight", "scratch"} & set(layout.names)
+    parameter_split = ParameterSplit(net, "head")
+    assert set(parameter_split.static) == {"bnb.weight", "bnb.bias"}
+    assert not {"bnb.weight", "scratch"} & set(parameter_split.names)
     with pytest.raises(ValueError, match="personal='scratch'"):
-        Layout(net, "scratch")
+        ParameterSplit(net, "scratch")
 
 
 def test_tied_weights_appear_once() -> None:
     net = nn.Module()
     net.encoder, net.decoder = nn.Linear(2, 2), nn.Linear(2, 2)
     net.decoder.weight = net.encoder.weight
-    assert Layout(net).trainable == ("encoder.weight", "encoder.bias", "decoder.bias")
+    assert ParameterSplit(net).trainable == ("encoder.weight", "encoder.bias", "decoder.bias")
 
 
 def test_model_is_a_copy_and_load_writes_it_back() -> None:
     net = Net()
-    layout = Layout(net)
-    model = layout.model()
-    assert tuple(model) == layout.names
+    parameter_split = ParameterSplit(net)
+    model = parameter_split.model()
+    assert tuple(model) == parameter_split.names
     model["head.weight"].fill_(7.0)
     assert not (net.head.weight == 7.0).any()
-    layout.load({"head.weight": model["head.weight"]})
+    parameter_split.load({"head.weight": model["head.weight"]})
     assert (net.head.weight == 7.0).all()
     assert not any(leaf.requires_grad for leaf in model.values())
 
 
 def test_describe_and_table_tell_the_holders_apart() -> None:
-    layout = Layout(Net(), "head")
-    assert layout.describe()["head.weight"] == [[2, 4], "personal"]
-    assert layout.describe()["bnb.bias"] == [[4], "shared"]
-    rows = [line.split() for line in layout.table().splitlines()]
+    parameter_split = ParameterSplit(Net(), "head")
+    assert parameter_split.describe()["head.weight"] == [[2, 4], "personal"]
+    assert parameter_split.describe()["bnb.bias"] == [[4], "shared"]
+    rows = [line.split() for line in parameter_split.table().splitlines()]
     sizes = {
         name: sum(p.numel() for p in Net().get_submodule(name).state_dict().values())
         for name in ("backbone", "bnb", "head")

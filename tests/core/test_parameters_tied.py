@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pfl import PersonalizedModule
 from lightning_pfl.callbacks import HeadFineTuning
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods import FedAvg, FedPer, LocalOnly
 from tests.trainer.setting import LR, SIZES, Quadratic, mean, points, steps_of, trained, trainer
 
@@ -32,16 +32,16 @@ class Tied(Quadratic):
 
 
 def test_the_layout_knows_all_names() -> None:
-    layout = Layout(Tied(), "out.weight")
-    assert layout.aliases == {"out.weight": "w", "out.scale": "scale"}
-    assert layout.personal == {"w"}
-    assert layout.match("out") == {"w", "out.bias", "scale"}
-    assert layout.match("*.scale") == {"scale"}
-    assert layout.notes() == [
+    parameter_split = ParameterSplit(Tied(), "out.weight")
+    assert parameter_split.aliases == {"out.weight": "w", "out.scale": "scale"}
+    assert parameter_split.personal == {"w"}
+    assert parameter_split.match("out") == {"w", "out.bias", "scale"}
+    assert parameter_split.match("*.scale") == {"scale"}
+    assert parameter_split.notes() == [
         "out.weight is tied to w: both are personal.",
         "out.scale is tied to scale: both are shared.",
     ]
-    assert Layout(Tied()).notes() == []
+    assert ParameterSplit(Tied()).notes() == []
 
 
 def test_a_type_picks_a_tied_parameter_under_its_second_name() -> None:
@@ -50,7 +50,7 @@ def test_a_type_picks_a_tied_parameter_under_its_second_name() -> None:
     net.first, net.second = nn.Linear(2, 2), nn.Embedding(2, 2)
     net.second.weight = net.first.weight
     module.net = net
-    assert Layout(module, nn.Embedding).personal == {"net.first.weight"}
+    assert ParameterSplit(module, nn.Embedding).personal == {"net.first.weight"}
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -105,9 +105,9 @@ def test_kinds_of_parameters_that_cannot_be_federated_are_refused_by_name() -> N
     net: Any = nn.Module()
     net.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"real parameters .* 'phase' is of torch.complex64"):
-        Layout(net)
+        ParameterSplit(net)
     for layer in (nn.Embedding(3, 2, sparse=True), nn.EmbeddingBag(3, 2, sparse=True)):
         with pytest.raises(ValueError, match=rf"'0' is {type(layer).__name__}\(sparse=True\)"):
-            Layout(nn.Sequential(layer))
+            ParameterSplit(nn.Sequential(layer))
         layer.requires_grad_(False)
-        assert Layout(nn.Sequential(layer, nn.Linear(2, 1))).static == ("0.weight",)
+        assert ParameterSplit(nn.Sequential(layer, nn.Linear(2, 1))).static == ("0.weight",)

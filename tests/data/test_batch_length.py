@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.batch import batch_length
 from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.base import EngineSettings
@@ -92,7 +92,7 @@ def test_strings_before_tensors_do_not_change_the_weights_of_batches() -> None:
     data = FederatedLoaders([DataLoader(Named(size), batch_size=4) for size in (5, 3)])
     module = Mean()
     optimizer, settings = module.configure_optimizers(), EngineSettings()
-    engine = SequentialEngine(module, Layout(module), optimizer, settings)
+    engine = SequentialEngine(module, ParameterSplit(module), optimizer, settings)
     models = {"w": torch.zeros(2, 1, dtype=torch.float64)}
     found = engine.evaluate(models, torch.arange(2), data, "validation_step")
     assert found.counts.tolist() == [5, 3]

@@ -10,7 +10,6 @@ from jsonargparse import ArgumentParser
 
 from lightning_pfl.data import (
     IID,
-    Arrays,
     ClassesPerClient,
     Digits,
     FeatureSkew,
@@ -18,6 +17,7 @@ from lightning_pfl.data import (
     FederatedTensorDataset,
     Partition,
     Source,
+    SourceData,
 )
 from lightning_pfl.data.holdout import cut
 
@@ -31,12 +31,12 @@ class Numbers(Source):
     def prepare(self) -> None:
         self.prepared += 1
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         self.loaded += 1
         x, x_test = torch.arange(400), 1000 + torch.arange(80)
         who = {"who": np.arange(400) % self.clients} if self.clients else {}
         who_test = {"who": np.arange(80) % self.clients} if self.clients else {}
-        return Arrays(
+        return SourceData(
             (x, x % 4),
             (x % 4).numpy(),
             (x_test, x_test % 4) if self.test else None,

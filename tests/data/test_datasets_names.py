@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.data import FederatedLoaders
 from lightning_pfl.data.datasets import as_federated
-from lightning_pfl.trainer.data import align, place
+from lightning_pfl.trainer.data import align_clients, move_to_device
 from tests.trainer.setting import points
 
 
@@ -28,22 +28,22 @@ def test_names_that_look_like_positions_are_names(collate: Any) -> None:
     data = as_federated(loaders, what="val_dataloaders")
     assert isinstance(data, FederatedLoaders) == (collate is not None)
     double = L.Trainer(precision="64-true", accelerator="cpu", logger=False)
-    for split in (data, place(data, double)):
-        rows, clients = align(split, ["1", "0"], "val_dataloaders")
+    for split in (data, move_to_device(data, double)):
+        rows, clients = align_clients(split, ["1", "0"], "val_dataloaders")
         assert dict(zip(clients.tolist(), split.num_samples[rows].tolist(), strict=True)) == {
             0: 3,
             1: 2,
         }
     unknown = as_federated({0: loader(1), 2: loader(1)}, what="val_dataloaders")
     with pytest.raises(ValueError, match=r"clients of the training data, but got \['2'\]"):
-        align(unknown, ["0", "1"], "val_dataloaders")
+        align_clients(unknown, ["0", "1"], "val_dataloaders")
 
 
 def test_some_clients_of_a_numbered_split_keep_their_numbers() -> None:
     for some in (points().subset([2, 0]), FederatedLoaders([loader(1)] * 4).subset([2, 0])):
-        assert align(some, list("0123"), "val_dataloaders")[1].tolist() == [2, 0]
+        assert align_clients(some, list("0123"), "val_dataloaders")[1].tolist() == [2, 0]
     first = points().subset([0, 1])
-    assert align(first, list("0123"), "val_dataloaders")[1].tolist() == [0, 1]
+    assert align_clients(first, list("0123"), "val_dataloaders")[1].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("collate", [None, list], ids=["in memory", "as loaders"])
@@ -52,4 +52,4 @@ def test_a_list_goes_by_position(collate: Any) -> None:
     for one in loaders:
         one.collate_fn = collate or one.collate_fn
     data = as_federated(loaders, what="val_dataloaders")
-    assert align(data, ["1", "0"], "val_dataloaders")[1].tolist() == [0, 1]
+    assert align_clients(data, ["1", "0"], "val_dataloaders")[1].tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""FreshSamples: a round's samples are those of the source and the round, also after a resume."""
+"""FreshDataModule: a round's samples are those of the source and the round, also after a resume."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl.core.tree import Tree
-from lightning_pfl.data import FreshSamples, LinearRepresentation
+from lightning_pfl.data import FreshDataModule, LinearRepresentation
 from lightning_pfl.data.sources.base import Fields
 from lightning_pfl.methods import FedRep
-from lightning_pfl.methods.base import Local, Method
+from lightning_pfl.methods.base import LocalStep, Method
 from lightning_pfl.models import LinearRepresentation as Model
 from lightning_pfl.testing import Fit, assert_trees_equal, fit
 
@@ -31,20 +31,20 @@ class Watching(Method):
         super().__init__(local_epochs=None, local_steps=1)
         self.seen: list[torch.Tensor] = []
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
-        (x, _), _ = local.samples(batch)
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        (x, _), _ = client.samples(minibatches)
         self.seen.append(x.flatten(0, 1))
-        return super().client_step(state, batch, local)
+        return super().client_step(state, minibatches, client)
 
 
-def run(method: Method, data: FreshSamples, rounds: int, **settings: Any) -> Fit:
+def run(method: Method, data: FreshDataModule, rounds: int, **settings: Any) -> Fit:
     torch.manual_seed(0)
     return fit(method, data, Model(4, 2, lr=0.05).double(), rounds, **{**FRESH, **settings})
 
 
 def test_every_round_has_the_samples_that_the_source_draws() -> None:
     method = Watching()
-    run(method, FreshSamples(source(), batch_size=5), 3, engine="sequential")
+    run(method, FreshDataModule(source(), batch_size=5), 3, engine="sequential")
     assert len(method.seen) == 9  # three clients in three rounds
     for round in range(3):
         seen = torch.cat(method.seen[3 * round : 3 * round + 3])
@@ -63,7 +63,7 @@ def test_drawn_samples_have_the_sources_subspace_and_heads() -> None:
 
 def test_new_clients_may_have_other_numbers_of_samples() -> None:
     of = source(new_clients=1, new_samples=9)
-    data = FreshSamples(of, new_clients=1)
+    data = FreshDataModule(of, new_clients=1)
     data.setup()
     assert data.train_dataloader().num_samples.tolist() == [5, 5]
     assert data.new_clients("train").num_samples.tolist() == [9]
@@ -75,19 +75,19 @@ def test_a_resumed_run_goes_on_with_the_samples_it_would_have_had(tmp_path: Path
     def method() -> FedRep:
         return FedRep(head_steps=2, body_steps=1)
 
-    whole = run(method(), FreshSamples(source()), 4, participation=2)
-    half = run(method(), FreshSamples(source()), 2, participation=2)
+    whole = run(method(), FreshDataModule(source()), 4, participation=2)
+    half = run(method(), FreshDataModule(source()), 2, participation=2)
     path = half.save(tmp_path / "half.ckpt")
-    resumed = run(method(), FreshSamples(source()), 4, participation=2, ckpt_path=path)
+    resumed = run(method(), FreshDataModule(source()), 4, participation=2, ckpt_path=path)
     assert_trees_equal(resumed.server, whole.server)
-    assert_trees_equal(resumed.own, whole.own)
+    assert_trees_equal(resumed.client_state, whole.client_state)
 
 
 def test_a_trainer_that_would_keep_the_samples_is_refused() -> None:
     with pytest.raises(
         MisconfigurationException, match=r"reload_dataloaders_every_n_epochs=1\), as"
     ):
-        run(FedRep(), FreshSamples(source()), 2, reload_dataloaders_every_n_epochs=0)
+        run(FedRep(), FreshDataModule(source()), 2, reload_dataloaders_every_n_epochs=0)
 
 
 def test_a_source_with_another_number_of_samples_is_refused() -> None:
@@ -95,6 +95,6 @@ def test_a_source_with_another_number_of_samples_is_refused() -> None:
         def draw(self, round: int) -> Fields:
             return tuple(leaf[1:] for leaf in super().draw(round))
 
-    data = FreshSamples(Short(3, 4, 2, 5))
+    data = FreshDataModule(Short(3, 4, 2, 5))
     with pytest.raises(ValueError, match=r"`draw` of Short to give 15 samples, .* got 14"):
         data.train_dataloader()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.sequential import SequentialEngine
@@ -45,10 +45,12 @@ def streams(**claims: int) -> FederatedLoaders:
 
 def evaluate(engine: str, data: Any) -> Any:
     module = cnn().eval()
-    layout = Layout(module)
+    parameter_split = ParameterSplit(module)
     kind: Any = ENGINES[engine]
-    runner = kind(module, layout, module.configure_optimizers(), EngineSettings())
-    models = {n: leaf.expand(len(SIZES), *leaf.shape) for n, leaf in layout.model().items()}
+    runner = kind(module, parameter_split, module.configure_optimizers(), EngineSettings())
+    models = {
+        n: leaf.expand(len(SIZES), *leaf.shape) for n, leaf in parameter_split.model().items()
+    }
     return runner.evaluate(models, torch.arange(len(SIZES)), data, "validation_step")
 
 

@@ -81,7 +81,7 @@ def compare(
         actual = run("vectorized", chunk_size, **options)
         for got, want in (
             (actual.result.uploads, expected.result.uploads),
-            (actual.result.own, expected.result.own),
+            (actual.result.client_state, expected.result.client_state),
             (actual.result.logs, expected.result.logs),
             ({"loss": actual.result.loss}, {"loss": expected.result.loss}),
             (actual.server, expected.server),

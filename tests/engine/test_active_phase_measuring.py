@@ -15,7 +15,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import LocalStep, Method, Phase
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import assert_trees_equal, local_round
 from tests.engine.nets import CLASSES, SIZES, cnn, image_clients
@@ -31,22 +31,22 @@ class Measures(Method):
         self.trains = trains
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        measure = Phase(epochs=1, name="measure", measure=True)
+        measure = Phase(epochs=1, name="measure", evaluate_only=True)
         return (Phase(epochs=1), measure) if self.trains else (measure,)
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         nothing = torch.zeros(len(info), dtype=torch.float64)
         model = {name: leaf.clone() for name, leaf in received["model"].items()}
         return {"model": model, "total": nothing, "count": nothing.clone()}
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
-        if local.phase != "measure":
-            return super().client_step(state, batch, local)
-        loss, count = local.loss(state["model"], batch)
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        if client.phase != "measure":
+            return super().client_step(state, minibatches, client)
+        loss, count = client.loss(state["model"], minibatches)
         return {**state, "total": state["total"] + loss * count, "count": state["count"] + count}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         measured = {"total": state["total"], "count": state["count"]}
         return {"model": state["model"], **measured}, {}

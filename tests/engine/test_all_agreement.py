@@ -17,7 +17,7 @@ from lightning_pfl.methods import (
     FedProx,
     FedRep,
 )
-from lightning_pfl.methods.base import Local, Method
+from lightning_pfl.methods.base import LocalStep, Method
 from tests.engine.nets import SIZES, cnn, compare, image_clients, moved
 
 ALL_CHUNKS = range(1, len(SIZES) + 2)
@@ -77,8 +77,10 @@ def test_chunk_sizes(make: Callable[[], Method], norm: bool) -> None:
 class TwoSteps(Method):
     """Steps the optimizer twice on every minibatch."""
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
-        return super().client_step(super().client_step(state, batch, local), batch, local)
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        return super().client_step(
+            super().client_step(state, minibatches, client), minibatches, client
+        )
 
 
 def test_several_updates_in_a_step() -> None:

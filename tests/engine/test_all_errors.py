@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pfl import FederatedStrategy
 from lightning_pfl.callbacks import NewClientAdaptation
-from lightning_pfl.core.errors import ClientError, listed
+from lightning_pfl.core.errors import ClientError, format_names
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods import FedAvg, FedRep
@@ -299,8 +299,8 @@ def test_a_key_alone_is_no_sentence(engine: Any) -> None:
 
 
 def test_names_of_many_clients() -> None:
-    assert listed("abcdefg", range(5)) == "a, b, c, d, e"
-    assert listed("abcdefg", [3, 2, 1, 0, 6, 5]) == "d, c, b, a, g, ..."
+    assert format_names("abcdefg", range(5)) == "a, b, c, d, e"
+    assert format_names("abcdefg", [3, 2, 1, 0, 6, 5]) == "d, c, b, a, g, ..."
 
 
 # --- a loss without a gradient ---

@@ -215,14 +215,14 @@ def test_fine_tuning_and_new_clients_work_on_the_device(run: Run) -> None:
 def test_monitors_read_the_device(name: str, tmp_path: Path, run: Run) -> None:
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    own: dict[str, list[type[Callback]]] = {
+    client_state: dict[str, list[type[Callback]]] = {
         "CFL": [ClusterMonitor, DriftMonitor],
         "FedMAP": [PriorMonitor],
         "SheafFMTL": [ClientGraph],
     }
 
     def settings(folder: str) -> dict[str, Any]:
-        kinds: list[type[Callback]] = [ClientHistogram, PairwiseDistance, *own[name]]
+        kinds: list[type[Callback]] = [ClientHistogram, PairwiseDistance, *client_state[name]]
         monitors = [kind() for kind in kinds]
         return {"callbacks": monitors, "logger": TensorBoardLogger(tmp_path / folder)}
 

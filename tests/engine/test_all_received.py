@@ -23,7 +23,7 @@ class SendsTheChange(FedAvg):
         return {"model": tmap(lambda leaf: leaf + starts, server["model"])}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         return {"model": sub(state["model"], received["model"])}, {}
 

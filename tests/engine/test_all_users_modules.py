@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pfl.core.parameters import Layout, places
+from lightning_pfl.core.parameters import ParameterSplit, places
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods import FedAvg, FedRep
@@ -271,7 +271,7 @@ def test_hooks_of_parameters_are_refused(hook: str) -> None:
     module = nn.Linear(2, 2)
     getattr(module.weight, hook)(lambda grad: None)
     with pytest.raises(ValueError, match=r"Expected parameters without hooks, but 'weight' has"):
-        Layout(module)
+        ParameterSplit(module)
 
 
 # --- order and random numbers ---

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pfl.contract.records import Evaluation
 from lightning_pfl.core.errors import ClientError
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.logs import ClientLogs, LogCapture, Reduction
@@ -76,7 +76,7 @@ def expected() -> dict[str, list[float]]:
 
 def evaluate(engine: str, module: Logging) -> Evaluation:
     kind: Any = ENGINES[engine]
-    runner = kind(module, Layout(module), module.configure_optimizers(), EngineSettings())
+    runner = kind(module, ParameterSplit(module), module.configure_optimizers(), EngineSettings())
     models = {"w": torch.zeros(len(SIZES), dtype=torch.float64)}
     found: Evaluation = runner.evaluate(models, torch.arange(len(SIZES)), data(), "validation_step")
     return found

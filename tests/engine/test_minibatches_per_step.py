@@ -20,7 +20,7 @@ from lightning_pfl.engine.steps import (
     order_key,
     step_bounds,
 )
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import LocalStep, Method, Phase
 from lightning_pfl.testing import QuadraticModule, local_round
 
 ENGINES = ("vectorized", "sequential")
@@ -49,27 +49,27 @@ class Watching(Method):
     def phases(self, round: int) -> tuple[Phase, ...]:
         return (Phase("all", **self.phase),)
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         seen = torch.full((len(info), LONGEST), -1.0, dtype=torch.float64)
         return {"model": dict(received["model"]), "seen": seen, "at": torch.zeros(len(info))}
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
-        draws = batch if isinstance(batch, tuple) else (batch,)
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        draws = minibatches if isinstance(minibatches, tuple) else (minibatches,)
         seen, at = state["seen"].clone(), state["at"].clone()
         for draw in draws:
-            (_, x), real = local.samples(draw)
+            (_, x), real = client.samples(draw)
             total = (x[..., 0] * real).sum(1)
             seen[torch.arange(len(at)), at.long()] = total
             at += 1
-            local.report(total, draw)
+            client.report(total, draw)
         return {**state, "seen": seen, "at": at}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         return {"seen": state["seen"]}, {}
 
-    def init_own(self, model: Any) -> Tree:
+    def init_client_state(self, model: Any) -> Tree:
         return {}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
@@ -104,17 +104,17 @@ class TestDraws:
     @pytest.mark.parametrize("draws", [1, 2, 3])
     def test_steps_get_consecutive_minibatches(self, engine: Any, draws: int) -> None:
         expected = padded([minibatches(k, 2 * draws if SIZES[k] else 0) for k in range(4)])
-        assert torch.equal(seen(engine, steps=2, draws=draws), expected)
+        assert torch.equal(seen(engine, steps=2, batches_per_step=draws), expected)
 
     def test_epochs_say_how_much_data_is_seen(self, engine: Any) -> None:
         """4, 1 and 2 minibatches an epoch: two epochs are 3, 1 and 2 steps of three."""
         expected = padded([minibatches(k, 3 * steps) for k, steps in enumerate((3, 1, 2, 0))])
-        assert torch.equal(seen(engine, epochs=2, draws=3), expected)
+        assert torch.equal(seen(engine, epochs=2, batches_per_step=3), expected)
 
     def test_every_draw_accumulates(self, engine: Any) -> None:
         parts = [minibatches(k, 4 if SIZES[k] else 0) for k in range(4)]
         expected = padded([[sum(p[:2]), sum(p[2:])] if p else [] for p in parts])
-        assert torch.equal(seen(engine, 2, steps=1, draws=2), expected)
+        assert torch.equal(seen(engine, 2, steps=1, batches_per_step=2), expected)
 
     @pytest.mark.parametrize("drop_last", [True, False])
     def test_whole_clients_in_one_step(self, engine: Any, drop_last: bool) -> None:
@@ -126,7 +126,7 @@ class TestDraws:
                 for k, i in enumerate(data.indices)
             ]
         )
-        assert torch.equal(seen(engine, data=data, epochs=1, whole=True), expected)
+        assert torch.equal(seen(engine, data=data, epochs=1, full_batch=True), expected)
 
     def test_a_reported_loss_is_logged_by_samples(self, engine: Any) -> None:
         outcome = local_round(Watching(epochs=1), QuadraticModule(), numbered(), engine)
@@ -150,14 +150,14 @@ class TestDraws:
             TypeError,
             match=r"Expected data that are held in memory, .* but got the DataLoader of client '0'",
         ):
-            seen(engine, data=data, epochs=1, whole=True)
+            seen(engine, data=data, epochs=1, full_batch=True)
 
 
 def test_complete_draws_have_no_short_steps() -> None:
-    budget = Budget(2, None, draws=2)
+    budget = Budget(2, None, batches_per_step=2)
     assert step_bounds(3, budget, 2) == [(0, 4), (4, 8)]
     assert count_steps(3, budget, 2) == 2
-    assert step_bounds(3, Budget(None, 2, draws=2), 1) == [(0, 2), (2, 4)]
+    assert step_bounds(3, Budget(None, 2, batches_per_step=2), 1) == [(0, 2), (2, 4)]
 
 
 def test_one_learning_rate() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import expand, is_expanded
 from lightning_pfl.engine.optimizer import (
     ClientOptimizer,
@@ -51,33 +51,35 @@ def test_value_clipping_is_elementwise() -> None:
     assert all(torch.equal(clipped[n], g.clamp(-0.5, 0.5)) for n, g in gradients().items())
 
 
-def make(**settings: Any) -> tuple[Layout, torch.optim.Optimizer]:
+def make(**settings: Any) -> tuple[ParameterSplit, torch.optim.Optimizer]:
     module = nn.Linear(3, 2).double()
-    return Layout(module), torch.optim.SGD(
+    return ParameterSplit(module), torch.optim.SGD(
         module.parameters(), **{"lr": 0.1, "momentum": 0.9, **settings}
     )
 
 
 def test_shared_leaves_are_copied_before_they_train() -> None:
-    layout, template = make()
-    start = layout.model()
+    parameter_split, template = make()
+    start = parameter_split.model()
     model = expand(start, CLIENTS)
     grads = {n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in start.items()}
-    new = ClientOptimizer(template, layout, CLIENTS).update(model, grads)
+    new = ClientOptimizer(template, parameter_split, CLIENTS).update(model, grads)
     assert not any(is_expanded(leaf) for leaf in new.values())
-    for name, leaf in layout.model().items():
+    for name, leaf in parameter_split.model().items():
         assert torch.equal(start[name], leaf)
         torch.testing.assert_close(new[name], (start[name] - 0.1).expand_as(new[name]))
 
 
 def test_slots_have_states_of_their_own() -> None:
-    layout, template = make()
-    grads = {n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in layout.model().items()}
+    parameter_split, template = make()
+    grads = {
+        n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in parameter_split.model().items()
+    }
 
     def fresh() -> dict[str, Tensor]:
         return {n: torch.zeros_like(g) for n, g in grads.items()}
 
-    optimizer = ClientOptimizer(template, layout, CLIENTS)
+    optimizer = ClientOptimizer(template, parameter_split, CLIENTS)
     first, second = fresh(), fresh()
     for _ in range(2):
         first = optimizer.update(first, grads, "first")
@@ -88,28 +90,32 @@ def test_slots_have_states_of_their_own() -> None:
 
 
 def test_the_template_is_left_alone() -> None:
-    layout, template = make()
+    parameter_split, template = make()
     before = {k: v for k, v in template.param_groups[0].items() if k != "params"}
-    optimizer = ClientOptimizer(template, layout, CLIENTS, lr=5.0)
-    grads = {n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in layout.model().items()}
-    optimizer.update(expand(layout.model(), CLIENTS), grads)
+    optimizer = ClientOptimizer(template, parameter_split, CLIENTS, lr=5.0)
+    grads = {
+        n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in parameter_split.model().items()
+    }
+    optimizer.update(expand(parameter_split.model(), CLIENTS), grads)
     assert optimizer.lr == 5.0
     assert {k: v for k, v in template.param_groups[0].items() if k != "params"} == before
     assert not template.state
-    assert all(p.grad is None for p in layout.module.parameters())
+    assert all(p.grad is None for p in parameter_split.module.parameters())
 
 
 def test_a_scheduler_changes_the_rate_of_later_rounds() -> None:
-    layout, template = make()
+    parameter_split, template = make()
     scheduler = torch.optim.lr_scheduler.StepLR(template, 1, gamma=0.5)
-    assert ClientOptimizer(template, layout, CLIENTS).lr == 0.1
-    grads = {n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in layout.model().items()}
+    assert ClientOptimizer(template, parameter_split, CLIENTS).lr == 0.1
+    grads = {
+        n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in parameter_split.model().items()
+    }
     template.step()
     scheduler.step()
-    halved = ClientOptimizer(template, layout, CLIENTS)
+    halved = ClientOptimizer(template, parameter_split, CLIENTS)
     assert halved.lr == 0.05
-    new = halved.update(expand(layout.model(), CLIENTS), grads)
-    torch.testing.assert_close(new["bias"][0], layout.model()["bias"] - 0.05)
+    new = halved.update(expand(parameter_split.model(), CLIENTS), grads)
+    torch.testing.assert_close(new["bias"][0], parameter_split.model()["bias"] - 0.05)
 
 
 class HeavyBall(QuadraticModule):
@@ -143,7 +149,7 @@ def test_every_phase_of_every_round_begins_without_momentum(engine: Any) -> None
 def test_one_rate_is_required_where_a_method_uses_it() -> None:
     module = nn.Linear(3, 2)
     groups = [{"params": [module.weight], "lr": 0.1}, {"params": [module.bias], "lr": 0.2}]
-    optimizer = ClientOptimizer(torch.optim.SGD(groups), Layout(module), CLIENTS)
+    optimizer = ClientOptimizer(torch.optim.SGD(groups), ParameterSplit(module), CLIENTS)
     with pytest.raises(
         ValueError,
         match=r"Expected one learning rate for all parameter groups, but got \[0.1, 0.2\]",
@@ -180,7 +186,7 @@ def test_a_step_of_its_own_is_refused() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # torch's own wrapper is no obstacle
     check_optimizer(optimizer)
-    own: Any = optimizer
-    own.step = lambda closure=None: None
+    client_state: Any = optimizer
+    client_state.step = lambda closure=None: None
     with pytest.raises(TypeError, match=r"got SGD with `step` replaced on the object. Write a sub"):
         check_optimizer(optimizer)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.program import call_step
@@ -136,6 +136,8 @@ def test_decorated_steps_run_in_both_engines(engine: Any) -> None:
     outcome = local_round(FedAvg(), Decorated(), data, engine)
     assert outcome.models["w"].tolist() == [[1.0], [4.0]]
     module, kind = Decorated(), SequentialEngine if engine == "sequential" else VectorizedEngine
-    runner: Any = kind(module, Layout(module), module.configure_optimizers(), EngineSettings())
+    runner: Any = kind(
+        module, ParameterSplit(module), module.configure_optimizers(), EngineSettings()
+    )
     found = runner.evaluate(outcome.models, torch.arange(2), data, "validation_step")
     assert found.values["val_x"].tolist() == [2.0, 8.0]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import ClientModules, PersonalizedModule
 from lightning_pfl.callbacks import HeadFineTuning
-from lightning_pfl.contract.records import told
+from lightning_pfl.contract.records import as_positions_of
 from lightning_pfl.core.errors import CheckpointMismatchError, ClientError
 from lightning_pfl.inspect import PairwiseDistance
 from lightning_pfl.methods import (
@@ -66,7 +66,7 @@ def test_each_client_is_trained_as_in_a_federation_of_its_own_architecture(engin
     """LocalOnly: the same as without the other group, batch by batch."""
     mixed = fit(LocalOnly(), ClientModules(modules(), OF), engine=engine, max_epochs=3)
     for name, width in WIDTHS.items():
-        clients = [client for client, group in enumerate(OF) if group == name]
+        clients = [client for client, architecture in enumerate(OF) if architecture == name]
         alone = fit(LocalOnly(), module(width, width), clients, engine="sequential", max_epochs=3)
         for position, client in enumerate(clients):
             expected = alone.strategy.client_state_dict(position)
@@ -93,8 +93,8 @@ def test_what_is_shared_meets_on_the_server() -> None:
     run = fit(method, ClientModules(modules(), OF), max_epochs=1)
     starts = {name: module(width, width) for name, width in WIDTHS.items()}
     trained, total = [], sum(SIZES)
-    for client, group in enumerate(OF):
-        model = module(WIDTHS[group], WIDTHS[group])
+    for client, architecture in enumerate(OF):
+        model = module(WIDTHS[architecture], WIDTHS[architecture])
         model.head.load_state_dict(starts["wide"].head.state_dict())  # what is shared begins alike
         sgd(model, client, 1)
         trained.append(model)
@@ -110,10 +110,10 @@ def test_what_is_shared_meets_on_the_server() -> None:
 def test_each_architecture_has_its_own_learning_rate() -> None:
     both = {"wide": module(6, 6, lr=0.1), "narrow": module(4, 4, lr=0.0)}
     run = fit(LocalOnly(), ClientModules(both, OF), max_epochs=1)
-    for client, group in enumerate(OF):
-        start = both[group].state_dict()["head.weight"]
+    for client, architecture in enumerate(OF):
+        start = both[architecture].state_dict()["head.weight"]
         moved = not torch.equal(run.strategy.client_state_dict(client)["head.weight"], start)
-        assert moved == (group == "wide")
+        assert moved == (architecture == "wide")
 
 
 def test_evaluation_prediction_and_modules_are_each_client_s_own() -> None:
@@ -123,18 +123,20 @@ def test_evaluation_prediction_and_modules_are_each_client_s_own() -> None:
     right = []
     for client in range(len(OF)):
         x, y = samples(client, 1)
-        own = run.strategy.client_module(client)
-        assert own.backbone[0].in_features == x.shape[1]
-        found = torch.cat([own.predict_step(x[some], 0) for some in torch.arange(len(x)).split(4)])
+        client_state = run.strategy.client_module(client)
+        assert client_state.backbone[0].in_features == x.shape[1]
+        found = torch.cat(
+            [client_state.predict_step(x[some], 0) for some in torch.arange(len(x)).split(4)]
+        )
         torch.testing.assert_close(torch.cat(predictions[client]), found)
-        right.append((own(x).argmax(1) == y).double().mean())
+        right.append((client_state(x).argmax(1) == y).double().mean())
     assert tested["test_acc"] == pytest.approx(float(torch.stack(right).mean()))
 
 
 def test_only_the_sampled_groups_train() -> None:
     model = ClientModules(modules(), OF)
     run = fit(LocalOnly(), model, max_epochs=1)
-    assert sum(len(group.clients) for group in run.strategy.groups) == len(OF)
+    assert sum(len(architecture.clients) for architecture in run.strategy.architectures) == len(OF)
     one = trainer(LGFedAvg(shared="head"), participation=1, max_epochs=1, seed=1)
     one.fit(ClientModules(modules(), OF), loaders(), loaders(1))
     starts = {name: module(width, width).state_dict() for name, width in WIDTHS.items()}
@@ -220,7 +222,7 @@ def test_a_module_that_does_not_fit_names_its_group_and_clients(engine: Any, san
 def test_what_needs_one_architecture_says_so() -> None:
     run = fit(LocalOnly(), ClientModules(modules(), OF), max_epochs=1)
     with pytest.raises(MisconfigurationException, match="one architecture, but got clients of"):
-        _ = run.strategy.layout
+        _ = run.strategy.parameter_split
     with pytest.raises(MisconfigurationException, match="one architecture, but got clients of"):
         fit(LocalOnly(), ClientModules(modules(), OF), callbacks=[HeadFineTuning(epochs=1)])
 
@@ -292,10 +294,10 @@ def test_a_step_is_defined_by_all_or_none() -> None:
 
 def test_positions_in_a_part_are_told_as_positions_in_the_list() -> None:
     heard: list[list[int]] = []
-    listener = told(heard.append, torch.tensor([4, 7, 9]))
+    listener = as_positions_of(heard.append, torch.tensor([4, 7, 9]))
     assert listener is not None
     listener([2, 0])
     listener([])
     assert heard == [[9, 4], []]
-    assert told(None, torch.tensor([4])) is None
-    assert told(heard.append, slice(None)) == heard.append
+    assert as_positions_of(None, torch.tensor([4])) is None
+    assert as_positions_of(heard.append, slice(None)) == heard.append

@@ -75,16 +75,16 @@ def everything(run: Any) -> dict[str, list[Tensor]]:
     strategy: Any = run.strategy
     return {
         "server": list(leaves(strategy.server)),
-        "bank": list(leaves(strategy.bank.tree)),
+        "client_states": list(leaves(strategy.client_states.tree)),
         "module": list(run.lightning_module.state_dict().values()),
-        "lr": [torch.tensor(group["lr"]) for group in run.optimizers[0].param_groups],
+        "lr": [torch.tensor(architecture["lr"]) for architecture in run.optimizers[0].param_groups],
         "history": [torch.tensor(value) for value in strategy.history.summary().values()],
     }
 
 
 def assert_same(a: Any, b: Any) -> None:
     first, second = everything(a), everything(b)
-    assert first["server"] or first["bank"]
+    assert first["server"] or first["client_states"]
     for part, tensors in first.items():
         assert len(tensors) == len(second[part])
         for x, y in zip(tensors, second[part], strict=True):
@@ -195,7 +195,7 @@ def saved(
 def test_a_checkpoint_holds_tensors_and_plain_values_only(tmp_path: Path) -> None:
     loaded = torch.load(saved(tmp_path), weights_only=True)
     assert loaded["federated"]["method"] == "FedRep"
-    assert loaded["federated"]["bank"]["model"]["head.weight"].shape == (5, 3, 8)
+    assert loaded["federated"]["client_states"]["model"]["head.weight"].shape == (5, 3, 8)
     assert loaded["federated"]["seed"] == 3
 
 
@@ -276,8 +276,8 @@ def test_other_names_are_refused(tmp_path: Path) -> None:
 class Remembers(FedPer):
     """Has the name of a method and another memory."""
 
-    def init_own(self, model: Any) -> Any:
-        return {**super().init_own(model), "extra": torch.zeros(2)}
+    def init_client_state(self, model: Any) -> Any:
+        return {**super().init_client_state(model), "extra": torch.zeros(2)}
 
 
 def test_other_memories_are_refused(tmp_path: Path) -> None:

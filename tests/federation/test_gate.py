@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_pfl import PersonalizedModule
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import ClientInfo, LocalResult, Round
-from lightning_pfl.federation.gate import judge, update_norm
+from lightning_pfl.federation.gate import accept_uploads, update_norm
 from lightning_pfl.methods import FedAvg, FedPer, LocalOnly
 from tests.trainer.setting import (
     BATCH,
@@ -40,8 +40,8 @@ def info(clients: int) -> ClientInfo:
     return ClientInfo(torch.arange(10, 10 + clients), ones, ones, ones / clients, 0, 20)
 
 
-def result(upload: Tensor, own: Tensor, loss: Tensor) -> LocalResult:
-    return LocalResult({"model": {"w": upload}}, {"memory": own}, {}, {}, loss)
+def result(upload: Tensor, client_state: Tensor, loss: Tensor) -> LocalResult:
+    return LocalResult({"model": {"w": upload}}, {"memory": client_state}, {}, {}, loss)
 
 
 BAD = (torch.nan, torch.inf, -torch.inf)
@@ -53,7 +53,7 @@ BAD = (torch.nan, torch.inf, -torch.inf)
 def test_what_is_not_finite_is_rejected_with_its_reason(where: str, bad: float) -> None:
     parts = {"upload": torch.zeros(3, 2), "memory": torch.zeros(3, 4), "loss": torch.zeros(3)}
     parts[where].view(3, -1)[1, 0] = bad
-    accepted, rejected = judge(result(*parts.values()), {}, info(3), None)
+    accepted, rejected = accept_uploads(result(*parts.values()), {}, info(3), None)
     assert accepted.tolist() == [True, False, True]
     assert rejected == {11: f"{where} is not finite"}
 
@@ -61,7 +61,7 @@ def test_what_is_not_finite_is_rejected_with_its_reason(where: str, bad: float) 
 def test_a_client_without_a_loss_is_accepted() -> None:
     # NaN: no step taken, or a step that solves without a loss. Inf: a loss that wasn't finite.
     loss = torch.tensor([torch.nan, torch.inf])
-    accepted, rejected = judge(
+    accepted, rejected = accept_uploads(
         result(torch.zeros(2, 1), torch.zeros(2, 1), loss), {}, info(2), None
     )
     assert accepted.tolist() == [True, False]
@@ -76,7 +76,7 @@ def test_the_norm_is_that_of_the_change() -> None:
     received = {"model": {"w": torch.tensor([[0.0, 0.0], [0.0, 1.0]])}}
     # Client 0: (3, 4) changed and 12 new: sqrt(9 + 16 + 144); client 1 changed nothing.
     assert update_norm(uploads, received, torch.ones(2)).tolist() == [13.0, 0.0]
-    accepted, rejected = judge(
+    accepted, rejected = accept_uploads(
         LocalResult(uploads, {}, loss=torch.zeros(2)), received, info(2), 12.9
     )
     assert accepted.tolist() == [False, True]
@@ -91,7 +91,7 @@ def test_a_number_beside_the_model_is_no_part_of_the_update() -> None:
 
 
 def test_methods_that_send_nothing_pass() -> None:
-    accepted, rejected = judge(
+    accepted, rejected = accept_uploads(
         LocalResult({"model": {}}, {}, loss=torch.zeros(2)), {}, info(2), 1.0
     )
     assert accepted.tolist() == [True, True]
@@ -247,4 +247,4 @@ def test_a_mask_of_infinities_keeps_nobody_out(method: Any, engine: str) -> None
     assert run.callback_metrics["round/rejected"] == 0
     state = run.strategy.client_state_dict(0)
     assert torch.equal(state["backbone.mask"], torch.triu(torch.full((8, 8), -torch.inf), 1))
-    assert run.strategy.layout.static == ("backbone.mask",)
+    assert run.strategy.parameter_split.static == ("backbone.mask",)

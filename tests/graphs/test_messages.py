@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_pfl import ClientModules
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import ClientInfo, Round
-from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree
-from lightning_pfl.graphs.messages import Exchange, Inbox, Postman
+from lightning_pfl.graphs.messages import Exchange, PeerExchange, ReceivedMessages
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing import Recorder
 from tests.federation.test_architectures import OF, loaders, modules
@@ -62,7 +62,7 @@ def edge(i: int, j: int) -> float:
 class Letters(Method):
     """Clients write their point and who they are, in all three ways, and keep what they get."""
 
-    personal: Spec = "all"
+    personal: ParameterSpec = "all"
     edge_state = ("each", "all", "weights")
 
     def __init__(self, when: Literal["before", "after"] = "after") -> None:
@@ -77,22 +77,22 @@ class Letters(Method):
     def exchanges(self, round: int) -> tuple[Exchange, ...]:
         return tuple(Exchange(to, to, self.when) for to in ("each", "all", "sum"))
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         nothing = torch.zeros(self.slots, 3, dtype=torch.float64)
         state = {"each": nothing, "all": nothing, "weights": nothing[:, 0], "sum": nothing[0]}
         return {"model": model, "who": torch.zeros((), dtype=torch.float64), **state}
 
-    def init_own_rows(self, own: Tree, model: Model, info: ClientInfo) -> Tree:
-        return {**own, "who": 10.0 * (1 + info.index.double())}
+    def init_client_state_rows(self, client_state: Tree, model: Model, info: ClientInfo) -> Tree:
+        return {**client_state, "who": 10.0 * (1 + info.index.double())}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        assert not set(self.edge_state) & set(own)  # which local training has no use for
-        return {"model": {}}, {**own, "model": state["model"]}
+        assert not set(self.edge_state) & set(client_state)  # which local training has no use for
+        return {"model": {}}, {**client_state, "model": state["model"]}
 
-    def send(self, exchange: str, own: Tree, info: ClientInfo) -> Tree:
-        letter = torch.cat([own["who"][:, None], own["model"]["w"]], 1)
+    def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
+        letter = torch.cat([client_state["who"][:, None], client_state["model"]["w"]], 1)
         if exchange != "each":
             return {"": letter}
         slot = torch.arange(self.slots, dtype=torch.float64)
@@ -100,9 +100,13 @@ class Letters(Method):
         letter[..., 0] += slot
         return {"": letter}
 
-    def receive(self, exchange: str, own: Tree, inbox: Inbox, info: ClientInfo) -> Tree:
-        torch.testing.assert_close(inbox.sent, self.send(exchange, own, info), rtol=0, atol=0)
-        return {**own, exchange: inbox.messages[""], "weights": inbox.weights}
+    def receive(
+        self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
+    ) -> Tree:
+        torch.testing.assert_close(
+            inbox.sent, self.send(exchange, client_state, info), rtol=0, atol=0
+        )
+        return {**client_state, exchange: inbox.messages[""], "weights": inbox.weights}
 
 
 def by_loop(points: dict[int, Tensor], cohort: list[int]) -> dict[int, dict[str, Tensor]]:
@@ -122,9 +126,9 @@ def by_loop(points: dict[int, Tensor], cohort: list[int]) -> dict[int, dict[str,
     return found
 
 
-def check(own: Tree, client: int, expected: dict[str, Tensor]) -> None:
+def check(client_state: Tree, client: int, expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
-        torch.testing.assert_close(own[name][client].float(), value, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(client_state[name][client].float(), value, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -138,7 +142,7 @@ def test_letters_reach_the_neighbours(when: Any, engine: str) -> None:
     twice = {k: trained(once[k], k) for k in range(4)}
     expected = by_loop(once if when == "before" else twice, [0, 1, 2, 3])
     for client in range(4):
-        check(run.strategy.bank.tree, client, expected[client])
+        check(run.strategy.client_states.tree, client, expected[client])
         torch.testing.assert_close(run.strategy.client_state_dict(client)["w"], twice[client])
     # Three doubles over each of four edges, both ways, in three exchanges.
     bytes_each = 3 * 2 * len(EDGES) * 3 * 8
@@ -162,7 +166,7 @@ def test_only_the_cohort_writes_and_reads(engine: str) -> None:
         assert round.bytes_exchanged == 3 * 2 * there * 3 * 8
     assert len(kept) == 4
     for client, expected in kept.items():
-        check(run.strategy.bank.tree, client, expected)
+        check(run.strategy.client_states.tree, client, expected)
 
 
 def test_who_fails_neither_writes_nor_reads() -> None:
@@ -174,8 +178,8 @@ def test_who_fails_neither_writes_nor_reads() -> None:
     start = torch.zeros(2, dtype=torch.float64)
     expected = by_loop({k: trained(start, k) for k in range(4)}, [0, 2, 3])
     for client in (0, 2, 3):
-        check(run.strategy.bank.tree, client, expected[client])
-    assert not run.strategy.bank.tree["weights"][1].any()
+        check(run.strategy.client_states.tree, client, expected[client])
+    assert not run.strategy.client_states.tree["weights"][1].any()
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -188,16 +192,16 @@ def test_a_run_resumes_bitwise(engine: str, tmp_path: Path) -> None:
     first.fit(Quadratic(), points(), points())
     first.save_checkpoint(tmp_path / "last.ckpt")
     rest.fit(Quadratic(), points(), points(), ckpt_path=str(tmp_path / "last.ckpt"))
-    for name, leaf in whole.strategy.bank.tree.items():
+    for name, leaf in whole.strategy.client_states.tree.items():
         if isinstance(leaf, Tensor):
-            assert torch.equal(rest.strategy.bank.tree[name], leaf)
+            assert torch.equal(rest.strategy.client_states.tree[name], leaf)
 
 
 class Numbers(Letters):
     """Letters without the point: of one shape whatever the architecture."""
 
-    def send(self, exchange: str, own: Tree, info: ClientInfo) -> Tree:
-        letter = own["who"][:, None].expand(-1, 3).clone()
+    def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
+        letter = client_state["who"][:, None].expand(-1, 3).clone()
         if exchange == "each":
             letter = letter[:, None] + torch.arange(self.slots, dtype=torch.float64)[:, None]
         return {"": letter}
@@ -216,11 +220,14 @@ def test_clients_of_different_architectures_write_to_each_other() -> None:
         for row, client in enumerate(group.clients.tolist()):
             for s, j in enumerate(listed(client)):
                 letter = torch.full((3,), 10.0 * (1 + j), dtype=torch.float64)
-                assert torch.equal(group.bank.tree["all"][row, s], letter)
+                assert torch.equal(group.client_states.tree["all"][row, s], letter)
                 in_slot = letter + listed(j).index(client)
-                assert torch.equal(group.bank.tree["each"][row, s], in_slot)
-            assert not group.bank.tree["all"][row, len(listed(client)) :].any()
-            assert group.bank.tree["weights"][row].tolist() == GRAPH.slot_weights[client].tolist()
+                assert torch.equal(group.client_states.tree["each"][row, s], in_slot)
+            assert not group.client_states.tree["all"][row, len(listed(client)) :].any()
+            assert (
+                group.client_states.tree["weights"][row].tolist()
+                == GRAPH.slot_weights[client].tolist()
+            )
     # The size of a letter is what the method says, where it says something.
     sizes = sum(7 + j for i in range(4) for j in listed(i))
     assert traffic.found == [sizes + 2 * 2 * len(EDGES) * 3 * 8]
@@ -239,8 +246,8 @@ class Traffic(FederatedCallback):
 class Models(Numbers):
     """Writes what depends on the architecture."""
 
-    def send(self, exchange: str, own: Tree, info: ClientInfo) -> Tree:
-        return {"weight": own["model"]["backbone.0.weight"]}
+    def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
+        return {"weight": client_state["model"]["backbone.0.weight"]}
 
 
 def test_letters_of_different_shapes_are_refused_before_anybody_trains() -> None:
@@ -256,21 +263,21 @@ def test_letters_of_different_shapes_are_refused_before_anybody_trains() -> None
 
 def test_a_client_without_neighbours_gets_nothing() -> None:
     lonely = graph({(0, 2): 1.0}, 3)
-    postman = Postman(lonely, torch.tensor([2, 1, 0]), "cpu")
+    peers = PeerExchange(lonely, torch.tensor([2, 1, 0]), "cpu")
     sent = {"": torch.tensor([[2.0], [1.0], [0.5]])}
-    assert postman.deliver(Exchange("a", "all"), sent).messages[""].tolist() == [
+    assert peers.deliver(Exchange("a", "all"), sent).messages[""].tolist() == [
         [[0.5]],
         [[0.0]],
         [[2.0]],
     ]
-    total = postman.deliver(Exchange("a", "sum"), sent).messages[""]
+    total = peers.deliver(Exchange("a", "sum"), sent).messages[""]
     assert total.tolist() == [[0.5], [0.0], [2.0]]
 
 
 def test_numbers_that_nobody_gets_do_not_spread() -> None:
     """What an absent neighbour, or a slot without one, holds never counts, not even NaN."""
-    postman = Postman(GRAPH, torch.tensor([0, 3]), "cpu")
+    peers = PeerExchange(GRAPH, torch.tensor([0, 3]), "cpu")
     each = torch.full((2, 3, 1), torch.nan)
     each[0, listed(0).index(3)], each[1, listed(3).index(0)] = 5.0, 6.0
-    got = postman.deliver(Exchange("a", "each"), {"": each}).messages[""].squeeze(2)
+    got = peers.deliver(Exchange("a", "each"), {"": each}).messages[""].squeeze(2)
     assert got.tolist() == [[0.0, 0.0, 6.0], [5.0, 0.0, 0.0]]

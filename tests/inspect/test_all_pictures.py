@@ -27,7 +27,7 @@ from lightning_pfl.inspect import (
     PartitionPicture,
 )
 from lightning_pfl.inspect.board import new_figure
-from lightning_pfl.inspect.client_histogram import QUANTILES, draw_rounds, draw_sorted
+from lightning_pfl.inspect.client_histogram import QUANTILES, draw_quantiles, draw_sorted
 from lightning_pfl.inspect.pairwise_distance import distances, draw_matrix
 from lightning_pfl.inspect.partition_picture import draw_dataset
 from lightning_pfl.methods import (
@@ -120,7 +120,7 @@ def test_bars_of_a_broken_model_are_drawn_all_the_same() -> None:
 
 def test_quantiles_are_drawn_against_the_rounds() -> None:
     history = {4: [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 1: [0.0, 0.0, 0.0, 0.1, 0.1, 0.1, 0.1]}
-    axes: Any = draw_rounds(history, "val_acc").axes[0]
+    axes: Any = draw_quantiles(history, "val_acc").axes[0]
     assert axes.lines[0].get_xdata().tolist() == [1, 4]
     assert axes.lines[0].get_ydata().tolist() == [0.1, 0.3]
     assert len(axes.collections) == 3

@@ -72,8 +72,11 @@ def test_groups_have_colours_or_else_components() -> None:
     two = torch.zeros(5, 5)
     two[0, 1] = two[1, 0] = two[2, 3] = two[3, 2] = 1.0
     graph = resolve_graph(two, 5)
-    for groups, expected in ((None, [0, 0, 1, 1, 2]), (torch.tensor([0, 1, 0, 1, 0]), [0, 1] * 2)):
-        axes: Any = draw_graph(graph, names(5), groups).axes[0]
+    for known_clusters, expected in (
+        (None, [0, 0, 1, 1, 2]),
+        (torch.tensor([0, 1, 0, 1, 0]), [0, 1] * 2),
+    ):
+        axes: Any = draw_graph(graph, names(5), known_clusters).axes[0]
         colors = [tuple(color) for color in axes.collections[1].get_facecolors()]
         for i, one in enumerate(expected):
             for j, other in enumerate(expected):
@@ -105,8 +108,8 @@ def test_components_lie_beside_each_other() -> None:
     boxes = [where[np.array(owner) == part] for part in range(len(sizes))]
     for i, one in enumerate(boxes):
         for other in boxes[:i]:
-            apart = (one.min(0) > other.max(0)) | (other.min(0) > one.max(0))
-            assert apart.any()
+            without_communication = (one.min(0) > other.max(0)) | (other.min(0) > one.max(0))
+            assert without_communication.any()
 
 
 def test_the_first_of_many_clients_are_drawn_without_names() -> None:
@@ -119,7 +122,9 @@ def test_the_first_of_many_clients_are_drawn_without_names() -> None:
 
 @pytest.mark.parametrize("method", [FedU("ring", 0.1), ConvexClustering(graph="ring")])
 def test_the_graph_of_a_run_reaches_the_board(method: Method, tmp_path: Path) -> None:
-    run = trainer(method, ClientGraph(groups=2), max_epochs=2, logger=TensorBoardLogger(tmp_path))
+    run = trainer(
+        method, ClientGraph(known_clusters=2), max_epochs=2, logger=TensorBoardLogger(tmp_path)
+    )
     run.fit(split(), quadratics())
     board = Board(run)
     assert board.steps("graph") == [0]

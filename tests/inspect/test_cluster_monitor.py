@@ -15,7 +15,7 @@ from sklearn.metrics import adjusted_rand_score
 
 from lightning_pfl.inspect import ClusterMonitor
 from lightning_pfl.inspect.cluster_monitor import draw_clusters, recoloured
-from lightning_pfl.inspect.known_groups import resolve_groups
+from lightning_pfl.inspect.known_clusters import resolve_known_clusters
 from lightning_pfl.methods import (
     CFL,
     IFCA,
@@ -51,8 +51,12 @@ def test_every_round_logs_number_and_agreement_to_any_logger(tmp_path: Path) -> 
     with (Path(run.log_dir) / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["clusters/number"]) for row in rows] == [1, 1, 2, 2]
-    together, apart = (adjusted_rand_score(PLANTED, each) for each in ([0] * 6, PLANTED))
-    assert [float(row["clusters/ari"]) for row in rows] == [together] * 2 + [apart] * 2
+    together, without_communication = (
+        adjusted_rand_score(PLANTED, each) for each in ([0] * 6, PLANTED)
+    )
+    assert [float(row["clusters/ari"]) for row in rows] == [together] * 2 + [
+        without_communication
+    ] * 2
     assert {number: each.tolist() for number, each in monitor.rounds.items()} == {
         0: [0] * 6,
         2: PLANTED,
@@ -127,8 +131,8 @@ def test_a_cluster_keeps_its_colour_as_long_as_it_keeps_most_clients() -> None:
 
 def test_columns_are_rounds_and_rows_are_sorted_by_group() -> None:
     history = {2: torch.tensor([0, 0, 0, -1]), 4: torch.tensor([0, 1, 0, 1])}
-    groups = torch.tensor([0, 1, 0, 1])
-    figure: Any = draw_clusters(history, 5, groups)
+    known_clusters = torch.tensor([0, 1, 0, 1])
+    figure: Any = draw_clusters(history, 5, known_clusters)
     (axes,) = figure.axes
     (image,) = axes.images
     painted = np.asarray(image.get_array())
@@ -148,10 +152,10 @@ def test_columns_are_rounds_and_rows_are_sorted_by_group() -> None:
 
 
 def test_blocks_of_clients_are_those_of_rotated_images() -> None:
-    found = resolve_groups(4, 10)
+    found = resolve_known_clusters(4, 10)
     assert found is not None
     assert found.tolist() == [4 * client // 10 for client in range(10)]
-    assert resolve_groups(None, 10) is None
+    assert resolve_known_clusters(None, 10) is None
 
 
 @pytest.mark.parametrize(
@@ -163,9 +167,9 @@ def test_blocks_of_clients_are_those_of_rotated_images() -> None:
         ([0, 1], "one entry for each of 6 clients, but got 2 entries"),
     ],
 )
-def test_groups_of_other_clients_are_refused(groups: Any, match: str) -> None:
+def test_groups_of_other_clients_are_refused(known_clusters: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        fit(cfl(), ClusterMonitor(groups), 1)
+        fit(cfl(), ClusterMonitor(known_clusters), 1)
 
 
 def test_other_methods_are_refused() -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_pfl.inspect import PriorMonitor
 from lightning_pfl.inspect.prior_monitor import (
     draw_layers,
-    draw_rounds,
+    draw_measure,
     from_mean,
     over_rounds,
 )
@@ -161,7 +161,7 @@ def test_who_was_not_there_has_no_value() -> None:
     assert list(columns) == [2, 5]
     assert columns[2].tolist()[::2] == pytest.approx([0.3, 0.7])
     assert math.isnan(columns[2][1])
-    image = draw_rounds(columns, "weight").axes[0].images[0]
+    image = draw_measure(columns, "weight").axes[0].images[0]
     drawn: np.ndarray = np.ma.filled(np.ma.asarray(image.get_array(), dtype=float), np.nan)
     assert drawn.shape == (3, 4)  # rounds 3 and 4 had no cohort
     assert np.isnan(drawn[:, 1:3]).all()

@@ -32,14 +32,16 @@ def cohort_sizes(method: Method, data: FederatedTensorDataset, module: Any) -> l
     sizes: list[int] = []
     step = method.client_step
 
-    def counted(state: Any, batch: Any, local: Any) -> Any:
+    def counted(state: Any, minibatches: Any, client: Any) -> Any:
         # A probe may have each of its clients twice.
-        if type(local).__name__ == "VectorizedLocal" and len(set(local.chunk.clients)) == len(
-            local.chunk.clients
+        if type(client).__name__ == "VectorizedLocalStep" and len(set(client.chunk.clients)) == len(
+            client.chunk.clients
         ):
-            _, real = local.samples(batch[0] if isinstance(batch, tuple) else batch)
+            _, real = client.samples(
+                minibatches[0] if isinstance(minibatches, tuple) else minibatches
+            )
             sizes.append(len(real))
-        return step(state, batch, local)
+        return step(state, minibatches, client)
 
     method.client_step = counted  # type: ignore[method-assign]
     fit(method, data, module)
@@ -55,7 +57,10 @@ def test_equal_clients_step_together(name: str) -> None:
     assert set(sizes) == {CLIENTS}
     phases = method.phases(0)
     # Two minibatches an epoch.
-    steps = sum(p.steps or -(-(p.epochs or 0) * (1 if p.whole else 2) // p.draws) for p in phases)
+    steps = sum(
+        p.steps or -(-(p.epochs or 0) * (1 if p.full_batch else 2) // p.batches_per_step)
+        for p in phases
+    )
     assert len(sizes) == steps
 
 

@@ -110,7 +110,7 @@ FORMULAS: dict[str, Bytes] = {
 def rounds_of(method: Method, module: torch.nn.Module, rounds: int) -> list[tuple[int, int]]:
     """Bytes down and up of one client in each round, messages between clients included."""
     # A client without data is no part of a cohort that trains.
-    clients = sum(size > 0 or method.idle_take_part for size in SIZES)
+    clients = sum(size > 0 or method.include_clients_without_data for size in SIZES)
     run = fit(method, small_clients(torch.float32), module.float(), rounds)  # type: ignore[arg-type]
     found = []
     for round in run.recorder.rounds:

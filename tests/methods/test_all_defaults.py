@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_pfl import methods
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model
 from lightning_pfl.methods.base import Method
 from lightning_pfl.priors import GaussianPrior
@@ -46,7 +46,9 @@ def test_by_default_a_method_is_itself(name: str) -> None:
     method = default(name)
     made: Callable[..., Any] = PROBLEMS.get(name, {}).get("make_module", small_module)
     module = made(torch.float64)
-    assert method.notes(Layout(module, method.resolve_personal(Layout(module)))) == []
+    assert (
+        method.notes(ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))) == []
+    )
 
 
 #: Of each paper, or of its authors' code where the paper says nothing.

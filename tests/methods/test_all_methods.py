@@ -42,7 +42,7 @@ def test_engines_agree_in_single_precision(name: str) -> None:
     )
     for got, want in (
         (one.result.uploads, other.result.uploads),
-        (one.result.own, other.result.own),
+        (one.result.client_state, other.result.client_state),
         (one.server, other.server),
     ):
         assert_trees_close(got, want, rtol=1e-5, atol=1e-5)

@@ -15,9 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import repeat
-from lightning_pfl.graphs.messages import Postman
+from lightning_pfl.graphs.messages import PeerExchange
 from lightning_pfl.methods import (
     FedU,
     GTVMin,
@@ -49,22 +49,24 @@ def circulant(clients: int, degree: int) -> Any:
 def operations(method: Method, clients: int) -> tuple[int, int]:
     """Calls of torch in the mixing of a round of all clients, and the graph's edges."""
     module = QuadraticModule(6)
-    layout = Layout(module, method.resolve_personal(Layout(module)))
+    parameter_split = ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))
     ones = torch.ones(clients, dtype=torch.int64)
-    method.bind(layout, clients, 0, ones)
+    method.bind(parameter_split, clients, 0, ones)
     everyone = torch.arange(clients)
     info = ClientInfo(everyone, ones, ones, ones / clients, 0, clients, (0.1,))
-    own = method.init_own_rows(
-        repeat(method.init_own(layout.model()), clients), layout.model(), info
+    client_state = method.init_client_state_rows(
+        repeat(method.init_client_state(parameter_split.model()), clients),
+        parameter_split.model(),
+        info,
     )
-    server = method.init_server(layout.model())
+    server = method.init_server(parameter_split.model())
     models = {"w": torch.randn(clients, 6, dtype=torch.float64)}
-    own = {**own, "model": models} if own.get("model") else own
+    client_state = {**client_state, "model": models} if client_state.get("model") else client_state
     with Count() as count:
         for exchange in method.exchanges(0):
-            sent = method.send(exchange.name, own, info)
-            inbox = Postman(method.graph, everyone, "cpu").deliver(exchange, sent)
-            own = method.receive(exchange.name, own, inbox, info)
+            sent = method.send(exchange.name, client_state, info)
+            inbox = PeerExchange(method.graph, everyone, "cpu").deliver(exchange, sent)
+            client_state = method.receive(exchange.name, client_state, inbox, info)
         method.server_update(server, {"model": models}, info)
     return count.calls, method.graph.edges.shape[1]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pfl.core.tree import Tree, tmap
-from lightning_pfl.engine.vectorized.local import VectorizedLocal
+from lightning_pfl.engine.vectorized.local import VectorizedLocalStep
 from lightning_pfl.engine.vectorized.ticks import Tick
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.conformance import small_clients
@@ -32,15 +32,15 @@ def two_rounds(name: str, engine: Any) -> list[LocalRound]:
     problem = PROBLEMS.get(name, {})
     data = problem.get("make_data", small_clients)(torch.float64)
     server: Tree | None = None
-    own: Tree | None = None
+    client_state: Tree | None = None
     rounds: list[LocalRound] = []
     for number in range(2):
         module = problem.get("make_module", network)(torch.float64)
-        options: dict[str, Any] = {"round": number, "server": server, "own": own}
+        options: dict[str, Any] = {"round": number, "server": server, "own": client_state}
         if engine == "vectorized":
             options["stochastic"] = False
         done = local_round(CASES[name](), module, data, engine, **options)
-        server, own = tmap(_copy, done.server), tmap(_copy, done.result.own)
+        server, client_state = tmap(_copy, done.server), tmap(_copy, done.result.client_state)
         rounds.append(done)
     return rounds
 
@@ -54,18 +54,18 @@ def test_padded_batches_give_what_each_client_gives_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     masks: list[torch.Tensor] = []
-    begin = VectorizedLocal.begin
+    begin = VectorizedLocalStep.begin
 
-    def watched(self: VectorizedLocal, tick: Tick) -> None:
+    def watch_global_rng(self: VectorizedLocalStep, tick: Tick) -> None:
         masks.extend(m.mask for m in tick.minibatches if m.mask is not None)
         begin(self, tick)
 
-    monkeypatch.setattr(VectorizedLocal, "begin", watched)
+    monkeypatch.setattr(VectorizedLocalStep, "begin", watch_global_rng)
     for got, want in zip(
         two_rounds(name, "vectorized"), two_rounds(name, "sequential"), strict=True
     ):
         assert_trees_close(got.result.uploads, want.result.uploads)
-        assert_trees_close(got.result.own, want.result.own)
+        assert_trees_close(got.result.client_state, want.result.client_state)
         assert_trees_close(got.result.logs, want.result.logs)
         assert_trees_close(got.server, want.server)
     assert masks

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pfl import methods
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods.base import Method
 from tests.trainer.setting import classes, network, trainer
 
@@ -49,10 +49,10 @@ def test_the_log_says_what_a_method_has_become(
 def test_fedbn_without_batchnorm_says_so_and_with_it_doesnt() -> None:
     method = methods.FedBN()
     plain = nn.Linear(2, 2)
-    layout = Layout(plain, method.resolve_personal(Layout(plain)))
-    assert method.notes(layout) == ["Nothing is personal, which makes FedBN FedAvg."]
+    parameter_split = ParameterSplit(plain, method.resolve_personal(ParameterSplit(plain)))
+    assert method.notes(parameter_split) == ["Nothing is personal, which makes FedBN FedAvg."]
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert method.notes(Layout(net, method.resolve_personal(Layout(net)))) == []
+    assert method.notes(ParameterSplit(net, method.resolve_personal(ParameterSplit(net)))) == []
 
 
 @pytest.mark.parametrize(
@@ -67,22 +67,22 @@ def test_fedbn_names_the_method_that_keeps_other_normalisation_layers(
 ) -> None:
     method = methods.FedBN()
     net = nn.Sequential(nn.Linear(2, 2), *norms)
-    (note,) = method.notes(Layout(net, method.resolve_personal(Layout(net))))
+    (note,) = method.notes(ParameterSplit(net, method.resolve_personal(ParameterSplit(net))))
     assert note == (
         "Nothing is personal, which makes FedBN FedAvg. It keeps BatchNorm alone; to keep what "
         f"this model has, use FedPer(personal={spec})."
     )
     kept = methods.FedPer(personal=eval(spec, {"torch": torch}))
-    layout = Layout(net, kept.resolve_personal(Layout(net)))
+    parameter_split = ParameterSplit(net, kept.resolve_personal(ParameterSplit(net)))
     norm_names = {f"{k}.{w}" for k in range(1, len(norms) + 1) for w in ("weight", "bias")}
-    assert layout.personal == norm_names
+    assert parameter_split.personal == norm_names
 
 
 def test_fedbn_offers_no_normalisation_layer_that_has_nothing_to_keep() -> None:
     method = methods.FedBN()
     net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2, elementwise_affine=False))
-    layout = Layout(net, method.resolve_personal(Layout(net)))
-    assert method.notes(layout) == ["Nothing is personal, which makes FedBN FedAvg."]
+    parameter_split = ParameterSplit(net, method.resolve_personal(ParameterSplit(net)))
+    assert method.notes(parameter_split) == ["Nothing is personal, which makes FedBN FedAvg."]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,9 @@ def test_fedbn_offers_no_normalisation_layer_that_has_nothing_to_keep() -> None:
 )
 def test_a_method_that_is_itself_says_nothing(method: Method) -> None:
     module = network()
-    assert method.notes(Layout(module, method.resolve_personal(Layout(module)))) == []
+    assert (
+        method.notes(ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))) == []
+    )
 
 
 def given(bad: Any) -> str:

@@ -43,12 +43,12 @@ def reference(
     """The global model, own models and mixing weights; the mixture is left to autograd."""
     module = plain_module()
     server: State = module.state_dict()
-    own = [dict(server) for _ in range(data.num_clients)]
-    alphas = [torch.tensor(mixing, dtype=torch.float64) for _ in own]
+    client_state = [dict(server) for _ in range(data.num_clients)]
+    alphas = [torch.tensor(mixing, dtype=torch.float64) for _ in client_state]
     for t, cohort in enumerate(in_rounds):
         sent = []
         for k in (k for k in with_data(data) if k in cohort.tolist()):
-            w, v = dict(server), own[k]
+            w, v = dict(server), client_state[k]
             for number, (x, y) in enumerate(batches(data, k, t, 1)):
                 g = gradient(module, w, (x, y))
                 w = {n: w[n] - lr * g[n] for n in w}
@@ -61,10 +61,10 @@ def reference(
                 if adaptive and number == 0:
                     assert alpha.grad is not None
                     alphas[k] = (alphas[k] - lr * alpha.grad).clamp(0, 1)
-            own[k] = v
+            client_state[k] = v
             sent.append(w)
         server = average(sent, [1.0] * len(sent))
-    return server, own, alphas
+    return server, client_state, alphas
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -74,14 +74,15 @@ class TestMixedOutputs:
         data = small_clients()
         method = APFL(0.4, adaptive, **OUTPUTS)
         run = fit(method, data, plain_module(0.3), 3, engine, participation=3)
-        server, own, alphas = reference(data, cohorts(3, 3), 0.4, adaptive, 0.3)
+        server, client_state, alphas = reference(data, cohorts(3, 3), 0.4, adaptive, 0.3)
         assert_trees_close(run.server["model"], server)
         assert_trees_close(
-            run.own["personal"], {n: torch.stack([o[n] for o in own]) for n in server}
+            run.client_state["personal"],
+            {n: torch.stack([o[n] for o in client_state]) for n in server},
         )
         if adaptive:
-            close(run.own["mixing"], torch.stack(alphas))
-            assert float(run.own["mixing"].std()) > 1e-4
+            close(run.client_state["mixing"], torch.stack(alphas))
+            assert float(run.client_state["mixing"].std()) > 1e-4
 
     @pytest.mark.parametrize("adaptive", [False, True])
     def test_linear_models_do_not_tell_the_two_apart(self, engine: str, adaptive: bool) -> None:
@@ -89,7 +90,7 @@ class TestMixedOutputs:
             fit(APFL(0.4, adaptive, mix), small_clients(), linear_module(), 3, engine)
             for mix in ("parameters", "outputs")
         )
-        assert_trees_close(a.own, b.own)
+        assert_trees_close(a.client_state, b.client_state)
         assert_trees_close(a.server, b.server)
 
     def test_networks_do(self, engine: str) -> None:
@@ -97,7 +98,9 @@ class TestMixedOutputs:
             fit(APFL(0.4, mix=mix), small_clients(), plain_module(0.3), 3, engine)
             for mix in ("parameters", "outputs")
         )
-        change = a.own["personal"]["head.weight"] - b.own["personal"]["head.weight"]
+        change = (
+            a.client_state["personal"]["head.weight"] - b.client_state["personal"]["head.weight"]
+        )
         assert float(change.abs().max()) > 1e-5
 
     def test_the_global_model_is_that_of_fedavg(self, engine: str) -> None:
@@ -109,7 +112,7 @@ class TestMixedOutputs:
     def test_share_one_is_local_training(self, engine: str) -> None:
         a = fit(APFL(1.0, **OUTPUTS), small_clients(), small_module(), 3, engine)
         b = fit(LocalOnly(), small_clients(), small_module(), 3, engine)
-        assert_trees_close(a.own["personal"], b.models)
+        assert_trees_close(a.client_state["personal"], b.models)
 
     def test_clients_are_evaluated_and_handed_out_as_mixtures(self, engine: str) -> None:
         data, module = small_clients(shuffle=False), plain_module(0.3)
@@ -117,8 +120,8 @@ class TestMixedOutputs:
         losses = []
         for k in with_data(data):
             x, y = (field[data.indices[k]] for field in data.fields)
-            own = {n: leaf[k] for n, leaf in run.own["personal"].items()}
-            first = functional_call(plain_module(), own, (x,))
+            client_state = {n: leaf[k] for n, leaf in run.client_state["personal"].items()}
+            first = functional_call(plain_module(), client_state, (x,))
             second = functional_call(plain_module(), run.server["model"], (x,))
             expected = 0.4 * first + 0.6 * second
             losses.append(float(F.cross_entropy(expected, y)))
@@ -141,7 +144,7 @@ def test_engines_agree_with_batchnorm_for_every_chunk() -> None:
     for transform in ("forward", "grad"):
         found = run("vectorized", transform=transform)
         assert_trees_close(found.uploads, expected.uploads)
-        assert_trees_close(found.own, expected.own)
+        assert_trees_close(found.client_state, expected.client_state)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pfl import FederatedStrategy
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods import CFL, FedAvg
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
 from lightning_pfl.testing import (
@@ -78,7 +78,7 @@ def test_rounds_follow_the_algorithm_box(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_without_splits_it_is_fedavg(engine: str) -> None:
     method = CFL(eps_mean=0.0, start_round=0)
-    assert method.notes(Layout(small_module())) == [
+    assert method.notes(ParameterSplit(small_module())) == [
         "eps_mean=0 makes CFL FedAvg with uniform weights."
     ]
     run = fit(method, small_clients(), small_module(), 3, engine, participation=3)

@@ -81,12 +81,12 @@ class TestConvexClustering:
         start = np.full((3, DIM), 0.5)
         path = pdmm(start, prox, draws, lam, rho, *damping(blocks, 9), step == "full", eta)
         recorder = run.recorder
-        for (x, z), bank, server in zip(
+        for (x, z), client_states, server in zip(
             path, recorder.banks[1:], recorder.servers[1:], strict=True
         ):
-            close(bank["model"]["w"], torch.from_numpy(x))
+            close(client_states["model"]["w"], torch.from_numpy(x))
             close(server["split"], torch.from_numpy(z))
-            assert torch.equal(server["models"], bank["model"]["w"])
+            assert torch.equal(server["models"], client_states["model"]["w"])
 
     def test_blocks_that_were_not_drawn_stay(self, engine: str) -> None:
         method = ConvexClustering(0.1, blocks=6, local_epochs=2)
@@ -149,7 +149,7 @@ class TestConvexClustering:
         run = fit(exact(0.1), *line(), 3, engine, participation=2)
         news = torch.zeros(4, 4, dtype=torch.bool)
         duals = torch.zeros(4, 4, dtype=torch.bool)
-        own = torch.eye(4, dtype=torch.bool)
+        client_state = torch.eye(4, dtype=torch.bool)
         everyone = torch.arange(4)
         for cohort, round in zip(
             cohorts(3, 2, eligible=everyone), run.recorder.rounds, strict=True
@@ -158,8 +158,8 @@ class TestConvexClustering:
             assert round.bytes_down == 8 * vectors // 2
             news[cohort], duals[cohort] = False, False
             news[:, cohort] = True
-            news &= ~own
-            duals = ~own
+            news &= ~client_state
+            duals = ~client_state
         assert torch.equal(run.server["new_models"], news)
 
     def test_a_graph_of_all_pairs_is_none(self, engine: str) -> None:
@@ -191,7 +191,7 @@ class TestConvexClustering:
         whole, half = run(5), run(3)
         resumed = run(5, half.save(tmp_path / "half.ckpt"))
         assert_trees_equal(resumed.server, whole.server)
-        assert_trees_equal(resumed.own, whole.own)
+        assert_trees_equal(resumed.client_state, whole.client_state)
 
 
 class TestFourPointsOnALine:
@@ -233,14 +233,14 @@ def test_engines_agree_on_a_sparse_graph_with_drawn_blocks() -> None:
         for engine in ENGINES
     ]
     assert_trees_close(runs[0].server, runs[1].server)
-    assert_trees_close(runs[0].own, runs[1].own)
+    assert_trees_close(runs[0].client_state, runs[1].client_state)
 
 
 class TestEndPoints:
     def test_without_weight_every_client_is_alone(self) -> None:
         run = fit(exact(0.0, penalty=0.3), *line(), 60)
         torch.testing.assert_close(run.models["w"], L4, rtol=0, atol=1e-4)
-        assert ConvexClustering(0.0).notes(run.strategy.layout) == [
+        assert ConvexClustering(0.0).notes(run.strategy.parameter_split) == [
             "fusion_weight=0 makes ConvexClustering LocalOnly."
         ]
 

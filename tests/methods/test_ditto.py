@@ -41,7 +41,7 @@ class TestDitto:
             v = descend(v, A + prox_weight, star, LR, (separate or 2) * STEPS)
             x = mean(descend(x, A, C, LR, 2 * STEPS), SAMPLES > 0)
         close(run.server["model"]["w"], x)
-        close(run.own["personal"]["w"], v)
+        close(run.client_state["personal"]["w"], v)
         close(run.models["w"], v)
 
     def test_steps_in_the_place_of_epochs(self, engine: str) -> None:
@@ -101,9 +101,11 @@ class TestDitto:
         autograd."""
         method = Ditto(0.5, personal_epochs)
         run = fit(method, small_clients(), small_module(), 3, engine)
-        server, own = ditto(small_module(), small_clients(), 3, 0.5, personal_epochs)
+        server, client_state = ditto(small_module(), small_clients(), 3, 0.5, personal_epochs)
         assert_trees_close(run.server["model"], server)
-        assert_trees_close(run.models, {n: torch.stack([o[n] for o in own]) for n in server})
+        assert_trees_close(
+            run.models, {n: torch.stack([o[n] for o in client_state]) for n in server}
+        )
 
     def test_one_client_goes_to_its_optimum_and_stays(self, engine: str) -> None:
         """Curvature 3, step 0.2: x keeps 0.4 of its distance a round; v 0.2, and 0.2 of that."""
@@ -113,7 +115,7 @@ class TestDitto:
         for _ in range(rounds):
             x, v = 0.4 * x, 0.2 * v + 0.2 * x
             path.append(1 - v)
-        found = [bank["personal"]["w"].item() for bank in run.recorder.banks[1:]]
+        found = [client_states["personal"]["w"].item() for client_states in run.recorder.banks[1:]]
         assert found == pytest.approx(path, rel=1e-12)
         close(run.models["w"], torch.ones(1, 1, dtype=torch.float64))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods import FedAvg, FedBN
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import (
@@ -82,7 +82,7 @@ def test_layers_are_found_by_type_and_not_by_name() -> None:
             self.flat, self.deep = nn.BatchNorm1d(2), nn.BatchNorm3d(1)
             self.layer, self.group = nn.LayerNorm(2), nn.GroupNorm(1, 2)
 
-    personal = Layout(Net(), FedBN.personal).personal
+    personal = ParameterSplit(Net(), FedBN.personal).personal
     assert {name.rsplit(".", 1)[0] for name in personal} == {"downsample.1", "flat", "deep"}
     assert len(personal) == 3 * 5
 

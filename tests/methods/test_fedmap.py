@@ -138,18 +138,18 @@ class TestQ2:
 
 def by_formula(in_rounds: list[Tensor], variance: float) -> tuple[Tensor, Tensor]:
     """Gaussian prior, weights by samples, one epoch from where each client stopped."""
-    gamma, own, begun = W0, W0.repeat(4, 1), set[int]()
+    gamma, client_state, begun = W0, W0.repeat(4, 1), set[int]()
     for cohort in in_rounds:
         for k in cohort.tolist():
             a = A[k, None] + 1 / variance
             star = (A[k] * C[k] + gamma / variance) / a
-            start = own[k] if k in begun else gamma
-            own[k] = descend(start, a, star[None], LR, int(STEPS[k]))[0]
+            start = client_state[k] if k in begun else gamma
+            client_state[k] = descend(start, a, star[None], LR, int(STEPS[k]))[0]
             begun.add(k)
-        gamma = mean(own[cohort], SAMPLES[cohort])
+        gamma = mean(client_state[cohort], SAMPLES[cohort])
     unbegun = [k for k in range(4) if k not in begun]
-    own[unbegun] = gamma
-    return gamma, own
+    client_state[unbegun] = gamma
+    return gamma, client_state
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -161,9 +161,9 @@ class TestFedMAP:
         module = QuadraticModule(2, LR, 0.5)
         run = fit(method, ragged(), module, 3, engine, participation=participation)
         in_rounds = cohorts(3, participation, eligible=SAMPLES.nonzero().flatten())
-        gamma, own = by_formula(in_rounds, 1.5)
+        gamma, client_state = by_formula(in_rounds, 1.5)
         close(run.server["model"]["w"], gamma)
-        close(run.models["w"], own)
+        close(run.models["w"], client_state)
 
     def test_an_infinite_variance_is_local(self, engine: str) -> None:
         ours, local = (
@@ -179,14 +179,14 @@ class TestFedMAP:
         """With BatchNorm, momentum and weight decay; buffers stay on the client."""
         method = FedMAP(GaussianPrior(1.0), weighting=weighting)
         run = fit(method, small_clients(), small_module(), 3, engine, participation=3)
-        gamma, own, weights = fedmap(
+        gamma, client_state, weights = fedmap(
             small_module(), small_clients(), cohorts(3, 3), weighting=weighting
         )
         server = run.server["model"]
         assert_trees_close(server, {n: gamma[n] for n in server})
-        begun = run.own["begun"].nonzero().flatten().tolist()
+        begun = run.client_state["begun"].nonzero().flatten().tolist()
         for k in begun:
-            assert_trees_close({n: leaf[k] for n, leaf in run.models.items()}, own[k])
+            assert_trees_close({n: leaf[k] for n, leaf in run.models.items()}, client_state[k])
         for round, want in zip(run.recorder.rounds, weights, strict=True):
             got = method.weights(round.uploads or {}, round.info)
             order = round.info.index.argsort()
@@ -200,13 +200,15 @@ class TestFedMAP:
         prior = GaussianPrior(0.5, parameters="head" if head_only else "all")
         method = FedMAP(prior, data_term="sum" if summed else "mean", local_epochs=2)
         run = fit(method, small_clients(), plain_module(), 3, engine, participation=3)
-        gamma, own, _ = fedmap(
+        gamma, client_state, _ = fedmap(
             plain_module(), small_clients(), cohorts(3, 3), 0.5, "posterior", 2, summed, head_only
         )
         assert_trees_close(run.server["model"], gamma)
-        for k in run.own["begun"].nonzero().flatten().tolist():
+        for k in run.client_state["begun"].nonzero().flatten().tolist():
             for name in ("head.weight", "head.bias"):
-                torch.testing.assert_close(run.models[name][k], own[k][name], rtol=1e-10, atol=0)
+                torch.testing.assert_close(
+                    run.models[name][k], client_state[k][name], rtol=1e-10, atol=0
+                )
 
     def test_a_prior_over_the_head_shares_the_backbone(self, engine: str) -> None:
         method = FedMAP(GaussianPrior(0.5, parameters="head"))
@@ -215,7 +217,7 @@ class TestFedMAP:
         assert all(torch.equal(one, run.server["model"]["backbone.0.weight"]) for one in backbone)
         heads = run.models["head.weight"]
         assert not torch.equal(heads[0], heads[2])
-        assert set(run.own["model"]) == {"head.weight", "head.bias"}
+        assert set(run.client_state["model"]) == {"head.weight", "head.bias"}
 
     def test_what_is_personal_is_neither_sent_nor_pulled(self, engine: str) -> None:
         """Both halves move by half of the change of the sum; the prior pulls one of them alone."""
@@ -287,7 +289,7 @@ class TestFedMAP:
         path = half.save(tmp_path / "half.ckpt")
         resumed = fit(make(), small_clients(), small_module(), 4, ckpt_path=path, **settings)
         assert_trees_equal(resumed.server, whole.server)
-        assert_trees_equal(resumed.own, whole.own)
+        assert_trees_equal(resumed.client_state, whole.client_state)
 
 
 # --- what a user may ask ---
@@ -342,11 +344,11 @@ def test_an_envelope_that_is_not_logged_yet_is_saved() -> None:
 def test_an_infinite_variance_is_said() -> None:
     method = FedMAP(GaussianPrior(math.inf))
     module = QuadraticModule()
-    layout = local_round(method, module, q2()).engine.layout
+    parameter_split = local_round(method, module, q2()).engine.parameter_split
     said = ["variance=inf makes FedMAP LocalOnly, beside a mean."]
-    assert method.notes(layout) == said
-    assert FedMAP(GaussianPrior({"*": math.inf})).notes(layout) == said
-    assert FedMAP().notes(layout) == []
+    assert method.notes(parameter_split) == said
+    assert FedMAP(GaussianPrior({"*": math.inf})).notes(parameter_split) == said
+    assert FedMAP().notes(parameter_split) == []
 
 
 @pytest.mark.parametrize(("data_term", "scope"), [("mean", "all"), ("sum", "personal")])

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.methods import FedMAP
 from lightning_pfl.priors import GaussianPrior, LaplacePrior
 from lightning_pfl.testing import local_round
@@ -38,7 +38,7 @@ def test_the_step_size_is_positive(bad: float) -> None:
 
 
 @pytest.mark.parametrize("parameters", [None, [], "backbone.1.running_mean"])
-def test_something_that_trains_is_under_the_prior(parameters: Spec) -> None:
+def test_something_that_trains_is_under_the_prior(parameters: ParameterSpec) -> None:
     method = FedMAP(GaussianPrior(parameters=parameters))
     text = f"Expected the prior's `parameters` .*but got parameters={re.escape(repr(parameters))}"
     with pytest.raises(ValueError, match=text):
@@ -46,7 +46,7 @@ def test_something_that_trains_is_under_the_prior(parameters: Spec) -> None:
 
 
 @pytest.mark.parametrize("personal", ["head", ["backbone", "head.bias"]])
-def test_nothing_is_personal_and_under_the_prior(personal: Spec) -> None:
+def test_nothing_is_personal_and_under_the_prior(personal: ParameterSpec) -> None:
     method = FedMAP(GaussianPrior(parameters="head"), personal=personal)
     with pytest.raises(ValueError, match=r"Expected `personal` to be apart .*both have head\.bias"):
         local_round(method, plain_module(), small_clients())

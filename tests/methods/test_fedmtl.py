@@ -33,12 +33,12 @@ def by_formula(in_rounds: list[Tensor], r: float, mode: str) -> Tensor:
     for cohort in in_rounds:
         m, a, c = len(cohort), A[cohort], C[cohort]
         rest = w[cohort].sum(0) - w[cohort]
-        own, other = {
+        client_state, other = {
             "spread": (2 - 1 / m, -1 / m),
             "asrun": (1 + (1 - 1 / m) ** 2, (1 - 1 / m) ** 2),
             "none": (1.0, 0.0),
         }[mode]
-        curvature = a + 2 * r * own
+        curvature = a + 2 * r * client_state
         center = (a[:, None] * c - 2 * r * other * rest) / curvature[:, None]
         w[cohort] = descend(w[cohort], curvature, center, LR, STEPS[cohort])
     return w
@@ -60,8 +60,10 @@ class TestFedMTL:
         """With momentum, weight decay and BatchNorm."""
         data = small_clients()
         run = fit(FedMTL(0.05, mode), data, small_module(), 3, engine, participation=3)
-        own = fedmtl(small_module(), data, cohorts(3, 3), 0.05, mode)
-        assert_trees_close(run.models, {n: torch.stack([o[n] for o in own]) for n in own[0]})
+        client_state = fedmtl(small_module(), data, cohorts(3, 3), 0.05, mode)
+        assert_trees_close(
+            run.models, {n: torch.stack([o[n] for o in client_state]) for n in client_state[0]}
+        )
 
     def test_without_penalty_every_client_trains_alone(self, engine: str, mode: Any) -> None:
         a = fit(FedMTL(0.0, mode), small_clients(), small_module(), 2, engine)
@@ -90,11 +92,11 @@ def test_the_penalty_is_the_gradient_of_the_trace(mode: Any) -> None:
     columns = torch.randn(d, m, dtype=torch.float64)
     expected = []
     for at in range(m):
-        own = columns[:, at].clone().requires_grad_()
-        penalty(own, columns, at, mode).backward()
-        assert own.grad is not None
-        assert float(own.grad.abs().max()) > 0
-        expected.append(own.grad)
+        client_state = columns[:, at].clone().requires_grad_()
+        penalty(client_state, columns, at, mode).backward()
+        assert client_state.grad is not None
+        assert float(client_state.grad.abs().max()) > 0
+        expected.append(client_state.grad)
     model = {"w": columns.T}
     others = {"w": columns.sum(1) - columns.T}
     share = torch.full((m,), 1 / m, dtype=torch.float64)

@@ -45,7 +45,7 @@ class TestFedPer:
         run = fit(FedPer(local_epochs=2), ragged(), split_quadratic(), rounds, engine)
         body, head = halves(2, rounds)
         close(run.server["model"]["backbone.weight"], body)
-        close(run.own["model"]["head.weight"], head)
+        close(run.client_state["model"]["head.weight"], head)
 
     def test_personal_models_have_the_current_body(self, engine: str) -> None:
         run = fit(FedPer(), ragged(), split_quadratic(), 2, engine)
@@ -61,7 +61,7 @@ class TestFedPer:
     def test_nothing_shared_is_local_training(self, engine: str) -> None:
         a = fit(FedPer(personal=["backbone", "head"]), small_clients(), small_module(), 2, engine)
         b = fit(LocalOnly(), small_clients(), small_module(), 2, engine)
-        assert_trees_equal(a.own, b.own)
+        assert_trees_equal(a.client_state, b.client_state)
 
     @pytest.mark.parametrize("weighting", ["samples", "uniform"])
     def test_matches_the_reference(self, engine: str, weighting: str) -> None:

@@ -52,7 +52,7 @@ class TestFedRep:
         run = fit(FedRep(head_epochs=3, body_epochs=2), ragged(), split_quadratic(), rounds, engine)
         body, head = halves(3 * STEPS, 2 * STEPS, rounds)
         close(run.server["model"]["backbone.weight"], body)
-        close(run.own["model"]["head.weight"], head)
+        close(run.client_state["model"]["head.weight"], head)
 
     def test_steps_and_rates_of_each_phase(self, engine: str) -> None:
         method = FedRep(head_steps=4, body_steps=1, head_lr=0.2, body_lr=0.05)
@@ -60,7 +60,7 @@ class TestFedRep:
         some = (SAMPLES > 0).long()
         body, head = halves(4 * some, some, 2, 0.2, 0.05)
         close(run.server["model"]["backbone.weight"], body)
-        close(run.own["model"]["head.weight"], head)
+        close(run.client_state["model"]["head.weight"], head)
 
     def test_a_solved_head_leaves_the_body_nothing_to_do(self, engine: str) -> None:
         method = FedRep(head_steps=100, body_epochs=1, head_lr=2 / 3.5)
@@ -72,7 +72,8 @@ class TestFedRep:
         run = fit(FedRep(head_epochs=0), small_clients(), small_module(), 2, engine)
         start = small_module().state_dict()
         assert all(
-            torch.equal(leaf, start[n].expand_as(leaf)) for n, leaf in run.own["model"].items()
+            torch.equal(leaf, start[n].expand_as(leaf))
+            for n, leaf in run.client_state["model"].items()
         )
         assert not torch.equal(run.server["model"]["backbone.0.weight"], start["backbone.0.weight"])
 
@@ -84,7 +85,7 @@ class TestFedRep:
         assert_trees_close(run.server["model"], body, rtol=1e-14, atol=0)
         moved = [
             not torch.equal(head, small_module().state_dict()["head.weight"])
-            for head in run.own["model"]["head.weight"]
+            for head in run.client_state["model"]["head.weight"]
         ]
         assert moved == [size > 0 for size in SIZES]
 
@@ -94,7 +95,7 @@ class TestFedRep:
         a = fit(method, small_clients(), small_module(), 2, engine)
         b = fit(FedPer(local_epochs=2), small_clients(), small_module(), 2, engine)
         assert_trees_equal(a.server, b.server)
-        assert_trees_equal(a.own, b.own)
+        assert_trees_equal(a.client_state, b.client_state)
 
     def test_matches_the_reference(self, engine: str) -> None:
         run = fit(FedRep(head_epochs=2, body_epochs=1), small_clients(), small_module(), 3, engine)
@@ -108,7 +109,7 @@ class TestFedRep:
             FedRep(head_epochs=2), small_clients(), small_module(), 1, engine, participation=2
         ).recorder
         inside = recorder.rounds[0].info.index.tolist()
-        before, after = (bank["model"]["head.weight"] for bank in recorder.banks)
+        before, after = (client_states["model"]["head.weight"] for client_states in recorder.banks)
         assert [not torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [
             k in inside for k in range(5)
         ]
@@ -124,12 +125,12 @@ def everything_that_drifts() -> PersonalizedModule:
     return PersonalizedModule(backbone, head, **settings).double()
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("feature_cache", [True, False])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("phase", "frozen"), [(0, "backbone"), (1, "head")])
-def test_frozen_means_frozen(engine: Any, phase: int, frozen: str, prefix_cache: bool) -> None:
+def test_frozen_means_frozen(engine: Any, phase: int, frozen: str, feature_cache: bool) -> None:
     method = FedRep(head_epochs=3, body_epochs=3)
-    settings = EngineSettings(prefix_cache=prefix_cache)
+    settings = EngineSettings(feature_cache=feature_cache)
     whole = local_round(
         method, everything_that_drifts(), small_clients(), engine, settings=settings
     )

@@ -130,7 +130,9 @@ def test_the_combination_keeps_the_sum_and_leads_to_the_mean(decentralized: bool
     first = torch.tensor([[1.0], [5.0], [-2.0], [0.0]], dtype=torch.float64)
     run = fit(FedU(GRAPH, 1.0, decentralized), flat, QuadraticModule(lr=0.2), 1)
     # From models that differ: put them where the method keeps them, and go on.
-    kept = run.strategy.bank.tree["model"] if decentralized else run.strategy.server["models"]
+    kept = (
+        run.strategy.client_states.tree["model"] if decentralized else run.strategy.server["models"]
+    )
     kept["w"].copy_(first)
     mixing = torch.eye(4, dtype=torch.float64) - 0.2 * (torch.diag(GRAPH.sum(1)) - GRAPH)
     for rounds in (1, 80):

@@ -85,23 +85,25 @@ class TestGTVMin:
             participation=participation,
         )
         some = cohorts(rounds, participation, eligible=EVERYBODY)
-        own, dual = gtvmin(small_module(), data, some, RAGGED, 0.05, norm, ratio)
-        assert_trees_close(run.models, {n: torch.stack([o[n] for o in own]) for n in own[0]})
+        client_state, dual = gtvmin(small_module(), data, some, RAGGED, 0.05, norm, ratio)
+        assert_trees_close(
+            run.models, {n: torch.stack([o[n] for o in client_state]) for n in client_state[0]}
+        )
         graph = run.strategy.method.graph
         for i, slot in graph.mask.nonzero().tolist():
             j = int(graph.neighbours[i, slot])
-            kept = run.own["duals"][i, slot].numpy()
+            kept = run.client_state["duals"][i, slot].numpy()
             expected = dual[i, j] if i < j else -dual[j, i]
             np.testing.assert_allclose(kept, expected, rtol=1e-9, atol=1e-12)
 
     def test_both_ends_keep_the_same_dual(self, engine: str) -> None:
         run = fit(GTVMin(RAGGED, 0.05), small_clients(), small_module(), 3, engine, 3)
-        graph, duals = run.strategy.method.graph, run.own["duals"]
+        graph, duals = run.strategy.method.graph, run.client_state["duals"]
         assert duals.abs().max() > 0
         for i, slot in graph.mask.nonzero().tolist():
             other = duals[int(graph.neighbours[i, slot]), int(graph.reverse[i, slot])]
             torch.testing.assert_close(duals[i, slot], -other, rtol=1e-13, atol=0)
-        torch.testing.assert_close(run.own["pull"], duals.sum(1))
+        torch.testing.assert_close(run.client_state["pull"], duals.sum(1))
 
     def test_alone_with_one_step_it_is_local_training(self, engine: str) -> None:
         """The proximal term has no gradient where a round begins."""
@@ -119,13 +121,13 @@ def test_the_exact_update_solves_convex_clustering() -> None:
     weight = 0.3
     method = GTVMin("complete", weight, local_solver="exact")
     run = fit(method, quadratic_clients([1.0] * 6, points), QuadraticModule(2), 90)
-    w, duals, graph = run.models["w"], run.own["duals"], run.strategy.method.graph
+    w, duals, graph = run.models["w"], run.client_state["duals"], run.strategy.method.graph
     torch.testing.assert_close(w + duals.sum(1), points, rtol=0, atol=1e-5)
-    apart = w.unsqueeze(1) - w[graph.neighbours]
-    distance = apart.norm(dim=2)
+    without_communication = w.unsqueeze(1) - w[graph.neighbours]
+    distance = without_communication.norm(dim=2)
     assert (duals.norm(dim=2) <= weight * (1 + 1e-12)).all()
     split = distance > 1e-3
-    direction = apart[split] / distance[split].unsqueeze(1)
+    direction = without_communication[split] / distance[split].unsqueeze(1)
     torch.testing.assert_close(duals[split], weight * direction, rtol=0, atol=1e-4)
     # Clients of a cluster are one point, those of different clusters are not.
     assert (distance[:3] > 1e-3).sum(1).tolist() == [4, 4, 4]

@@ -55,9 +55,13 @@ class TestHomologicalConstraints:
         run = fit(method, data, small_module(), 3, engine, participation=participation)
         arrays = {edge: p.numpy() for edge, p in maps.items()}
         some = cohorts(3, participation, eligible=EVERYBODY)
-        own, dual = homological(small_module(), data, some, RAGGED, arrays, 0.1, 0.5, 0.05)
-        assert_trees_close(run.models, {n: torch.stack([o[n] for o in own]) for n in own[0]})
-        np.testing.assert_allclose(run.own["dual"].numpy(), np.stack(dual), rtol=1e-9, atol=1e-12)
+        client_state, dual = homological(small_module(), data, some, RAGGED, arrays, 0.1, 0.5, 0.05)
+        assert_trees_close(
+            run.models, {n: torch.stack([o[n] for o in client_state]) for n in client_state[0]}
+        )
+        np.testing.assert_allclose(
+            run.client_state["dual"].numpy(), np.stack(dual), rtol=1e-9, atol=1e-12
+        )
 
     def test_clients_of_different_sizes_meet_the_constraint(self, engine: str) -> None:
         """The first parameter of one and the second of the other end equal: at (1 + 5) / 2."""
@@ -137,7 +141,7 @@ def test_one_step_by_hand(penalty: float) -> None:
         x = x - 0.1 * (x - a + laplacian @ (penalty * x + y))
         y = y + 0.25 * laplacian @ x
     assert run.models["w"].flatten().tolist() == pytest.approx(x.tolist(), rel=1e-12)
-    assert run.own["dual"].flatten().tolist() == pytest.approx(y.tolist(), rel=1e-12)
+    assert run.client_state["dual"].flatten().tolist() == pytest.approx(y.tolist(), rel=1e-12)
 
 
 @pytest.mark.parametrize(("step", "stable"), [(0.95, True), (1.05, False)])
@@ -175,10 +179,10 @@ def test_architectures_agree_on_their_first_parameters() -> None:
     run = trainer(method, max_epochs=3)
     run.fit(ClientModules(modules(), OF), loaders(), loaders(1))
     for group in run.strategy.groups:
-        assert "maps" not in group.bank.tree
+        assert "maps" not in group.client_states.tree
         # Only what is projected has a multiplier: a fifth of the smaller model.
         narrow = 4 * 3 + 3 + 3 * 2 + 2
-        dual = group.bank.tree["dual"]
+        dual = group.client_states.tree["dual"]
         assert (dual[:, : int(0.2 * narrow)] != 0).all()
 
 

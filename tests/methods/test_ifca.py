@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pfl import FederatedStrategy
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods import IFCA, FedAvg
 from lightning_pfl.testing import (
     QuadraticModule,
@@ -119,7 +119,7 @@ class TestIFCA:
 
     def test_one_cluster_is_fedavg(self, engine: str) -> None:
         method = IFCA(1)
-        assert method.notes(Layout(small_module())) == ["num_clusters=1 makes IFCA FedAvg."]
+        assert method.notes(ParameterSplit(small_module())) == ["num_clusters=1 makes IFCA FedAvg."]
         run = fit(method, small_clients(), small_module(), 2, engine, participation=3)
         average = FedAvg(weighting="uniform")
         expected = fit(average, small_clients(), small_module(), 2, engine, participation=3)
@@ -260,7 +260,9 @@ def test_restarts_find_what_an_unfortunate_start_misses(engine: str, averaging: 
 
 def test_a_round_of_a_trial_sends_one_set() -> None:
     method = IFCA(3, restarts=2, trial_rounds=1)
-    assert method.notes(Layout(plain_module())) == ["IFCA tries 3 sets of models in rounds 0 to 2."]
+    assert method.notes(ParameterSplit(plain_module())) == [
+        "IFCA tries 3 sets of models in rounds 0 to 2."
+    ]
     run = fit(method, small_clients(), plain_module(), 4)
     for round in run.recorder.rounds:
         assert round.bytes_down == 3 * 8 * SCALARS
@@ -292,7 +294,7 @@ def test_a_resumed_trial_ends_as_the_whole_one(half: int, tmp_path: Path) -> Non
     whole = run(6)
     resumed = run(6, run(half).save(tmp_path / "half.ckpt"))
     assert_trees_equal(resumed.server, whole.server)
-    assert_trees_equal(resumed.own, whole.own)
+    assert_trees_equal(resumed.client_state, whole.client_state)
 
 
 @pytest.mark.parametrize("rounds", [3, 4, 5])

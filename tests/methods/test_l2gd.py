@@ -58,8 +58,8 @@ class TestL2GD:
         flips = coins(25, p)
         assert any(a and b for a, b in pairwise(flips))
         path = l2gd(np.full((4, 1), 0.2), lambda x, _: x - L4[:, None], flips, alpha, lam, p)
-        for x, bank in zip(path, run.recorder.banks[1:], strict=True):
-            close(bank["model"]["w"], torch.from_numpy(x))
+        for x, client_states in zip(path, run.recorder.banks[1:], strict=True):
+            close(client_states["model"]["w"], torch.from_numpy(x))
 
     @pytest.mark.parametrize("lam", [0.1, 1.0, 10.0])
     def test_expected_steps_cancel_at_the_optimum(self, engine: Any, lam: float) -> None:
@@ -74,7 +74,7 @@ class TestL2GD:
         p, flips = 0.6, coins(20, 0.6)
         x = torch.from_numpy(star)[:, None]
         mean = torch.full((1,), float(star.mean()), dtype=torch.float64)
-        own = {"model": {"w": x}, "mean": {"w": mean.expand(2, 1)}}
+        client_state = {"model": {"w": x}, "mean": {"w": mean.expand(2, 1)}}
         server = {"model": {"w": mean}, "informed": torch.ones(2, dtype=torch.bool)}
         expected = torch.zeros_like(x)
         for coin, probability in ((False, 1 - p), (True, p)):
@@ -85,9 +85,9 @@ class TestL2GD:
                 engine,
                 round=flips.index(coin),
                 server=server,
-                own=own,
+                client_state=client_state,
             )
-            moved = outcome.result.own["model"]["w"] - x
+            moved = outcome.result.client_state["model"]["w"] - x
             assert float(moved.abs().max()) > 1e-4
             expected += probability * moved
         torch.testing.assert_close(expected, torch.zeros_like(x), rtol=0, atol=1e-15)
@@ -164,7 +164,7 @@ class TestL2GD:
     def test_counters_of_batches_do_not_move(self, engine: str) -> None:
         run = fit(L2GD(4.0, local_epochs=1), small_clients(), small_module(), 2, engine)
         assert coins(2) == [False, True]
-        before, after = (bank["model"] for bank in run.recorder.banks[1:])
+        before, after = (client_states["model"] for client_states in run.recorder.banks[1:])
         name = "backbone.1.num_batches_tracked"
         assert torch.equal(before[name], after[name])
         assert not torch.equal(before["backbone.1.running_mean"], after["backbone.1.running_mean"])

@@ -35,7 +35,7 @@ class TestLGFedAvg:
         for _ in range(rounds):
             change = (descend(body + head, A, C, 2 * LR, 2 * STEPS) - (body + head)) / 2
             body, head = body + change, mean(head + change, SAMPLES > 0)
-        close(run.own["model"]["backbone.weight"], body)
+        close(run.client_state["model"]["backbone.weight"], body)
         close(run.server["model"]["head.weight"], head)
 
     @pytest.mark.parametrize("shared", ["head", "backbone", ["head.bias", "backbone.1"]])
@@ -50,7 +50,7 @@ class TestLGFedAvg:
             FedPer(personal=rest, weighting="uniform"), small_clients(), small_module(), 2, engine
         )
         assert_trees_equal(a.server, b.server)
-        assert_trees_equal(a.own, b.own)
+        assert_trees_equal(a.client_state, b.client_state)
 
     def test_everything_shared_is_fedavg(self, engine: str) -> None:
         a = fit(LGFedAvg(shared="all"), small_clients(), small_module(), 2, engine)
@@ -60,7 +60,7 @@ class TestLGFedAvg:
     def test_nothing_shared_is_local_training(self, engine: str) -> None:
         a = fit(LGFedAvg(shared=None), small_clients(), small_module(), 2, engine)
         b = fit(LocalOnly(), small_clients(), small_module(), 2, engine)
-        assert_trees_equal(a.own, b.own)
+        assert_trees_equal(a.client_state, b.client_state)
 
     @pytest.mark.parametrize("weighting", ["samples", "uniform"])
     def test_matches_the_reference(self, engine: str, weighting: str) -> None:
@@ -75,7 +75,7 @@ class TestLGFedAvg:
     def test_buffers_stay_with_their_layer(self, engine: str) -> None:
         run = fit(LGFedAvg(), small_clients(), small_module(), 1, engine)
         assert set(run.server["model"]) == {"head.weight", "head.bias"}
-        assert "backbone.1.running_mean" in run.own["model"]
+        assert "backbone.1.running_mean" in run.client_state["model"]
 
 
 def test_a_shared_part_that_is_not_there_is_refused() -> None:

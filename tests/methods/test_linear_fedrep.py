@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_pfl import FederatedDataModule, PersonalizedModule
 from lightning_pfl.callbacks import NewClientAdaptation
-from lightning_pfl.data import FreshSamples, LinearRepresentation
+from lightning_pfl.data import FreshDataModule, LinearRepresentation
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.inspect import SubspaceDistance
 from lightning_pfl.methods import (
@@ -46,7 +46,7 @@ def module(dim: int = 6, rank: int = 2) -> Model:
 
 def run(method: Any, data: Any, model: Any = None, rounds: int = 3, **settings: Any) -> Fit:
     settings = {"limit_val_batches": 0, **settings}
-    if isinstance(data, FreshSamples):
+    if isinstance(data, FreshDataModule):
         settings["reload_dataloaders_every_n_epochs"] = 1
     return fit(method, data, module() if model is None else model, rounds, **settings)
 
@@ -68,7 +68,7 @@ class TestAlgorithm2:
         problem = source(samples=samples)
         solver: Any = "exact" if steps is None else "gradient"
         method = LinearFedRep("module", solver, steps or 1, body_lr=0.05, head_lr=0.1)
-        begin, data = module(), FreshSamples(problem)
+        begin, data = module(), FreshDataModule(problem)
         done = run(method, data, rounds=4, engine=engine, participation=0.5)
         cohorts = [(r.number, r.info.index.tolist()) for r in done.recorder.rounds]
         assert all(len(clients) == 4 for _, clients in cohorts)
@@ -82,7 +82,7 @@ class TestAlgorithm2:
             0.1,
         )
         close(done.server["model"][BODY].T, torch.from_numpy(body))
-        close(done.own["model"][HEAD].squeeze(1), torch.from_numpy(heads))
+        close(done.client_state["model"][HEAD].squeeze(1), torch.from_numpy(heads))
 
     def test_round_0_is_the_method_of_moments_of_all_clients(self, engine: str) -> None:
         problem = source()
@@ -135,7 +135,7 @@ class TestAlgorithm2:
             weights=weights,
         )
         close(done.server["model"][BODY].T, torch.from_numpy(body))
-        close(done.own["model"][HEAD].squeeze(1), torch.from_numpy(heads))
+        close(done.client_state["model"][HEAD].squeeze(1), torch.from_numpy(heads))
 
     @pytest.mark.parametrize(("body_lr", "step"), [(0.03, 0.03), (None, 0.05)])
     def test_heads_step_like_the_body_unless_they_are_told(
@@ -155,7 +155,7 @@ class TestAlgorithm2:
             head_lr=step,
         )
         close(done.server["model"][BODY].T, torch.from_numpy(body))
-        close(done.own["model"][HEAD].squeeze(1), torch.from_numpy(heads))
+        close(done.client_state["model"][HEAD].squeeze(1), torch.from_numpy(heads))
 
     def test_the_truth_stays_without_noise(self, engine: str) -> None:
         problem = source(noise_variance=0.0)
@@ -165,12 +165,12 @@ class TestAlgorithm2:
             model.backbone.get_parameter("weight").copy_(basis.T)
         done = run(LinearFedRep("module", body_lr=0.1), fixed(problem), model, engine=engine)
         close(done.server["model"][BODY], basis.T)
-        close(done.own["model"][HEAD].squeeze(1), heads)
+        close(done.client_state["model"][HEAD].squeeze(1), heads)
 
     def test_heads_of_clients_that_were_never_sampled_stay(self, engine: str) -> None:
         done = run(LinearFedRep(body_lr=0.05), fixed(source()), engine=engine, participation=2)
         sampled = {k for r in done.recorder.rounds[1:] for k in r.info.index.tolist()}
-        moved = (done.own["model"][HEAD] != module().state_dict()[HEAD]).flatten(1).any(1)
+        moved = (done.client_state["model"][HEAD] != module().state_dict()[HEAD]).flatten(1).any(1)
         assert {k for k in range(8) if moved[k]} == sampled
         assert len(sampled) < 8
 
@@ -180,7 +180,7 @@ class TestAlgorithm2:
         batch: dict[str, Any] = {"batch_size": 5}
         done = run(
             FedAvg(local_epochs=None, local_steps=1, weighting="uniform"),
-            FreshSamples(problem, **batch),
+            FreshDataModule(problem, **batch),
             rounds=1,
             engine=engine,
         )
@@ -192,7 +192,7 @@ class TestAlgorithm2:
             gradients.append(x.T @ np.outer(x @ b @ w - y, w) / 5)
         close(done.server["model"][BODY].T, torch.from_numpy(b - 0.05 * np.mean(gradients, 0)))
         for method in (FedRep(head_steps=3, body_steps=1), LocalOnly()):
-            other = run(method, FreshSamples(problem, **batch), engine=engine)
+            other = run(method, FreshDataModule(problem, **batch), engine=engine)
             assert all(torch.isfinite(leaf).all() for leaf in other.models.values())
 
 
@@ -202,7 +202,7 @@ def distances(clients: int, seed: int, rounds: int, **settings: Any) -> dict[int
     method = LinearFedRep(body_lr=0.2, head_lr=0.2, **settings)
     run(
         method,
-        FreshSamples(problem),
+        FreshDataModule(problem),
         Model(10, 2),
         rounds,
         participation=0.1,
@@ -239,7 +239,7 @@ def test_new_clients_solve_for_their_heads_and_change_nothing_else(engine: str) 
     done = run(method, data, rounds=60, engine=engine, callbacks=[new])
     after = done.recorder.servers[-1]["model"][BODY]
     assert torch.equal(done.server["model"][BODY], after)
-    assert torch.equal(done.own["model"][HEAD], done.recorder.banks[-1]["model"][HEAD])
+    assert torch.equal(done.client_state["model"][HEAD], done.recorder.banks[-1]["model"][HEAD])
     for adapted in new.results:
         assert all(torch.equal(body, after) for body in adapted.models[BODY])
     one, two, nine = (adapted.models[HEAD].squeeze(1) for adapted in new.results)
@@ -270,7 +270,7 @@ def test_a_step_above_the_bound_is_warned_of_once() -> None:
     with pytest.warns(UserWarning, match=r"at most 1/\(4 sigma_max\^2\) = .* the step is 0.9") as w:
         done = run(LinearFedRep(body_lr=0.9), fixed(source()), rounds=4)
     assert sum("Theorem 1" in str(one.message) for one in w) == 1
-    heads = done.own["model"][HEAD].flatten(1)
+    heads = done.client_state["model"][HEAD].flatten(1)
     square = float(np.linalg.svd(heads.numpy() / 8**0.5)[1][0] ** 2)
     assert done.metrics["fedrep/sigma_max_squared"] == pytest.approx(square)
     assert done.metrics["fedrep/step_bound"] == pytest.approx(1 / (4 * square))

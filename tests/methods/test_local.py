@@ -32,25 +32,25 @@ W0 = torch.tensor([0.5, 0.5], dtype=torch.float64)
 class TestLocalOnly:
     def test_rounds_match_the_closed_form(self, engine: str) -> None:
         run = fit(LocalOnly(local_epochs=2), ragged(), QuadraticModule(2, LR, 0.5), 3, engine)
-        close(run.own["model"]["w"], descend(W0, A, C, LR, 6 * STEPS))
+        close(run.client_state["model"]["w"], descend(W0, A, C, LR, 6 * STEPS))
 
     def test_everyone_trains_whatever_the_participation(self, engine: str) -> None:
         run = fit(LocalOnly(), ragged(), QuadraticModule(2, LR, 0.5), 2, engine, participation=1)
-        close(run.own["model"]["w"], descend(W0, A, C, LR, 2 * STEPS))
+        close(run.client_state["model"]["w"], descend(W0, A, C, LR, 2 * STEPS))
 
     def test_many_steps_reach_each_clients_own_optimum(self, engine: str) -> None:
         method = LocalOnly(local_epochs=None, local_steps=60)
         run = fit(method, ragged(), QuadraticModule(2, 0.3, 0.5), 2, engine)
         # The slowest client, a = 0.5, keeps a share of 0.85^120 = 3e-9 of its distance.
-        torch.testing.assert_close(run.own["model"]["w"][:3], C[:3], rtol=0, atol=1e-7)
-        assert torch.equal(run.own["model"]["w"][3], W0)
+        torch.testing.assert_close(run.client_state["model"]["w"][:3], C[:3], rtol=0, atol=1e-7)
+        assert torch.equal(run.client_state["model"]["w"][3], W0)
 
     def test_two_rounds_of_one_epoch_are_one_round_of_two_without_momentum(
         self, engine: str
     ) -> None:
         two = fit(LocalOnly(local_epochs=1), ragged(), QuadraticModule(2, LR, 0.5), 2, engine)
         one = fit(LocalOnly(local_epochs=2), ragged(), QuadraticModule(2, LR, 0.5), 1, engine)
-        assert_trees_equal(two.own, one.own)
+        assert_trees_equal(two.client_state, one.client_state)
 
     def test_momentum_begins_anew_in_every_round(self, engine: str) -> None:
         """v <- 0.5 v + a (w - c), w <- w - lr v, with v = 0 at the start of each round: so rounds
@@ -66,18 +66,18 @@ class TestLocalOnly:
                         w[k] -= LR * v
             return w
 
-        apart, together = by_hand(3, 1), by_hand(1, 3)
-        for rounds, epochs, want in ((3, 1, apart), (1, 3, together)):
+        without_communication, together = by_hand(3, 1), by_hand(1, 3)
+        for rounds, epochs, want in ((3, 1, without_communication), (1, 3, together)):
             run = fit(LocalOnly(epochs), ragged(), Momentum(2, LR, 0.5), rounds, engine)
-            close(run.own["model"]["w"], want)
+            close(run.client_state["model"]["w"], want)
         trained = STEPS > 0
-        distance = [(w - C)[trained].norm(dim=1) for w in (apart, together)]
+        distance = [(w - C)[trained].norm(dim=1) for w in (without_communication, together)]
         assert (distance[0] > distance[1] + 1e-3).all()
 
     def test_is_fedper_with_everything_personal(self, engine: str) -> None:
         a = fit(LocalOnly(), small_clients(), small_module(), 2, engine)
         b = fit(FedPer(personal="all"), small_clients(), small_module(), 2, engine)
-        assert_trees_equal(a.own, b.own)
+        assert_trees_equal(a.client_state, b.client_state)
 
     def test_matches_plain_torch_training(self, engine: str) -> None:
         run = fit(LocalOnly(local_epochs=2), small_clients(), small_module(), 3, engine)

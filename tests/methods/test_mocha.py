@@ -61,8 +61,8 @@ def gaps(run: Fit) -> list[tuple[float, float]]:
     """Primal and dual value after each round."""
     x, y = problem()
     found = []
-    for server, bank in zip(run.recorder.servers, run.recorder.banks, strict=True):
-        dual = [bank["dual"][k, : len(f), 0].numpy() for k, f in enumerate(x)]
+    for server, client_states in zip(run.recorder.servers, run.recorder.banks, strict=True):
+        dual = [client_states["dual"][k, : len(f), 0].numpy() for k, f in enumerate(x)]
         sigma = server["relationship"].numpy()
         b = np.stack([a @ f / len(f) for a, f in zip(dual, x, strict=True)])
         np.testing.assert_allclose(server["dual_vectors"][:, 0].numpy(), b, rtol=0, atol=1e-12)
@@ -121,8 +121,8 @@ class TestMOCHA:
         close(run.models["head.weight"][:, 0], torch.from_numpy(w))
         close(run.server["relationship"], torch.from_numpy(sigma))
         for k, mine in enumerate(dual):
-            close(run.own["dual"][k, : len(mine), 0], torch.from_numpy(mine))
-            assert not run.own["dual"][k, len(mine) :].any()
+            close(run.client_state["dual"][k, : len(mine), 0], torch.from_numpy(mine))
+            assert not run.client_state["dual"][k, len(mine) :].any()
 
     def test_several_classes_with_a_bias_are_one_problem_each(self, engine: str) -> None:
         """Sigma is shared, so the reference runs to before it is learned."""
@@ -250,7 +250,7 @@ def test_with_bounds_of_their_own_one_client_does_not_slow_all() -> None:
         sigma = run.server["relationship"].numpy()
         ratios = np.sort(np.abs(sigma).sum(1) / np.diag(sigma))
         assert ratios[-1] > 5 * ratios[-2]
-        dual = [run.own["dual"][k, :, 0].numpy() for k in range(len(x))]
+        dual = [run.client_state["dual"][k, :, 0].numpy() for k in range(len(x))]
         primal, value = objectives(x, y, dual, sigma, 0.1)
         gaps.append(primal - value)
     assert 0 <= gaps[1] < gaps[0] / 5
@@ -270,7 +270,7 @@ def test_a_sample_of_zeros_reaches_its_bound() -> None:
     x, y = problem()
     x[0][0] = 0.0
     run = fit(MOCHA(LAM, 0, local_fraction=1.0), clients(x, y), plane_module())
-    assert float(run.own["dual"][0, 0, 0]) == y[0][0]
+    assert float(run.client_state["dual"][0, 0, 0]) == y[0][0]
     assert run.models["head.weight"].isfinite().all()
 
 

@@ -14,7 +14,7 @@ from lightning_pfl.core.randomness import permutation
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.steps import order_key
 from lightning_pfl.methods import FedAvg, PerFedAvg
-from lightning_pfl.methods.base import Local
+from lightning_pfl.methods.base import LocalStep
 from lightning_pfl.methods.per_fedavg import moved
 from lightning_pfl.testing import (
     QuadraticModule,
@@ -158,7 +158,7 @@ class CubicLocal:
 
 
 def test_the_difference_approaches_the_hessian_vector_product() -> None:
-    local: Local = CubicLocal()  # type: ignore[assignment]
+    local: LocalStep = CubicLocal()  # type: ignore[assignment]
     w = torch.tensor([[0.3, -1.2]], dtype=torch.float64)
     method = PerFedAvg(ALPHA, "hessian-free")
     got = method.client_step({"model": {"w": w}}, (None, None, None), local)["model"]["w"]

@@ -27,7 +27,7 @@ W0 = torch.full((2,), 0.5, dtype=torch.float64)
 def by_formula(
     in_rounds: list[Tensor], weight: float, inner: int, inner_lr: float, beta: float, epochs: int
 ) -> tuple[Tensor, Tensor]:
-    x, own = W0, W0.repeat(4, 1)
+    x, client_state = W0, W0.repeat(4, 1)
     for cohort in in_rounds:
         ends = []
         for k in cohort.tolist():
@@ -36,10 +36,10 @@ def by_formula(
                 star = (a * C[k] + weight * w) / (a + weight)
                 theta = descend(theta, a + weight, star[None], inner_lr, inner)[0]
                 w = w - LR * weight * (w - theta)
-            own[k] = theta
+            client_state[k] = theta
             ends.append(w)
         x = (1 - beta) * x + beta * torch.stack(ends).mean(0)
-    return x, own
+    return x, client_state
 
 
 def long(weight: float, inner_lr: float, **settings: Any) -> PFedMe:
@@ -58,9 +58,9 @@ class TestPFedMe:
         module = QuadraticModule(2, LR, 0.5)
         run = fit(method, ragged(), module, 3, engine, participation=participation)
         in_rounds = cohorts(3, participation, eligible=SAMPLES.nonzero().flatten())
-        x, own = by_formula(in_rounds, 2.0, 3, 0.08, beta, 2)
+        x, client_state = by_formula(in_rounds, 2.0, 3, 0.08, beta, 2)
         close(run.server["model"]["w"], x)
-        close(run.models["w"], own)
+        close(run.models["w"], client_state)
 
     def test_converges_to_the_optimum_of_the_envelopes(self, engine: str) -> None:
         """The envelope of a/2 (x - c)^2 has the curvature a lambda / (a + lambda): for lambda = 1
@@ -96,17 +96,17 @@ class TestPFedMe:
         data = small_clients()
         method = PFedMe(3.0, 3, 0.06, beta)
         run = fit(method, data, plain_module(lr=0.1), 3, engine, participation=3)
-        x, own = pfedme(plain_module(), data, cohorts(3, 3), 3.0, 3, 0.06, 0.1, beta)
+        x, client_state = pfedme(plain_module(), data, cohorts(3, 3), 3.0, 3, 0.06, 0.1, beta)
         assert_trees_close(run.server["model"], x)
-        assert_trees_close(run.models, {n: torch.stack([o[n] for o in own]) for n in x})
+        assert_trees_close(run.models, {n: torch.stack([o[n] for o in client_state]) for n in x})
 
     def test_statistics_are_those_of_the_personal_models(self, engine: str) -> None:
         module, reference = small_module(), small_module()
         module.hparams.update(momentum=0.0, weight_decay=0.0)
         run = fit(PFedMe(3.0, 2, 0.06), small_clients(), module, 2, engine)
-        x, own = pfedme(reference, small_clients(), cohorts(2, 4), 3.0, 2, 0.06, 0.05, 1.0)
+        x, client_state = pfedme(reference, small_clients(), cohorts(2, 4), 3.0, 2, 0.06, 0.05, 1.0)
         assert_trees_close(run.server["model"], x)
-        assert_trees_close(run.models, {n: torch.stack([o[n] for o in own]) for n in x})
+        assert_trees_close(run.models, {n: torch.stack([o[n] for o in client_state]) for n in x})
 
     def test_one_model_travels_each_way(self, engine: str) -> None:
         round = fit(PFedMe(), small_clients(), plain_module(), 1, engine).recorder.rounds[0]

@@ -33,18 +33,18 @@ def rounds_by_formula(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The model, c and all c_k; the formulas as printed, for the given cohorts."""
     x, u = torch.full((2,), 0.5, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    own = torch.zeros(N, 2, dtype=torch.float64)
+    client_state = torch.zeros(N, 2, dtype=torch.float64)
     for cohort in in_rounds:
         a, steps = A[cohort], (epochs * STEPS[cohort]).double()
-        center = C[cohort] + (own[cohort] - u) / a[:, None]
+        center = C[cohort] + (client_state[cohort] - u) / a[:, None]
         y = descend(x, a, center, LR, steps)
         new = a[:, None] * (x - C[cohort])
         if option == "II":
-            new = own[cohort] - u + (x - y) / (steps * LR)[:, None]
-        u_next = u + (new - own[cohort]).sum(0) / N
+            new = client_state[cohort] - u + (x - y) / (steps * LR)[:, None]
+        u_next = u + (new - client_state[cohort]).sum(0) / N
         x, u = x + server_lr * (y - x).mean(0), u_next
-        own[cohort] = new
-    return x, u, own
+        client_state[cohort] = new
+    return x, u, client_state
 
 
 class HeavyBall(QuadraticModule):
@@ -60,10 +60,10 @@ class TestSCAFFOLD:
         method = SCAFFOLD(option, server_lr, local_epochs=2)
         run = fit(method, ragged(), QuadraticModule(2, LR, 0.5), 3, engine)
         everybody = [torch.tensor([0, 1, 2])] * 3
-        x, u, own = rounds_by_formula(option, everybody, 2, server_lr)
+        x, u, client_state = rounds_by_formula(option, everybody, 2, server_lr)
         close(run.server["model"]["w"], x)
         close(run.server["control"]["w"], u)
-        close(run.own["control"]["w"], own)
+        close(run.client_state["control"]["w"], client_state)
 
     def test_partial_participation_keeps_the_controls_of_the_others(
         self, engine: str, option: Any
@@ -73,10 +73,10 @@ class TestSCAFFOLD:
         )
         in_rounds = cohorts(5, 2, eligible=SAMPLES.nonzero().flatten())
         assert len({tuple(cohort.tolist()) for cohort in in_rounds}) > 1
-        x, u, own = rounds_by_formula(option, in_rounds)
+        x, u, client_state = rounds_by_formula(option, in_rounds)
         close(run.server["model"]["w"], x)
         close(run.server["control"]["w"], u)
-        close(run.own["control"]["w"], own)
+        close(run.client_state["control"]["w"], client_state)
 
     def test_c_is_the_mean_of_all_clients_controls_after_every_round(
         self, engine: str, option: Any
@@ -84,9 +84,9 @@ class TestSCAFFOLD:
         recorder = fit(
             SCAFFOLD(option), small_clients(), small_module(), 4, engine, participation=2
         ).recorder
-        for server, bank in zip(recorder.servers, recorder.banks, strict=True):
+        for server, client_states in zip(recorder.servers, recorder.banks, strict=True):
             for name, leaf in server["control"].items():
-                close(leaf, bank["control"][name].mean(0))
+                close(leaf, client_states["control"][name].mean(0))
         assert float(recorder.servers[-1]["control"]["head.weight"].abs().max()) > 1e-3
 
     def test_converges_to_the_optimum_where_fedavg_drifts(self, engine: str, option: Any) -> None:
@@ -136,10 +136,12 @@ class TestSCAFFOLD:
         method, data = SCAFFOLD(option, local_epochs=2), small_clients()
         run = fit(method, data, plain_module(), 3, engine, participation=participation)
         in_rounds = cohorts(3, participation)
-        x, c, own = scaffold(plain_module(), data, in_rounds, option, lr=0.05, epochs=2)
+        x, c, client_state = scaffold(plain_module(), data, in_rounds, option, lr=0.05, epochs=2)
         assert_trees_close(run.server["model"], x)
         assert_trees_close(run.server["control"], c)
-        assert_trees_close(run.own["control"], {n: torch.stack([o[n] for o in own]) for n in c})
+        assert_trees_close(
+            run.client_state["control"], {n: torch.stack([o[n] for o in client_state]) for n in c}
+        )
 
     def test_twice_the_model_travels_each_way(self, engine: str, option: Any) -> None:
         round = fit(SCAFFOLD(option), small_clients(), plain_module(), 1, engine).recorder.rounds[0]
@@ -161,7 +163,7 @@ def test_options_agree_on_one_step_of_a_full_batch() -> None:
         for option in OPTIONS
     )
     assert_trees_close(a.server, b.server)
-    assert_trees_close(a.own, b.own)
+    assert_trees_close(a.client_state, b.client_state)
 
 
 def test_the_further_pass_of_option_one_leaves_model_and_statistics_alone() -> None:

@@ -63,17 +63,21 @@ class TestSheafFMTL:
         some = cohorts(3, participation, eligible=EVERYBODY)
         arrays = {edge: p.numpy() for edge, p in maps.items()}
         separate, lr = laplacian == "separate", 0.05
-        own, found = sheaf_fmtl(plain_module(), data, some, RAGGED, arrays, 0.3, 0.2, separate, lr)
-        assert_trees_close(run.models, {n: torch.stack([o[n] for o in own]) for n in own[0]})
+        client_state, found = sheaf_fmtl(
+            plain_module(), data, some, RAGGED, arrays, 0.3, 0.2, separate, lr
+        )
+        assert_trees_close(
+            run.models, {n: torch.stack([o[n] for o in client_state]) for n in client_state[0]}
+        )
         graph, moved = run.strategy.method.graph, 0
         for i, slot in graph.mask.nonzero().tolist():
             edge = (i, int(graph.neighbours[i, slot]))
             np.testing.assert_allclose(
-                run.own["maps"][i, slot].numpy(), found[edge], rtol=1e-9, atol=1e-12
+                run.client_state["maps"][i, slot].numpy(), found[edge], rtol=1e-9, atol=1e-12
             )
             moved += not np.allclose(found[edge], arrays[edge])
         assert moved >= 4
-        assert not run.own["maps"][~graph.mask].any()
+        assert not run.client_state["maps"][~graph.mask].any()
 
     def test_without_regularization_every_client_trains_alone(self, engine: str) -> None:
         method = SheafFMTL(RAGGED, 0.0, 0.1, edge_dim_ratio=0.2)
@@ -136,7 +140,7 @@ class TestSheafFMTL:
             for some in (maps, turned)
         ]
         assert_trees_close(found[1].models, found[0].models, rtol=1e-9, atol=1e-11)
-        assert not torch.allclose(found[0].own["maps"], found[1].own["maps"])
+        assert not torch.allclose(found[0].client_state["maps"], found[1].client_state["maps"])
 
     def test_clients_of_different_sizes_reach_the_optimum(self, engine: str) -> None:
         """(I + L) theta = a for the two clients; what no edge sees keeps its own optimum."""
@@ -162,7 +166,7 @@ class TestSheafFMTL:
         sizes = {"wide": wide, "narrow": narrow}
         messages = 0
         for group in run.strategy.groups:
-            maps = group.bank.tree["maps"]
+            maps = group.client_states.tree["maps"]
             assert maps.shape[1:] == (4, int(0.4 * wide), sizes[group.name])
             for row, client in enumerate(group.clients.tolist()):
                 neighbours = [j for j in range(5) if j != client]
@@ -219,7 +223,7 @@ def test_the_maps_are_measured_and_collapse_shows() -> None:
     method = SheafFMTL("complete", 0.2, 0.05, maps="identity", edge_dim_ratio=1.0, **ONE_STEP)
     data = quadratic_clients([1.0] * 4, [0.0, 0.1, 1.0, 1.1])
     run = fit(method, data, QuadraticModule(lr=0.25), 60)
-    norms = run.own["maps"].abs().flatten()
+    norms = run.client_state["maps"].abs().flatten()
     assert run.metrics["sheaf/map_norm"] == pytest.approx(float(norms.mean()))
     assert run.metrics["sheaf/map_norm/min"] == pytest.approx(float(norms.min()))
     assert run.metrics["sheaf/map_norm/min"] < 0.75
@@ -252,7 +256,7 @@ def test_unstable_steps_of_the_maps_are_reported_before_they_are_taken(
             r"the maps grow without bound. Use map_lr < 0.5,",
         ):
             run = fit(still(map_lr), data, module, rounds)
-    gap = float((run.own["maps"][0] - run.own["maps"][1]).abs())
+    gap = float((run.client_state["maps"][0] - run.client_state["maps"][1]).abs())
     assert gap == pytest.approx(abs(1 - 4 * map_lr) ** rounds, rel=1e-6)
     assert (gap < 1) == stable
 

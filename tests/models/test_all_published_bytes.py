@@ -7,7 +7,7 @@ import torch
 
 from lightning_pfl import methods, models
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import expand, nbytes
 from lightning_pfl.methods.base import Method
 
@@ -18,14 +18,14 @@ def bytes_of(method: Method, network: str) -> tuple[int, int]:
     """Down and up for one client in one round; tensors of the meta device have sizes alone."""
     with torch.device("meta"):
         module = getattr(models, network)()
-    layout = Layout(module, method.resolve_personal(Layout(module)))
-    method.bind(layout, 1, 0, ONE)
-    model = layout.model()
+    parameter_split = ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))
+    method.bind(parameter_split, 1, 0, ONE)
+    model = parameter_split.model()
     info = ClientInfo(ONE - 1, ONE, ONE, ONE.double(), 0, 1, (0.1,))
     received = method.download(method.init_server(model), info)
-    own = expand(method.init_own(model), 1)
-    state = method.client_init(expand(received, 1), own, info)
-    upload, _ = method.client_final(expand(received, 1), own, state, info)
+    client_state = expand(method.init_client_state(model), 1)
+    state = method.client_init(expand(received, 1), client_state, info)
+    upload, _ = method.client_final(expand(received, 1), client_state, state, info)
     return nbytes(expand(received, 1)), nbytes(upload)
 
 

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_pfl.cli.command_line import PFLCLI
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods.base import Method
 from lightning_pfl.priors import GaussianPrior
 
@@ -95,12 +95,12 @@ def test_mocha_needs_a_linear_model() -> None:
     assert "--model=MLP --model.sizes=[784,10]" in part.read_text()
     linear = compose(part, extra=("--model=MLP", "--model.sizes=[64,10]"))
     (method,) = methods_of(linear)
-    method.bind(Layout(linear.model), 2, 0)
+    method.bind(ParameterSplit(linear.model), 2, 0)
     network = compose(part)
     with pytest.raises(
         MisconfigurationException, match=r"Expected a linear model, .*Use MLP\(\[inputs, outputs\]"
     ):
-        methods_of(network)[0].bind(Layout(network.model), 2, 0)
+        methods_of(network)[0].bind(ParameterSplit(network.model), 2, 0)
 
 
 def test_fedmap_may_have_a_variance_for_each_layer() -> None:
@@ -134,8 +134,8 @@ def test_lg_fedavg_shares_the_last_two_layers_in_table_1(
         recipe=ROOT / "recipes" / f"{recipe}.yaml",
     )
     (method,) = methods_of(cli)
-    personal = method.resolve_personal(Layout(cli.model))
-    found = set(Layout(cli.model, personal).shared)
+    personal = method.resolve_personal(ParameterSplit(cli.model))
+    found = set(ParameterSplit(cli.model, personal).shared)
     assert found == {f"{name}.{part}" for name in shared for part in ("weight", "bias")}
     layers = [name.rpartition(".")[0] for name, _ in cli.model.named_parameters()]
     assert set(layers[-4:]) == set(shared)  # the last two of the network

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_pfl.cli.command_line import PFLCLI
-from lightning_pfl.cli.results import evaluated
+from lightning_pfl.cli.results import summary_rows
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "fedrep_new_clients_fashion_mnist.yaml"
 # The tiny data leave 5 training samples for a client.
@@ -36,7 +36,7 @@ def run(command: str, data_dir: Path, root: Path, *more: str) -> PFLCLI:
 
 def reported(cli: PFLCLI) -> dict[str, dict[str, float]]:
     """What is printed of new clients, by its name."""
-    rows = evaluated(cli.trainer.callback_metrics)
+    rows = summary_rows(cli.trainer.callback_metrics)
     return {name: row for name, row in rows.items() if name.startswith("new_clients/")}
 
 

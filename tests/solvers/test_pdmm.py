@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.randomness import derive, permutation
-from lightning_pfl.solvers.blocks import BlockDraws, check_share, damping
+from lightning_pfl.solvers.blocks import BlockDraws, check_block_share, damping
 from lightning_pfl.solvers.centralized.newtons_method import proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import PDMMState, objective, solve
@@ -146,7 +146,7 @@ def test_draws_have_the_asked_size_and_cover_everything() -> None:
 @pytest.mark.parametrize("bad", [0, 0.0, 1.5, -1, True, float("nan")])
 def test_shares_are_checked(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"Expected `blocks` to be a share in \(0, 1\] or a numb"):
-        check_share("blocks", bad)
+        check_block_share("blocks", bad)
 
 
 def test_block_soft_threshold_is_the_proximal_map() -> None:

@@ -21,7 +21,7 @@ from lightning_pfl.core.tree import (
     tmap,
     weighted_mean,
 )
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import LocalStep, Method, Phase
 from lightning_pfl.testing import conformance
 from lightning_pfl.testing.conformance import Problem
 
@@ -29,11 +29,13 @@ from lightning_pfl.testing.conformance import Problem
 class MixesClients(Method):
     """A client's upload is the mean of the chunk's."""
 
-    def client_final(self, received: Tree, own: Tree, state: Tree, info: ClientInfo) -> Any:
-        upload, own = super().client_final(received, own, state, info)
+    def client_final(
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
+    ) -> Any:
+        upload, client_state = super().client_final(received, client_state, state, info)
         return tmap(
             lambda leaf: leaf.double().mean(0, keepdim=True).to(leaf.dtype).expand_as(leaf), upload
-        ), own
+        ), client_state
 
 
 class DependsOnTheOrder(Method):
@@ -51,20 +53,24 @@ class UploadsTheHead(Method):
 
     personal = "head"
 
-    def client_final(self, received: Tree, own: Tree, state: Tree, info: ClientInfo) -> Any:
-        return {"model": state["model"]}, {"model": select(state["model"], self.layout.personal)}
+    def client_final(
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
+    ) -> Any:
+        return {"model": state["model"]}, {
+            "model": select(state["model"], self.parameter_split.personal)
+        }
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        shared = {"model": select(uploads["model"], self.layout.shared)}
+        shared = {"model": select(uploads["model"], self.parameter_split.shared)}
         return super().server_update(server, shared, info)
 
 
 class WritesToWhatItReceived(Method):
     """Moves the server's own tensor."""
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         received["model"]["head.bias"][0].add_(1.0)
-        return super().client_init(received, own, info)
+        return super().client_init(received, client_state, info)
 
 
 class UsesTheGlobalGenerator(Method):
@@ -103,8 +109,8 @@ class ChangesTypes(Method):
 class IgnoresTheSeed(Method):
     """The clients compute gradients and throw them away, so no seed matters."""
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
-        local.grad(tmap(lambda leaf: leaf.clone(), state["model"]), batch)
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        client.grad(tmap(lambda leaf: leaf.clone(), state["model"]), minibatches)
         return state
 
 
@@ -160,19 +166,25 @@ class HidesItsClients(RemembersClients):
 class WritesToItsRow(RemembersClients):
     """Moves what was sent to the client alone, at the end of its round."""
 
-    def client_final(self, received: Tree, own: Tree, state: Tree, info: ClientInfo) -> Any:
+    def client_final(
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
+    ) -> Any:
         received["model"]["head.bias"].add_(1.0)
-        return super().client_final(received, own, state, info)
+        return super().client_final(received, client_state, state, info)
 
 
 class SpeaksOfSomethingElse(Method):
     """Silent in every other round, and then it sends another kind of thing."""
 
-    def client_final(self, received: Tree, own: Tree, state: Tree, info: ClientInfo) -> Any:
-        upload, own = super().client_final(received, own, state, info)
+    def client_final(
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
+    ) -> Any:
+        upload, client_state = super().client_final(received, client_state, state, info)
         if info.round % 2:
-            return {}, own
-        return (upload if info.round else {"model": select(upload["model"], ["head.bias"])}), own
+            return {}, client_state
+        return (
+            upload if info.round else {"model": select(upload["model"], ["head.bias"])}
+        ), client_state
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         moved = weighted_mean(uploads["model"], info.weights) if uploads else {}
@@ -206,16 +218,16 @@ class Ascends(Method):
     def phases(self, round: int) -> tuple[Phase, ...]:
         return () if round % 2 else super().phases(round)
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
-        up = tmap(lambda leaf: -10 * leaf, local.grad(state["model"], batch))
-        return {**state, "model": local.update(state["model"], up)}
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        up = tmap(lambda leaf: -10 * leaf, client.grad(state["model"], minibatches))
+        return {**state, "model": client.update(state["model"], up)}
 
 
 class PassesOverBrokenData(Method):
     """Puts a number in the place of what isn't one, so that nobody notices the client."""
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
-        (inputs, *_), real = local.samples(batch)
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        (inputs, *_), real = client.samples(minibatches)
         seen = inputs.nan_to_num().flatten(1).mean(1) * real.any(1)
         moved = tmap(lambda leaf: leaf + 0.01 * per_client(seen, leaf), floats(state["model"]))
         return {**state, "model": {**state["model"], **moved}}

@@ -151,7 +151,7 @@ def facts(trainer: Any, strategy: FederatedStrategy, model: Any) -> dict[str, An
     """What is known after a fit."""
     return {
         "server": strategy.server,
-        "bank": strategy.bank.tree,
+        "client_states": strategy.client_states.tree,
         "clients": [strategy.client_state_dict(k) for k in range(5)],
         "module": model.state_dict(),
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
@@ -184,7 +184,7 @@ def ends(name: str, devices: int) -> dict[str, Any]:
     module.trainer.fit(module, data, data)
     return {
         "server": strategy.server,
-        "bank": strategy.bank.tree,
+        "client_states": strategy.client_states.tree,
         "clients": [strategy.client_state_dict(k) for k in range(strategy.num_clients)],
     }
 

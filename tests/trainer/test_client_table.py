@@ -21,7 +21,7 @@ from lightning_pfl.data import (
 from lightning_pfl.metrics.history import History
 from lightning_pfl.models import MLP
 from lightning_pfl.trainer.client_table import ClientTable
-from lightning_pfl.trainer.data import align, place
+from lightning_pfl.trainer.data import align_clients, move_to_device
 from tests.trainer.setting import points, trainer
 
 
@@ -214,8 +214,8 @@ def test_double_precision_reaches_the_batches_of_both_kinds_of_data() -> None:
     x = torch.ones(4, 2)
     resident = FederatedTensorDataset((x, torch.arange(4)), [[0, 1], [2, 3]], transform=halve)
     loaders = FederatedLoaders([DataLoader(TensorDataset(x, torch.arange(4)))])
-    in_memory: Any = place(resident, run)
-    loaded: Any = place(loaders, run)
+    in_memory: Any = move_to_device(resident, run)
+    loaded: Any = move_to_device(loaders, run)
     for inputs, labels in (in_memory.gather(torch.tensor([0, 1])), next(iter(loaded.loaders[0]))):
         assert (inputs.dtype, labels.dtype) == (torch.float64, torch.int64)
     assert float(in_memory.gather(torch.tensor([0]))[0][0, 0]) == 0.5
@@ -229,10 +229,10 @@ def halve(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch
 
 
 def test_clients_are_aligned_by_position_or_by_name() -> None:
-    found, clients = align(points((1, 0, 2, 3)), list("abcd"), "val_dataloaders")
+    found, clients = align_clients(points((1, 0, 2, 3)), list("abcd"), "val_dataloaders")
     assert (found.tolist(), clients.tolist()) == ([0, 2, 3], [0, 2, 3])
     named = points((1, 0, 2, 3), names=["d", "c", "b", "a"])
-    found, clients = align(named, list("abcd"), "val_dataloaders")
+    found, clients = align_clients(named, list("abcd"), "val_dataloaders")
     assert (found.tolist(), clients.tolist()) == ([0, 2, 3], [3, 1, 0])
     with pytest.raises(ValueError, match="one DataLoader for each of the 5 clients, but got 4"):
-        align(points(), list("abcde"), "val_dataloaders")
+        align_clients(points(), list("abcde"), "val_dataloaders")

@@ -91,7 +91,7 @@ def test_the_global_model_is_evaluated_beside_the_personal_ones() -> None:
 class Personalized(FedAvg):
     """FedAvg whose personal model is the origin, so that it differs from the global one."""
 
-    def personal_model(self, received: Any, own: Any, info: Any) -> Any:
+    def personal_model(self, received: Any, client_state: Any, info: Any) -> Any:
         return {"w": torch.zeros_like(received["model"]["w"])}
 
 

@@ -23,8 +23,8 @@ from torchmetrics import MeanMetric
 
 from lightning_pfl._lightning import notice_termination
 from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
-from lightning_pfl.federation.bank import Bank
-from lightning_pfl.federation.ranks import Ranks, whole_evaluation, whole_work
+from lightning_pfl.federation.client_states import ClientStateStore
+from lightning_pfl.federation.ranks import Ranks, gather_evaluation, gather_work
 from lightning_pfl.trainer import checks as flags
 from lightning_pfl.trainer.processes import keep_metrics_apart, not_distributed
 from tests.methods.cases import CASES as METHODS
@@ -228,51 +228,54 @@ def test_an_error_in_one_process_ends_the_run(rank: int, started: dict[str, Any]
 
 def test_one_process_is_the_trivial_case() -> None:
     ranks, tree = Ranks(), {"w": torch.rand(3, 2)}
-    part = ranks.part(torch.tensor([5, 1, 2]))
-    assert torch.tensor([5, 1, 2])[part.index].tolist() == [5, 1, 2]
-    assert part.rows(tree) is part.whole(tree) is tree
-    assert ranks.objects("known") == ["known"]
+    shard = ranks.shard(torch.tensor([5, 1, 2]))
+    assert torch.tensor([5, 1, 2])[shard.index].tolist() == [5, 1, 2]
+    assert shard.slice(tree) is shard.all_gather(tree) is tree
+    assert ranks.all_gather_objects("known") == ["known"]
     work = LocalResult(tree, {}, {"a": torch.ones(3)}, {"a": LogOptions(True)}, torch.zeros(3))
-    assert_same(vars(whole_work(part, work)), vars(work), exact=True)
+    assert_same(vars(gather_work(shard, work)), vars(work), exact=True)
     found = Evaluation({"a": torch.ones(3)}, torch.ones(3, dtype=torch.int64), {}, [[1], [], [2]])
-    assert_same(vars(whole_evaluation(part, found)), vars(found), exact=True)
+    assert_same(vars(gather_evaluation(shard, found)), vars(found), exact=True)
 
 
 def test_clients_are_dealt_by_their_keys() -> None:
     keys = torch.tensor([7, 3, 2, 0, 9])
-    shares = [torch.arange(5)[Ranks(rank, 3).part(keys).index] for rank in range(3)]
+    shares = [torch.arange(5)[Ranks(rank, 3).shard(keys).index] for rank in range(3)]
     assert [share.tolist() for share in shares] == [[1, 3, 4], [0], [2]]
     ranks = Ranks(1, 3)
-    with ranks.apart():
-        assert ranks.part(keys).index == slice(None)
+    with ranks.without_communication():
+        assert ranks.shard(keys).index == slice(None)
     assert not ranks.alone
 
 
 def test_a_bank_holds_its_own_clients_and_names_the_holder_of_others() -> None:
-    bank = Bank({"w": torch.zeros(2)}, 5, ranks=Ranks(1, 2))
-    assert bank.tree["w"].shape == (2, 2)
-    bank.scatter(torch.tensor([3]), {"w": torch.ones(1, 2)})
-    assert bank.gather(torch.tensor([3, 1]))["w"].tolist() == [[1.0, 1.0], [0.0, 0.0]]
+    client_states = ClientStateStore({"w": torch.zeros(2)}, 5, ranks=Ranks(1, 2))
+    assert client_states.tree["w"].shape == (2, 2)
+    client_states.scatter(torch.tensor([3]), {"w": torch.ones(1, 2)})
+    assert client_states.gather(torch.tensor([3, 1]))["w"].tolist() == [[1.0, 1.0], [0.0, 0.0]]
     with pytest.raises(RuntimeError, match=r"in process 1, but those of client 4 are in process 0"):
-        bank.gather(torch.tensor([1, 4]))
-    bank.load_state_dict({"w": torch.arange(10.0).view(5, 2)})
-    assert bank.tree["w"].tolist() == [[2.0, 3.0], [6.0, 7.0]]
+        client_states.gather(torch.tensor([1, 4]))
+    client_states.load_state_dict({"w": torch.arange(10.0).view(5, 2)})
+    assert client_states.tree["w"].tolist() == [[2.0, 3.0], [6.0, 7.0]]
 
 
 def test_a_bank_that_is_too_large_stays_apart() -> None:
-    bank = Bank({"w": torch.zeros(2)}, 5, ranks=Ranks(0, 2))
-    bank.spread(limit=5 * 8 - 1)
-    assert not bank.whole
-    assert bank.row_nbytes() == 8
+    client_states = ClientStateStore({"w": torch.zeros(2)}, 5, ranks=Ranks(0, 2))
+    client_states.gather_to_all_ranks(limit=5 * 8 - 1)
+    assert not client_states.complete
+    assert client_states.row_nbytes() == 8
 
 
 def test_a_bank_that_has_everything_gives_up_what_isnt_its_own() -> None:
-    bank = Bank({"w": torch.zeros(2)}, 5, ranks=Ranks(1, 2))
-    bank.tree, bank.whole = {"w": torch.arange(10.0).view(5, 2)}, True  # as after a run
-    assert bank.gather(torch.tensor([4]))["w"].tolist() == [[8.0, 9.0]]
-    bank.keep_own()
-    assert bank.tree["w"].tolist() == [[2.0, 3.0], [6.0, 7.0]]
-    assert bank.gather(torch.tensor([3]))["w"].tolist() == [[6.0, 7.0]]
+    client_states = ClientStateStore({"w": torch.zeros(2)}, 5, ranks=Ranks(1, 2))
+    client_states.tree, client_states.complete = (
+        {"w": torch.arange(10.0).view(5, 2)},
+        True,
+    )  # as after a run
+    assert client_states.gather(torch.tensor([4]))["w"].tolist() == [[8.0, 9.0]]
+    client_states.keep_shard()
+    assert client_states.tree["w"].tolist() == [[2.0, 3.0], [6.0, 7.0]]
+    assert client_states.gather(torch.tensor([3]))["w"].tolist() == [[6.0, 7.0]]
 
 
 def test_a_metric_is_one_clients_while_a_run_lasts() -> None:

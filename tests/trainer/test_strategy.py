@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import FederatedLoop, FederatedStrategy
-from lightning_pfl.federation.bank import bank_device
+from lightning_pfl.federation.client_states import choose_device
 from lightning_pfl.methods import (
     FedAvg,
     FedRep,
@@ -99,9 +99,9 @@ def test_no_method_or_several_are_refused(
         ),
         ({"engine": "fast"}, ValueError, "Expected `engine` to be one of"),
         (
-            {"bank": "disk"},
+            {"client_state_device": "disk"},
             ValueError,
-            "Expected `bank` to be 'auto', 'device' or 'host', but got bank='disk'",
+            "Expected `client_states` to be 'auto', 'device' or 'host', but got bank='disk'",
         ),
         (
             {"chunk_size": 0},
@@ -242,7 +242,7 @@ def test_a_list_of_loaders_trains_an_ordinary_module() -> None:
     ],
 )
 def test_the_place_of_the_bank(place: str, device: str, num_clients: int, want: str) -> None:
-    assert bank_device(place, torch.device(device), 12 * num_clients).type == want
+    assert choose_device(place, torch.device(device), 12 * num_clients).type == want
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_all_that_clients_remember_counts_for_its_place(
         asked.append(size)
         return torch.device("cpu")
 
-    monkeypatch.setattr("lightning_pfl.trainer.strategy.bank_device", place)
+    monkeypatch.setattr("lightning_pfl.trainer.strategy.choose_device", place)
     data = quadratic_clients([1.0] * 4, torch.zeros(4, 4))
     fit(method, data, QuadraticModule(dim=4), 1)
     assert set(asked) == {4 * scalars * 8}

@@ -25,20 +25,20 @@ from lightning_pfl.callbacks.new_clients.report import (
 )
 from lightning_pfl.callbacks.new_clients.samples import take_samples
 from lightning_pfl.callbacks.new_clients.start import Start, starting_models
-from lightning_pfl.callbacks.settings import check_budget, check_lr
+from lightning_pfl.callbacks.settings import budget_phase, check_lr
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.core.checks import is_whole
 from lightning_pfl.core.mixture import SHARE
-from lightning_pfl.core.parameters import Spec
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.federation.adapt import adapt, evaluating
-from lightning_pfl.federation.eligibility import evaluated
+from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Phase
 from lightning_pfl.trainer.client_table import log_folder
-from lightning_pfl.trainer.data import place
+from lightning_pfl.trainer.data import move_to_device
 
 __all__ = ["Adapted", "NewClientAdaptation"]
 
@@ -106,7 +106,7 @@ class NewClientAdaptation(FederatedCallback):
         samples: Sequence[int] = (10, 100, 500),
         epochs: int | Sequence[int] | None = 10,
         steps: int | None = None,
-        scope: Spec = "personal",
+        scope: ParameterSpec = "personal",
         lr: float | None = None,
         seed: int = 0,
         start: Start = "personal",
@@ -155,7 +155,7 @@ class NewClientAdaptation(FederatedCallback):
     def _adapt(self, trainer: L.Trainer) -> tuple[Adapted, ...]:
         """Train and evaluate the new clients for every number of samples."""
         federation = require_federation(trainer, self)
-        train, test = (place(data, trainer) for data in self._data(trainer))
+        train, test = (move_to_device(data, trainer) for data in self._data(trainer))
         federation.settings.limit_eval_batches = trainer.limit_test_batches
         module = federation.require_module()
         evaluate = "test_step" if is_overridden("test_step", module) else "validation_step"
@@ -211,12 +211,14 @@ class NewClientAdaptation(FederatedCallback):
                 "Expected new clients with test data, but none that can train has any. Give them "
                 "test samples."
             )
-        return clients[evaluated(test, clients, "test", federation.settings.limit_eval_batches)]
+        return clients[
+            can_be_evaluated(test, clients, "test", federation.settings.limit_eval_batches)
+        ]
 
     def _resolved(self, federation: Federation) -> frozenset[str]:
-        method, layout = federation.method, federation.layout
+        method, parameter_split = federation.method, federation.parameter_split
         name = type(method).__name__
-        if self.scope == "personal" and not method.differing(layout):
+        if self.scope == "personal" and not method.personalized_entries(parameter_split):
             raise MisconfigurationException(
                 f"Expected a method with a personal part for scope='personal', but {name} shares "
                 "the whole model. Use scope='head' to train the head alone, or scope='all'."
@@ -237,8 +239,8 @@ class NewClientAdaptation(FederatedCallback):
                 "Leave out 0."
             )
         if self.scope == "personal":
-            return method.differing(layout)
-        return layout.match(self.scope, "scope")
+            return method.personalized_entries(parameter_split)
+        return parameter_split.match(self.scope, "scope")
 
     def _data(self, trainer: Any) -> tuple[FederatedDataset, FederatedDataset]:
         if self.given is not None:
@@ -277,7 +279,7 @@ class NewClientAdaptation(FederatedCallback):
                 folder / f"new_clients@{adapted.samples}.pt",
                 adapted,
                 names,
-                lambda model: {**frame, **federation.layout.with_aliases(model)},
+                lambda model: {**frame, **federation.parameter_split.with_aliases(model)},
             )
 
 
@@ -286,14 +288,14 @@ def _phases(
 ) -> tuple[Phase, ...]:
     """The training of a new client, for each number of passes in ascending order."""
     if not isinstance(epochs, Sequence):
-        phases: tuple[Phase, ...] = (check_budget(epochs, steps, default_epochs=10),)
+        phases: tuple[Phase, ...] = (budget_phase(epochs, steps, default_epochs=10),)
     else:
         if not epochs or len(set(epochs)) != len(epochs):
             raise ValueError(
                 "Expected `epochs` to be a whole number or different whole numbers, but got "
                 f"epochs={epochs!r}. Use [1, 2, 5, 10], for example."
             )
-        phases = tuple(check_budget(epoch, steps, default_epochs=None) for epoch in epochs)
+        phases = tuple(budget_phase(epoch, steps, default_epochs=None) for epoch in epochs)
         phases = tuple(sorted(phases, key=lambda phase: phase.epochs or 0))
     if not all(phase.epochs or phase.steps for phase in phases):
         raise ValueError(

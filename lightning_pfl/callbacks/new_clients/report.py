@@ -46,7 +46,7 @@ class Adapted:
         return f"{PREFIX}{name}@{self.samples}{after}"
 
 
-def bare(key: str) -> str:
+def metric_name(key: str) -> str:
     """``acc`` for ``test_acc``: the split is said by the prefix."""
     for stage in ("test_", "val_", "test/", "val/"):
         key = key.removeprefix(stage)
@@ -59,7 +59,7 @@ def statistics(adapted: Adapted) -> dict[str, float]:
     for key, of_clients in adapted.evaluation.values.items():
         one = replace(adapted.evaluation, values={key: of_clients})
         for name, value in summaries(one).items():
-            values[f"{adapted.key(bare(key))}{name.removeprefix(key)}"] = value
+            values[f"{adapted.key(metric_name(key))}{name.removeprefix(key)}"] = value
     return values
 
 
@@ -71,7 +71,7 @@ def draw_curves(trainer: L.Trainer, adapted: Adapted) -> None:
         if isinstance(logger, TensorBoardLogger):
             for key, value in adapted.evaluation.values.items():
                 one = replace(adapted.evaluation, values={key: value})
-                name, step = f"{PREFIX}{bare(key)}", adapted.samples
+                name, step = f"{PREFIX}{metric_name(key)}", adapted.samples
                 if adapted.epochs is not None:
                     name, step = f"{name}@{adapted.samples}/epochs", adapted.epochs
                 logger.experiment.add_scalar(name, summaries(one)[key], step)
@@ -85,7 +85,7 @@ def write_table(path: Path, results: Sequence[Adapted], names: Sequence[str]) ->
     head = ["samples", "epochs", "client", "trained_on", "num_samples"]
     with temporary.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow([*head, *map(bare, keys)])
+        writer.writerow([*head, *map(metric_name, keys)])
         for adapted in results:
             epochs = "" if adapted.epochs is None else adapted.epochs
             columns = [adapted.evaluation.values[key].tolist() for key in keys]

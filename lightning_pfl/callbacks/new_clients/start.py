@@ -40,8 +40,10 @@ def _personal(federation: Federation, clients: int) -> Model:
     weights = torch.full((clients,), 1 / clients, dtype=torch.float64)
     round = max(federation.rounds - 1, 0)
     info = ClientInfo(index, none, none, weights, round, federation.num_clients)
-    own = expand(federation.method.init_own(federation.layout.model()), clients)
-    return federation.method.personal_model(federation.download(info), own, info)
+    client_state = expand(
+        federation.method.init_client_state(federation.parameter_split.model()), clients
+    )
+    return federation.method.personal_model(federation.download(info), client_state, info)
 
 
 def _global(federation: Federation) -> Model:
@@ -59,7 +61,7 @@ def _mean(federation: Federation) -> Model:
 
     Sums in double precision, so that the order of the parts leaves no trace.
     """
-    template = federation.layout.model()
+    template = federation.parameter_split.model()
     together = max(1, TOGETHER // max(whole_nbytes(template), 1))
     parts = torch.arange(federation.num_clients).split(together)
     means = []

@@ -23,7 +23,7 @@ def require_partition(name: str, value: Any) -> Partition:
     return value
 
 
-def drawn(found: Any, who: str) -> tuple[Any, Any]:
+def split_result(found: Any, who: str) -> tuple[Any, Any]:
     """Return what `split` gave, parts and plan.
 
     Raises:

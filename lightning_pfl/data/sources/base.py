@@ -19,7 +19,7 @@ Labels = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Arrays:
+class SourceData:
     """A whole data set in memory, before it is split over clients.
 
     Attributes:
@@ -55,12 +55,12 @@ class Source(ABC):
         """Make sure that the files are on disk."""
 
     @abstractmethod
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Read everything into memory."""
 
 
 class FreshSource(Source):
-    """A source that has other training samples for every round; see ``FreshSamples``."""
+    """A source that has other training samples for every round; see ``FreshDataModule``."""
 
     @abstractmethod
     def draw(self, round: int) -> Fields:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pfl.data.sources.base import Arrays, Fields, NormalizeImages, Source, load_error
+from lightning_pfl.data.sources.base import Fields, NormalizeImages, Source, SourceData, load_error
 
 Channels = tuple[float, float, float]
 
@@ -86,7 +86,7 @@ class _CIFAR(Source):
         """
         self._open(train=True, download=True)
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Read both splits.
 
         Raises:
@@ -94,7 +94,7 @@ class _CIFAR(Source):
         """
         train, test = self._open(train=True), self._open(train=False)
         train_labels, test_labels = np.asarray(train.targets), np.asarray(test.targets)
-        return Arrays(
+        return SourceData(
             (_images(train.data), torch.from_numpy(train_labels)),
             train_labels,
             (_images(test.data), torch.from_numpy(test_labels)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pfl.data.sources.base import Arrays, Source
+from lightning_pfl.data.sources.base import Source, SourceData
 
 
 class Digits(Source):
@@ -16,10 +16,10 @@ class Digits(Source):
         Alpaydin, Kaynak. Optical recognition of handwritten digits. UCI repository, 1998.
     """
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Read the 1797 samples; labels are 0 to 9."""
         from sklearn.datasets import load_digits
 
         images, labels = load_digits(return_X_y=True)
         pixels = torch.from_numpy(images).to(torch.float32).reshape(-1, 1, 8, 8) / 16
-        return Arrays((pixels, torch.from_numpy(labels).long()), labels, num_classes=10)
+        return SourceData((pixels, torch.from_numpy(labels).long()), labels, num_classes=10)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_pfl.data.sources.base import Arrays, Source
+from lightning_pfl.data.sources.base import Source, SourceData
 from lightning_pfl.data.sources.synthetic import DType
 
 Floats = npt.NDArray[np.float64]
@@ -136,7 +136,7 @@ class EllipseClusters(Source):
         """The true cluster of each client."""
         return [k for k in range(len(self.clusters)) for _ in range(self.clients_per_cluster)]
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Draw the samples, sorted by client."""
         rng = np.random.default_rng(self.seed)
         train: list[tuple[Floats, Floats]] = []
@@ -149,7 +149,7 @@ class EllipseClusters(Source):
         fields, labels, owner = self._joined(train)
         test_fields, test_labels, test_owner = self._joined(test)
         columns = ({"client": owner}, {"client": test_owner})
-        return Arrays(
+        return SourceData(
             fields,
             labels,
             test_fields,

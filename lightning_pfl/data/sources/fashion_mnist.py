@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_pfl.data.sources.base import Arrays, NormalizeImages, Source, load_error
+from lightning_pfl.data.sources.base import NormalizeImages, Source, SourceData, load_error
 
 SYSTEM_DIR = Path("/usr/share/datasets/fashion-mnist")
 FILES = (
@@ -56,7 +56,7 @@ class FashionMNIST(Source):
         except Exception as error:  # torchvision missing, no network, a broken mirror
             raise self._missing(f"torchvision's download ({error})") from error
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Read the four files.
 
         Raises:
@@ -76,7 +76,7 @@ class FashionMNIST(Source):
                     "Download the files again."
                 )
         train, test = arrays[:2], arrays[2:]
-        return Arrays(
+        return SourceData(
             (torch.from_numpy(train[0]).unsqueeze(1), torch.from_numpy(train[1]).long()),
             train[1].astype(np.int64),
             (torch.from_numpy(test[0]).unsqueeze(1), torch.from_numpy(test[1]).long()),

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from lightning_pfl.data.sources.base import Arrays, Fields, Labels, Source
+from lightning_pfl.data.sources.base import Fields, Labels, Source, SourceData
 
 Scenario = Literal["iid", "feature", "quantity", "label"]
 SCENARIOS: tuple[Scenario, ...] = ("iid", "feature", "quantity", "label")
@@ -114,7 +114,7 @@ class FedMAPSynthetic(Source):
         self.standardize, self.seed = standardize, seed
         self._check()
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Draw all clients' samples, sorted by client, features ``(samples, num_features)``."""
         clients = [self.client(number) for number in range(self.num_clients)]
         (x, y, owner), (test_x, test_y, test_owner) = (
@@ -125,7 +125,7 @@ class FedMAPSynthetic(Source):
             )
             for split in (0, 1)
         )
-        return Arrays(
+        return SourceData(
             _fields(x, y),
             y,
             _fields(test_x, test_y),

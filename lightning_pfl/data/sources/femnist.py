@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_pfl.data.sources.base import Arrays, NormalizeImages, Source, load_error
+from lightning_pfl.data.sources.base import NormalizeImages, Source, SourceData, load_error
 from lightning_pfl.data.sources.leaf import leaf_files, read_leaf
 from lightning_pfl.data.sources.table import HuggingFaceTable
 
@@ -86,7 +86,7 @@ class FEMNIST(Source):
             except FileNotFoundError as error:
                 raise self._missing(error) from error
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Read the files.
 
         Raises:
@@ -101,7 +101,7 @@ class FEMNIST(Source):
             len(self.characters)
         )
         labels = order[labels[keep]]
-        return Arrays(
+        return SourceData(
             (torch.from_numpy(pixels[keep]).unsqueeze(1), torch.from_numpy(labels)),
             labels,
             transform=NormalizeImages([0.0], [1.0]),

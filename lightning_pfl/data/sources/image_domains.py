@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pfl.data.sources.base import Arrays, Fields, NormalizeImages, Source, load_error
+from lightning_pfl.data.sources.base import Fields, NormalizeImages, Source, SourceData, load_error
 from lightning_pfl.data.sources.resized_crop import RandomResizedCrop
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -98,7 +98,7 @@ class ImageDomains(Source):
         """
         self.files()
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Read all images into memory.
 
         Raises:
@@ -113,7 +113,7 @@ class ImageDomains(Source):
         for row, path in enumerate(paths):
             pool[row] = self._read(path)
         center = CenterCrop(self.crop_size, self.normalize)
-        return Arrays(
+        return SourceData(
             (pool, torch.from_numpy(labels)),
             labels,
             transform=self.normalize if self.augment else center,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_pfl.data.sources.base import Arrays, Fields, Labels, Source, load_error
+from lightning_pfl.data.sources.base import Fields, Labels, Source, SourceData, load_error
 from lightning_pfl.data.sources.leaf import leaf_files, read_leaf
 
 #: Where LEAF's list of a tweet's attributes has the text.
@@ -111,7 +111,7 @@ class Sent140(Source):
                 "Unpack it from nlp.stanford.edu/data/glove.6B.zip, or set `vectors`.",
             )
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Read the tweets, and the vectors of the words in them.
 
         Raises:
@@ -126,7 +126,7 @@ class Sent140(Source):
             (torch.from_numpy(self._numbers(texts, numbers)), torch.from_numpy(labels))
             for texts, labels, _ in splits
         ]
-        return Arrays(
+        return SourceData(
             fields[0],
             splits[0][1],
             fields[1],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lightning_pfl.data.sources.base import Arrays, Labels, Source
+from lightning_pfl.data.sources.base import Labels, Source, SourceData
 from lightning_pfl.data.sources.synthetic import DType
 
 
@@ -71,12 +71,12 @@ class ShiftedLines(Source):
         self.slope, self.intercept_step = slope, intercept_step
         self.noise_variance, self.seed, self.dtype = noise_variance, seed, dtype
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Draw the samples, sorted by client; the column ``client`` numbers the clients."""
         test_sizes = (self.test_samples,) * len(self.samples)
         fields, labels, owner = self._draw(self.samples, np.random.default_rng(self.seed))
         test = self._draw(test_sizes, np.random.default_rng((self.seed, 1)))
-        return Arrays(
+        return SourceData(
             fields,
             labels,
             test[0],

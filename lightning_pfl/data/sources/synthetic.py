@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from lightning_pfl.data.sources.base import Arrays, Fields, FreshSource, Labels, Source
+from lightning_pfl.data.sources.base import Fields, FreshSource, Labels, Source, SourceData
 
 DType = Literal["float32", "float64"]
 
@@ -82,7 +82,7 @@ class QuadraticClients(Source):
         """Four clients on a line at 0, 0.1, 1 and 1.1, all with curvature 1: two clusters."""
         return cls((1.0,) * 4, (0.0, 0.1, 1.0, 1.1), dtype="float64")
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Build the samples, sorted by client; the column ``client`` numbers the clients."""
         owner = np.repeat(np.arange(len(self.samples)), self.samples)
         centers = self.centers[owner]
@@ -98,7 +98,7 @@ class QuadraticClients(Source):
         )
         labels = centers[:, 0]
         column = {"client": owner}
-        return Arrays(fields, labels, fields, labels, columns=column, test_columns=column)
+        return SourceData(fields, labels, fields, labels, columns=column, test_columns=column)
 
 
 class LinearRepresentation(FreshSource):
@@ -107,7 +107,7 @@ class LinearRepresentation(FreshSource):
     :math:`x \sim \mathcal N(0, I_d)`, :math:`B \in \mathbb R^{d \times r}` has orthonormal columns
     and is shared, the heads :math:`w_k` are uniform on the sphere of radius :math:`\sqrt r`, and
     :math:`\varepsilon \sim \mathcal N(0, \text{noise\_variance})`. Fields are ``(x, y)`` with
-    shapes ``(samples, d)`` and ``(samples,)``. The samples of round t of ``FreshSamples`` are a
+    shapes ``(samples, d)`` and ``(samples,)``. The samples of round t of ``FreshDataModule`` are a
     function of ``seed`` and t.
 
     Args:
@@ -177,12 +177,12 @@ class LinearRepresentation(FreshSource):
         heads *= np.sqrt(self.rank) / np.linalg.norm(heads, axis=1, keepdims=True)
         return basis, heads
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Draw the samples, sorted by client; the column ``client`` numbers the clients."""
         fields, labels, owner = self._draw(self._counts(), 1)
         test = np.full(self.num_clients, self.test_samples)
         test_fields, test_labels, test_owner = self._draw(test, 2)
-        return Arrays(
+        return SourceData(
             fields,
             labels,
             test_fields,

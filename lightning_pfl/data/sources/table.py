@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_pfl.data.sources.base import Arrays, Labels, NormalizeImages, Source
+from lightning_pfl.data.sources.base import Labels, NormalizeImages, Source, SourceData
 
 # File endings and the loading script of `datasets` that reads them.
 BUILDERS = {
@@ -82,7 +82,7 @@ class HuggingFaceTable(Source):
         """Download or convert the table into the cache."""
         self._open()
 
-    def load(self) -> Arrays:
+    def load(self) -> SourceData:
         """Read the splits into memory."""
         splits = self._open()
         train = self._checked(splits, self.train_split)
@@ -96,7 +96,7 @@ class HuggingFaceTable(Source):
             for table in tables
         ]
         regression = labels[0].dtype.kind == "f"
-        return Arrays(
+        return SourceData(
             fields[0],
             labels[0],
             None if test is None else fields[1],

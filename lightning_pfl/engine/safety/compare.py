@@ -54,7 +54,7 @@ def training_trees(result: LocalResult) -> Tree:
     """What a round of local training gives."""
     return {
         "uploads": result.uploads,
-        "own": result.own,
+        "own": result.client_state,
         "logs": result.logs,
         "loss": result.loss,
     }

@@ -25,7 +25,7 @@ class Elsewhere:
 
 
 @contextmanager
-def watched(key: int) -> Iterator[Elsewhere]:
+def watch_global_rng(key: int) -> Iterator[Elsewhere]:
     """Run a step with all global generators seeded by ``key``; their state is put back after it.
 
     torch's own for random functions that keys don't reach (an LSTM's dropout, multinomial), and

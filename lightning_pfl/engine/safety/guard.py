@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pfl.core.tree import Model, Tree, is_expanded
 from lightning_pfl.engine.program import NotVectorizableError
-from lightning_pfl.engine.safety.global_rng import watched
+from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import changed, restore, snapshot
 
 DRAWS_ELSEWHERE = "the step draws from Python's or NumPy's random generator"
@@ -33,7 +33,7 @@ def guarded(module: nn.Module, key: int) -> Iterator[None]:
     """
     before = snapshot(module)
     try:
-        with watched(key) as elsewhere:
+        with watch_global_rng(key) as elsewhere:
             yield
         if (stored := changed(module, before)) is not None:
             raise NotVectorizableError(f"the step changes `{stored}`, which all clients share")

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
-from lightning_pfl.core.errors import FAILURES, described, listed
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.errors import FAILURES, client_error, format_names
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import (
     Model,
@@ -42,7 +42,7 @@ from lightning_pfl.engine.vectorized.evaluation import ONE_BY_ONE, VectorizedEva
 from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
 from lightning_pfl.engine.vectorized.gradient import Transform
 from lightning_pfl.engine.vectorized.loaders import Batches, LoaderBatches
-from lightning_pfl.engine.vectorized.local import VectorizedLocal
+from lightning_pfl.engine.vectorized.local import VectorizedLocalStep
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
 from lightning_pfl.engine.vectorized.trace import Traces, fingerprint
 from lightning_pfl.methods.base import Method, Phase
@@ -76,18 +76,18 @@ class VectorizedEngine:
     def __init__(
         self,
         module: Any,
-        layout: Layout,
+        parameter_split: ParameterSplit,
         template: Optimizer,
         settings: EngineSettings,
         transform: Transform = "forward",
         stochastic: bool = True,
     ) -> None:
-        self.module, self.layout, self.template = module, layout, template
+        self.module, self.parameter_split, self.template = module, parameter_split, template
         self.settings, self.transform = settings, transform
         self.limits = Limits(
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
         )
-        self.prefix = PrefixCache(layout, enabled=settings.prefix_cache)
+        self.prefix = PrefixCache(parameter_split, enabled=settings.feature_cache)
         self.traces = Traces(enabled=is_unmodified(module))
         self._program: ClientProgram | None = None
         self.stochastic = stochastic or not is_unmodified(module)
@@ -122,7 +122,7 @@ class VectorizedEngine:
             total, most = torch.cuda.get_device_properties(device).total_memory, MOST_ON_GPU
         else:
             total, most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), MOST_ON_CPU
-        model = whole_nbytes(self.layout.model())
+        model = whole_nbytes(self.parameter_split.model())
         return max(1, min(most, total // 4 // (COPIES * max(model, 1))))
 
     def count_steps(
@@ -135,7 +135,7 @@ class VectorizedEngine:
         self,
         method: Method,
         received: Tree,
-        own: Tree,
+        client_state: Tree,
         info: ClientInfo,
         data: FederatedDataset,
         phases: tuple[Phase, ...],
@@ -151,7 +151,7 @@ class VectorizedEngine:
             chunk = Chunk(self, method, data, info.rows(positions), stream)
             at = positions.to(self.settings.device)
             with guarded(self.module, derive(self.settings.seed, "guard", info.round)):
-                results.append(chunk.run(rows(received, at), rows(own, at), phases))
+                results.append(chunk.run(rows(received, at), rows(client_state, at), phases))
             if on_clients is not None:
                 on_clients(positions.tolist())
         return _in_order(results, torch.argsort(order).to(self.settings.device))
@@ -192,13 +192,13 @@ class Chunk:
             keys = random_keys(engine.settings.seed, stream, info.round, self.clients)
             self.keys = keys.to(self.device)
 
-    def run(self, received: Tree, own: Tree, phases: tuple[Phase, ...]) -> LocalResult:
+    def run(self, received: Tree, client_state: Tree, phases: tuple[Phase, ...]) -> LocalResult:
         """``client_init``, every phase, ``client_final``."""
         info = self.info
-        state = self.method.client_init(unshared(received), own, info)
+        state = self.method.client_init(unshared(received), client_state, info)
         first_epochs = [0] * len(self.clients)
         for number, phase in enumerate(phases):
-            active = ActivePhase(phase, self.engine.layout)
+            active = ActivePhase(phase, self.engine.parameter_split)
             with active.modes(), batchable_kernels(self.engine.transform), self.program.capturing():
                 self.program.throwaway = active.throwaway()
                 batches = self._batches(phase, active, first_epochs)
@@ -206,13 +206,13 @@ class Chunk:
                 state = self._phase(state, active, batches, number)
             used = zip(first_epochs, batches.epochs_used, strict=True)
             first_epochs = [first + epochs for first, epochs in used]
-        upload, own = self.method.client_final(received, own, state, info)
+        upload, client_state = self.method.client_final(received, client_state, state, info)
         logs = self.logs.compute()
         missing = torch.full(
             (len(self.clients),), torch.nan, dtype=torch.float64, device=self.device
         )
         loss = logs.pop(LOSS, missing)
-        return LocalResult(upload, own, logs, dict(self.program.log.options), loss)
+        return LocalResult(upload, client_state, logs, dict(self.program.log.options), loss)
 
     def _batches(self, phase: Phase, active: ActivePhase, first_epochs: list[int]) -> Batches:
         def key(client: int, epoch: int) -> int:
@@ -233,30 +233,30 @@ class Chunk:
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
         if active.idle or not len(batches.steps):
             return state
-        draws = active.phase.draws
+        draws = active.phase.batches_per_step
         optimizer = ClientOptimizer(
-            self.engine.template, self.engine.layout, len(self.clients), active.phase.lr
+            self.engine.template, self.engine.parameter_split, len(self.clients), active.phase.lr
         )
-        local = VectorizedLocal(self, active, optimizer, number, int(batches.steps.max()))
+        local_step = VectorizedLocalStep(self, active, optimizer, number, int(batches.steps.max()))
         for step in range(int(batches.steps.max())):
             optimizer.new_tick()
             for tick in batches.at(step):
-                local.begin(tick)
+                local_step.begin(tick)
                 batch = split_draws(tick.minibatches, draws)
                 if tick.rows is None:
-                    state = self._step(state, batch, local)
+                    state = self._step(state, batch, local_step)
                     continue
                 part = rows(state, tick.rows)
-                new = self._step(part, batch, local)
+                new = self._step(part, batch, local_step)
                 state = _write(state, part, new, tick.rows)
         return state
 
-    def _step(self, state: Tree, batch: Any, local: VectorizedLocal) -> Tree:
+    def _step(self, state: Tree, batch: Any, local_step: VectorizedLocalStep) -> Tree:
         try:
-            return self.method.client_step(state, batch, local)
+            return self.method.client_step(state, batch, local_step)
         except FAILURES as cause:
-            names, round = listed(self.data.names, self.clients), self.info.round
-            raise described("client_step", names, round, cause, ONE_BY_ONE) from cause
+            names, round = format_names(self.data.names, self.clients), self.info.round
+            raise client_error("client_step", names, round, cause, ONE_BY_ONE) from cause
 
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:
@@ -300,7 +300,7 @@ def _in_order(results: list[LocalResult], position: Tensor) -> LocalResult:
     }
     return LocalResult(
         join([result.uploads for result in results]),
-        join([result.own for result in results]),
+        join([result.client_state for result in results]),
         logs,
         {name: option for result in results for name, option in result.options.items()},
         torch.cat([result.loss for result in results])[position],

@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients
-from lightning_pfl.core.errors import FAILURES, described, listed
+from lightning_pfl.core.errors import FAILURES, client_error, format_names
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, rows
 from lightning_pfl.data.batch import batch_length
@@ -117,8 +117,8 @@ class VectorizedEvaluation:
                             try:
                                 output = self._tick(part, tick, step, per_sample, logs, at)
                             except FAILURES as cause:
-                                names = listed(data.names, clients[at.cpu()].tolist())
-                                raise described(step, names, round, cause, ONE_BY_ONE) from cause
+                                names = format_names(data.names, clients[at.cpu()].tolist())
+                                raise client_error(step, names, round, cause, ONE_BY_ONE) from cause
                             if step == "predict_step":
                                 _keep(predictions, output, at)
                 if on_clients is not None:

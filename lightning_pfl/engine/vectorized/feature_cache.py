@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, is_expanded
 from lightning_pfl.data.batch import map_batch
 from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
@@ -40,11 +40,11 @@ class PrefixCache:
         used: Whether the last phase used the cache.
     """
 
-    def __init__(self, layout: Layout, enabled: bool = True) -> None:
-        self.layout, self.enabled, self.used = layout, enabled, False
-        backbone = getattr(layout.module, "backbone", None)
+    def __init__(self, parameter_split: ParameterSplit, enabled: bool = True) -> None:
+        self.parameter_split, self.enabled, self.used = parameter_split, enabled, False
+        backbone = getattr(parameter_split.module, "backbone", None)
         self._backbone = backbone if isinstance(backbone, nn.Module) else None
-        self._names = tuple(name for name in layout.names if name.startswith("backbone."))
+        self._names = tuple(name for name in parameter_split.names if name.startswith("backbone."))
         self._source = 0
         self._checked = False
 
@@ -81,7 +81,7 @@ class PrefixCache:
         """Whether a step is known to use ``batch[0]`` for the backbone alone."""
         fields = batches.data.fields
         pair = isinstance(fields, (tuple, list)) and len(fields) == 2
-        return pair and isinstance(fields[1], Tensor) and is_unmodified(self.layout.module)
+        return pair and isinstance(fields[1], Tensor) and is_unmodified(self.parameter_split.module)
 
     def fits(self, model: Model) -> bool:
         """Whether a model has the backbone that the features come from.

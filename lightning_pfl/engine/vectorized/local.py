@@ -20,7 +20,7 @@ from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
 from lightning_pfl.engine.vectorized.trace import fingerprint
 
 
-class VectorizedLocal:
+class VectorizedLocalStep:
     """What a client can do with a batch, for all clients of a tick at once."""
 
     def __init__(
@@ -58,7 +58,7 @@ class VectorizedLocal:
     def grad(self, model: Model, batch: list[Minibatch], also: tuple[str, ...] = ()) -> Model:
         """Gradients ``(clients, ...)`` of the mean loss over the step's minibatches."""
         materialize(model, self.active.buffers)
-        model = shielded(model, self.chunk.engine.layout.buffers)
+        model = shielded(model, self.chunk.engine.parameter_split.buffers)
         names = self.active.trainable + also
         total: Model = {}
         for minibatch in batch:

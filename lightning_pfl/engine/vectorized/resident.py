@@ -52,10 +52,10 @@ class ResidentBatches:
     ) -> None:
         first_epochs = first_epochs or [0] * len(clients)
         self.data, self.pad, self.clients = data, pad, list(clients)
-        key = key if data.shuffle and not limits.overfit and not budget.whole else None
+        key = key if data.shuffle and not limits.overfit and not budget.full_batch else None
         samples = [int(data.num_samples[client]) for client in clients]
-        self.batch_size = max(1, *samples) if budget.whole else batch_size or data.batch_size
-        drop_last = data.drop_last and not budget.whole
+        self.batch_size = max(1, *samples) if budget.full_batch else batch_size or data.batch_size
+        drop_last = data.drop_last and not budget.full_batch
         per_epoch = [
             limits.of_epoch(epoch_minibatches(n, self.batch_size, drop_last)) for n in samples
         ]

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.local import Local, Phase
+from lightning_pfl.contract.local import LocalStep, Phase
 from lightning_pfl.core.checks import check_choice
 from lightning_pfl.core.tree import Model, Tree, flat, per_client, select, tmap, unflat, where
 from lightning_pfl.solvers.lbfgs import minimise
@@ -35,25 +35,27 @@ def proximal_state(model: Model, anchor: Model, strength: Tensor) -> Tree:
     return {"model": tmap(torch.clone, model), "anchor": anchor, "strength": strength}
 
 
-def proximal_step(state: Tree, batch: Any, local: Local, local_solver: LocalSolver) -> Tree:
+def proximal_step(
+    state: Tree, minibatches: Any, client: LocalStep, local_solver: LocalSolver
+) -> Tree:
     """A step of the user's optimizer on the gradients of both terms, or the exact minimiser.
 
     Args:
         state: Of :func:`proximal_state`.
-        batch: A minibatch; for ``"exact"`` all samples.
-        local: What the engine supplies.
+        minibatches: A minibatch; for ``"exact"`` all samples.
+        client: What the engine supplies.
         local_solver: Which.
     """
     model, anchor, strength = state["model"], state["anchor"], state["strength"]
     if local_solver == "exact":
-        return {**state, "model": _exact(model, anchor, strength, batch, local)}
+        return {**state, "model": _exact(model, anchor, strength, minibatches, client)}
 
     def pull(g: Tensor, x: Tensor, b: Tensor) -> Tensor:
         return g + per_client(strength, x) * (x - b)
 
-    grads = local.grad(model, batch)
+    grads = client.grad(model, minibatches)
     pulled = tmap(pull, select(grads, anchor), model, anchor)
-    return {**state, "model": local.update(model, {**grads, **pulled})}
+    return {**state, "model": client.update(model, {**grads, **pulled})}
 
 
 def proximal_result(state: Tree, idle: Tensor) -> Model:
@@ -68,13 +70,15 @@ def proximal_result(state: Tree, idle: Tensor) -> Model:
     return {**state["model"], **where(free, state["anchor"], state["model"])}
 
 
-def _exact(model: Model, anchor: Model, strength: Tensor, batch: Any, local: Local) -> Model:
+def _exact(
+    model: Model, anchor: Model, strength: Tensor, minibatches: Any, client: LocalStep
+) -> Model:
     names = tuple(anchor)
     center = flat(anchor, names)
 
     def gradient(x: Tensor) -> Tensor:
         at = {**model, **unflat(x, model, names)}
-        grads = local.grad(at, batch)
+        grads = client.grad(at, minibatches)
         zeros = {name: torch.zeros_like(model[name]) for name in names if name not in grads}
         return flat({**zeros, **grads}, names) + strength.to(x).unsqueeze(1) * (x - center)
 
@@ -89,4 +93,4 @@ def proximal_phases(local_solver: LocalSolver, optimizer: tuple[Phase, ...]) -> 
         local_solver: Which.
         optimizer: The phases of the user's optimizer.
     """
-    return (Phase("all", steps=1, whole=True),) if local_solver == "exact" else optimizer
+    return (Phase("all", steps=1, full_batch=True),) if local_solver == "exact" else optimizer

@@ -13,7 +13,7 @@ from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.randomness import derive, generator
 from lightning_pfl.core.tree import Model, Tree, flat, merge, rows, select, tmap, where
-from lightning_pfl.graphs.messages import Exchange, Postman
+from lightning_pfl.graphs.messages import Exchange, PeerExchange
 from lightning_pfl.methods.support.stability import rate_along_pull
 from lightning_pfl.solvers.sheaf import disagreement, lift, map_steps
 
@@ -52,23 +52,25 @@ class SheafOfFederation:
         self.federation = federation
         self.method: Any = federation.method
         self.clients = torch.arange(federation.num_clients)
-        self.part = federation.part(self.clients)
-        self.mine = self.clients[self.part.index]
+        self.shard = federation.shard(self.clients)
+        self.mine = self.clients[self.shard.index]
 
     def _gather(self, of: Callable[[Any, Tensor], Tensor]) -> Tensor:
         """What ``of`` gives for each client of a group, for all clients, in their order."""
         parts = [
-            (at, {"": of(group, self.mine[at])})
-            for group, at in self.federation.by_group(self.mine)
+            (at, {"": of(architecture, self.mine[at])})
+            for architecture, at in self.federation.by_architecture(self.mine)
         ]
-        found: Tensor = self.part.whole(merge(parts, len(self.mine)))[""]
+        found: Tensor = self.shard.all_gather(merge(parts, len(self.mine)))[""]
         return found
 
     def map_norms(self) -> Tensor:
         """Frobenius norms of the restriction maps, float64 ``(clients, slots)``, on the CPU."""
 
-        def norms(group: Any, clients: Tensor) -> Tensor:
-            norm: Tensor = torch.linalg.vector_norm(group.bank.tree["maps"], dim=(2, 3))
+        def norms(architecture: Any, clients: Tensor) -> Tensor:
+            norm: Tensor = torch.linalg.vector_norm(
+                architecture.client_states.tree["maps"], dim=(2, 3)
+            )
             return norm.double()
 
         return self._gather(norms).cpu()
@@ -76,8 +78,10 @@ class SheafOfFederation:
     def squared_norms(self) -> Tensor:
         """Squared norms of the clients' trainable parameters, float64 ``(clients,)``."""
 
-        def squares(group: Any, clients: Tensor) -> Tensor:
-            theta = flat(group.bank.tree["model"], group.layout.trainable)
+        def squares(architecture: Any, clients: Tensor) -> Tensor:
+            theta = flat(
+                architecture.client_states.tree["model"], architecture.parameter_split.trainable
+            )
             return theta.double().square().sum(1)
 
         return self._gather(squares).cpu()
@@ -110,44 +114,51 @@ class SheafOfFederation:
     def _start(self) -> dict[str, Tensor]:
         """A random vector for each client that is the same whoever holds the client."""
         found = {}
-        for group, at in self.federation.by_group(self.mine):
-            like = flat(group.bank.tree["model"], group.layout.trainable)
+        for architecture, at in self.federation.by_architecture(self.mine):
+            like = flat(
+                architecture.client_states.tree["model"], architecture.parameter_split.trainable
+            )
             drawn = [
                 torch.randn(
                     like.shape[1], generator=generator(derive(self.method.seed, "power", client))
                 )
                 for client in self.mine[at].tolist()
             ]
-            found[group.name] = torch.stack(drawn).to(like)
+            found[architecture.name] = torch.stack(drawn).to(like)
         return found
 
     def _apply(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The Laplacian times a vector."""
 
-        def sent(group: Any, clients: Tensor) -> Tensor:
+        def sent(architecture: Any, clients: Tensor) -> Tensor:
             projected: Tensor = self.method.sheaf.project(
-                vectors[group.name], group.bank.tree, clients
+                vectors[architecture.name], architecture.client_states.tree, clients
             )
             return projected
 
-        letters = self._gather(sent)
-        postman = Postman(self.method.graph, self.clients, letters.device)
-        index = self.part.index
-        here = index if isinstance(index, slice) else index.to(letters.device)
-        inbox = postman.deliver(Exchange("", "each"), {"": letters}).rows(here)
+        messages = self._gather(sent)
+        peers = PeerExchange(self.method.graph, self.clients, messages.device)
+        index = self.shard.index
+        here = index if isinstance(index, slice) else index.to(messages.device)
+        inbox = peers.deliver(Exchange("", "each"), {"": messages}).rows(here)
         residual = disagreement(inbox.sent[""], inbox.messages[""], inbox.weights)
         found = {}
-        for group, at in self.federation.by_group(self.mine):
+        for architecture, at in self.federation.by_architecture(self.mine):
             of_group = at if isinstance(at, slice) else at.to(residual.device)
             mine = rows({"": residual}, of_group)[""]
-            maps, scalars = group.bank.tree.get("maps"), vectors[group.name].shape[1]
-            found[group.name] = lift(mine, maps, scalars)
+            maps, scalars = (
+                architecture.client_states.tree.get("maps"),
+                vectors[architecture.name].shape[1],
+            )
+            found[architecture.name] = lift(mine, maps, scalars)
         return found
 
     def _dot(self, some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
         """The inner product, over all processes."""
-        own = sum(float((leaf.double() * others[name]).sum()) for name, leaf in some.items())
-        return float(sum(self.part.ranks.objects(own)))
+        client_state = sum(
+            float((leaf.double() * others[name]).sum()) for name, leaf in some.items()
+        )
+        return float(sum(self.shard.ranks.all_gather_objects(client_state)))
 
     def _scaled(self, vectors: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
         """Vectors by their common norm, and the norm."""

@@ -22,11 +22,13 @@ def momentum(federation: FederationView) -> float | None:
 
     An adaptive step has no such bound.
     """
-    optimizers = [group.engine.template for group in federation.groups]
+    optimizers = [architecture.engine.template for architecture in federation.architectures]
     plain = [one for one in optimizers if isinstance(one, torch.optim.SGD)]
     if len(plain) < len(optimizers):
         return None
-    return float(max(group["momentum"] for one in plain for group in one.param_groups))
+    return float(
+        max(architecture["momentum"] for one in plain for architecture in one.param_groups)
+    )
 
 
 def displacement(steps: int, momentum: float) -> float:

@@ -110,7 +110,7 @@ def test_server_and_memories_stay_the_same_bits(scope: Any) -> None:
         assert_trees_equal(run.strategy.server["model"], server)
         runs.append(run.strategy)
     assert_trees_equal(runs[0].server, runs[1].server)
-    assert_trees_equal(runs[0].bank.tree, runs[1].bank.tree)
+    assert_trees_equal(runs[0].client_states.tree, runs[1].client_states.tree)
 
 
 def test_what_is_frozen_is_frozen_bit_for_bit() -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pfl.contract.records import Evaluation
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.safety.global_rng import watched
+from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing import local_round
@@ -81,7 +81,9 @@ def evaluate(draw: Callable[[], float], clients: list[int], step: str, seed: int
     disturb()
     module = Drawing(draw)
     settings = EngineSettings(seed=seed)
-    engine = SequentialEngine(module, Layout(module), module.configure_optimizers(), settings)
+    engine = SequentialEngine(
+        module, ParameterSplit(module), module.configure_optimizers(), settings
+    )
     models = {"w": torch.zeros(len(clients), dtype=torch.float64)}
     found = engine.evaluate(models, torch.tensor(clients), data(), step)
     assert engine.draws_elsewhere
@@ -120,7 +122,7 @@ class TestDraws:
 
         disturb()
         expected = random.getstate()
-        with watched(5) as elsewhere:
+        with watch_global_rng(5) as elsewhere:
             draw()
         assert elsewhere.moved
         assert random.getstate() == expected

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pfl.contract.records import Evaluation
 from lightning_pfl.core.errors import ClientError
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, expand
 from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.base import EngineSettings
@@ -29,7 +29,7 @@ ENGINES = {"vectorized": VectorizedEngine, "sequential": SequentialEngine}
 
 def personal_models(module: Any, head_only: bool = True) -> Model:
     """A shared backbone (expanded) and a head for each client, or everything for each client."""
-    model = Layout(module).model()
+    model = ParameterSplit(module).model()
     generator = torch.Generator().manual_seed(7)
     shared = expand(model, len(SIZES))
     for name, leaf in model.items():
@@ -50,7 +50,9 @@ def evaluate(
 ) -> Evaluation:
     module.eval()
     kind = ENGINES[engine]
-    runner = kind(module, Layout(module), module.configure_optimizers(), EngineSettings(**settings))
+    runner = kind(
+        module, ParameterSplit(module), module.configure_optimizers(), EngineSettings(**settings)
+    )
     index = torch.arange(len(SIZES)) if clients is None else torch.tensor(clients)
     found: Evaluation = runner.evaluate(
         models, index, image_clients() if data is None else data, step
@@ -63,8 +65,8 @@ def by_hand(module: Any, models: Model, batches: int | None = None) -> Tensor:
     data, losses = image_clients(), []
     for client in range(len(SIZES)):
         module.load_state_dict({name: leaf[client] for name, leaf in models.items()})
-        own = data.indices[client]
-        x, y = data.gather(own if batches is None else own[: 4 * batches])
+        client_state = data.indices[client]
+        x, y = data.gather(client_state if batches is None else client_state[: 4 * batches])
         losses.append(F.cross_entropy(module(x), y) if len(y) else torch.tensor(torch.nan))
     return torch.stack(losses).detach().double()
 
@@ -117,7 +119,7 @@ class TestEvaluation:
     def test_progress_names_every_client_once(self, engine: str) -> None:
         module = cnn().eval()
         runner = ENGINES[engine](
-            module, Layout(module), module.configure_optimizers(), EngineSettings()
+            module, ParameterSplit(module), module.configure_optimizers(), EngineSettings()
         )
         done: list[int] = []
         index = torch.arange(len(SIZES))
@@ -138,16 +140,16 @@ class Own(PersonalizedModule):
         return {"classes": self(batch[0]).argmax(-1), "number": batch[1].new_tensor(batch_idx)}
 
 
-def own() -> Own:
+def client_state() -> Own:
     plain = cnn()
     return Own(plain.backbone, plain.head).double()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_reductions_of_logged_values(engine: str) -> None:
-    module = own().eval()
+    module = client_state().eval()
     models = personal_models(module)
-    found = evaluate(engine, own(), models)
+    found = evaluate(engine, client_state(), models)
     module.load_state_dict({name: leaf[3] for name, leaf in models.items()})
     data = image_clients()
     parts = [data.gather(some) for some in data.indices[3].split(4)]
@@ -170,15 +172,17 @@ def test_predictions_come_by_client_and_batch(engine: str, loaders: bool) -> Non
     data: Any = image_clients()
     expected = [-(-size // 4) for size in SIZES]
     if loaders:
-        parts = [TensorDataset(*image_clients().gather(own)) for own in data.indices]
+        parts = [
+            TensorDataset(*image_clients().gather(client_state)) for client_state in data.indices
+        ]
         data = FederatedLoaders([DataLoader(part, batch_size=4) for part in parts])
-    models = personal_models(own())
-    found = evaluate(engine, own(), models, data, "predict_step").predictions
+    models = personal_models(client_state())
+    found = evaluate(engine, client_state(), models, data, "predict_step").predictions
     assert [len(batches) for batches in found] == expected
     assert [[len(b["classes"]) for b in batches] for batches in found] == [
         [min(4, size - at) for at in range(0, size, 4)] for size in SIZES
     ]
-    module = own().eval()
+    module = client_state().eval()
     module.load_state_dict({name: leaf[3] for name, leaf in models.items()})
     x, _ = image_clients().gather(image_clients().indices[3])
     assert torch.equal(torch.cat([b["classes"] for b in found[3]]), module(x).argmax(-1))

@@ -17,7 +17,7 @@ from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.vectorized import feature_cache as prefix
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg, FedPer, FedRep
-from lightning_pfl.methods.base import Local, Method, Phase
+from lightning_pfl.methods.base import LocalStep, Method, Phase
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.conformance import small_clients, small_module
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_close, local_round
@@ -40,7 +40,7 @@ def run(
         module,
         image_clients() if data is None else data,
         "vectorized",
-        settings=EngineSettings(prefix_cache=cache),
+        settings=EngineSettings(feature_cache=cache),
         only=only,
         **options,
     )
@@ -186,22 +186,25 @@ class SecondModel(Method):
     def phases(self, round: int) -> tuple[Phase, ...]:
         return (Phase("head", epochs=3),)
 
-    def init_own(self, model: Model) -> Tree:
+    def init_client_state(self, model: Model) -> Tree:
         second = {n: 1.5 * v if v.is_floating_point() else v for n, v in model.items()}
-        return {**super().init_own(model), "second": second}
+        return {**super().init_client_state(model), "second": second}
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
-        return {**super().client_init(received, own, info), "second": own["second"]}
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
+        return {
+            **super().client_init(received, client_state, info),
+            "second": client_state["second"],
+        }
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
-        state = super().client_step(state, batch, local)
-        grads = local.grad(state["second"], batch)
-        return {**state, "second": local.update(state["second"], grads, slot="second")}
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        state = super().client_step(state, minibatches, client)
+        grads = client.grad(state["second"], minibatches)
+        return {**state, "second": client.update(state["second"], grads, slot="second")}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        upload, kept = super().client_final(received, own, state, info)
+        upload, kept = super().client_final(received, client_state, state, info)
         return upload, {**kept, "second": state["second"]}
 
 
@@ -220,23 +223,23 @@ class Looking(Method):
         self.measure = measure
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        return (Phase("head", epochs=2, measure=self.measure),)
+        return (Phase("head", epochs=2, evaluate_only=self.measure),)
 
-    def client_init(self, received: Tree, own: Tree, info: ClientInfo) -> Tree:
-        state = super().client_init(received, own, info)
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
+        state = super().client_init(received, client_state, info)
         return {**state, "sum": torch.zeros(len(info), dtype=torch.float64)}
 
-    def client_step(self, state: Tree, batch: Any, local: Local) -> Tree:
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         if self.measure:
-            loss, count = local.loss(state["model"], batch)
+            loss, count = client.loss(state["model"], minibatches)
             return {**state, "sum": state["sum"] + loss * count}
-        (x, _), real = local.samples(batch)
+        (x, _), real = client.samples(minibatches)
         return {**state, "sum": state["sum"] + (x.flatten(2).sum(2) * real).sum(1)}
 
     def client_final(
-        self, received: Tree, own: Tree, state: Tree, info: ClientInfo
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        upload, kept = super().client_final(received, own, state, info)
+        upload, kept = super().client_final(received, client_state, state, info)
         return {**upload, "sum": state["sum"]}, kept
 
 
@@ -293,11 +296,11 @@ def test_a_client_with_broken_data_is_no_obstacle(broken: list[int]) -> None:
     on, off = (run(small_module, cache=cache, data=data) for cache in (True, False))
     assert used(on) == (len(broken) < data.num_clients)
     for client in set(range(data.num_clients)) - set(broken):
-        got, want = (rows(o.result.own, slice(client, client + 1)) for o in (on, off))
+        got, want = (rows(o.result.client_state, slice(client, client + 1)) for o in (on, off))
         assert_trees_close(got, want)
     for client in broken:
         trained = int(data.num_samples[client]) > 0
-        assert bool(on.result.own["model"]["head.weight"][client].isnan().any()) == trained
+        assert bool(on.result.client_state["model"]["head.weight"][client].isnan().any()) == trained
 
 
 def test_broken_data_hide_no_dependence_on_the_batch() -> None:

@@ -109,7 +109,7 @@ def test_what_a_user_overrides_is_not_recorded(kind: type[OwnSample]) -> None:
     assert replays(first) == 0
     module.scales.append(0.0)  # type: ignore[operator, union-attr]
     engine, method = first.engine, FedAvg()
-    method.bind(engine.layout, 5, 0)
+    method.bind(engine.parameter_split, 5, 0)
     again = engine.train(
         method, first.received, {"model": {}}, first.info, image_clients(), method.phases(1)
     )

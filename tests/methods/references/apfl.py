@@ -27,12 +27,12 @@ def apfl(
     """The global model, and every client's own model and mixing weight; plain SGD."""
     server: State = {n: leaf.clone() for n, leaf in module.state_dict().items()}
     names = [n for n, _ in module.named_parameters()]
-    own = [dict(server) for _ in range(data.num_clients)]
-    alpha = [torch.tensor(mixing, dtype=torch.float64) for _ in own]
+    client_state = [dict(server) for _ in range(data.num_clients)]
+    alpha = [torch.tensor(mixing, dtype=torch.float64) for _ in client_state]
     for t, cohort in enumerate(cohorts):
         sent = []
         for k in (k for k in with_data(data) if k in cohort.tolist()):
-            w, v = dict(server), dict(own[k])
+            w, v = dict(server), dict(client_state[k])
             for number, batch in enumerate(batches(data, k, t, 1)):
                 g = gradient(module, w, batch, trace=w)
                 w |= {n: w[n] - lr * g[n] for n in names}
@@ -42,7 +42,7 @@ def apfl(
                 v |= {n: v[n] - lr * alpha[k] * g[n] for n in names}
                 if adaptive and number == 0:
                     alpha[k] = (alpha[k] - lr * slope).clamp(0, 1)
-            own[k] = v
+            client_state[k] = v
             sent.append(w)
         server = average(sent, [1.0] * len(sent))
-    return server, own, alpha
+    return server, client_state, alpha

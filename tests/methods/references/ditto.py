@@ -12,7 +12,7 @@ def ditto(
 ) -> tuple[State, list[State]]:
     """The global model, and every client's own."""
     server: State = {n: leaf.clone() for n, leaf in module.state_dict().items()}
-    own = [server for _ in range(data.num_clients)]
+    client_state = [server for _ in range(data.num_clients)]
     for t in range(rounds):
         anchor, sent = server, []
         for k in with_data(data):
@@ -25,6 +25,6 @@ def ditto(
             # Interleaved: the same minibatches as the global model; else the epochs that follow.
             first = 0 if personal_epochs is None else 1
             mine = batches(data, k, t, personal_epochs or 1, first_epoch=first)
-            own[k] = train(load(module, own[k]), mine, penalty).state_dict()
+            client_state[k] = train(load(module, client_state[k]), mine, penalty).state_dict()
         server = average(sent, [1.0] * len(sent))
-    return server, own
+    return server, client_state

@@ -30,14 +30,17 @@ def fedmap(
     names = [n for n, _ in module.named_parameters()]
     under = [n for n in names if n.startswith("head") or not head_only]
     start: State = {n: leaf.detach().clone() for n, leaf in module.state_dict().items()}
-    gamma, own, history = dict(start), [dict(start) for _ in range(data.num_clients)], []
+    gamma, client_state, history = dict(start), [dict(start) for _ in range(data.num_clients)], []
     begun = [False] * data.num_clients
     for t, cohort in enumerate(cohorts):
         trained, logs = [], []
         for k in (k for k in with_data(data) if k in cohort.tolist()):
             size = int(data.num_samples[k])
             center = {n: gamma[n] for n in under}
-            begin = {**own[k], **{n: gamma[n] for n in names if n not in under or not begun[k]}}
+            begin = {
+                **client_state[k],
+                **{n: gamma[n] for n in names if n not in under or not begun[k]},
+            }
 
             def quadratic(net: Any, center: State = center) -> Tensor:
                 params = dict(net.named_parameters())
@@ -49,7 +52,7 @@ def fedmap(
                 batches(data, k, t, epochs),
                 lambda net, share=share: share * quadratic(net),  # type: ignore[misc]
             )
-            own[k] = {n: leaf.detach().clone() for n, leaf in net.state_dict().items()}
+            client_state[k] = {n: leaf.detach().clone() for n, leaf in net.state_dict().items()}
             begun[k] = True
             x, y = (field[data.indices[k]] for field in data.fields)
             with torch.no_grad():
@@ -64,14 +67,14 @@ def fedmap(
                     "uniform": 0.0,
                 }[weighting]
             )
-            trained.append(own[k])
+            trained.append(client_state[k])
         raw = np.exp(np.array(logs) - max(logs))
         weights = (raw / raw.sum()).tolist()
         gamma |= {
             n: sum(w * one[n] for w, one in zip(weights, trained, strict=True)) for n in names
         }
         history.append(weights)
-    return gamma, own, history
+    return gamma, client_state, history
 
 
 def sum_of_squares(params: dict[str, Tensor], center: State) -> Tensor:

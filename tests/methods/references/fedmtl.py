@@ -18,9 +18,11 @@ def relationship_matrix(mode: str, m: int) -> Tensor:
     return torch.eye(m, dtype=torch.float64) - ones / m if mode == "spread" else 0 * ones
 
 
-def penalty(own: Tensor, columns: Tensor, at: int, mode: str) -> Tensor:
+def penalty(client_state: Tensor, columns: Tensor, at: int, mode: str) -> Tensor:
     """||W||^2 + tr(W Omega W^T), where only the own column of ``(d, m)`` is live."""
-    w = torch.stack([own if j == at else columns[:, j] for j in range(columns.shape[1])], 1)
+    w = torch.stack(
+        [client_state if j == at else columns[:, j] for j in range(columns.shape[1])], 1
+    )
     return (w**2).sum() + torch.trace(w @ relationship_matrix(mode, w.shape[1]) @ w.T)
 
 
@@ -32,15 +34,15 @@ def fedmtl(
     module: Any, data: Any, cohorts: list[Any], regularization: float, mode: str
 ) -> list[State]:
     """Every client's model after the cohorts' rounds."""
-    own: list[State] = [module.state_dict() for _ in range(data.num_clients)]
+    client_state: list[State] = [module.state_dict() for _ in range(data.num_clients)]
     for t, cohort in enumerate(cohorts):
         members = [k for k in with_data(data) if k in cohort.tolist()]
-        nets = {k: load(module, own[k]) for k in members}
+        nets = {k: load(module, client_state[k]) for k in members}
         columns = torch.stack([flat(nets[k].parameters()).detach() for k in members], 1)
         for at, k in enumerate(members):
 
             def extra(net: Any, columns: Tensor = columns, at: int = at) -> Tensor:
                 return regularization * penalty(flat(net.parameters()), columns, at, mode)
 
-            own[k] = train(nets[k], batches(data, k, t, 1), extra).state_dict()
-    return own
+            client_state[k] = train(nets[k], batches(data, k, t, 1), extra).state_dict()
+    return client_state

@@ -26,15 +26,15 @@ def fedrep(module: Any, data: Any, rounds: int, head_epochs: int, body_epochs: i
     body, head = (
         [name for name in start if name.startswith(half)] for half in ("backbone", "head")
     )
-    server, own = part(start, body), [part(start, head) for _ in range(data.num_clients)]
+    server, client_state = part(start, body), [part(start, head) for _ in range(data.num_clients)]
     for t in range(rounds):
         uploads, samples = [], []
         for k in with_data(data):
-            net = load(module, {**server, **own[k]})
+            net = load(module, {**server, **client_state[k]})
             train(only(net, "head"), batches(data, k, t, head_epochs))
             train(only(net, "backbone"), batches(data, k, t, body_epochs, first_epoch=head_epochs))
-            own[k] = part(net.state_dict(), head)
+            client_state[k] = part(net.state_dict(), head)
             uploads.append(part(net.state_dict(), body))
             samples.append(float(data.num_samples[k]))
         server = average(uploads, samples)
-    return [{**server, **kept} for kept in own]
+    return [{**server, **kept} for kept in client_state]

@@ -31,13 +31,13 @@ def gtvmin(
     ratio: float = 1.0,
 ) -> tuple[list[State], dict[tuple[int, int], Vector]]:
     """Every client's model, and the dual of each edge (i, j) with i < j."""
-    own: list[State] = [module.state_dict() for _ in range(data.num_clients)]
+    client_state: list[State] = [module.state_dict() for _ in range(data.num_clients)]
     edges = [(i, j) for i, j in zip(*np.nonzero(np.triu(adjacency)), strict=True)]
-    dual = {(int(i), int(j)): 0 * theta(module, own[0]) for i, j in edges}
+    dual = {(int(i), int(j)): 0 * theta(module, client_state[0]) for i, j in edges}
     held = np.maximum((adjacency != 0).sum(1), 1) / ratio
     for t, cohort in enumerate(cohorts):
         there = cohort.tolist()
-        before = {k: theta(module, own[k]) for k in there}
+        before = {k: theta(module, client_state[k]) for k in there}
         for k in there:
             pull = sum((u if k == i else -u) for (i, j), u in dual.items() if k in (i, j))
             center = torch.from_numpy(before[k] - np.asarray(pull) / held[k])
@@ -46,13 +46,13 @@ def gtvmin(
                 return (w - center).square().sum() * (float(held[k]) / 2)
 
             if data.num_samples[k]:
-                own[k] = local(module, data, k, t, own[k], prox)
+                client_state[k] = local(module, data, k, t, client_state[k], prox)
             else:  # the minimiser of the quadratic alone
-                own[k] = with_theta(module, own[k], center.numpy())
-        after = {k: theta(module, own[k]) for k in there}
+                client_state[k] = with_theta(module, client_state[k], center.numpy())
+        after = {k: theta(module, client_state[k]) for k in there}
         for i, j in dual:
             if i in there and j in there:
                 ahead = 2 * (after[i] - after[j]) - (before[i] - before[j])
                 c = strength * adjacency[i, j]
                 dual[i, j] = resolvent(dual[i, j] + 0.5 / ratio * ahead, c, norm, 0.5 / ratio)
-    return own, dual
+    return client_state, dual

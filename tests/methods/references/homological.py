@@ -23,8 +23,8 @@ def homological(
     lr: float,
 ) -> tuple[list[State], list[Vector]]:
     """Every client's model and multiplier."""
-    own: list[State] = [module.state_dict() for _ in range(data.num_clients)]
-    y = [0 * theta(module, state) for state in own]
+    client_state: list[State] = [module.state_dict() for _ in range(data.num_clients)]
+    y = [0 * theta(module, state) for state in client_state]
 
     def times_laplacian(vectors: dict[int, Vector]) -> dict[int, Vector]:
         found = {}
@@ -37,7 +37,7 @@ def homological(
 
     for t, cohort in enumerate(cohorts):
         there = cohort.tolist()
-        sent = {k: penalty * theta(module, own[k]) + y[k] for k in there}
+        sent = {k: penalty * theta(module, client_state[k]) + y[k] for k in there}
         pull = times_laplacian(sent)
         for k in there:
             fixed = torch.from_numpy(pull[k])
@@ -46,12 +46,16 @@ def homological(
                 return (fixed * w).sum()
 
             if data.num_samples[k]:
-                own[k] = local(module, data, k, t, own[k], linear)
+                client_state[k] = local(module, data, k, t, client_state[k], linear)
             else:
-                own[k] = with_theta(module, own[k], theta(module, own[k]) - lr * pull[k])
-        for k, product in times_laplacian({k: theta(module, own[k]) for k in there}).items():
+                client_state[k] = with_theta(
+                    module, client_state[k], theta(module, client_state[k]) - lr * pull[k]
+                )
+        for k, product in times_laplacian(
+            {k: theta(module, client_state[k]) for k in there}
+        ).items():
             y[k] = y[k] + step * product
-    return own, y
+    return client_state, y
 
 
 def kkt(hessian: Vector, linear: Vector, laplacian: Vector) -> Vector:

@@ -21,7 +21,7 @@ def pfedme(
     """The global model and every client's last minimiser."""
     names = [n for n, _ in module.named_parameters()]
     x: State = {n: leaf.clone() for n, leaf in module.state_dict().items()}
-    own = [dict(x) for _ in range(data.num_clients)]
+    client_state = [dict(x) for _ in range(data.num_clients)]
     for t, cohort in enumerate(cohorts):
         sent = []
         for k in (k for k in with_data(data) if k in cohort.tolist()):
@@ -33,8 +33,8 @@ def pfedme(
                         n: theta[n] - inner_lr * (g[n] + weight * (theta[n] - w[n])) for n in names
                     }
                 w |= {n: w[n] - lr * weight * (w[n] - theta[n]) for n in names}
-            own[k] = theta
+            client_state[k] = theta
             sent.append({**theta, **{n: w[n] for n in names}})
         mean = average(sent, [1.0] * len(sent))
         x = {**mean, **{n: (1 - beta) * x[n] + beta * mean[n] for n in names}}
-    return x, own
+    return x, client_state

@@ -16,7 +16,7 @@ def scaffold(
     """The model, c and all c_k after the given cohorts' rounds."""
     x = {n: p.detach().clone() for n, p in module.named_parameters()}
     c = {n: torch.zeros_like(p) for n, p in x.items()}
-    own = [dict(c) for _ in range(data.num_clients)]
+    client_state = [dict(c) for _ in range(data.num_clients)]
     for t, cohort in enumerate(cohorts):
         sent, changes = [], []
         for k in (k for k in with_data(data) if k in cohort.tolist()):
@@ -26,7 +26,7 @@ def scaffold(
                 grads = torch.autograd.grad(loss, list(net.parameters()))
                 with torch.no_grad():
                     for (n, p), g in zip(net.named_parameters(), grads, strict=True):
-                        p -= lr * (g - own[k][n] + c[n])
+                        p -= lr * (g - client_state[k][n] + c[n])
                 steps += 1
             y = {n: p.detach() for n, p in net.named_parameters()}
             if option == "I":  # the gradient of the mean loss over all samples, at x
@@ -36,10 +36,10 @@ def scaffold(
                 grads = torch.autograd.grad(loss, list(net.parameters()))
                 new = {n: g for (n, _), g in zip(net.named_parameters(), grads, strict=True)}
             else:
-                new = {n: own[k][n] - c[n] + (x[n] - y[n]) / (steps * lr) for n in x}
-            changes.append({n: new[n] - own[k][n] for n in x})
+                new = {n: client_state[k][n] - c[n] + (x[n] - y[n]) / (steps * lr) for n in x}
+            changes.append({n: new[n] - client_state[k][n] for n in x})
             sent.append({n: y[n] - x[n] for n in x})
-            own[k] = new
+            client_state[k] = new
         x = {n: x[n] + torch.stack([d[n] for d in sent]).mean(0) for n in x}
         c = {n: c[n] + torch.stack([d[n] for d in changes]).sum(0) / data.num_clients for n in x}
-    return x, c, own
+    return x, c, client_state

@@ -26,11 +26,11 @@ def sheaf_fmtl(
     lr: float,
 ) -> tuple[list[State], Maps]:
     """Every client's model, and all maps."""
-    own: list[State] = [module.state_dict() for _ in range(data.num_clients)]
+    client_state: list[State] = [module.state_dict() for _ in range(data.num_clients)]
     maps = {edge: np.array(p, dtype=np.float64) for edge, p in maps.items()}
 
     def pulls(there: list[int]) -> dict[int, Vector]:
-        w = {k: theta(module, own[k]) for k in there}
+        w = {k: theta(module, client_state[k]) for k in there}
         found = {}
         for i in there:
             total = 0 * w[i]
@@ -50,16 +50,20 @@ def sheaf_fmtl(
                 return (fixed * w).sum()
 
             if data.num_samples[k]:
-                own[k] = local(module, data, k, t, own[k], linear)
+                client_state[k] = local(module, data, k, t, client_state[k], linear)
             else:
-                own[k] = with_theta(module, own[k], theta(module, own[k]) - lr * pull[k])
+                client_state[k] = with_theta(
+                    module, client_state[k], theta(module, client_state[k]) - lr * pull[k]
+                )
         if separate:
             for k, step in pulls(there).items():
-                own[k] = with_theta(module, own[k], theta(module, own[k]) - lr * step)
-        w = {k: theta(module, own[k]) for k in there}
+                client_state[k] = with_theta(
+                    module, client_state[k], theta(module, client_state[k]) - lr * step
+                )
+        w = {k: theta(module, client_state[k]) for k in there}
         before = {edge: p.copy() for edge, p in maps.items()}
         for i in there:
             for j in neighbours(adjacency, i, there):
                 gap = before[i, j] @ w[i] - before[j, i] @ w[j]
                 maps[i, j] -= map_lr * strength * adjacency[i, j] * np.outer(gap, w[i])
-    return own, maps
+    return client_state, maps

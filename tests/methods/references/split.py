@@ -20,13 +20,13 @@ def split(
     start, personal = module.state_dict(), set(personal)
     shared = [name for name in start if name not in personal]
     server = part(start, shared)
-    own = [part(start, personal) for _ in range(data.num_clients)]
+    client_state = [part(start, personal) for _ in range(data.num_clients)]
     for t in range(rounds):
         uploads, weights = [], []
         for k in with_data(data):
-            net = train(load(module, {**server, **own[k]}), batches(data, k, t, epochs))
-            own[k] = part(net.state_dict(), personal)
+            net = train(load(module, {**server, **client_state[k]}), batches(data, k, t, epochs))
+            client_state[k] = part(net.state_dict(), personal)
             uploads.append(part(net.state_dict(), shared))
             weights.append(float(data.num_samples[k]) if by_samples else 1.0)
         server = average(uploads, weights)
-    return [{**server, **kept} for kept in own]
+    return [{**server, **kept} for kept in client_state]

@@ -35,7 +35,7 @@ def maps_of(strategy: Any) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for group in strategy.groups:
         clients = range(5) if group.clients is None else group.clients.tolist()
-        found |= dict(zip(clients, group.bank.tree["maps"], strict=True))
+        found |= dict(zip(clients, group.client_states.tree["maps"], strict=True))
     return [found[client] for client in range(5)]
 
 

@@ -55,7 +55,7 @@ def test_models_that_grow_are_told_in_the_round_in_which_the_maps_become_unstabl
         assert (expected in text) == (rounds > first)
         assert bool(text) == (rounds > first)
         assert run.models["w"].isfinite().all()
-        assert torch.equal(run.own["maps"].flatten(), torch.ones(2).double())
+        assert torch.equal(run.client_state["maps"].flatten(), torch.ones(2).double())
 
 
 def test_a_learning_rate_that_grows_is_told_at_the_next_look_at_the_models() -> None:

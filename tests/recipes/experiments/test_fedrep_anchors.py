@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lightning_pfl import FederatedDataModule
-from lightning_pfl.data import FreshSamples, LinearRepresentation
+from lightning_pfl.data import FreshDataModule, LinearRepresentation
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.inspect import SubspaceDistance
 from lightning_pfl.methods import FedAvg, LinearFedRep
@@ -46,8 +46,8 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
 
 def near(found: list[float], anchors: list[float], factor: float = FACTOR) -> None:
     """Each within a factor of its anchor, both ways."""
-    apart = np.abs(np.log(np.array(found) / np.array(anchors)))
-    assert (apart < np.log(factor)).all(), (found, anchors)
+    without_communication = np.abs(np.log(np.array(found) / np.array(anchors)))
+    assert (without_communication < np.log(factor)).all(), (found, anchors)
 
 
 # --- Figure 3: distances after 0, 20 and 50 rounds; later only noise is left ---
@@ -92,9 +92,9 @@ def test_figure_1_has_the_anchors(stored: argparse.Namespace) -> None:
     found = fedrep_figure1.measure(stored)
     near(found["FedRep"], [7.0e-4, 1.9e-4, 7e-5])
     near(found["FedAvg"], [1.03, 1.00, 0.99], 1.05)
-    near(found["Local"][:2], [0.76, 0.50], 1.05)
+    near(found["LocalStep"][:2], [0.76, 0.50], 1.05)
     # A solution of least norm misses a share 1 - m/d of the squared norm, 2.
-    assert found["Local"][:2] == pytest.approx([1 - 5 / 20, 1 - 10 / 20], abs=0.03)
+    assert found["LocalStep"][:2] == pytest.approx([1 - 5 / 20, 1 - 10 / 20], abs=0.03)
     # The anchors of refitted heads lie between those of a short and a long step.
     long, short = (found[f"FedAvg{step}, heads refitted"] for step in ("", ", step 0.02"))
     for low, anchor, high in zip(short, (0.82, 0.25, 0.12), long, strict=True):
@@ -114,12 +114,12 @@ def test_figure_4_drops_where_a_new_client_has_as_many_samples_as_dimensions(
 ) -> None:
     found = fedrep_figure4.measure(stored)
     near(found["FedRep"], [0.44, 1.9e-3, 2.7e-4, 1e-4, 6e-5])
-    near(found["Local"], [0.98, 0.93, 0.78, 0.48, 0.02], 1.1)
+    near(found["LocalStep"], [0.98, 0.93, 0.78, 0.48, 0.02], 1.1)
     one, two, five, *_ = found["FedRep"]
     # 0.44 / 1.9e-3 is 230, within the factor both ways; no other doubling does a twentieth of it.
     assert one / two > 230 / FACTOR**2
     assert two / five < 230 / 20
-    for name in ("FedAvg", "FedAvg, step 0.02", "Local"):
+    for name in ("FedAvg", "FedAvg, step 0.02", "LocalStep"):
         assert found[name][0] / found[name][1] < 2
 
 
@@ -132,7 +132,7 @@ def risk_of_fedrep(samples: int, rounds: int) -> float:
     data = FederatedDataModule(source, batch_size=20, new_clients=fedrep_figure1.NEW)
     run = train(LinearFedRep(body_lr=fedrep_figure1.FEDREP_LR), data, rounds)
     basis = run.server["model"]["backbone.weight"].double().T
-    models = run.bank.tree["model"]["head.weight"].double()[:, 0] @ basis.T
+    models = run.client_states.tree["model"]["head.weight"].double()[:, 0] @ basis.T
     return float(risks(models, source, slice(100)).mean())
 
 
@@ -149,7 +149,7 @@ def distances(
     source = LinearRepresentation(
         clients, 10, 2, 5, noise_variance=noise, test_samples=1, seed=seed
     )
-    data = FreshSamples(source) if fresh else FederatedDataModule(source, batch_size=5)
+    data = FreshDataModule(source) if fresh else FederatedDataModule(source, batch_size=5)
     monitor = SubspaceDistance()
     train(LinearFedRep(body_lr=lr), data, rounds + 1, share, seed=seed, callbacks=[monitor])
     return [monitor.distances[t] for t in range(rounds + 1)]
@@ -194,5 +194,5 @@ def test_fedavg_without_sampling_errors_ends_at_the_mean_solution() -> None:
     torch.testing.assert_close(risks(model, source, slice(6)).mean(), expected, rtol=1e-9, atol=0)
     # FedRep, whose heads are personal, has no such error.
     run = fit(LinearFedRep("module", body_lr=0.3), data, Model(4, 2).double(), 100)
-    models = run.own["model"]["head.weight"][:, 0] @ run.server["model"]["backbone.weight"]
+    models = run.client_state["model"]["head.weight"][:, 0] @ run.server["model"]["backbone.weight"]
     assert float(risks(models, source, slice(6)).max()) < 1e-9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_pfl.core.parameters import Layout
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods import (
     CFL,
     FedAvg,
@@ -13,8 +13,8 @@ from lightning_pfl.methods import (
     SquaredPenalty,
 )
 from lightning_pfl.methods.base import (
-    CLUSTER,
-    OWN,
+    PER_CLIENT,
+    PER_CLUSTER,
     SHARED,
     Method,
 )
@@ -28,9 +28,11 @@ from tests.methods.networks import plain_module
 ROUNDS = 3
 
 
-def split(method: Method, module: torch.nn.Module) -> tuple[Layout, dict[str, frozenset[str]]]:
-    layout = Layout(module, method.resolve_personal(Layout(module)))
-    return layout, method.holders(layout)
+def split(
+    method: Method, module: torch.nn.Module
+) -> tuple[ParameterSplit, dict[str, frozenset[str]]]:
+    parameter_split = ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))
+    return parameter_split, method.ownership(parameter_split)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -39,36 +41,38 @@ def test_what_is_shared_is_equal_and_all_else_differs(name: str) -> None:
     data = problem.get("make_data", small_clients)()
     module = problem.get("make_module", small_module)()
     run = fit(CASES[name](), data, module, ROUNDS)
-    layout, method = run.strategy.layout, run.strategy.method
-    holders = method.holders(layout)
-    said = [entry for names in holders.values() for entry in names]
-    assert sorted(said) == sorted(layout.names)
-    assert method.differing(layout) == frozenset(layout.names) - holders.get(SHARED, frozenset())
+    parameter_split, method = run.strategy.parameter_split, run.strategy.method
+    ownership = method.ownership(parameter_split)
+    said = [entry for names in ownership.values() for entry in names]
+    assert sorted(said) == sorted(parameter_split.names)
+    assert method.personalized_entries(parameter_split) == frozenset(
+        parameter_split.names
+    ) - ownership.get(SHARED, frozenset())
     models = [run.strategy.client_module(k) for k, size in enumerate(data.num_samples) if size]
-    for entry in layout.trainable:
+    for entry in parameter_split.trainable:
         # The parameters themselves: a model of mixed outputs keeps its own beside the other's.
         each = torch.stack([dict(model.named_parameters())[entry].detach() for model in models])
-        assert bool((each == each[0]).all()) == (entry in holders.get(SHARED, ())), entry
+        assert bool((each == each[0]).all()) == (entry in ownership.get(SHARED, ())), entry
 
 
 def test_what_is_under_the_prior_is_told_apart() -> None:
-    layout, holders = split(FedMAP(GaussianPrior(parameters="head")), plain_module())
-    assert holders[f"{OWN}, under the prior"] == {"head.weight", "head.bias"}
-    assert holders[SHARED] == frozenset(layout.names) - {"head.weight", "head.bias"}
-    rows = [line.split("  ") for line in layout.table(holders).splitlines()]
+    parameter_split, ownership = split(FedMAP(GaussianPrior(parameters="head")), plain_module())
+    assert ownership[f"{PER_CLIENT}, under the prior"] == {"head.weight", "head.bias"}
+    assert ownership[SHARED] == frozenset(parameter_split.names) - {"head.weight", "head.bias"}
+    rows = [line.split("  ") for line in parameter_split.table(ownership).splitlines()]
     found = [" ".join(part.strip() for part in row if part) for row in rows]
     assert found == [
-        f"{OWN}, under the prior head {18 * 3 + 3}",
+        f"{PER_CLIENT}, under the prior head {18 * 3 + 3}",
         f"shared backbone {2 * 9 + 2}",
     ]
 
 
 @pytest.mark.parametrize(
-    ("method", "holder"), [(SquaredPenalty(), OWN), (CFL(), CLUSTER), (FedAvg(), SHARED)]
+    ("method", "holder"), [(SquaredPenalty(), PER_CLIENT), (CFL(), PER_CLUSTER), (FedAvg(), SHARED)]
 )
 def test_the_table_says_who_has_the_model(method: Method, holder: str) -> None:
-    layout, holders = split(method, plain_module())
-    for line in layout.table(holders).splitlines():
+    parameter_split, ownership = split(method, plain_module())
+    for line in parameter_split.table(ownership).splitlines():
         assert line.strip().startswith(holder)
 
 

@@ -11,7 +11,7 @@ from lightning_pfl.core.tree import Tree, leaves, repeat, rows, stack, tmap, who
 from lightning_pfl.federation.ranks import Ranks
 
 
-def bank_device(place: str, device: torch.device, size: int) -> torch.device:
+def choose_device(place: str, device: torch.device, size: int) -> torch.device:
     """Where so many bytes live: as asked, or on the device if they take at most a quarter of it."""
     if place == "host" or device.type == "cpu":
         return torch.device("cpu")
@@ -23,7 +23,7 @@ BLOCK = 2**26
 """Bytes of memories that processes send at a time."""
 
 
-class Bank:
+class ClientStateStore:
     """All clients' memories: one tensor ``(clients, *shape)`` per leaf.
 
     With several processes each holds the memories of its own clients: those whose id, modulo the
@@ -38,7 +38,7 @@ class Bank:
         ranks: The processes that share the clients; None for this one alone.
 
     Attributes:
-        whole: Whether all clients' memories are in this process.
+        complete: Whether all clients' memories are in this process.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Bank:
         self.num_clients = num_clients
         self.device = torch.device(device)
         self.ranks = Ranks() if ranks is None else ranks
-        self.whole = self.ranks.size == 1
-        held = len(self._own())
+        self.complete = self.ranks.size == 1
+        held = len(self._ids_of_shard())
         self.tree = repeat(tmap(lambda leaf: leaf.to(self.device), row), held)
 
     def gather(
@@ -108,33 +108,33 @@ class Bank:
 
     def load_state_dict(self, tree: Tree) -> None:
         """Take over a saved tree of the same names and shapes, of all clients."""
-        own = self._own()
+        shard = self._ids_of_shard()
         for stored, saved in zip(
             leaves(self.tree), leaves(tmap(lambda _, new: new, self.tree, tree)), strict=True
         ):
-            stored.copy_(saved if self.whole else saved[own.to(saved.device)])
+            stored.copy_(saved if self.complete else saved[shard.to(saved.device)])
 
     # --- several processes ------------------------------------------------------------------------
 
-    def spread(self, limit: int) -> None:
+    def gather_to_all_ranks(self, limit: int) -> None:
         """Give every process all memories, if they take at most ``limit`` bytes; all call it."""
-        if not self.whole and self.row_nbytes() * self.num_clients <= limit:
+        if not self.complete and self.row_nbytes() * self.num_clients <= limit:
             tree = self._collect(keep=True)
             self.tree = tmap(lambda leaf: leaf.to(self.device), tree)
-            self.whole = True
+            self.complete = True
 
-    def keep_own(self) -> None:
+    def keep_shard(self) -> None:
         """Undo :meth:`spread`, for a run that goes on."""
-        if self.whole and self.ranks.size > 1:
-            self.tree = rows(self.tree, self._own().to(self.device))
-            self.whole = False
+        if self.complete and self.ranks.size > 1:
+            self.tree = rows(self.tree, self._ids_of_shard().to(self.device))
+            self.complete = False
 
-    def _own(self) -> Tensor:
+    def _ids_of_shard(self) -> Tensor:
         return torch.arange(self.ranks.rank, self.num_clients, self.ranks.size)
 
     def _rows(self, clients: Tensor) -> Tensor:
         """Where the memories of some clients are."""
-        if self.whole or not self.remembers():
+        if self.complete or not self.remembers():
             return clients.to(self.device)
         holder = clients % self.ranks.size
         if len(foreign := clients[holder != self.ranks.rank]):
@@ -148,12 +148,12 @@ class Bank:
         return (clients // self.ranks.size).to(self.device)
 
     def _collect(self, keep: bool) -> Tree:
-        if self.whole or not self.remembers():
+        if self.complete or not self.remembers():
             return self.tree
         pieces, size = [], max(1, BLOCK // max(self.row_nbytes(), 1))
         for clients in torch.arange(self.num_clients).split(size):
-            part = self.ranks.part(clients)
-            piece = part.whole(self.gather(clients[part.index], self.ranks.device))
+            shard = self.ranks.shard(clients)
+            piece = shard.all_gather(self.gather(clients[shard.index], self.ranks.device))
             if keep:
                 pieces.append(tmap(lambda leaf: leaf.cpu(), piece))
         return stack(pieces) if keep else {}

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from lightning_pfl.solvers.clusters import numbered
 
-Groups = Sequence[int] | int | None
+KnownClusters = Sequence[int] | int | None
 """A group for each client, in the order of the ids; or the number of groups, where clients are in
 blocks of (nearly) equal size, as in ``FeatureSkew("rotate90")``; None where they aren't known."""
 
 
-def resolve_groups(groups: Groups, num_clients: int) -> Tensor | None:
+def resolve_known_clusters(known_clusters: KnownClusters, num_clients: int) -> Tensor | None:
     """Each client's group, numbered from 0 in ascending order, int64 ``(clients,)``.
 
     Args:
-        groups: See :data:`Groups`.
+        known_clusters: See :data:`Groups`.
         num_clients: Number of clients.
 
     Raises:
@@ -26,19 +26,21 @@ def resolve_groups(groups: Groups, num_clients: int) -> Tensor | None:
             there is no such number of groups.
 
     Example:
-        >>> resolve_groups(2, 5)
+        >>> resolve_known_clusters(2, 5)
         tensor([0, 0, 0, 1, 1])
-        >>> resolve_groups([7, 7, 3], 3)
+        >>> resolve_known_clusters([7, 7, 3], 3)
         tensor([1, 1, 0])
     """
-    if groups is None:
+    if known_clusters is None:
         return None
-    if isinstance(groups, int):
-        if isinstance(groups, bool) or not 1 <= groups <= num_clients:
+    if isinstance(known_clusters, int):
+        if isinstance(known_clusters, bool) or not 1 <= known_clusters <= num_clients:
             raise ValueError(
-                f"Expected `groups` to be between 1 and the number of clients ({num_clients}), but "
-                f"got {groups=}. Use the number of like blocks, or a list with a group for each "
+                "Expected `known_clusters` to be between 1 and the number of clients "
+                f"({num_clients}), but "
+                f"got {known_clusters=}. Use the number of blocks of clients, or a list with a "
+                "cluster for each "
                 "client."
             )
-        return groups * torch.arange(num_clients) // num_clients
-    return numbered("groups", groups, num_clients)
+        return known_clusters * torch.arange(num_clients) // num_clients
+    return numbered("known_clusters", known_clusters, num_clients)

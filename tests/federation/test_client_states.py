@@ -5,68 +5,68 @@ from __future__ import annotations
 import torch
 
 from lightning_pfl.core.tree import Tree, is_expanded, leaves
-from lightning_pfl.federation.bank import Bank
+from lightning_pfl.federation.client_states import ClientStateStore
 
 
-def make_bank(clients: int = 5) -> Bank:
+def make_bank(clients: int = 5) -> ClientStateStore:
     row = {
         "model": {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)},
         "mixing": torch.tensor(0.5),
     }
-    return Bank(row, clients)
+    return ClientStateStore(row, clients)
 
 
-def snapshot(bank: Bank) -> list[torch.Tensor]:
-    return [leaf.clone() for leaf in leaves(bank.tree)]
+def snapshot(client_states: ClientStateStore) -> list[torch.Tensor]:
+    return [leaf.clone() for leaf in leaves(client_states.tree)]
 
 
 def test_everyone_starts_with_a_copy_of_the_row() -> None:
-    bank = make_bank()
-    assert bank.tree["model"]["w"].tolist() == [[1.0, 2.0]] * 5
-    assert bank.tree["mixing"].tolist() == [0.5] * 5
-    assert not any(is_expanded(leaf) for leaf in leaves(bank.tree))
+    client_states = make_bank()
+    assert client_states.tree["model"]["w"].tolist() == [[1.0, 2.0]] * 5
+    assert client_states.tree["mixing"].tolist() == [0.5] * 5
+    assert not any(is_expanded(leaf) for leaf in leaves(client_states.tree))
 
 
 def test_the_row_is_not_aliased() -> None:
     row = {"w": torch.zeros(2)}
-    bank = Bank(row, 1)
+    client_states = ClientStateStore(row, 1)
     row["w"].fill_(9.0)
-    assert bank.tree["w"].tolist() == [[0.0, 0.0]]
+    assert client_states.tree["w"].tolist() == [[0.0, 0.0]]
 
 
 def test_gather_gives_copies_in_the_order_of_the_ids() -> None:
-    bank = make_bank()
-    bank.tree["mixing"].copy_(torch.arange(5.0))
-    part = bank.gather(torch.tensor([3, 0, 4]))
+    client_states = make_bank()
+    client_states.tree["mixing"].copy_(torch.arange(5.0))
+    part = client_states.gather(torch.tensor([3, 0, 4]))
     assert part["mixing"].tolist() == [3.0, 0.0, 4.0]
-    before = snapshot(bank)
+    before = snapshot(client_states)
     part["model"]["w"].fill_(-1.0)
-    assert all(map(torch.equal, leaves(bank.tree), before))
+    assert all(map(torch.equal, leaves(client_states.tree), before))
 
 
 def test_scatter_leaves_the_others_untouched() -> None:
-    bank = make_bank()
-    before = snapshot(bank)
+    client_states = make_bank()
+    before = snapshot(client_states)
     ids = torch.tensor([4, 1])
     new: Tree = {
         "model": {"w": torch.tensor([[7.0, 8.0], [5.0, 6.0]]), "n": torch.tensor([10, 20])},
         "mixing": torch.tensor([0.1, 0.2]),
     }
-    bank.scatter(ids, new)
-    assert bank.tree["model"]["w"][4].tolist() == [7.0, 8.0]
-    assert bank.tree["model"]["n"][1] == 20
+    client_states.scatter(ids, new)
+    assert client_states.tree["model"]["w"][4].tolist() == [7.0, 8.0]
+    assert client_states.tree["model"]["n"][1] == 20
     others = torch.tensor([0, 2, 3])
     assert all(
         torch.equal(now[others], then[others])
-        for now, then in zip(leaves(bank.tree), before, strict=True)
+        for now, then in zip(leaves(client_states.tree), before, strict=True)
     )
 
 
 def test_gather_after_scatter_is_the_identity() -> None:
-    bank, ids = make_bank(), torch.tensor([2, 0])
+    client_states, ids = make_bank(), torch.tensor([2, 0])
     new = {"model": {"w": torch.randn(2, 2), "n": torch.tensor([1, 2])}, "mixing": torch.rand(2)}
-    bank.scatter(ids, new)
-    assert all(map(torch.equal, leaves(bank.gather(ids)), leaves(new)))
+    client_states.scatter(ids, new)
+    assert all(map(torch.equal, leaves(client_states.gather(ids)), leaves(new)))
 
 
 def test_a_saved_bank_loads_into_another() -> None:
@@ -85,7 +85,7 @@ def test_bytes_are_counted() -> None:
 
 
 def test_a_method_without_memory_has_an_empty_bank() -> None:
-    bank = Bank({"model": {}}, 3)
-    assert bank.gather(torch.tensor([0, 2])) == {"model": {}}
-    bank.scatter(torch.tensor([0, 2]), {"model": {}})
-    assert bank.nbytes() == 0
+    client_states = ClientStateStore({"model": {}}, 3)
+    assert client_states.gather(torch.tensor([0, 2])) == {"model": {}}
+    client_states.scatter(torch.tensor([0, 2]), {"model": {}})
+    assert client_states.nbytes() == 0
