@@ -18,8 +18,8 @@ class Phase:
     """A stretch of local training with one set of trainable parameters and a fresh optimizer.
 
     Args:
-        train: What trains (:data:`~lightning_pfl.layout.ParameterSpec`); everything else is frozen
-            bit for bit, and normalisation layers that don't train run in eval mode.
+        train: What trains (:data:`~lightning_pfl.core.parameters.ParameterSpec`); everything else
+            is frozen bit for bit, and normalisation layers that don't train run in eval mode.
         epochs: Passes over the client's data. Exactly one of ``epochs`` and ``steps``.
         steps: Optimizer steps; the client's data is cycled through.
         lr: Learning rate for all parameter groups; None keeps what ``configure_optimizers`` says.

@@ -28,7 +28,7 @@ from lightning_pfl.engine.steps import (
 class ClientMinibatches:
     """Iterates over the steps of a phase: each a list of (number, minibatch).
 
-    The numbers are those of :class:`~lightning_pfl.engine.batching.Minibatch`.
+    The numbers are those of :class:`~lightning_pfl.engine.vectorized.ticks.Minibatch`.
 
     Args:
         data: The federated dataset.

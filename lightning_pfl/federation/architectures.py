@@ -166,7 +166,7 @@ def make_architectures(
 
     Args:
         module: The user's module.
-        split: As :func:`layouts` gives it.
+        split: As :func:`parameter_splits` gives it.
         names: The clients' names.
     """
     if not isinstance(module, ClientModules):

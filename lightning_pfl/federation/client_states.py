@@ -124,7 +124,7 @@ class ClientStateStore:
             self.complete = True
 
     def keep_shard(self) -> None:
-        """Undo :meth:`spread`, for a run that goes on."""
+        """Undo :meth:`gather_to_all_ranks`, for a run that goes on."""
         if self.complete and self.ranks.size > 1:
             self.tree = rows(self.tree, self._ids_of_shard().to(self.device))
             self.complete = False

@@ -18,7 +18,7 @@ def resolve_known_clusters(known_clusters: KnownClusters, num_clients: int) -> T
     """Each client's group, numbered from 0 in ascending order, int64 ``(clients,)``.
 
     Args:
-        known_clusters: See :data:`Groups`.
+        known_clusters: See :data:`KnownClusters`.
         num_clients: Number of clients.
 
     Raises:

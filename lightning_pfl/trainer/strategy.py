@@ -77,11 +77,12 @@ class FederatedStrategy(Federation, ProcessesStrategy):
             ``"auto"``: on the device if they take at most a quarter of it.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
             every Lightning strategy; usually set by the Trainer's flags.
-        process_group_backend, timeout: See :class:`~lightning_pfl.processes.ProcessesStrategy`.
+        process_group_backend, timeout: See
+            :class:`~lightning_pfl.trainer.processes.ProcessesStrategy`.
 
     Attributes:
-        engine: The engine in use. :class:`~lightning_pfl.federation.Federation` describes the
-            state.
+        engine: The engine in use. :class:`~lightning_pfl.federation.federation.Federation`
+            describes the state.
 
     Raises:
         ValueError: If a setting is out of its range.

@@ -25,7 +25,9 @@ from lightning_pfl.engine.keyed.draws import Draws
 
 
 class KeyedRandomness(Draws, TorchFunctionMode):
-    """While active, torch's random functions draw from :func:`uniform` under ``key``.
+    """While active, torch's random functions draw from a hash of ``key``.
+
+    The hash is :func:`~lightning_pfl.engine.keyed.draws.uniform`.
 
     Args:
         key: int64 scalar; under ``vmap`` one per client.

@@ -32,7 +32,7 @@ def watch_global_rng(key: int) -> Iterator[Elsewhere]:
     Python's and NumPy's, from which mixup and the like draw.
 
     Args:
-        key: A key of :func:`~lightning_pfl.randomness.derive`.
+        key: A key of :func:`~lightning_pfl.core.randomness.derive`.
 
     Yields:
         Whether the step drew from Python's or NumPy's generator; known after the block.

@@ -1,0 +1,106 @@
+"""Paths in the pages and cross-references in docstrings name something that exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "lightning_pfl"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "__main__.py"})
+FOLDERS = {path.name for base in (ROOT, PACKAGE) for path in base.iterdir() if path.is_dir()}
+#: Names that the house rules forbid.
+NO_FILES = {"utils.py"}
+ROLES = "class|func|meth|mod|data|attr|exc"
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def paths(page: str) -> set[str]:
+    """Files and folders that a page names, without patterns such as ``methods/<name>.py``."""
+    found = set(re.findall(r"(?<![\w/.<>*:-])[\w./-]+\.(?:py|md|yaml|toml)\b", page))
+    quoted = re.findall(r"`([\w.-]+/[\w./-]*)`", page)
+    return found | {path for path in quoted if path.split("/")[0] in FOLDERS}
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("see `trainer/fit_loop.py`, which", {"trainer/fit_loop.py"}),
+        ("[data](docs/data.md)", {"docs/data.md"}),
+        ("--config configs/trainer/resume.yaml", {"configs/trainer/resume.yaml"}),
+        ("a file of `tests/methods/`", {"tests/methods/"}),
+        ("fit(`module.py`)", {"module.py"}),
+        ("`tests/methods/test_<name>.py` and `recipes/*.yaml`", set()),
+        ("logged as `global/val_acc`, in `https://a.org/b.md`", set()),
+    ],
+)
+def test_paths_are_recognised(page: str, expected: set[str]) -> None:
+    assert paths(page) == expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_the_paths_of_a_page_exist(page: Path) -> None:
+    """From the repository's root, from the package, or from the page's folder, as links are."""
+    missing = {
+        path
+        for path in paths(page.read_text()) - NO_FILES
+        if not any((base / path).exists() for base in (ROOT, PACKAGE, page.parent))
+    }
+    assert missing == set()
+
+
+def find(name: str) -> Any:
+    """The object that a dotted name leads to; raises where there is none."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            declared = getattr(found, "__annotations__", {})
+            found = getattr(found, part, declared.get(part))
+            if found is None:
+                break
+        else:
+            return found
+    raise LookupError(f"there is no {name}")
+
+
+def is_defined(name: str, module: ModuleType) -> bool:
+    """Whether ``name`` is something of the module, or of a class that it defines or imports."""
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    for scope in (module.__name__, *(f"{cls.__module__}.{cls.__qualname__}" for cls in classes)):
+        try:
+            find(f"{scope}.{name}")
+        except LookupError:
+            continue
+        return True
+    return False
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_cross_references_of_docstrings_resolve(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    module = importlib.import_module(name)
+    source = path.read_text()
+    names = re.findall(rf":(?:{ROLES}):`~?([^`]+)`", source)
+    broken = []
+    for target in ("".join(name.split()) for name in names):
+        if target.split(".")[0] in ("lightning_pfl", "torch", "lightning"):
+            try:
+                find(target)
+            except LookupError:
+                broken.append(target)
+        elif not is_defined(target, module) and f"self.{target} = " not in source:
+            broken.append(target)
+    assert broken == []
