@@ -104,6 +104,44 @@ def test_tests_stand_where_the_package_has_what_they_test(path: Path) -> None:
     )
 
 
+METHODS = sorted((PACKAGE / "methods").rglob("*.py"))
+
+
+def lightnings_names(source: str) -> list[str]:
+    """What ``source`` imports from Lightning, and its names for a Trainer."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            names = []
+        found += [n for n in names if n.split(".")[0] in ("lightning", "pytorch_lightning")]
+        named = {"arg", "id", "attr"} & set(node._fields)
+        found += [node.__class__.__name__ for f in named if getattr(node, f) == "trainer"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import lightning as L", ["lightning"]),
+        ("from lightning.pytorch import Trainer", ["lightning.pytorch"]),
+        ("def f(trainer): ...", ["arg"]),
+        ("self.trainer.current_epoch", ["Attribute"]),
+        ("from lightning_pfl.core.tree import Tree", []),
+    ],
+)
+def test_lightnings_names_are_recognised(source: str, expected: list[str]) -> None:
+    assert lightnings_names(source) == expected
+
+
+def test_methods_never_touch_the_trainer() -> None:
+    found = {relative(p): names for p in METHODS if (names := lightnings_names(p.read_text()))}
+    assert found == {}
+
+
 def test_the_linter_knows_every_method() -> None:
     """import-linter's contract "A method knows no other method" lists all files of methods."""
     settings = (ROOT / "pyproject.toml").read_text()

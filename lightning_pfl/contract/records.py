@@ -80,6 +80,19 @@ class ClientInfo:
         return kept
 
 
+@dataclass(frozen=True)
+class FitPlan:
+    """What is known of a fit before its first round.
+
+    Attributes:
+        max_rounds: The round in which the fit ends at the latest; None without such a limit.
+        reload_every: After how many rounds the training data are loaded anew; 0 for never.
+    """
+
+    max_rounds: int | None
+    reload_every: int
+
+
 @dataclass
 class Round:
     """One communication round, as the hooks see it. Filled as the round goes on.
@@ -92,10 +105,12 @@ class Round:
         received: What the server sent, ``(clients, ...)``.
         uploads: What the clients sent, ``(clients, ...)``; after the gate only the accepted ones.
         rejected: Ids of the clients whose upload the gate refused, with the reason.
-        metrics: Values logged by the clients' training steps, averaged over clients and steps.
+        metrics: Values logged by the clients' training steps, averaged over clients and steps; at
+            the end also what the method measured.
         bytes_down: Bytes sent to one client. ``bytes_up``: bytes sent by one client. Where clients
             differ, their mean, rounded down.
         bytes_exchanged: Bytes of all messages between clients together.
+        server: The server's tree as the round began.
     """
 
     number: int
@@ -107,6 +122,7 @@ class Round:
     bytes_down: int = 0
     bytes_up: int = 0
     bytes_exchanged: int = 0
+    server: Tree | None = None
 
     @property
     def accepted(self) -> Tensor:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from lightning.fabric.utilities.exceptions import (
+    MisconfigurationException as MisconfigurationException,  # for files that know no Lightning
+)
 
 SHOWN = 5
 """How many clients the error of a whole chunk names."""

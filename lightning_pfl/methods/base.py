@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.callback import FederatedCallback, FederationView
 from lightning_pfl.contract.local import LocalStep, Phase
-from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
 from lightning_pfl.core.checks import check_budget, check_choice
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, select, weighted_mean
@@ -49,7 +49,9 @@ class Method(FederatedCallback):
 
     Every function but ``init_server``, ``init_client_state``, ``server_update`` and
     ``global_model`` sees trees with a leading client axis and must not mix clients. They are pure:
-    no branch on tensor values, no use of the Trainer.
+    no branch on tensor values. A method never sees the Trainer: what it wants to check, measure or
+    warn of is returned to the loop. It is a callback all the same, as ``Trainer(callbacks=[...])``
+    is one way to pass it, and as a run that isn't federated is refused by ``setup``.
 
     Args:
         local_epochs: Passes over a client's data per round.
@@ -321,7 +323,31 @@ class Method(FederatedCallback):
         """
         return None
 
-    # --- what is said of it ---
+    # --- what is checked, measured and warned of ---
+
+    def check_fit(self, plan: FitPlan) -> str:
+        """Raise where the method can't work in such a fit; return a warning, or an empty text."""
+        return ""
+
+    def warnings_before(self, federation: FederationView, round: Round) -> Mapping[str, str]:
+        """Look for problems of a round that begins; nothing was sent yet.
+
+        Returns:
+            Texts by a key of your choice; each key is warned of once a Trainer.
+        """
+        return {}
+
+    def warnings_after(self, federation: FederationView, round: Round) -> Mapping[str, str]:
+        """Look for problems once a round is over; otherwise like :meth:`warnings_before`."""
+        return {}
+
+    def measure(self, federation: FederationView, round: Round) -> Mapping[str, float]:
+        """Measure values at the end of a round, to be logged by their names.
+
+        The server has updated and the clients' states are stored; ``round.server`` is the server's
+        tree as the round began. With several processes all of them call this together.
+        """
+        return {}
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """What the log says at the start of a fit: settings that make this another method."""

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.callback import RoundValues, require_federation
+from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number, check_whole, is_number
 from lightning_pfl.core.parameters import ParameterSplit
@@ -20,7 +19,7 @@ from lightning_pfl.methods.support import memory
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
 
 
-class CFL(RoundValues, Method):
+class CFL(Method):
     r"""Clustered federated learning: federated averaging that splits its clusters.
 
     Every client trains from its cluster's model and sends :math:`\Delta_k`. With the last
@@ -160,27 +159,17 @@ class CFL(RoundValues, Method):
             "fresh": fresh,
         }
 
-    def on_aggregation_start(
-        self, trainer: L.Trainer, module: L.LightningModule, round: Round
-    ) -> None:
-        """Keep who is in whose cluster, and who has reported: a split will change both."""
-        server = require_federation(trainer, self).server
-        fresh = server["fresh"].clone()
-        fresh[round.info.index[round.accepted].to(fresh.device)] = True
-        self._before = first_member(server["together"]), fresh
-
-    def on_aggregation_end(
-        self, trainer: L.Trainer, module: L.LightningModule, round: Round
-    ) -> None:
+    def measure(self, federation: FederationView, round: Round) -> Mapping[str, float]:
         """Measure the norms that the thresholds were compared to."""
-        self._values = {}
-        label, fresh = self._before
+        before = round.server or {}  # a split has changed who is in whose cluster
+        label, fresh = first_member(before["together"]), before["fresh"].clone()
+        fresh[round.info.index[round.accepted].to(fresh.device)] = True
         clusters, sizes = label.unique(return_counts=True)
         some = fresh & (label == clusters[sizes.argmax()])
-        if round.accepted.any() and some.any():
-            change = require_federation(trainer, self).server["change"]
-            mean, largest = norms(change[some].double())
-            self._values = {"cfl/mean_norm": mean, "cfl/max_norm": largest}
+        if not round.accepted.any() or not some.any():
+            return {}
+        mean, largest = norms(federation.server["change"][some].double())
+        return {"cfl/mean_norm": mean, "cfl/max_norm": largest}
 
     def _split(self, members: Tensor, change: Tensor, fresh: Tensor) -> Tensor | None:
         """The part that leaves a cluster, bool ``(members,)``; None if it stays together."""

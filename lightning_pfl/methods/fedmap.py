@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.callback import RoundValues
+from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
@@ -34,7 +34,7 @@ MEASURED = ("posterior", "exact", "per_sample")
 MEASURE = "measure"
 
 
-class FedMAP(WatchedPull, RoundValues, Method):
+class FedMAP(WatchedPull, Method):
     r"""Clients find the mode of their posterior; the server fits the prior to these modes.
 
     .. math::
@@ -321,18 +321,15 @@ class FedMAP(WatchedPull, RoundValues, Method):
         """The prior's own settings as well."""
         return {**super().settings(), "prior": repr(self.prior)}
 
-    def on_aggregation_start(
-        self, trainer: L.Trainer, module: L.LightningModule, round: Round
-    ) -> None:
+    def measure(self, federation: FederationView, round: Round) -> Mapping[str, float]:
         """Compute the envelope from the accepted uploads."""
-        self._values = {}
         uploads, accepted = round.uploads or {}, round.accepted
         if "envelope" not in uploads or not accepted.any():
-            return
+            return {}
         value = self.weights(uploads, round.info.keep(accepted)).to(uploads["envelope"])
         gamma = self.gamma(rows(round.received or {}, slice(0, 1)))
         more = self.prior.hyperprior(tmap(lambda leaf: leaf[0], gamma))
-        self._values = {"prior/envelope": float(value @ uploads["envelope"]) + float(more)}
+        return {"prior/envelope": float(value @ uploads["envelope"]) + float(more)}
 
 
 def log_weights(weighting: str, loss: Tensor, penalty: Tensor, samples: Tensor) -> Tensor:

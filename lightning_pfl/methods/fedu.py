@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-import lightning as L
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
@@ -92,7 +91,6 @@ class FedU(Method):
             )
         self.given_graph, self.regularization = graph, regularization
         self.decentralized, self.lap_factor = decentralized, lap_factor
-        self._warned = False
 
     def resolve_personal(self, parameter_split: ParameterSplit) -> ParameterSpec:
         """The buffers; all of the model where there is no server."""
@@ -113,17 +111,17 @@ class FedU(Method):
         """Say that at 0 this is another method."""
         return [] if self.regularization else ["regularization=0 makes FedU LocalOnly."]
 
-    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
-        """Warn of a step that is too long for the graph, before the first one is taken."""
+    def warnings_before(self, federation: FederationView, round: Round) -> Mapping[str, str]:
+        """Find a step that is too long for the graph, before the first one is taken."""
         bound = self.step(round.info) * self.graph.largest_eigenvalue
-        if bound >= 2 and not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                "Expected lr * R * regularization * lap_factor * (largest eigenvalue of the "
-                f"graph's Laplacian) to be below 2, but got {bound:.3g}, of which the eigenvalue "
-                f"is {self.graph.largest_eigenvalue:.3g}: mixing amplifies differences, and the "
-                "run will diverge. Make one of the first four smaller."
-            )
+        if bound < 2:
+            return {}
+        return {
+            "graph": "Expected lr * R * regularization * lap_factor * (largest eigenvalue of the "
+            f"graph's Laplacian) to be below 2, but got {bound:.3g}, of which the eigenvalue is "
+            f"{self.graph.largest_eigenvalue:.3g}: mixing amplifies differences, and the run will "
+            "diverge. Make one of the first four smaller."
+        }
 
     def step(self, info: ClientInfo) -> float:
         r""":math:`\tilde\mu\, \eta\, c`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.callback import require_federation
+from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number
@@ -18,7 +18,7 @@ from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
 from lightning_pfl.methods.base import LocalStep, Method
 from lightning_pfl.methods.support import memory
-from lightning_pfl.methods.support.sheaf import pulled, warn_of_saddle
+from lightning_pfl.methods.support.sheaf import pulled, saddle_divergence
 from lightning_pfl.solvers.sheaf import Maps, Restrictions, check_maps, disagreement, lift
 
 COPIES = 2
@@ -102,7 +102,6 @@ class HomologicalConstraints(Method):
         self.given_graph, self.given_maps = graph, maps
         self.step, self.penalty = step, penalty
         self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
-        self._warned = False
 
     def bind(
         self,
@@ -196,7 +195,6 @@ class HomologicalConstraints(Method):
 
     # --- what is watched ---
 
-    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
-        """Warn of steps that diverge, before they are taken."""
-        federation = require_federation(trainer, self)
-        self._warned = self._warned or warn_of_saddle(federation, self, round)
+    def warnings_before(self, federation: FederationView, round: Round) -> Mapping[str, str]:
+        """Find steps that diverge, before they are taken."""
+        return saddle_divergence(federation, self, round)

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
-import lightning as L
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl._lightning import copy_apart
-from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.contract.records import ClientInfo, FitPlan
 from lightning_pfl.core.checks import check_choice, check_whole
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive, seeded
@@ -132,16 +130,17 @@ class IFCA(Method):
             return (*choose, Phase("all", steps=1, full_batch=True, name="gradient"))
         return (*choose, Phase("all", epochs=self.local_epochs, steps=self.local_steps))
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Warn of a run that ends before the best set is chosen: it ends with the last one."""
-        trials, rounds = self._sets * self.trial_rounds, trainer.max_epochs
-        if self.restarts and rounds is not None and 0 <= rounds <= trials:
-            rank_zero_warn(
-                f"Expected more rounds than the {trials} in which IFCA tries {self._sets} sets of "
-                f"models, but got max_epochs={rounds}: the run ends with the set that is tried "
-                "last, not with the best one. Use a larger `max_epochs`, or fewer `restarts` or "
-                "`trial_rounds`."
-            )
+    def check_fit(self, plan: FitPlan) -> str:
+        """Find a run that ends before the best set is chosen: it ends with the last one."""
+        trials, rounds = self._sets * self.trial_rounds, plan.max_rounds
+        if not self.restarts or rounds is None or rounds > trials:
+            return ""
+        return (
+            f"Expected more rounds than the {trials} in which IFCA tries {self._sets} sets of "
+            f"models, but got max_epochs={rounds}: the run ends with the set that is tried last, "
+            "not with the best one. Use a larger `max_epochs`, or fewer `restarts` or "
+            "`trial_rounds`."
+        )
 
     # --- state ---
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl.contract.callback import RoundValues, require_federation
+from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
+from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, weighted_mean
 from lightning_pfl.methods.base import LocalStep, Method, Phase, Weighting
@@ -45,7 +44,7 @@ def step_bound(heads: Tensor) -> tuple[float, float]:
     return square, 1 / (4 * square) if square > 0 else math.inf
 
 
-class LinearFedRep(RoundValues, Method):
+class LinearFedRep(Method):
     r"""FedRep's linear case: heads are solved for, the representation takes one gradient step.
 
     The model is :math:`y = w_i^\top B^\top x`, without biases. Round 0 is the method of moments, in
@@ -132,7 +131,6 @@ class LinearFedRep(RoundValues, Method):
         self.initialization = initialization
         self.head_solver, self.head_steps = head_solver, head_steps
         self.body_lr, self.head_lr, self.ridge = body_lr, head_lr, ridge
-        self._warned = False
 
     def bind(
         self,
@@ -267,39 +265,32 @@ class LinearFedRep(RoundValues, Method):
 
     # --- what is said of it ---
 
-    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
-        """Measure the cohort's heads, and warn of a step that Theorem 1 doesn't allow."""
-        self._values = {}
-        federation = require_federation(trainer, self)
+    def measure(self, federation: FederationView, round: Round) -> Mapping[str, float]:
+        """Measure the heads of the cohort, and what Theorem 1 makes of them."""
         index = round.info.index.cpu()[round.accepted]
         if self.finds_moments(round.number) or not len(index):
-            return
+            return {}
         shard = federation.shard(index)
         mine = index[shard.index]
         heads = shard.all_gather(
             federation.client_states.gather(mine)["model"] if len(mine) else {}
         )
         square, bound = step_bound(heads[self._head].flatten(1))
-        self._values = {"fedrep/sigma_max_squared": square, "fedrep/step_bound": bound}
+        return {"fedrep/sigma_max_squared": square, "fedrep/step_bound": bound}
+
+    def warnings_after(self, federation: FederationView, round: Round) -> Mapping[str, str]:
+        """Find a step that Theorem 1 doesn't allow."""
+        bound = round.metrics.get("fedrep/step_bound", math.inf)
         rate = round.info.lr if self.body_lr is None else self.body_lr
-        if rate > bound and not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                f"Theorem 1 of FedRep wants a step of the body of at most 1/(4 sigma_max^2) = "
-                f"{bound:.3g}, as the heads of the {len(index)} clients of round {round.number} "
-                f"have sigma_max^2 = {square:.3g}, but the step is {rate:.3g}. Without the bound "
-                "convergence is not guaranteed, though larger steps often converge; use "
-                f"body_lr={bound:.2g} to be safe."
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The round's values, and whether the warning was given, for a run that is resumed."""
-        return {**super().state_dict(), "warned": self._warned}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        super().load_state_dict(state_dict)
-        self._warned = state_dict["warned"]
+        if rate <= bound:
+            return {}
+        return {
+            "step": "Theorem 1 of FedRep wants a step of the body of at most 1/(4 sigma_max^2) = "
+            f"{bound:.3g}, as the heads of the {int(round.accepted.sum())} clients of round "
+            f"{round.number} have sigma_max^2 = {round.metrics['fedrep/sigma_max_squared']:.3g}, "
+            f"but the step is {rate:.3g}. Without the bound convergence is not guaranteed, though "
+            f"larger steps often converge; use body_lr={bound:.2g} to be safe."
+        }
 
 
 def _check(initialization: str, head_solver: str, head_steps: int) -> None:

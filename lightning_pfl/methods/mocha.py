@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
-import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl.contract.callback import require_federation
-from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.contract.callback import FederationView
+from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
+from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Phase
@@ -165,20 +163,19 @@ class MOCHA(Method):
         self._weight, self._bias = weights[0], biases[0] if biases else None
         self._outputs, self._inputs = shapes[self._weight]
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def check_fit(self, plan: FitPlan) -> str:
         """Require samples that stay: each has a dual variable.
 
         Raises:
             MisconfigurationException: If the run reloads its data.
         """
-        run: Any = trainer  # the flag is set by a part of the Trainer that types don't know
-        every = run.reload_dataloaders_every_n_epochs
-        if every:
+        if plan.reload_every:
             raise MisconfigurationException(
                 "Expected the same samples in all rounds, as MOCHA has a dual variable for each, "
-                f"but got reload_dataloaders_every_n_epochs={every}. Set it to 0, and use "
-                "FederatedDataModule."
+                f"but got reload_dataloaders_every_n_epochs={plan.reload_every}. Set it to 0, and "
+                "use FederatedDataModule."
             )
+        return ""
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """One step on all samples."""
@@ -265,21 +262,20 @@ class MOCHA(Method):
         outer, within = divmod(round + 1, self.inner_iterations)
         return not within and outer <= self.outer_iterations
 
-    def on_aggregation_end(
-        self, trainer: L.Trainer, module: L.LightningModule, round: Round
-    ) -> None:
-        """Warn where the relationship was learned without having heard of some clients."""
+    def warnings_after(self, federation: FederationView, round: Round) -> Mapping[str, str]:
+        """Find clients of which nothing was heard before the relationship was learned."""
         if not self._learns(round.number):
-            return
-        server = require_federation(trainer, self).server
-        silent = ~server["dual_vectors"].flatten(1).any(1).cpu() & self.has_training_data.cpu()
-        if silent.any():
-            rank_zero_warn(
-                f"MOCHA learned its relationship after round {round.number}, when "
-                f"{int(silent.sum())} of {self.num_clients} clients had not yet taken part: their "
-                "rows are nearly 0, and their weights stay small until it is learned again. Use a "
-                f"larger `inner_iterations` than {self.inner_iterations}."
-            )
+            return {}
+        heard = federation.server["dual_vectors"].flatten(1).any(1).cpu()
+        silent = self.has_training_data.cpu() & ~heard
+        if not silent.any():
+            return {}
+        return {
+            f"relationship after {round.number}": "MOCHA learned its relationship after round "
+            f"{round.number}, when {int(silent.sum())} of {self.num_clients} clients had not yet "
+            "taken part: their rows are nearly 0, and their weights stay small until it is learned "
+            f"again. Use a larger `inner_iterations` than {self.inner_iterations}."
+        }
 
     def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
         """The client's weights, and its bias where the module has one."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
-import lightning as L
 from torch import Tensor
 
-from lightning_pfl.contract.callback import RoundValues, require_federation
+from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number
@@ -17,7 +17,7 @@ from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
 from lightning_pfl.methods.base import LocalStep, Method
 from lightning_pfl.methods.support import memory
-from lightning_pfl.methods.support.sheaf import measure, pulled, warn_of_divergence
+from lightning_pfl.methods.support.sheaf import divergence, measure, pulled
 from lightning_pfl.solvers.sheaf import (
     Maps,
     Restrictions,
@@ -32,7 +32,7 @@ COPIES = 3
 """Of the maps: in the bank, of the cohort, and after a step."""
 
 
-class SheafFMTL(RoundValues, Method):
+class SheafFMTL(Method):
     r"""Neighbours pull together projections of their models, and learn what to project to.
 
     The models may have different numbers of parameters. On the edge of clients :math:`i` and
@@ -135,7 +135,6 @@ class SheafFMTL(RoundValues, Method):
         self.regularization, self.map_lr = regularization, map_lr
         self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
         self.order, self.laplacian = order, laplacian
-        self._warned: set[str] = set()
 
     def bind(
         self,
@@ -242,10 +241,10 @@ class SheafFMTL(RoundValues, Method):
 
     # --- what is watched ---
 
-    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
-        """Warn of steps that diverge, before they are taken."""
-        warn_of_divergence(require_federation(trainer, self), self, round, self._warned)
+    def warnings_before(self, federation: FederationView, round: Round) -> Mapping[str, str]:
+        """Find steps that diverge, before they are taken."""
+        return divergence(federation, self, round)
 
-    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+    def measure(self, federation: FederationView, round: Round) -> Mapping[str, float]:
         """Measure the maps."""
-        self._values = measure(require_federation(trainer, self), self)
+        return measure(federation, self)

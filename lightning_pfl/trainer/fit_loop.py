@@ -90,6 +90,7 @@ class FederatedLoop(FitLoop):
     _prog_bar: tuple[str, ...] = ()
     _logger: tuple[str, ...] = ()
     _restored: dict[str, Any] | None = None
+    _warned: frozenset[str] = frozenset()
 
     @property
     def strategy(self) -> Any:
@@ -223,7 +224,8 @@ class FederatedLoop(FitLoop):
         phases = method.phases(number)
         drawn = self._draw(number)
         info = strategy.info(drawn, number, strategy.count_steps(data, drawn, phases))
-        round = Round(number, info)
+        round = Round(number, info, server=strategy.server)
+        self._warn(method.warnings_before(strategy, round))
         self._hook("on_round_start", round)
 
         round.received = strategy.download(info)
@@ -256,6 +258,7 @@ class FederatedLoop(FitLoop):
         step_schedulers(self, plateau=False)
         self.stage = TRAINED
         self._hook("on_aggregation_end", round)
+        self._measure(round)
         self._hook("on_round_end", round)
         clients.release()
 
@@ -306,6 +309,22 @@ class FederatedLoop(FitLoop):
             "round/bytes_down": self.logged["round/bytes_down"] + exchanged,
             "round/bytes_up": self.logged["round/bytes_up"] + exchanged,
         }
+
+    def _measure(self, round: Round) -> None:
+        """Log what the method measures, and warn of what it finds."""
+        strategy, method = self.strategy, self.strategy.method
+        measured = method.measure(strategy, round)
+        round.metrics.update(measured)
+        self.logged = {**self.logged, **measured}
+        self._logger = (*self._logger, *measured)
+        self._warn(method.warnings_after(strategy, round))
+
+    def _warn(self, texts: Mapping[str, str]) -> None:
+        """Warn of what wasn't warned of before."""
+        for key, text in texts.items():
+            if key not in self._warned:
+                self._warned |= {key}
+                rank_zero_warn(text)
 
     def _progress(self, cohort: Tensor) -> ClientProgress:
         self.epoch_loop.batch_progress.reset_on_run()

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl._lightning import WrappingCheckpointIO, read_optimizers, take_over
+from lightning_pfl.contract.records import FitPlan
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.engine.select import EngineName, SelectedEngine
 from lightning_pfl.federation.architectures import (
@@ -350,6 +351,8 @@ class FederatedStrategy(Federation, ProcessesStrategy):
             ]
             for note in dict.fromkeys(note for notes in found for note in notes):
                 rank_zero_info(note)
+            if problem := self.method.check_fit(_plan(trainer)):
+                rank_zero_warn(problem)
 
     def _clients(self, trainer: Any) -> tuple[tuple[str, ...], Tensor]:
         """Names and training samples: of the training data, the checkpoint, or this split."""
@@ -414,6 +417,13 @@ def _install_loops(trainer: Any) -> None:
     trainer.validate_loop = take_over(FederatedEvaluationLoop, trainer.validate_loop)
     trainer.test_loop = take_over(FederatedEvaluationLoop, trainer.test_loop)
     trainer.predict_loop = take_over(FederatedPredictionLoop, trainer.predict_loop)
+
+
+def _plan(trainer: Any) -> FitPlan:
+    """What a method may know of the fit that begins."""
+    endless = trainer.max_epochs is None or trainer.max_epochs < 0
+    rounds = None if endless else trainer.max_epochs
+    return FitPlan(rounds, trainer.reload_dataloaders_every_n_epochs)
 
 
 def with_default_method() -> FederatedStrategy:

@@ -215,7 +215,7 @@ def test_clients_of_different_architectures_write_to_each_other() -> None:
     some = range(4)
     run = trainer(Numbers(), max_epochs=1, callbacks=[traffic])
     run.fit(ClientModules(modules(), OF[:4]), loaders(0, some), loaders(1, some))
-    for group in run.strategy.groups:
+    for group in run.strategy.architectures:
         assert 0 < len(group.clients) < 4
         for row, client in enumerate(group.clients.tolist()):
             for s, j in enumerate(listed(client)):

@@ -334,13 +334,6 @@ def test_settings_tell_the_prior() -> None:
     assert FedMAP(GaussianPrior(2.0)).settings()["prior"] == repr(GaussianPrior(2.0))
 
 
-def test_an_envelope_that_is_not_logged_yet_is_saved() -> None:
-    method, other = FedMAP(log_envelope=True), FedMAP(log_envelope=True)
-    fit(method, q2(), rounds=1)
-    other.load_state_dict(method.state_dict())
-    assert other.state_dict() == method.state_dict() != FedMAP().state_dict()
-
-
 def test_an_infinite_variance_is_said() -> None:
     method = FedMAP(GaussianPrior(math.inf))
     module = QuadraticModule()

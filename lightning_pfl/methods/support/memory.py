@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Tree, leaves, whole_nbytes
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.contract.callback import FederationView
@@ -45,7 +44,7 @@ class SheafOfFederation:
     With several processes each works on the clients that it holds, and all call the same functions.
 
     Args:
-        federation: The strategy of a Trainer whose method has a sheaf.
+        federation: A running federation whose method has a sheaf.
     """
 
     def __init__(self, federation: FederationView) -> None:
@@ -180,84 +179,77 @@ def measure(federation: FederationView, method: Any) -> dict[str, float]:
     }
 
 
-def warn_of_divergence(
-    federation: FederationView, method: Any, round: Round, warned: set[str]
-) -> None:
-    """Warn, once each, of a step on maps or models that is too long to be stable.
+def divergence(federation: FederationView, method: Any, round: Round) -> dict[str, str]:
+    """Find steps on maps or models that are too long to be stable; a text for each.
 
     Args:
-        federation: The strategy.
+        federation: The running federation.
         method: Its method.
         round: The round that begins.
-        warned: What was warned of before; it is added to.
     """
     if not method.regularization or not method.graph.mask.any():
-        return
+        return {}
     sheaf = SheafOfFederation(federation)
-    if method.map_lr and "maps" not in warned and _warn_of_maps(sheaf, method, round.number):
-        warned.add("maps")
-    due = round.number % CHECK_EVERY == 0
-    if due and "models" not in warned and _warn_of_models(sheaf, method, round):
-        warned.add("models")
+    found = {"maps": _of_maps(sheaf, method, round.number) if method.map_lr else ""}
+    if round.number % CHECK_EVERY == 0:
+        found["models"] = _of_models(sheaf, method, round)
+    return {key: text for key, text in found.items() if text}
 
 
-def _warn_of_maps(sheaf: SheafOfFederation, method: Any, number: int) -> bool:
+def _of_maps(sheaf: SheafOfFederation, method: Any, number: int) -> str:
     steps = map_steps(method.graph, sheaf.squared_norms(), method.map_lr * method.regularization)
     largest = float(steps.max())
     if largest < 2:
-        return False
+        return ""
     client, slot = divmod(int(steps.argmax()), steps.shape[1])
     names = sheaf.federation.client_names
-    rank_zero_warn(
+    return (
         "Expected map_lr * regularization * (|theta_i|^2 + |theta_j|^2) < 2 on every edge, but got "
         f"{largest:.3g} before round {number} between clients {names[client]!r} and "
         f"{names[int(method.graph.neighbours[client, slot])]!r}: the maps grow without bound. Use "
         f"map_lr < {2 * method.map_lr / largest:.2g}, or a smaller `regularization`."
     )
-    return True
 
 
-def _warn_of_models(sheaf: SheafOfFederation, method: Any, round: Round) -> bool:
+def _of_models(sheaf: SheafOfFederation, method: Any, round: Round) -> str:
     rate: float | None = max(round.info.rates)
     if method.laplacian == "combined":
         rate = rate_along_pull(sheaf.federation, round)
     if rate is None:
-        return False
+        return ""
     step = rate * method.regularization * sheaf.largest_eigenvalue()
     if step < 2:
-        return False
-    rank_zero_warn(
+        return ""
+    return (
         "Expected a step along the neighbours' pull, times regularization * lambda_max, to be "
         f"below 2, but got {step:.3g} before round {round.number} (learning rate and local steps "
         f"make {rate:.3g}): the models grow without bound. Use regularization < "
         f"{2 * method.regularization / step:.2g}, or fewer or smaller steps."
     )
-    return True
 
 
-def warn_of_saddle(federation: FederationView, method: Any, round: Round) -> bool:
-    """Warn of steps of the saddle-point dynamics that are too long to be stable; whether it did.
+def saddle_divergence(federation: FederationView, method: Any, round: Round) -> dict[str, str]:
+    """Find steps of the saddle-point dynamics that are too long to be stable.
 
     Args:
-        federation: The strategy.
+        federation: The running federation.
         method: Its method.
         round: The round that begins.
     """
     if round.number % CHECK_EVERY or not method.graph.mask.any():
-        return False
+        return {}
     rate = rate_along_pull(federation, round)
     if rate is None:
-        return False
+        return {}
     largest = SheafOfFederation(federation).largest_eigenvalue()
     step = method.step_at(round.info)
     total = rate * largest * (2 * method.penalty + step * largest)
     if total < 4:
-        return False
-    rank_zero_warn(
-        "Expected a * m * (2 * penalty + step * m) to be below 4, with the way a of a round along "
-        "a constant pull and the largest eigenvalue m of the sheaf's Laplacian, but got "
-        f"{total:.3g} before round {round.number} (a = {rate:.3g}, m = {largest:.3g}): models and "
-        "multipliers grow without bound. Use a smaller learning rate, `penalty` or `step`, or "
+        return {}
+    return {
+        "saddle": "Expected a * m * (2 * penalty + step * m) to be below 4, with the way a of a "
+        "round along a constant pull and the largest eigenvalue m of the sheaf's Laplacian, but "
+        f"got {total:.3g} before round {round.number} (a = {rate:.3g}, m = {largest:.3g}): models "
+        "and multipliers grow without bound. Use a smaller learning rate, `penalty` or `step`, or "
         "fewer local steps."
-    )
-    return True
+    }

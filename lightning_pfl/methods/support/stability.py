@@ -5,13 +5,12 @@ The losses' own curvature isn't known, so these conditions are necessary only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-import lightning as L
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_pfl.contract.callback import FederatedCallback, FederationView, require_federation
+from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.methods.support.proximal import LocalSolver
@@ -63,7 +62,7 @@ class Pull(NamedTuple):
     remedy: str
 
 
-class WatchedPull(FederatedCallback):
+class WatchedPull:
     r"""Part of a method: warns, once, of local steps that overshoot its quadratic.
 
     Gradient descent with momentum :math:`\beta` on it needs :math:`\eta c < 2 (1 + \beta)`; a
@@ -71,7 +70,6 @@ class WatchedPull(FederatedCallback):
     """
 
     local_solver: LocalSolver = "optimizer"
-    _overshot = False
 
     def pull(self, server: Tree, info: ClientInfo) -> Pull | None:
         """The quadratic in the round that begins; None where the pull is no quadratic.
@@ -82,22 +80,21 @@ class WatchedPull(FederatedCallback):
         """
         raise NotImplementedError
 
-    def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
-        """Warn of local steps that are too long, before they are taken."""
-        if self.local_solver == "exact" or self._overshot or not len(round.info):
-            return
-        federation = require_federation(trainer, self)
+    def warnings_before(self, federation: FederationView, round: Round) -> Mapping[str, str]:
+        """Find local steps that are too long, before they are taken."""
+        if self.local_solver == "exact" or not len(round.info):
+            return {}
         beta = momentum(federation)
         pull = None if beta is None else self.pull(federation.server, round.info)
         if beta is None or pull is None:
-            return
+            return {}
         bound = 2 * (1 + beta) if int(round.info.steps.max()) > 1 else 2.0
         step = max(round.info.rates) * pull.strength
-        self._overshot = step >= bound
-        if self._overshot:
-            rank_zero_warn(
-                f"Expected lr * {pull.formula} to be below {bound:g}, but got {step:.3g} before "
-                f"round {round.number}: local steps overshoot the pull of other clients, and the "
-                f"run is likely to diverge. Use a learning rate below {bound / pull.strength:.2g}, "
-                f"or {pull.remedy}."
-            )
+        if step < bound:
+            return {}
+        return {
+            "pull": f"Expected lr * {pull.formula} to be below {bound:g}, but got {step:.3g} "
+            f"before round {round.number}: local steps overshoot the pull of other clients, and "
+            f"the run is likely to diverge. Use a learning rate below {bound / pull.strength:.2g}, or "
+            f"{pull.remedy}."
+        }

@@ -218,19 +218,19 @@ class Looking(Method):
 
     personal = "head"
 
-    def __init__(self, measure: bool) -> None:
+    def __init__(self, losses: bool) -> None:
         super().__init__()
-        self.measure = measure
+        self.losses = losses
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        return (Phase("head", epochs=2, evaluate_only=self.measure),)
+        return (Phase("head", epochs=2, evaluate_only=self.losses),)
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         state = super().client_init(received, client_state, info)
         return {**state, "sum": torch.zeros(len(info), dtype=torch.float64)}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        if self.measure:
+        if self.losses:
             loss, count = client.loss(state["model"], minibatches)
             return {**state, "sum": state["sum"] + loss * count}
         (x, _), real = client.samples(minibatches)

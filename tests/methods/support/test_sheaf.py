@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_pfl import ClientModules
+from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import SheafFMTL
 from lightning_pfl.methods.support.sheaf import SheafOfFederation
 from lightning_pfl.solvers.sheaf import sheaf_laplacian
@@ -33,7 +36,7 @@ def two_architectures() -> Any:
 
 def maps_of(strategy: Any) -> list[Tensor]:
     found: dict[int, Tensor] = {}
-    for group in strategy.groups:
+    for group in strategy.architectures:
         clients = range(5) if group.clients is None else group.clients.tolist()
         found |= dict(zip(clients, group.client_states.tree["maps"], strict=True))
     return [found[client] for client in range(5)]
@@ -69,8 +72,29 @@ def test_a_crowded_spectrum_is_no_obstacle() -> None:
     assert sheaf.largest_eigenvalue(100) == pytest.approx(4)
 
 
-def test_values_that_were_not_logged_are_part_of_a_checkpoint() -> None:
-    method, other = SheafFMTL("ring"), SheafFMTL("ring")
-    method._values = {"sheaf/map_norm": 2.0}
-    other.load_state_dict(method.state_dict())
-    assert other._values == {"sheaf/map_norm": 2.0}
+class SaveInsideTheRound(Callback):
+    """Writes a checkpoint between the validation and the end of the round."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_run_resumed_inside_a_round_logs_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "inside.ckpt"
+    whole = trainer(
+        SheafFMTL("ring", edge_dim_ratio=1.0), callbacks=[SaveInsideTheRound(path)], max_epochs=2
+    )
+    whole.fit(QuadraticModule(dim=3), data(), data())
+    resumed = trainer(SheafFMTL("ring", edge_dim_ratio=1.0), max_epochs=2)
+    resumed.fit(QuadraticModule(dim=3), data(), data(), ckpt_path=path)
+    names = [key for key in whole.callback_metrics if key.startswith("sheaf/")]
+    assert len(names) == 3
+    for name in names:
+        assert resumed.callback_metrics[name] == whole.callback_metrics[name]
+
+
+def data() -> FederatedTensorDataset:
+    return quadratic_clients([1.0, 2.0, 3.0], torch.eye(3))
