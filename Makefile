@@ -12,7 +12,7 @@ STAMP := $(VENV)/.lightning-pfl-installed
 DIGITS := recipes/fedrep_digits.yaml recipes/fedavg_digits.yaml recipes/local_digits.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check lint types unit format slow reproduce clean
+.PHONY: help env demo test check lint types unit format tables slow reproduce clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -49,6 +49,9 @@ slow: env  ## Run the tests that take longer than ten seconds
 format: env  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+tables: env  ## Write the registry and the tables of methods from their classes
+	$(BIN)/python -m docs.tables
 
 # Where a recipe fails the experiments still run, and the failure is what make reports.
 reproduce: env  ## Run recipes (three seeds) and experiments, skipping what is done; write recipes/README.md

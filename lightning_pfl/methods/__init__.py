@@ -1,7 +1,4 @@
-"""The federated methods. ``__all__`` is the registry.
-
-The conformance suite and the docs go by it.
-"""
+"""The federated methods; ``make tables`` writes this registry from their files."""
 
 from lightning_pfl.methods.apfl import APFL
 from lightning_pfl.methods.cfl import CFL
@@ -35,9 +32,6 @@ __all__ = [
     "CFL",
     "ClusterOracle",
     "ConvexClustering",
-    "IFCA",
-    "L2GD",
-    "MOCHA",
     "Ditto",
     "FedAvg",
     "FedBN",
@@ -49,11 +43,14 @@ __all__ = [
     "FedU",
     "GTVMin",
     "HomologicalConstraints",
+    "IFCA",
+    "L2GD",
     "LGFedAvg",
     "LinearFedRep",
     "LocalOnly",
-    "PFedMe",
+    "MOCHA",
     "PerFedAvg",
+    "PFedMe",
     "SCAFFOLD",
     "SheafFMTL",
     "SquaredPenalty",

@@ -12,7 +12,7 @@ from lightning_pfl.core.checks import check_choice, is_number
 from lightning_pfl.core.mixture import SHARE, mixture
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, dot, scale, select, sub
-from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Weighting
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Weighting
 from lightning_pfl.solvers.proximal import towards
 
 Mix = Literal["parameters", "outputs"]
@@ -64,6 +64,18 @@ class APFL(Method):
         Algorithm 1 and equation 10.
     """
 
+    about = About(
+        family="a personal model",
+        personal="a second model and its weight in a mixture with the global one",
+        assumes="a mixture of own and common model is good",
+        down="$4d$",
+        up="$4d$",
+        keeps="model",
+        gradients="2",
+        personal_model="the client's second model mixed with the server's of now",
+        global_model="the server's",
+        paper="Deng et al. 2020",
+    )
     model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(

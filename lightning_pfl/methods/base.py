@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_pfl.contract.about import About
 from lightning_pfl.contract.callback import FederatedCallback, FederationView
 from lightning_pfl.contract.local import LocalStep, Phase
 from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
@@ -25,6 +26,7 @@ from lightning_pfl.graphs import Graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
 
 __all__ = [
+    "About",
     "LocalStep",
     "Method",
     "Phase",
@@ -60,6 +62,7 @@ class Method(FederatedCallback):
             ``"uniform"``.
 
     Attributes:
+        about: What the tables of the documentation and of ``lightning-pfl methods`` print.
         personal: What never leaves the client; set by the method.
         held: Who has the rest of the model that clients are evaluated with: all the same one,
             each one of its own, or each cluster of clients.
@@ -81,6 +84,7 @@ class Method(FederatedCallback):
             :meth:`bind` where clients may differ, else by it.
     """
 
+    about: ClassVar[About | None] = None
     personal: ParameterSpec = None
     model_scope: ClassVar[str] = SHARED
     include_clients_without_data: ClassVar[bool] = False

@@ -14,7 +14,7 @@ from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number, check_whole, is_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, flat, repeat, select, tmap
-from lightning_pfl.methods.base import PER_CLUSTER, Method
+from lightning_pfl.methods.base import PER_CLUSTER, About, Method
 from lightning_pfl.methods.support import memory
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
 
@@ -74,6 +74,18 @@ class CFL(Method):
         and 2.
     """
 
+    about = About(
+        family="clusters",
+        personal="nothing; clusters are split where clients disagree",
+        assumes="clients form groups, whose number needn't be known",
+        down="$4d$",
+        up="$4d$",
+        keeps="nothing; the server a model and the last update of each",
+        gradients="1",
+        personal_model="the model of its cluster now",
+        global_model="the server's while there is one cluster, then none",
+        paper="Sattler et al. 2021",
+    )
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
         {"models": 1, "together": 2, "change": 1, "fresh": 1}
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, repeat, select, tmap
-from lightning_pfl.methods.base import PER_CLUSTER, Method, Weighting
+from lightning_pfl.methods.base import PER_CLUSTER, About, Method, Weighting
 from lightning_pfl.solvers.clusters import cluster_means, numbered, whole
 
 
@@ -49,6 +49,18 @@ class ClusterOracle(Method):
         2022. arXiv:2202.00718, section V, the oracle.
     """
 
+    about = About(
+        family="clusters",
+        personal="the model of each known cluster",
+        assumes="groups are known",
+        down="$4d$",
+        up="$4d$",
+        keeps="nothing",
+        gradients="1",
+        personal_model="the model of its cluster now",
+        global_model=None,
+        paper="Armacki et al. 2022",
+    )
     model_scope: ClassVar[str] = PER_CLUSTER
 
     def __init__(

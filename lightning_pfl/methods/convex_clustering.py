@@ -15,7 +15,7 @@ from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, flat, select, unflat, where
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -129,6 +129,20 @@ class ConvexClustering(WatchedPull, Method):
         multipliers. NeurIPS 2014. arXiv:1406.4064, for :math:`\tau` and :math:`\nu`.
     """
 
+    about = About(
+        family="clusters",
+        personal=(
+            "everything; a penalty on the norms of differences makes like clients' models equal"
+        ),
+        assumes="clients form groups with equal models",
+        down="$4d$ for each new variable",
+        up="$4d$ for each block drawn",
+        keeps="model with buffers; the server all pairs",
+        gradients="1",
+        personal_model="the client's own model",
+        global_model=None,
+        paper="Armacki et al. 2022",
+    )
     include_clients_without_data: ClassVar[bool] = True
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
         {"models": 1, "split": 2, "dual": 2, "damped": 2, "new_models": 2, "new_duals": 2}

@@ -8,7 +8,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_budget, check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
-from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Phase, Weighting
 from lightning_pfl.solvers.proximal import pull
 
 
@@ -51,6 +51,18 @@ class Ditto(Method):
         ICML 2021. arXiv:2012.04221, Algorithms 1 and 2.
     """
 
+    about = About(
+        family="a personal model",
+        personal="a second model, pulled to the global one",
+        assumes="good models lie near a common one, which is FedAvg's",
+        down="$4d$",
+        up="$4d$",
+        keeps="model",
+        gradients="2",
+        personal_model="the client's second model",
+        global_model="the server's",
+        paper="Li et al. 2021",
+    )
     model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(

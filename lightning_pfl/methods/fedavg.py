@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Model, Tree, select, sub, weighted_mean
-from lightning_pfl.methods.base import Method, Weighting
+from lightning_pfl.methods.base import About, Method, Weighting
 from lightning_pfl.solvers.optim import functional_step
 
 
@@ -55,6 +55,18 @@ class FedAvg(Method):
         optimizers).
     """
 
+    about = About(
+        family="one model for all",
+        personal="nothing; with server optimizers (FedAvgM, FedAdam: any torch optimizer)",
+        assumes="one model suits all",
+        down="$4d$",
+        up="$4d$",
+        keeps="nothing",
+        gradients="1",
+        personal_model="the global model",
+        global_model="the server's",
+        paper="McMahan et al. 2017; Reddi et al. 2021",
+    )
     state_settings: ClassVar[tuple[str, ...]] = ("server_optimizer",)
 
     def __init__(

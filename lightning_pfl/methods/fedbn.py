@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_pfl.core.parameters import BATCH_NORM, NORMS, ParameterSpec, ParameterSplit
-from lightning_pfl.methods.base import Method, Weighting, say_split
+from lightning_pfl.methods.base import About, Method, Weighting, say_split
 
 
 class FedBN(Method):
@@ -40,6 +40,18 @@ class FedBN(Method):
         normalization. ICLR 2021. arXiv:2102.07623, Algorithm 1.
     """
 
+    about = About(
+        family="a personal part",
+        personal="BatchNorm; for other normalisation layers `FedPer(personal=torch.nn.LayerNorm)`",
+        assumes="inputs differ in scale and shift; the model has BatchNorm",
+        down="$4(d - d_{BN})$",
+        up="$4(d - d_{BN})$",
+        keeps="BatchNorm",
+        gradients="1",
+        personal_model="the server's model now, with the client's BatchNorm layers",
+        global_model="none; of a model without BatchNorm, the server's",
+        paper="Li et al. 2021",
+    )
     personal: ParameterSpec = BATCH_NORM
 
     def __init__(

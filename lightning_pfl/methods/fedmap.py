@@ -22,7 +22,7 @@ from lightning_pfl.core.tree import (
     tmap,
     weighted_mean,
 )
-from lightning_pfl.methods.base import PER_CLIENT, SHARED, LocalStep, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, SHARED, About, LocalStep, Method, Phase
 from lightning_pfl.methods.support.stability import Pull, WatchedPull
 from lightning_pfl.priors import GaussianPrior, Prior
 from lightning_pfl.priors.probe import check_prior, depends_on_gamma
@@ -94,6 +94,24 @@ class FedMAP(WatchedPull, Method):
         personalized federated learning through bi-level MAP optimization. arXiv:2405.19000,
         algorithms 1 to 3, equations 2 to 9.
     """
+
+    about = About(
+        family="a personal model",
+        personal="the most probable model under a prior that the server learns",
+        assumes="clients' models come from one distribution, the prior",
+        down="$4d$, with learned variances $8d$",
+        up=(
+            '$4d + 8$, with `weighting` by `"samples"` or `"uniform"` $4d$; 8 more with '
+            "`log_envelope=True`"
+        ),
+        keeps="model with buffers",
+        gradients=(
+            "1; where it sends a weight or the envelope, a forward pass over its data a round"
+        ),
+        personal_model="the client's own model; the prior's mean before its first round",
+        global_model="the prior's mean; with personal parts, none",
+        paper="Zhang et al. 2024",
+    )
 
     def __init__(
         self,

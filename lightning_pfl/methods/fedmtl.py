@@ -22,7 +22,7 @@ from lightning_pfl.core.tree import (
     select,
     tmap,
 )
-from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method
 from lightning_pfl.methods.support import memory
 
 Relationship = Literal["spread", "asrun", "none"]
@@ -94,6 +94,18 @@ class FedMTL(Method):
         with local and global representations. 2020. arXiv:2001.01523, the baseline MTL.
     """
 
+    about = About(
+        family="a personal model",
+        personal="everything; the spread of the models is penalised",
+        assumes="models lie near their mean",
+        down="$4d$ (the sum of the others)",
+        up="$4d$",
+        keeps="model with buffers; the server one for each",
+        gradients="1",
+        personal_model="the client's own model",
+        global_model=None,
+        paper="Smith et al. 2017; Liang et al. 2020",
+    )
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
     model_scope: ClassVar[str] = PER_CLIENT
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
-from lightning_pfl.methods.base import Method, Weighting, say_split
+from lightning_pfl.methods.base import About, Method, Weighting, say_split
 
 
 class FedPer(Method):
@@ -35,6 +35,21 @@ class FedPer(Method):
         Arivazhagan, Aggarwal, Singh, Choudhary. Federated learning with personalization layers.
         2019. arXiv:1912.00818, Algorithms 1 and 2.
     """
+
+    about = About(
+        family="a personal part",
+        personal="the head, trained with the backbone",
+        assumes="the backbone suits all, heads don't",
+        down="$4d_B$",
+        up="$4d_B$",
+        keeps="head",
+        gradients="1",
+        personal_model=(
+            "the server's backbone now, the client's head as it was after its last round"
+        ),
+        global_model=None,
+        paper="Arivazhagan et al. 2019",
+    )
 
     def __init__(
         self,

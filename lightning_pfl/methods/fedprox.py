@@ -8,7 +8,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree
-from lightning_pfl.methods.base import LocalStep, Method, Weighting
+from lightning_pfl.methods.base import About, LocalStep, Method, Weighting
 from lightning_pfl.solvers.proximal import pull
 
 
@@ -44,6 +44,19 @@ class FedProx(Method):
         Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. Federated optimization in heterogeneous
         networks. MLSys 2020. arXiv:1812.06127, Algorithm 2.
     """
+
+    about = About(
+        family="one model for all",
+        personal="nothing; a proximal term holds clients together",
+        assumes="one model suits all; clients drift",
+        down="$4d$",
+        up="$4d$",
+        keeps="nothing",
+        gradients="1",
+        personal_model="the global model",
+        global_model="the server's",
+        paper="Li et al. 2020",
+    )
 
     def __init__(
         self,

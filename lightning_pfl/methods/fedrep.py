@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_pfl.core.checks import check_budget, check_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
-from lightning_pfl.methods.base import Method, Phase, Weighting, say_split
+from lightning_pfl.methods.base import About, Method, Phase, Weighting, say_split
 
 
 class FedRep(Method):
@@ -50,6 +50,21 @@ class FedRep(Method):
         Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
         federated learning. ICML 2021. arXiv:2102.07078, Algorithm 1.
     """
+
+    about = About(
+        family="a personal part",
+        personal="the head, trained before the backbone",
+        assumes="the backbone suits all, heads don't; heads are cheap to fit exactly",
+        down="$4d_B$",
+        up="$4d_B$",
+        keeps="head",
+        gradients="1, and the head's",
+        personal_model=(
+            "the server's backbone now, the client's head as it was after its last round"
+        ),
+        global_model=None,
+        paper="Collins et al. 2021",
+    )
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, per_client, put_rows, repeat, select, tmap
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, PeerExchange, ReceivedMessages
-from lightning_pfl.methods.base import PER_CLIENT, Method
+from lightning_pfl.methods.base import PER_CLIENT, About, Method
 from lightning_pfl.methods.support import memory
 
 MIX = Exchange("models", "sum")
@@ -66,6 +66,20 @@ class FedU(Method):
         with Laplacian regularization. 2021. arXiv:2102.07148, Algorithms 1 and 2.
     """
 
+    about = About(
+        family="a graph",
+        personal=(
+            "everything; neighbours on a graph are pulled together, by a server or by themselves"
+        ),
+        assumes="a graph says who is alike",
+        down="$4d$; without a server per neighbour",
+        up="$4d$; without a server per neighbour",
+        keeps="buffers, and the server a model for each; without a server the model with buffers",
+        gradients="1",
+        personal_model="the client's own model",
+        global_model=None,
+        paper="Dinh et al. 2021",
+    )
     include_clients_without_data: ClassVar[bool] = True
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
     state_settings: ClassVar[tuple[str, ...]] = ("decentralized",)

@@ -14,7 +14,7 @@ from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, flat, select, sub, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
-from lightning_pfl.methods.base import LocalStep, Method, Phase
+from lightning_pfl.methods.base import About, LocalStep, Method, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -118,6 +118,18 @@ class GTVMin(WatchedPull, Method):
         Algorithm 1.
     """
 
+    about = About(
+        family="a graph",
+        personal="everything; neighbours are held together by total variation",
+        assumes="a graph whose clusters share a model",
+        down="$4d$ per neighbour",
+        up="$4d$ per neighbour",
+        keeps="model with buffers, $d$ per edge",
+        gradients="1",
+        personal_model="the client's own model",
+        global_model=None,
+        paper="SarcheshmehPour et al. 2023",
+    )
     personal: ParameterSpec = "all"
     include_clients_without_data: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("duals",)

@@ -16,7 +16,7 @@ from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
-from lightning_pfl.methods.base import LocalStep, Method
+from lightning_pfl.methods.base import About, LocalStep, Method
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.sheaf import pulled, saddle_divergence
 from lightning_pfl.solvers.sheaf import Maps, Restrictions, check_maps, disagreement, lift
@@ -79,6 +79,20 @@ class HomologicalConstraints(Method):
         2019. arXiv:1907.02105, section V.
     """
 
+    about = About(
+        family="a graph",
+        personal="everything, also the architecture; projections of neighbours are equal",
+        assumes="projections of neighbours are equal, models may differ in shape",
+        down=r"$8 \sum_j d_{ij}$",
+        up=r"$8 \sum_j d_{ij}$",
+        keeps=(
+            "model with buffers, its multiplier; $d_{ij} d$ per edge, unless maps are the identity"
+        ),
+        gradients="1",
+        personal_model="the client's own model",
+        global_model=None,
+        paper="Hansen and Ghrist 2019",
+    )
     personal: ParameterSpec = "all"
     include_clients_without_data: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("maps",)

@@ -15,7 +15,7 @@ from lightning_pfl.core.checks import check_choice, check_whole
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, Tree, select, tmap, whole_nbytes
-from lightning_pfl.methods.base import PER_CLUSTER, LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.base import PER_CLUSTER, About, LocalStep, Method, Phase, Weighting
 from lightning_pfl.solvers.clusters import cluster_means
 
 Averaging = Literal["models", "gradients"]
@@ -78,6 +78,21 @@ class IFCA(Method):
         NeurIPS 2020. arXiv:2006.04088, Algorithm 1.
     """
 
+    about = About(
+        family="clusters",
+        personal="nothing; every client picks the model of its cluster",
+        assumes="clients form a known number of groups",
+        down="$4kd$, all $k$ models",
+        up="$4d + 8$, with `restarts` $4d + 16$",
+        keeps="nothing",
+        gradients="1, and $k$ forward passes over its data",
+        personal_model=(
+            "the model, as it is now, of the client's last choice; before its first, the one "
+            "chosen most often"
+        ),
+        global_model="none; with one cluster, the server's",
+        paper="Ghosh et al. 2020",
+    )
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"cluster": 1})
     state_settings: ClassVar[tuple[str, ...]] = ("num_clusters", "restarts", "trial_rounds")
     model_scope: ClassVar[str] = PER_CLUSTER

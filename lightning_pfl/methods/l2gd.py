@@ -13,7 +13,7 @@ from lightning_pfl.core.checks import check_number, is_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, Tree, floats, weighted_mean
-from lightning_pfl.methods.base import PER_CLIENT, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, About, Method, Phase
 from lightning_pfl.solvers.proximal import towards
 
 
@@ -60,6 +60,18 @@ class L2GD(Method):
         arXiv:2002.05516, Algorithm 1 and equation 2.
     """
 
+    about = About(
+        family="a personal model",
+        personal="everything; a step towards the mean where a coin says so",
+        assumes="models lie near their mean",
+        down="$4d$ where the coin turns",
+        up="$4d$ where it turns",
+        keeps="2 models",
+        gradients="1 where it is tails",
+        personal_model="the client's own model",
+        global_model="the server's: the mean of its last aggregation",
+        paper="Hanzely and Richtárik 2020",
+    )
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"informed": 1})
     model_scope: ClassVar[str] = PER_CLIENT
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
-from lightning_pfl.methods.base import Method, Weighting, say_split
+from lightning_pfl.methods.base import About, Method, Weighting, say_split
 
 
 class LGFedAvg(Method):
@@ -39,6 +39,19 @@ class LGFedAvg(Method):
         globally: federated learning with local and global representations. 2020. arXiv:2001.01523,
         Algorithm 1.
     """
+
+    about = About(
+        family="a personal part",
+        personal="the backbone; the head is shared",
+        assumes="inputs differ, labels mean the same",
+        down="$4d_H$",
+        up="$4d_H$",
+        keeps="backbone",
+        gradients="1",
+        personal_model="the client's backbone, the server's head now",
+        global_model=None,
+        paper="Liang et al. 2020",
+    )
 
     def __init__(
         self,

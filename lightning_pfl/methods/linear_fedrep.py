@@ -15,7 +15,7 @@ from lightning_pfl.core.checks import check_choice, check_number, check_whole
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, weighted_mean
-from lightning_pfl.methods.base import LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.base import About, LocalStep, Method, Phase, Weighting
 from lightning_pfl.solvers.least_squares import (
     leading_eigenvectors,
     least_squares,
@@ -110,6 +110,23 @@ class LinearFedRep(Method):
         federated learning. ICML 2021. arXiv:2102.07078, Algorithm 2, equations 5 to 8, Theorem 1.
     """
 
+    about = About(
+        family="a personal part",
+        personal=(
+            "the head, solved for by least squares; linear models whose subspace begins with "
+            "moments"
+        ),
+        assumes="linear models in one subspace of $k$ of $p$ dimensions",
+        down="$4pk$",
+        up="$4pk$; once $2p(p + 1)$ for the moments",
+        keeps="head",
+        gradients="1, and a least squares",
+        personal_model=(
+            "the server's backbone now, the client's head as it was after its last round"
+        ),
+        global_model=None,
+        paper="Collins et al. 2021, Algorithm 2",
+    )
     personal: ParameterSpec = "head"
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_pfl.core.parameters import ParameterSpec
-from lightning_pfl.methods.base import Method
+from lightning_pfl.methods.base import About, Method
 
 
 class LocalOnly(Method):
@@ -30,6 +30,18 @@ class LocalOnly(Method):
         5
     """
 
+    about = About(
+        family="nothing shared",
+        personal="everything; nothing is exchanged",
+        assumes="enough data per client",
+        down="$0$",
+        up="$0$",
+        keeps="model",
+        gradients="1, in every round",
+        personal_model="the client's own model, all of it",
+        global_model=None,
+        paper=None,
+    )
     personal: ParameterSpec = "all"
 
     def __init__(self, local_epochs: int | None = 1, local_steps: int | None = None) -> None:

@@ -16,7 +16,7 @@ from lightning_pfl.core.checks import check_choice, check_number, check_whole
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
-from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Phase
 from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
 
 Bound = Literal["common", "own"]
@@ -112,6 +112,18 @@ class MOCHA(Method):
         arXiv:1705.10467, Algorithm 1, equations 3 and 5, and its released code.
     """
 
+    about = About(
+        family="a personal model",
+        personal="everything; linear models coupled by a learned relationship",
+        assumes="linear models, some alike",
+        down="$4d + 4$",
+        up="$4d$",
+        keeps="one number per sample and class",
+        gradients="no gradient: dual ascent",
+        personal_model="the client's weights by the server's dual vectors and relationship now",
+        global_model=None,
+        paper="Smith et al. 2017",
+    )
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
         {"dual_vectors": 1, "relationship": 2}
     )

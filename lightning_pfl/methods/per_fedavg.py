@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
-from lightning_pfl.methods.base import LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.base import About, LocalStep, Method, Phase, Weighting
 
 Order = Literal["first", "hessian-free"]
 
@@ -54,6 +54,19 @@ class PerFedAvg(Method):
         model-agnostic meta-learning approach. NeurIPS 2020. arXiv:2002.07948, Algorithm 1,
         approximations (i) and (ii) of section 5.
     """
+
+    about = About(
+        family="a personal model",
+        personal="one gradient step at evaluation",
+        assumes="one step away from a common model is a good one",
+        down="$4d$",
+        up="$4d$",
+        keeps="nothing",
+        gradients="1 (2 minibatches a step), 1 at evaluation",
+        personal_model="the server's model now, after a step on the client's training data",
+        global_model="the server's",
+        paper="Fallah et al. 2020",
+    )
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number, check_whole
 from lightning_pfl.core.tree import Model, Tree, select, tmap, weighted_mean
-from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Weighting
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Weighting
 from lightning_pfl.solvers.proximal import pull, towards
 
 
@@ -52,6 +52,18 @@ class PFedMe(Method):
         arXiv:2006.08848, Algorithm 1.
     """
 
+    about = About(
+        family="a personal model",
+        personal="the minimiser of the loss near the global model",
+        assumes="good models lie near a common one",
+        down="$4d$",
+        up="$4d$",
+        keeps="model",
+        gradients="`inner_steps`",
+        personal_model="the client's last minimiser near the global model",
+        global_model="the server's",
+        paper="Dinh et al. 2020",
+    )
     model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(

@@ -19,7 +19,7 @@ from lightning_pfl.core.tree import (
     tmap,
     weighted_mean,
 )
-from lightning_pfl.methods.base import LocalStep, Method, Phase
+from lightning_pfl.methods.base import About, LocalStep, Method, Phase
 from lightning_pfl.solvers.proximal import towards
 
 Option = Literal["I", "II"]
@@ -65,6 +65,22 @@ class SCAFFOLD(Method):
         Karimireddy, Kale, Mohri, Reddi, Stich, Suresh. SCAFFOLD: stochastic controlled averaging
         for federated learning. ICML 2020. arXiv:1910.06378, Algorithm 1.
     """
+
+    about = About(
+        family="one model for all",
+        personal="nothing; control variates against client drift",
+        assumes=(
+            "one model suits all; clients drift, and come back often, as their control "
+            "variates go stale"
+        ),
+        down="$8d$",
+        up="$8d$",
+        keeps="$d$ numbers",
+        gradients="1",
+        personal_model="the global model",
+        global_model="the server's",
+        paper="Karimireddy et al. 2020",
+    )
 
     def __init__(
         self,

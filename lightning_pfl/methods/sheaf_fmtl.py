@@ -15,7 +15,7 @@ from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
-from lightning_pfl.methods.base import LocalStep, Method
+from lightning_pfl.methods.base import About, LocalStep, Method
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.sheaf import divergence, measure, pulled
 from lightning_pfl.solvers.sheaf import (
@@ -104,6 +104,18 @@ class SheafFMTL(Method):
         multi-task learning: a sheaf-theoretic approach. TMLR 2025. arXiv:2502.01145, Algorithm 1.
     """
 
+    about = About(
+        family="a graph",
+        personal="everything, also the architecture; neighbours agree on learned projections",
+        assumes="projections of neighbours agree, models may differ in shape",
+        down=r"$8 \sum_j d_{ij}$, fixed maps $4 \sum_j d_{ij}$",
+        up=r"$8 \sum_j d_{ij}$, fixed maps $4 \sum_j d_{ij}$",
+        keeps="model with buffers; $d_{ij} d$ per edge, unless maps are the fixed identity",
+        gradients="1",
+        personal_model="the client's own model",
+        global_model=None,
+        paper="Ben Issaid et al. 2025",
+    )
     personal: ParameterSpec = "all"
     include_clients_without_data: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("maps",)

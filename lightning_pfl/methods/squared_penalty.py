@@ -11,7 +11,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, put_rows, repeat, select, tmap
-from lightning_pfl.methods.base import PER_CLIENT, LocalStep, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -65,6 +65,18 @@ class SquaredPenalty(WatchedPull, Method):
         Personalized federated learning via convex clustering. 2022. arXiv:2202.00718, equation 4.
     """
 
+    about = About(
+        family="a personal model",
+        personal="everything; squared differences are penalised, models never become equal",
+        assumes="models lie near their mean",
+        down="$4d$",
+        up="$4d$",
+        keeps="model with buffers; the server one for each",
+        gradients="1",
+        personal_model="the client's own model",
+        global_model=None,
+        paper="Hanzely et al. 2020",
+    )
     include_clients_without_data: ClassVar[bool] = True
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
     model_scope: ClassVar[str] = PER_CLIENT

@@ -16,7 +16,6 @@ from jsonargparse import ArgumentParser
 
 from lightning_pfl import (
     load_clients,
-    methods,
     metrics,
     solvers,
 )
@@ -29,7 +28,6 @@ from lightning_pfl.testing import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 RELATIONS = (ROOT / "docs" / "relations.md").read_text()
-EVALUATION = (ROOT / "docs" / "evaluation.md").read_text()
 DATA = (ROOT / "docs" / "data.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
@@ -174,14 +172,6 @@ def test_the_way_of_a_method_of_ones_own_through_the_suite_runs(
     assert values["check"] == CHECKS
     for check in CHECKS[:2]:
         test(check, "vectorized", tmp_path)
-
-
-def test_every_method_says_which_models_are_evaluated() -> None:
-    table = EVALUATION.split("| method | personal model | global model |\n")[1].split("\n\n")[0]
-    named = [
-        name for row in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", row.split("|")[1])
-    ]
-    assert sorted(named) == sorted(methods.__all__)
 
 
 @pytest.mark.parametrize("package", [metrics, solvers])
