@@ -10,12 +10,14 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.errors import ClientError, format_names
 from lightning_pfl.core.parameters import ParameterSplit
@@ -198,12 +200,19 @@ def table(architectures: Sequence[Architecture]) -> str:
 
 
 def bound(
-    method: Method, architecture: Architecture, architectures: Sequence[Architecture], *args: Any
+    method: Method, architecture: Architecture, architectures: Sequence[Architecture], known: Known
 ) -> Method:
-    """The method for one group: itself where there is one group, else a copy of its own layout."""
-    client_state = method if len(architectures) == 1 else copy.copy(method)
-    client_state.bind(architecture.parameter_split, *args)
-    return client_state
+    """Bind a method to one architecture: itself where there is one architecture, else a copy.
+
+    Args:
+        method: The method.
+        architecture: The architecture.
+        architectures: All of them.
+        known: What there is to know, with the parameter split of any architecture.
+    """
+    mine = method if len(architectures) == 1 else copy.copy(method)
+    mine.bind(replace(known, parameter_split=architecture.parameter_split))
+    return mine
 
 
 def model_sizes(architectures: Sequence[Architecture], num_clients: int) -> Tensor:

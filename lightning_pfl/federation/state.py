@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, select, tmap, whole_nbytes
@@ -222,15 +224,25 @@ class FederationState:
 
     def _bind(self, num_samples: Tensor | None = None) -> list[Method]:
         samples = self.num_samples if num_samples is None else num_samples
-        known = (self.num_clients, self.seed, samples)
-        self.method.model_sizes = model_sizes(self.architectures, self.num_clients)
+        known = Known.of(
+            self.architectures[0].parameter_split,
+            self.num_clients,
+            self.seed,
+            samples,
+            model_sizes(self.architectures, self.num_clients),
+        )
         methods = [
-            bound(self.method, architecture, self.architectures, *known)
+            bound(self.method, architecture, self.architectures, known)
             for architecture in self.architectures
         ]
         if len(self.architectures) > 1:
-            self.method.bind(self.architectures[0].parameter_split, *known)
+            self.method.bind(known)
         return methods
+
+    def set_has_training_data(self, some: Tensor) -> None:
+        """Let the method know which clients have a minibatch, bool ``(num_clients,)``."""
+        for method in (self.method, *(each.method for each in self.architectures)):
+            method.known = replace(method.known, has_training_data=some)
 
     def move(self, server: torch.device | str, clients: torch.device | str) -> None:
         """Move the server's tree and the clients' memories."""

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from lightning_pfl.contract.about import About
 from lightning_pfl.contract.callback import FederatedCallback, FederationView
+from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.local import LocalStep, Phase
 from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
 from lightning_pfl.core.checks import check_budget, check_choice
@@ -27,6 +27,7 @@ from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
 
 __all__ = [
     "About",
+    "Known",
     "LocalStep",
     "Method",
     "Phase",
@@ -77,11 +78,8 @@ class Method(FederatedCallback):
             Only :meth:`send` and :meth:`receive` see them: local training and personal models do
             without, as these entries may be large.
         graph: Who is whose neighbour, for methods over a graph; set by them in :meth:`bind`.
-        layout, num_clients, num_samples, seed: Set by :meth:`bind` before the first round.
-        learns: Which clients have a minibatch to train on, bool ``(num_clients,)``; until the loop
-            has counted, those with samples.
-        model_sizes: Trainable scalars of each client's model, int64 ``(num_clients,)``; set before
-            :meth:`bind` where clients may differ, else by it.
+        known: What there is to know of the federation; set by :meth:`bind` before the first round.
+            ``parameter_split``, ``num_clients`` and so on are its fields.
     """
 
     about: ClassVar[About | None] = None
@@ -92,13 +90,8 @@ class Method(FederatedCallback):
     state_settings: ClassVar[tuple[str, ...]] = ()
     edge_state: ClassVar[tuple[str, ...]] = ()
 
-    parameter_split: ParameterSplit
-    num_clients: int
-    num_samples: Tensor
-    has_training_data: Tensor
-    seed: int
+    known: Known
     graph: Graph
-    model_sizes: Tensor
 
     def __init__(
         self,
@@ -111,24 +104,42 @@ class Method(FederatedCallback):
         self.local_epochs, self.local_steps = local_epochs, local_steps
         self.weighting = weighting
 
-    def bind(
-        self,
-        parameter_split: ParameterSplit,
-        num_clients: int,
-        seed: int,
-        num_samples: Tensor | None = None,
-    ) -> None:
-        """Called once, before the first round: what the method may know of the federation.
+    def bind(self, known: Known) -> None:
+        """Take what there is to know of the federation; called before the first round.
 
-        ``num_samples`` are the clients' training samples, int64 ``(num_clients,)``; None where
-        nobody trains.
+        Override to derive from it what stays the same in all rounds, such as a graph.
         """
-        self.parameter_split, self.num_clients, self.seed = parameter_split, num_clients, seed
-        none = torch.zeros(num_clients, dtype=torch.int64)
-        self.num_samples = none if num_samples is None else num_samples
-        self.has_training_data = self.num_samples > 0
-        if len(getattr(self, "model_sizes", ())) != num_clients:
-            self.model_sizes = torch.full((num_clients,), parameter_split.num_trainable())
+        self.known = known
+
+    @property
+    def parameter_split(self) -> ParameterSplit:
+        """Which parameters are shared, personal or static."""
+        return self.known.parameter_split
+
+    @property
+    def num_clients(self) -> int:
+        """Clients in the federation, sampled or not."""
+        return self.known.num_clients
+
+    @property
+    def seed(self) -> int:
+        """Seed of every random choice of the run."""
+        return self.known.seed
+
+    @property
+    def num_samples(self) -> Tensor:
+        """Training samples of each client, int64 ``(num_clients,)``."""
+        return self.known.num_samples
+
+    @property
+    def has_training_data(self) -> Tensor:
+        """Which clients have a minibatch to train on, bool ``(num_clients,)``."""
+        return self.known.has_training_data
+
+    @property
+    def model_sizes(self) -> Tensor:
+        """Trainable scalars of each client's model, int64 ``(num_clients,)``."""
+        return self.known.model_sizes
 
     def resolve_personal(self, parameter_split: ParameterSplit) -> ParameterSpec:
         """What is personal, given the names of the model.

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, repeat, select, tmap
-from lightning_pfl.methods.base import PER_CLUSTER, About, Method, Weighting
+from lightning_pfl.methods.base import PER_CLUSTER, About, Known, Method, Weighting
 from lightning_pfl.solvers.clusters import cluster_means, numbered, whole
 
 
@@ -80,18 +79,12 @@ class ClusterOracle(Method):
             )
         self.given_clusters = clusters if callable(clusters) else whole("clusters", clusters)
 
-    def bind(
-        self,
-        parameter_split: ParameterSplit,
-        num_clients: int,
-        seed: int,
-        num_samples: Tensor | None = None,
-    ) -> None:
+    def bind(self, known: Known) -> None:
         """Number the clusters from 0."""
-        super().bind(parameter_split, num_clients, seed, num_samples)
-        known = self.given_clusters
-        labels = [known(k) for k in range(num_clients)] if callable(known) else known
-        self._cluster = numbered("clusters", labels, num_clients)
+        super().bind(known)
+        given = self.given_clusters
+        labels = [given(k) for k in range(self.num_clients)] if callable(given) else given
+        self._cluster = numbered("clusters", labels, self.num_clients)
         self._count = int(self._cluster.max()) + 1
 
     def init_server(self, model: Model) -> Tree:

@@ -15,7 +15,7 @@ from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, flat, select, unflat, where
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -179,22 +179,16 @@ class ConvexClustering(WatchedPull, Method):
         self.given_graph = graph
         self.local_solver: LocalSolver = local_solver
 
-    def bind(
-        self,
-        parameter_split: ParameterSplit,
-        num_clients: int,
-        seed: int,
-        num_samples: Tensor | None = None,
-    ) -> None:
+    def bind(self, known: Known) -> None:
         """Find the pairs, and the penalty of each."""
-        super().bind(parameter_split, num_clients, seed, num_samples)
+        super().bind(known)
         if self.given_graph is not None:
-            self.graph = resolve_graph(self.given_graph, num_clients, seed)
-        self._pairs = self._find_pairs(num_clients)
-        weight = canonical_weight(self.fusion_weight, self.scale, num_clients)
+            self.graph = resolve_graph(self.given_graph, self.num_clients, self.seed)
+        self._pairs = self._find_pairs(self.num_clients)
+        weight = canonical_weight(self.fusion_weight, self.scale, self.num_clients)
         self._threshold = thresholds(self._pairs, weight, self.step)
-        everyone = torch.ones(num_clients, dtype=torch.bool)
-        self._draws = BlockDraws(self._pairs, everyone, self.blocks, self.dual_blocks, seed)
+        everyone = torch.ones(self.num_clients, dtype=torch.bool)
+        self._draws = BlockDraws(self._pairs, everyone, self.blocks, self.dual_blocks, self.seed)
 
     def _find_pairs(self, num_clients: int) -> Pairs:
         if self.given_graph is None:

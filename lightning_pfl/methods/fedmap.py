@@ -22,7 +22,7 @@ from lightning_pfl.core.tree import (
     tmap,
     weighted_mean,
 )
-from lightning_pfl.methods.base import PER_CLIENT, SHARED, About, LocalStep, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, SHARED, About, Known, LocalStep, Method, Phase
 from lightning_pfl.methods.support.stability import Pull, WatchedPull
 from lightning_pfl.priors import GaussianPrior, Prior
 from lightning_pfl.priors.probe import check_prior, depends_on_gamma
@@ -154,33 +154,27 @@ class FedMAP(WatchedPull, Method):
             self.prior.parameters, "parameters"
         )
 
-    def bind(
-        self,
-        parameter_split: ParameterSplit,
-        num_clients: int,
-        seed: int,
-        num_samples: Tensor | None = None,
-    ) -> None:
+    def bind(self, known: Known) -> None:
         """Find what is under the prior, and try the prior on two clients.
 
         Raises:
             TypeError, ValueError: If nothing is under the prior, some of it is personal, or the
                 prior's functions don't do what a federation needs.
         """
-        super().bind(parameter_split, num_clients, seed, num_samples)
-        self.under = self._under(parameter_split)
+        super().bind(known)
+        self.under = self._under(self.parameter_split)
         if not self.under:
             raise ValueError(
                 "Expected the prior's `parameters` to pick something that trains, but got "
                 f"parameters={self.prior.parameters!r}. Use 'all', or FedAvg, which has no prior."
             )
-        if both := sorted(self.under & parameter_split.personal):
+        if both := sorted(self.under & self.parameter_split.personal):
             raise ValueError(
                 "Expected `personal` to be apart from the prior's `parameters`, but both have "
                 f"{', '.join(both[:5])}. What is under the prior is sent to the server; take it "
                 "out of one of the two."
             )
-        check_prior(self.prior, select(parameter_split.model(), self.under))
+        check_prior(self.prior, select(self.parameter_split.model(), self.under))
 
     def phases(self, round: int) -> tuple[Phase, ...]:
         """Local training; then, where the loss is needed, a pass that measures it."""

@@ -16,7 +16,7 @@ from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, per_client, put_rows, repeat, select, tmap
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, PeerExchange, ReceivedMessages
-from lightning_pfl.methods.base import PER_CLIENT, About, Method
+from lightning_pfl.methods.base import PER_CLIENT, About, Known, Method
 from lightning_pfl.methods.support import memory
 
 MIX = Exchange("models", "sum")
@@ -110,16 +110,10 @@ class FedU(Method):
         """The buffers; all of the model where there is no server."""
         return "all" if self.decentralized else sorted(parameter_split.buffers)
 
-    def bind(
-        self,
-        parameter_split: ParameterSplit,
-        num_clients: int,
-        seed: int,
-        num_samples: Tensor | None = None,
-    ) -> None:
+    def bind(self, known: Known) -> None:
         """Find the neighbours."""
-        super().bind(parameter_split, num_clients, seed, num_samples)
-        self.graph = resolve_graph(self.given_graph, num_clients, seed)
+        super().bind(known)
+        self.graph = resolve_graph(self.given_graph, self.num_clients, self.seed)
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that at 0 this is another method."""

@@ -10,11 +10,11 @@ from torch import Tensor
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, check_number
-from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree, expand, flat, select, sub, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
-from lightning_pfl.methods.base import About, LocalStep, Method, Phase
+from lightning_pfl.methods.base import About, Known, LocalStep, Method, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -155,16 +155,10 @@ class GTVMin(WatchedPull, Method):
         self.step_ratio = step_ratio
         self.local_solver: LocalSolver = local_solver
 
-    def bind(
-        self,
-        parameter_split: ParameterSplit,
-        num_clients: int,
-        seed: int,
-        num_samples: Tensor | None = None,
-    ) -> None:
+    def bind(self, known: Known) -> None:
         """Find the neighbours."""
-        super().bind(parameter_split, num_clients, seed, num_samples)
-        self.graph = resolve_graph(self.given_graph, num_clients, seed)
+        super().bind(known)
+        self.graph = resolve_graph(self.given_graph, self.num_clients, self.seed)
         # One over tau.
         self.pulls = self.graph.mask.sum(1).clamp_min(1).double() / self.step_ratio
 

@@ -12,11 +12,11 @@ from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number
-from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
-from lightning_pfl.methods.base import About, LocalStep, Method
+from lightning_pfl.methods.base import About, Known, LocalStep, Method
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.sheaf import pulled, saddle_divergence
 from lightning_pfl.solvers.sheaf import Maps, Restrictions, check_maps, disagreement, lift
@@ -117,23 +117,17 @@ class HomologicalConstraints(Method):
         self.step, self.penalty = step, penalty
         self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
 
-    def bind(
-        self,
-        parameter_split: ParameterSplit,
-        num_clients: int,
-        seed: int,
-        num_samples: Tensor | None = None,
-    ) -> None:
+    def bind(self, known: Known) -> None:
         """Find the neighbours and the maps."""
-        super().bind(parameter_split, num_clients, seed, num_samples)
-        self.graph = resolve_graph(self.given_graph, num_clients, seed)
+        super().bind(known)
+        self.graph = resolve_graph(self.given_graph, self.num_clients, self.seed)
         self.sheaf = Restrictions.plan(
             self.graph,
             self.model_sizes,
             self.given_maps,
             self.edge_dim_ratio,
             self.map_std,
-            seed,
+            self.seed,
         )
 
     # --- state ---

@@ -13,9 +13,9 @@ from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
 from lightning_pfl.core.errors import MisconfigurationException
-from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree, weighted_mean
-from lightning_pfl.methods.base import About, LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.base import About, Known, LocalStep, Method, Phase, Weighting
 from lightning_pfl.solvers.least_squares import (
     leading_eigenvectors,
     least_squares,
@@ -149,22 +149,16 @@ class LinearFedRep(Method):
         self.head_solver, self.head_steps = head_solver, head_steps
         self.body_lr, self.head_lr, self.ridge = body_lr, head_lr, ridge
 
-    def bind(
-        self,
-        parameter_split: ParameterSplit,
-        num_clients: int,
-        seed: int,
-        num_samples: Tensor | None = None,
-    ) -> None:
+    def bind(self, known: Known) -> None:
         """Find the two matrices.
 
         Raises:
             MisconfigurationException: If the model isn't two matrices, the head's with one row.
         """
-        super().bind(parameter_split, num_clients, seed, num_samples)
-        shapes = {name: tuple(leaf.shape) for name, leaf in parameter_split.model().items()}
-        body, head = sorted(parameter_split.shared), sorted(parameter_split.personal)
-        fits = len(body) == len(head) == 1 and not parameter_split.static
+        super().bind(known)
+        shapes = {name: tuple(leaf.shape) for name, leaf in self.parameter_split.model().items()}
+        body, head = sorted(self.parameter_split.shared), sorted(self.parameter_split.personal)
+        fits = len(body) == len(head) == 1 and not self.parameter_split.static
         if not fits or shapes[head[0]] != (1, *shapes[body[0]][:1]) or len(shapes[body[0]]) != 2:
             found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
             raise MisconfigurationException(

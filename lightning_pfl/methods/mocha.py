@@ -14,9 +14,8 @@ from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
 from lightning_pfl.core.errors import MisconfigurationException
-from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method, Phase
 from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
 
 Bound = Literal["common", "own"]
@@ -147,30 +146,23 @@ class MOCHA(Method):
         self.regularization, self.local_fraction = regularization, local_fraction
         self.outer_iterations, self.inner_iterations = outer_iterations, inner_iterations
 
-    def bind(
-        self,
-        parameter_split: ParameterSplit,
-        num_clients: int,
-        seed: int,
-        num_samples: Tensor | None = None,
-    ) -> None:
+    def bind(self, known: Known) -> None:
         """Require a linear model."""
-        super().bind(parameter_split, num_clients, seed, num_samples)
-        shapes = {name: leaf.shape for name, leaf in parameter_split.model().items()}
+        super().bind(known)
+        shapes = {name: leaf.shape for name, leaf in self.parameter_split.model().items()}
         weights = [name for name, shape in shapes.items() if len(shape) == 2]
         biases = [name for name, shape in shapes.items() if len(shape) == 1]
         linear = len(weights) == 1 and len(biases) <= 1 and len(shapes) == len(weights + biases)
         if (
             not linear
-            or parameter_split.static
+            or self.parameter_split.static
             or any(shapes[b] != shapes[weights[0]][:1] for b in biases)
         ):
             raise MisconfigurationException(
                 "Expected a linear model, one weight matrix and at most one bias, as MOCHA solves "
                 f"a convex problem, but got {', '.join(shapes)} in "
-                f"{type(parameter_split.module).__name__}. Use MLP([inputs, outputs]), or FedMTL "
-                "for "
-                "networks."
+                f"{type(self.parameter_split.module).__name__}. Use MLP([inputs, outputs]), or "
+                "FedMTL for networks."
             )
         self._weight, self._bias = weights[0], biases[0] if biases else None
         self._outputs, self._inputs = shapes[self._weight]

@@ -15,7 +15,7 @@ from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
-from lightning_pfl.methods.base import About, LocalStep, Method
+from lightning_pfl.methods.base import About, Known, LocalStep, Method
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.sheaf import divergence, measure, pulled
 from lightning_pfl.solvers.sheaf import (
@@ -148,23 +148,17 @@ class SheafFMTL(Method):
         self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
         self.order, self.laplacian = order, laplacian
 
-    def bind(
-        self,
-        parameter_split: ParameterSplit,
-        num_clients: int,
-        seed: int,
-        num_samples: Tensor | None = None,
-    ) -> None:
+    def bind(self, known: Known) -> None:
         """Find the neighbours and the dimensions of the edges' spaces."""
-        super().bind(parameter_split, num_clients, seed, num_samples)
-        self.graph = resolve_graph(self.given_graph, num_clients, seed)
+        super().bind(known)
+        self.graph = resolve_graph(self.given_graph, self.num_clients, self.seed)
         found = Restrictions.plan(
             self.graph,
             self.model_sizes,
             self.given_maps,
             self.edge_dim_ratio,
             self.map_std,
-            seed,
+            self.seed,
         )
         self.sheaf = found.learned() if self.map_lr else found
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo, LocalResult
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, repeat, rows, tmap
@@ -81,7 +82,7 @@ def local_round(
         **options: Passed to the engine (``transform``, ``stochastic``).
     """
     parameter_split = ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))
-    method.bind(parameter_split, data.num_clients, 0, data.num_samples)
+    method.bind(Known.of(parameter_split, data.num_clients, 0, data.num_samples))
     index = torch.arange(data.num_clients) if clients is None else torch.tensor(list(clients))
     kind = VectorizedEngine if engine == "vectorized" else SequentialEngine
     runner = kind(

@@ -147,11 +147,7 @@ class FederatedLoop(FitLoop):
         self._learners = learners(self.strategy, data, phases, limit, self._fate)
         some = torch.zeros(data.num_clients, dtype=torch.bool)
         some[self._learners] = True
-        for each in (
-            method,
-            *(architecture.method for architecture in self.strategy.architectures),
-        ):
-            each.has_training_data = some
+        self.strategy.set_has_training_data(some)
         self.max_batches = len(self._draw(start))
 
     @property

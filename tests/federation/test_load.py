@@ -70,7 +70,7 @@ def test_every_method_gives_the_models_of_the_run_that_wrote_the_file(
     else:
         assert same(clients.global_state_dict(), wanted)
     assert same(module.state_dict(), before)
-    assert not hasattr(method, "layout") or method.parameter_split is None
+    assert not hasattr(method, "known")
 
 
 def test_a_model_that_needs_data_is_refused_and_the_global_one_is_there(tmp_path: Path) -> None:

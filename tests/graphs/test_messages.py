@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_pfl import ClientModules
 from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree
@@ -69,8 +70,8 @@ class Letters(Method):
         super().__init__(weighting="uniform")
         self.when = when
 
-    def bind(self, *args: Any, **kwargs: Any) -> None:
-        super().bind(*args, **kwargs)
+    def bind(self, known: Known) -> None:
+        super().bind(known)
         self.graph = GRAPH
         self.slots = self.graph.mask.shape[1]
 

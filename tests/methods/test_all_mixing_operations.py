@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import repeat
@@ -51,7 +52,7 @@ def operations(method: Method, clients: int) -> tuple[int, int]:
     module = QuadraticModule(6)
     parameter_split = ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))
     ones = torch.ones(clients, dtype=torch.int64)
-    method.bind(parameter_split, clients, 0, ones)
+    method.bind(Known.of(parameter_split, clients, 0, ones))
     everyone = torch.arange(clients)
     info = ClientInfo(everyone, ones, ones, ones / clients, 0, clients, (0.1,))
     client_state = method.init_client_state_rows(

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_pfl.contract.known import Known
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods import L2GD, LocalOnly
 from lightning_pfl.testing import (
     QuadraticModule,
@@ -32,7 +34,7 @@ L4 = np.array([0.0, 0.1, 1.0, 1.1])
 
 def coins(rounds: int, p: float = 0.5, seed: int = 0) -> list[bool]:
     method = L2GD(aggregation_probability=p)
-    method.seed = seed
+    method.bind(Known.of(ParameterSplit(QuadraticModule()), 1, seed))
     return [method.aggregates(number) for number in range(rounds)]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_pfl import methods, models
+from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import expand, nbytes
@@ -19,7 +20,7 @@ def bytes_of(method: Method, network: str) -> tuple[int, int]:
     with torch.device("meta"):
         module = getattr(models, network)()
     parameter_split = ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))
-    method.bind(parameter_split, 1, 0, ONE)
+    method.bind(Known.of(parameter_split, 1, 0, ONE))
     model = parameter_split.model()
     info = ClientInfo(ONE - 1, ONE, ONE, ONE.double(), 0, 1, (0.1,))
     received = method.download(method.init_server(model), info)

@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_pfl.cli.command_line import PFLCLI
+from lightning_pfl.contract.known import Known
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods.base import Method
 from lightning_pfl.priors import GaussianPrior
@@ -95,12 +96,12 @@ def test_mocha_needs_a_linear_model() -> None:
     assert "--model=MLP --model.sizes=[784,10]" in part.read_text()
     linear = compose(part, extra=("--model=MLP", "--model.sizes=[64,10]"))
     (method,) = methods_of(linear)
-    method.bind(ParameterSplit(linear.model), 2, 0)
+    method.bind(Known.of(ParameterSplit(linear.model), 2))
     network = compose(part)
     with pytest.raises(
         MisconfigurationException, match=r"Expected a linear model, .*Use MLP\(\[inputs, outputs\]"
     ):
-        methods_of(network)[0].bind(ParameterSplit(network.model), 2, 0)
+        methods_of(network)[0].bind(Known.of(ParameterSplit(network.model), 2))
 
 
 def test_fedmap_may_have_a_variance_for_each_layer() -> None:

@@ -95,6 +95,6 @@ class WatchedPull:
         return {
             "pull": f"Expected lr * {pull.formula} to be below {bound:g}, but got {step:.3g} "
             f"before round {round.number}: local steps overshoot the pull of other clients, and "
-            f"the run is likely to diverge. Use a learning rate below {bound / pull.strength:.2g}, or "
-            f"{pull.remedy}."
+            f"the run is likely to diverge. Use a learning rate below {bound / pull.strength:.2g}, "
+            f"or {pull.remedy}."
         }

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_pfl.contract.known import Known
 from lightning_pfl.engine.vectorized import trace
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg, FedProx, FedRep
@@ -109,7 +110,7 @@ def test_what_a_user_overrides_is_not_recorded(kind: type[OwnSample]) -> None:
     assert replays(first) == 0
     module.scales.append(0.0)  # type: ignore[operator, union-attr]
     engine, method = first.engine, FedAvg()
-    method.bind(engine.parameter_split, 5, 0)
+    method.bind(Known.of(engine.parameter_split, 5))
     again = engine.train(
         method, first.received, {"model": {}}, first.info, image_clients(), method.phases(1)
     )
