@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_pfl import methods
 from lightning_pfl.testing.conformance import (
     CHECKS,
     MakeMethod,
@@ -16,15 +15,20 @@ from lightning_pfl.testing.conformance import (
     check_engines_agree,
 )
 from lightning_pfl.testing.rounds import EngineName, assert_trees_close, local_round
-from tests.methods.cases import CASES, PROBLEMS
+from tests.methods import test_fedper
+from tests.methods.cases import CASES, PROBLEMS, case_of
 
 ENGINES: tuple[EngineName, ...] = ("vectorized", "sequential")
 # Runs both engines by itself.
 OTHERS = [check for check in CHECKS if check is not check_engines_agree]
 
 
-def test_every_method_has_a_case() -> None:
-    assert set(CASES) == set(methods.__all__)
+def test_a_test_file_without_a_case_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(test_fedper, "CASE")
+    with pytest.raises(
+        AssertionError, match=r"test_fedper\.py needs `CASE = Case\(...\)` for FedPer"
+    ):
+        case_of("FedPer")
 
 
 @pytest.mark.parametrize("name", CASES)

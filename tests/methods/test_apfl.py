@@ -18,9 +18,19 @@ from lightning_pfl.testing import (
     fit,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
 from tests.methods.references.apfl import apfl
+
+CASE = Case(
+    method=lambda: APFL(mixing=0.3, adaptive=True),
+    bytes={
+        "defaults": Bytes(lambda: APFL(adaptive=True), 4 * D, 4 * D),
+    },
+    twin=lambda: APFL(0.0),
+    published={"mixing": 0.5, "adaptive": False, "mix": "parameters", "weighting": "uniform"},
+)
 
 
 def by_formula(

@@ -28,8 +28,7 @@ from lightning_pfl.testing import (
     local_round,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
-from tests.methods.cases import linear_module
-from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.networks import SCALARS, cohorts, linear_module, plain_module
 from tests.methods.quadratics import ENGINES, close, ragged
 from tests.methods.references.apfl import gradient
 from tests.methods.references.training import State, average, batches, with_data

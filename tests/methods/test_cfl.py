@@ -22,9 +22,19 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR
 from tests.methods.references.cfl import cfl_round, complete_linkage
+
+CASE = Case(
+    method=lambda: CFL(eps_mean=10.0, eps_max=1e-6, start_round=0),
+    bytes={
+        "defaults": Bytes(CFL, 4 * D, 4 * D),
+    },
+    twin=None,  # CFL splits nobody before round 20.
+    published={"eps_mean": 0.4, "eps_max": 1.6, "start_round": 20},
+)
 
 CENTERS = np.array([[3.0, 0.1], [3.2, 0.0], [-3.0, 0.3], [2.9, -0.2], [-3.1, 0.1], [-0.5, 9.0]])
 

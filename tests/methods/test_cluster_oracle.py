@@ -16,9 +16,20 @@ from lightning_pfl.testing import (
     fit,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
-from tests.methods.networks import SCALARS, cohorts, plain_module
+from tests.methods.case import Bytes, Case, D
+from tests.methods.networks import SCALARS, cohorts, even_clients, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
 from tests.methods.references.cluster_oracle import cluster_oracle
+
+CASE = Case(
+    method=lambda: ClusterOracle(lambda client: client % 2),
+    bytes={
+        "defaults": Bytes(lambda: ClusterOracle(lambda client: 0), 4 * D, 4 * D),
+    },
+    twin=FedAvg,
+    needed=(lambda client: client % 2,),
+    problem={"make_data": even_clients},
+)
 
 LABELS = [7, 2, 7, 2]
 

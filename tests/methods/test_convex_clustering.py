@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.methods import ConvexClustering, convex_clustering
+from lightning_pfl.methods import ConvexClustering, LocalOnly, convex_clustering
 from lightning_pfl.methods.convex_clustering import canonical_weight
 from lightning_pfl.methods.support import memory
 from lightning_pfl.models import SquaredHingeClassifier
@@ -28,12 +28,28 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
+from tests.methods.case import DEGREE, Bytes, Case, D
 from tests.methods.graphs import PATH
 from tests.methods.networks import cohorts
 from tests.methods.quadratics import ENGINES, LR, A, C, close, ragged
 from tests.methods.references.convex_clustering import pdmm
 from tests.solvers.problems import L4, Hinges, ellipses, l4_solution
 from tests.solvers.test_pdmm import documented_draws
+
+CASE = Case(
+    method=lambda: ConvexClustering(0.2, local_epochs=2),
+    bytes={
+        # From the second round on: the neighbours' x, the own mu and what the pairs (j, i) add to
+        # equation 16; up the own x and z, all blocks being drawn.
+        "defaults": Bytes(
+            lambda: ConvexClustering(0.2, blocks=1.0, dual_blocks=1.0),
+            4 * D * DEGREE + 4 * D * DEGREE + 4 * D,
+            4 * D + 4 * D * DEGREE,
+            from_the_first_round=False,
+        ),
+    },
+    twin=LocalOnly,
+)
 
 DIM = 2
 

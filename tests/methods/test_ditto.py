@@ -19,9 +19,19 @@ from lightning_pfl.testing import (
     q2,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.ditto import ditto
+
+CASE = Case(
+    method=lambda: Ditto(prox_weight=0.5),
+    bytes={
+        "defaults": Bytes(Ditto, 4 * D, 4 * D),
+    },
+    twin=lambda: Ditto(0.0),
+    published={"prox_weight": 1.0, "weighting": "uniform"},
+)
 
 W0 = torch.full((2,), 0.5, dtype=torch.float64)
 

@@ -22,8 +22,22 @@ from lightning_pfl.testing import (
     q2,
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
+from tests.methods.case import WITH_BATCHNORM, Bytes, Case, D
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.fedavg import fedavg
+
+CASE = Case(
+    method=lambda: FedAvg(server_optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
+    bytes={
+        "defaults": Bytes(FedAvg, 4 * D, 4 * D),
+        # Two statistics for each of two channels, and an int64 that counts batches.
+        "with BatchNorm": Bytes(
+            FedAvg, 4 * (WITH_BATCHNORM + 2 * 2) + 8, 4 * (WITH_BATCHNORM + 2 * 2) + 8, small_module
+        ),
+    },
+    twin=None,  # The others are compared with it.
+    published={"local_epochs": 1, "weighting": "samples", "server_optimizer": None},
+)
 
 W0 = torch.tensor([0.5, 0.5], dtype=torch.float64)
 

@@ -17,8 +17,20 @@ from lightning_pfl.testing import (
     fit,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import BATCHNORM, WITH_BATCHNORM, Bytes, Case
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.split import split
+
+CASE = Case(
+    method=lambda: FedBN(),
+    bytes={
+        "defaults": Bytes(
+            FedBN, 4 * (WITH_BATCHNORM - BATCHNORM), 4 * (WITH_BATCHNORM - BATCHNORM), small_module
+        ),
+    },
+    twin=lambda: FedAvg(weighting="uniform"),
+    published={"weighting": "uniform"},
+)
 
 NORM = [
     f"backbone.1.{name}"

@@ -32,9 +32,29 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import WITH_BATCHNORM, Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.fedmap import fedmap
+
+CASE = Case(
+    method=lambda: FedMAP(DiagonalGaussianPrior(0.5), log_envelope=True),
+    bytes={
+        # The logarithm of the weight is a double.
+        "defaults": Bytes(FedMAP, 4 * D, 4 * D + 8),
+        "learned variances": Bytes(lambda: FedMAP(DiagonalGaussianPrior()), 8 * D, 4 * D + 8),
+        # Nothing is measured; or one more double, with the weight or without.
+        "by samples": Bytes(lambda: FedMAP(weighting="samples"), 4 * D, 4 * D),
+        "envelope": Bytes(lambda: FedMAP(log_envelope=True), 4 * D, 4 * D + 16),
+        "by samples, envelope": Bytes(
+            lambda: FedMAP(weighting="samples", log_envelope=True), 4 * D, 4 * D + 8
+        ),
+        # All but the buffers.
+        "with BatchNorm": Bytes(FedMAP, 4 * WITH_BATCHNORM, 4 * WITH_BATCHNORM + 8, small_module),
+    },
+    twin=LocalOnly,
+    published={"weighting": "posterior", "data_term": "mean", "prior_lr": None},
+)
 
 W0 = torch.full((2,), 0.5, dtype=torch.float64)
 WEIGHTINGS = ("posterior", "exact", "per_sample", "samples", "uniform")

@@ -21,9 +21,20 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
 from tests.methods.references.fedmtl import fedmtl, penalty
+
+CASE = Case(
+    method=lambda: FedMTL(0.05),
+    bytes={
+        # The sum of the others' models in the place of all of them.
+        "defaults": Bytes(FedMTL, 4 * D, 4 * D),
+    },
+    twin=lambda: FedMTL(0.0),
+    above_zero="regularization",
+)
 
 MODES: tuple[Any, ...] = ("spread", "asrun", "none")
 

@@ -19,8 +19,18 @@ from lightning_pfl.testing import (
     fit,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import BODY, Bytes, Case
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.split import split
+
+CASE = Case(
+    method=lambda: FedPer(),
+    bytes={
+        "defaults": Bytes(FedPer, 4 * BODY, 4 * BODY),
+    },
+    twin=FedAvg,
+    published={"personal": "head", "weighting": "samples"},
+)
 
 HEAD = ("head.weight", "head.bias")
 

@@ -20,8 +20,18 @@ from lightning_pfl.testing import (
     q2,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import Bytes, Case, D
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.fedprox import fedprox
+
+CASE = Case(
+    method=lambda: FedProx(prox_weight=0.5),
+    bytes={
+        "defaults": Bytes(FedProx, 4 * D, 4 * D),
+    },
+    twin=FedAvg,
+    published={"prox_weight": 0.1, "weighting": "samples"},
+)
 
 W0 = torch.tensor([0.5, 0.5], dtype=torch.float64)
 

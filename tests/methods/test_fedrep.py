@@ -26,8 +26,18 @@ from lightning_pfl.testing import (
     local_round,
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
+from tests.methods.case import BODY, Bytes, Case
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.fedrep import fedrep
+
+CASE = Case(
+    method=lambda: FedRep(head_epochs=2, body_epochs=1, head_lr=0.1),
+    bytes={
+        "defaults": Bytes(FedRep, 4 * BODY, 4 * BODY),
+    },
+    twin=FedPer,
+    published={"personal": "head", "head_epochs": 10, "body_epochs": 1, "weighting": "samples"},
+)
 
 
 def split_quadratic() -> SplitQuadraticModule:

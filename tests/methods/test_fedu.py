@@ -18,11 +18,25 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import DEGREE, Bytes, Case, D
 from tests.methods.graphs import PATH
 from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, STEPS, A, C, ragged
 from tests.methods.references.fedu import combine, objective_gradient
 from tests.methods.references.training import batches, load, train
+
+CASE = Case(
+    method=lambda: FedU("complete", 0.3),
+    bytes={
+        "defaults": Bytes(lambda: FedU("complete"), 4 * D, 4 * D),
+        "decentralized": Bytes(
+            lambda: FedU("complete", decentralized=True), 4 * D * DEGREE, 4 * D * DEGREE
+        ),
+    },
+    twin=lambda: FedU("complete", 0.0),
+    needed=("complete",),
+    published={"lap_factor": 1.0, "decentralized": False},
+)
 
 EDGES = {(0, 1): 0.5, (0, 2): 2.0, (1, 3): 1.0}
 GRAPH = torch.zeros(4, 4, dtype=torch.float64)

@@ -21,10 +21,21 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import DEGREE, Bytes, Case, D
 from tests.methods.graphs import PATH, RAGGED, edges_among
 from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES
 from tests.methods.references.gtvmin import gtvmin, resolvent
+
+CASE = Case(
+    method=lambda: GTVMin("complete", 0.05),
+    bytes={
+        "defaults": Bytes(lambda: GTVMin("complete"), 4 * D * DEGREE, 4 * D * DEGREE),
+    },
+    twin=LocalOnly,
+    needed=("complete",),
+    above_zero="regularization",
+)
 
 LINE = (0.0, 0.1, 1.0, 1.1)
 """Four clients on a line, all pairs neighbours."""

@@ -21,6 +21,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.federation.test_architectures import OF, loaders, modules
+from tests.methods.case import DEGREE, EDGE, Bytes, Case
 from tests.methods.graphs import (
     PAIR,
     PATH,
@@ -35,6 +36,21 @@ from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES
 from tests.methods.references.homological import homological, kkt
 from tests.trainer.setting import trainer
+
+CASE = Case(
+    method=lambda: HomologicalConstraints(
+        "complete", 0.02, 0.5, edge_dim_ratio=0.5, local_epochs=1, local_steps=None
+    ),
+    bytes={
+        "defaults": Bytes(
+            lambda: HomologicalConstraints("complete", edge_dim_ratio=0.1),
+            8 * EDGE * DEGREE,
+            8 * EDGE * DEGREE,
+        ),
+    },
+    twin=lambda: LocalOnly(local_epochs=None, local_steps=1),
+    needed=("complete",),
+)
 
 EPOCH: dict[str, Any] = {"local_epochs": 1, "local_steps": None}
 

@@ -25,10 +25,20 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
+from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR
 from tests.methods.references.ifca import ifca_gradient_round, ifca_round
 from tests.methods.references.training import batches, load, train
+
+CASE = Case(
+    method=lambda: IFCA(2),
+    bytes={
+        # All models down; up one and its number.
+        "defaults": Bytes(lambda: IFCA(3), 3 * 4 * D, 4 * D + 8),
+    },
+    twin=lambda: FedAvg(weighting="uniform"),
+)
 
 A = np.array([1.0, 3.0, 0.5, 2.0, 1.5])
 C = np.array([[0.0], [0.2], [4.0], [5.0], [-0.3]])

@@ -23,11 +23,19 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import Case, D, bytes_of_rounds
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
 from tests.methods.references.apfl import gradient
 from tests.methods.references.l2gd import l2gd
 from tests.methods.references.training import batches
+
+CASE = Case(
+    method=lambda: L2GD(2.0, 0.5, local_epochs=2),
+    bytes=None,
+    twin=lambda: L2GD(0.0),
+    published={"mixing_weight": 0.5, "local_steps": 1},
+)
 
 L4 = np.array([0.0, 0.1, 1.0, 1.1])
 
@@ -208,3 +216,13 @@ def test_epochs_replace_the_default_step() -> None:
     assert (method.local_epochs, method.local_steps) == (2, None)
     with pytest.raises(ValueError, match="Expected exactly one of `local_epochs` and"):
         L2GD(local_epochs=2, local_steps=3)
+
+
+def test_l2gd_sends_a_model_where_the_coin_turns_and_nothing_elsewhere() -> None:
+    method = L2GD(1.0, 0.4)
+    rounds = bytes_of_rounds(method, plain_module(), 12)
+    coins = [False, *(method.aggregates(number) for number in range(13))]
+    for (down, up), before, now, after in zip(rounds, coins, coins[1:], coins[2:], strict=False):
+        assert down == 4 * D * (now and not before)
+        assert up == 4 * D * (after and not now)
+    assert 0 < sum(up > 0 for _, up in rounds) < 12

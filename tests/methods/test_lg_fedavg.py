@@ -19,8 +19,18 @@ from lightning_pfl.testing import (
     fit,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import HEAD, Bytes, Case
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.split import split
+
+CASE = Case(
+    method=lambda: LGFedAvg(local_epochs=None, local_steps=3),
+    bytes={
+        "defaults": Bytes(LGFedAvg, 4 * HEAD, 4 * HEAD),
+    },
+    twin=lambda: FedAvg(weighting="uniform"),
+    published={"shared": "head", "weighting": "uniform"},
+)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -26,8 +26,27 @@ from lightning_pfl.methods.linear_fedrep import step_bound
 from lightning_pfl.metrics.subspace import principal_angle_distance
 from lightning_pfl.models import LinearRepresentation as Model
 from lightning_pfl.testing import Fit, fit
+from tests.methods.case import Bytes, Case
+from tests.methods.networks import two_matrices
 from tests.methods.quadratics import ENGINES, close
 from tests.methods.references import linear_fedrep as reference
+
+CASE = Case(
+    method=lambda: LinearFedRep(body_lr=0.02, ridge=0.1),
+    bytes={
+        # After round 0, whose moments are counted below: 25 inputs, 2 dimensions.
+        "defaults": Bytes(
+            lambda: LinearFedRep(body_lr=0.02),
+            4 * 25 * 2,
+            4 * 25 * 2,
+            two_matrices,
+            from_the_first_round=False,
+        ),
+    },
+    twin=None,  # No setting makes it another method of linear models.
+    published={"initialization": "moments", "head_solver": "exact", "weighting": "uniform"},
+    problem={"make_module": two_matrices},
+)
 
 BODY, HEAD = "backbone.weight", "head.weight"
 # Steps above the theorem's bound are legal; two tests below look at the warning.

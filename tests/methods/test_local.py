@@ -16,8 +16,17 @@ from lightning_pfl.testing import (
     fit,
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
+from tests.methods.case import Bytes, Case
 from tests.methods.quadratics import ENGINES, LR, STEPS, A, C, close, ragged
 from tests.methods.references.local import local
+
+CASE = Case(
+    method=lambda: LocalOnly(),
+    bytes={
+        "defaults": Bytes(LocalOnly, 0, 0),
+    },
+    twin=None,  # The others are compared with it.
+)
 
 
 class Momentum(QuadraticModule):

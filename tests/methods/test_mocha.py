@@ -20,10 +20,23 @@ from lightning_pfl.methods.mocha import aggregation_bound, learned_relationship
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import Fit, fit
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
-from tests.methods.cases import linear_module
-from tests.methods.networks import cohorts
+from tests.methods.case import LINEAR, Bytes, Case
+from tests.methods.networks import cohorts, linear_module
 from tests.methods.quadratics import ENGINES, close
 from tests.methods.references.mocha import mocha, objectives
+
+CASE = Case(
+    method=lambda: MOCHA(0.05, inner_iterations=1),
+    bytes={
+        # The weights and one number for the step; up the change of the weights.
+        "defaults": Bytes(
+            lambda: MOCHA(inner_iterations=1), 4 * LINEAR + 4, 4 * LINEAR, linear_module
+        ),
+    },
+    twin=None,  # No setting makes it another method of linear models.
+    published={"outer_iterations": 10, "inner_iterations": 100, "local_fraction": 0.5},
+    problem={"make_module": linear_module},
+)
 
 COUNTS = (7, 12, 4)
 DIM = 3

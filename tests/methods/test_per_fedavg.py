@@ -25,9 +25,19 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.per_fedavg import per_fedavg
+
+CASE = Case(
+    method=lambda: PerFedAvg(0.1, order="hessian-free"),
+    bytes={
+        "defaults": Bytes(PerFedAvg, 4 * D, 4 * D),
+    },
+    twin=lambda: PerFedAvg(0.0),
+    published={"inner_lr": 0.01, "order": "first", "difference": 1e-3, "weighting": "uniform"},
+)
 
 W0 = torch.full((2,), 0.5, dtype=torch.float64)
 ALPHA = 0.2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.methods import PFedMe
+from lightning_pfl.methods import FedAvg, PFedMe
 from lightning_pfl.testing import (
     QuadraticModule,
     assert_trees_close,
@@ -17,9 +17,19 @@ from lightning_pfl.testing import (
     q2,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
 from tests.methods.references.pfedme import pfedme
+
+CASE = Case(
+    method=lambda: PFedMe(3.0, inner_steps=2, inner_lr=0.05, server_mixing=0.8),
+    bytes={
+        "defaults": Bytes(PFedMe, 4 * D, 4 * D),
+    },
+    twin=lambda: FedAvg(weighting="uniform"),
+    published={"moreau_weight": 15.0, "inner_steps": 5, "inner_lr": 0.05, "server_mixing": 1.0},
+)
 
 W0 = torch.full((2,), 0.5, dtype=torch.float64)
 

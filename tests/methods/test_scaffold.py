@@ -19,10 +19,20 @@ from lightning_pfl.testing import (
     q2,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
 from tests.methods.references.scaffold import scaffold
 from tests.trainer.setting import classes, network, trainer
+
+CASE = Case(
+    method=lambda: SCAFFOLD(option="I", server_lr=0.7),
+    bytes={
+        "defaults": Bytes(SCAFFOLD, 8 * D, 8 * D),
+    },
+    twin=lambda: FedAvg(weighting="uniform"),
+    published={"option": "II", "server_lr": 1.0},
+)
 
 OPTIONS: tuple[Any, ...] = ("I", "II")
 N = len(A)

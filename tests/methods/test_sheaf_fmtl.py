@@ -22,6 +22,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.federation.test_architectures import OF, loaders, modules
+from tests.methods.case import DEGREE, EDGE, Bytes, Case
 from tests.methods.graphs import (
     PAIR,
     PATH,
@@ -38,6 +39,20 @@ from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, A, C, close
 from tests.methods.references.sheaf_fmtl import sheaf_fmtl
 from tests.trainer.setting import trainer
+
+CASE = Case(
+    method=lambda: SheafFMTL("complete", 0.05, 0.1, 0.3, maps="identity"),
+    bytes={
+        "defaults": Bytes(
+            lambda: SheafFMTL("complete", 0.05, 0.1, 0.1),
+            8 * EDGE * DEGREE,
+            8 * EDGE * DEGREE,
+        ),
+    },
+    twin=lambda: SheafFMTL("complete", 0.0),
+    needed=("complete",),
+    published={"regularization": 1e-3, "map_lr": 0.01, "map_std": 0.01},
+)
 
 ONE_STEP: dict[str, Any] = {"local_epochs": None, "local_steps": 1}
 STILL: dict[str, Any] = {"map_lr": 0.0, "maps": "identity", "edge_dim_ratio": 1.0}

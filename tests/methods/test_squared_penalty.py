@@ -17,11 +17,21 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, A, C, close, ragged
 from tests.methods.references.squared_penalty import squared_penalty
 from tests.methods.test_convex_clustering import hinge_clients
 from tests.solvers.problems import L4, Hinges, Quadratics, ellipses
+
+CASE = Case(
+    method=lambda: SquaredPenalty(0.1),
+    bytes={
+        "defaults": Bytes(SquaredPenalty, 4 * D, 4 * D),
+    },
+    twin=LocalOnly,
+    above_zero="penalty_weight",
+)
 
 DIM = 2
 
