@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSpec
-from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat
-from lightning_pfl.graphs import GraphLike, resolve_graph
+from lightning_pfl.core.tree import Model, Tree, expand
+from lightning_pfl.graphs import GraphLike
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
-from lightning_pfl.methods.base import About, Known, LocalStep, Method
-from lightning_pfl.methods.support import memory
-from lightning_pfl.methods.support.sheaf import pulled, saddle_divergence
-from lightning_pfl.solvers.sheaf import Maps, Restrictions, check_maps, disagreement, lift
+from lightning_pfl.methods.base import About, Known, Method
+from lightning_pfl.methods.support.sheaf import SheafClients, pulled, saddle_divergence
+from lightning_pfl.solvers.sheaf import Maps, lift
 
 COPIES = 2
 """Of the maps: in the bank and of the cohort."""
 
 
-class HomologicalConstraints(Method):
+class HomologicalConstraints(SheafClients, Method):
     r"""Clients minimise their losses under the constraint that neighbours' projections are equal.
 
     .. math::
@@ -112,42 +110,20 @@ class HomologicalConstraints(Method):
         if step is not None:
             check_number("step", step, "Use None for the learning rate.", positive=True)
         check_number("penalty", penalty, "Use 1, as the authors do.")
-        check_maps(edge_dim_ratio, maps, map_std)
-        self.given_graph, self.given_maps = graph, maps
+        self.set_maps(graph, edge_dim_ratio, maps, map_std)
         self.step, self.penalty = step, penalty
-        self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
 
     def bind(self, known: Known) -> None:
         """Find the neighbours and the maps."""
         super().bind(known)
-        self.graph = resolve_graph(self.given_graph, self.num_clients, self.seed)
-        self.sheaf = Restrictions.plan(
-            self.graph,
-            self.model_sizes,
-            self.given_maps,
-            self.edge_dim_ratio,
-            self.map_std,
-            self.seed,
-        )
+        self.resolve_sheaf(learned=False)
 
     # --- state ---
 
     def init_client_state(self, model: Model) -> Tree:
         """The whole model, multipliers of zero, and the maps if they are kept."""
-        theta = flat(expand(model, 1), self.parameter_split.trainable)[0]
-        maps = self.sheaf.empty(theta)
-        if maps:
-            memory.require(
-                COPIES * self.sheaf.scalars * theta.element_size(),
-                theta.device,
-                f"the restriction maps of HomologicalConstraints for {self.num_clients} clients",
-                "Use maps='identity', a smaller `edge_dim_ratio` or a sparser `graph`.",
-            )
-        return {"model": model, "dual": torch.zeros_like(theta), **maps}
-
-    def init_client_state_rows(self, client_state: Tree, model: Model, info: ClientInfo) -> Tree:
-        """The maps, which differ from edge to edge."""
-        return self.sheaf.filled(client_state, info.index)
+        maps = self.empty_maps(model, COPIES)
+        return {"model": model, "dual": torch.zeros_like(self.theta(expand(model, 1))[0]), **maps}
 
     # --- a client's round ---
 
@@ -157,42 +133,23 @@ class HomologicalConstraints(Method):
 
     def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
         """Projections to the space of each edge."""
-        x = flat(client_state["model"], self.parameter_split.trainable)
+        x = self.theta(client_state["model"])
         sent = self.penalty * x + client_state["dual"] if exchange == "models" else x
-        return {"projection": self.sheaf.project(sent, client_state, info.index)}
+        return self.projection(sent, client_state, info)
 
     def receive(
         self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
     ) -> Tree:
         """The Laplacian times what was sent: the pull, or the step of the multipliers."""
-        ours, theirs = inbox.sent["projection"], inbox.messages["projection"]
-        residual = disagreement(ours, theirs, inbox.weights)
-        product = lift(residual, client_state.get("maps"), client_state["dual"].shape[1])
+        maps, scalars = client_state.get("maps"), client_state["dual"].shape[1]
+        product = lift(self.residual(inbox), maps, scalars)
         if exchange == "models":
-            return {
-                **client_state,
-                "pull": unflat(product, client_state["model"], self.parameter_split.trainable),
-            }
+            return {**client_state, "pull": self.unflat(product, client_state["model"])}
         return {**client_state, "dual": client_state["dual"] + self.step_at(info) * product}
 
     def step_at(self, info: ClientInfo) -> float:
         """:math:`h`."""
         return info.lr if self.step is None else self.step
-
-    def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor:
-        """An edge's message has as many numbers as its space has dimensions."""
-        return self.sheaf.nbytes(sent["projection"], info.index)
-
-    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Go on with the own model, and the pull of the neighbours if there is one."""
-        return {name: client_state[name] for name in ("model", "pull") if name in client_state}
-
-    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A step on the gradient of the loss and the pull."""
-        grads = client.grad(state["model"], minibatches)
-        if "pull" in state:
-            grads = {name: grad + state["pull"][name] for name, grad in grads.items()}
-        return {**state, "model": client.update(state["model"], grads)}
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, get_args
-
-from torch import Tensor
+from typing import ClassVar, Literal, get_args
 
 from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
-from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat
-from lightning_pfl.graphs import GraphLike, resolve_graph
+from lightning_pfl.core.tree import Model, Tree
+from lightning_pfl.graphs import GraphLike
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
-from lightning_pfl.methods.base import About, Known, LocalStep, Method
-from lightning_pfl.methods.support import memory
-from lightning_pfl.methods.support.sheaf import divergence, measure, pulled
+from lightning_pfl.methods.base import About, Known, Method
+from lightning_pfl.methods.support.sheaf import SheafClients, divergence, measure, pulled
 from lightning_pfl.solvers.sheaf import (
     Maps,
-    Restrictions,
-    check_maps,
-    disagreement,
     lift,
     move_maps,
 )
@@ -32,7 +26,7 @@ COPIES = 3
 """Of the maps: in the bank, of the cohort, and after a step."""
 
 
-class SheafFMTL(Method):
+class SheafFMTL(SheafClients, Method):
     r"""Neighbours pull together projections of their models, and learn what to project to.
 
     The models may have different numbers of parameters. On the edge of clients :math:`i` and
@@ -68,7 +62,6 @@ class SheafFMTL(Method):
         map_lr: :math:`\eta \ge 0`. 0 keeps the maps, and saves the second message.
         edge_dim_ratio: :math:`\gamma` in (0, 1]. Messages and maps grow with it; unused where maps
             are given.
-        order: ``"synchronous"``: all clients step at once.
         laplacian: ``"combined"``: the pull of the neighbours is part of every local gradient, and
             passes through momentum and clipping; with one local step this is the update above,
             with more the pull stays that of the round's beginning. ``"separate"``: local training
@@ -92,12 +85,12 @@ class SheafFMTL(Method):
     the ones before it have become (Gauss-Seidel). That is not offered: a client would train between
     messages of its own, so that a round became one of a single client, or of one colour of the
     graph, after another, with results that depend on how clients are numbered and on who takes
-    part. With one full local step its fixed points are those of ``"synchronous"``, the paper's
-    order. Edges have weights, 1 in the paper.
+    part. With one full local step its fixed points are those of all clients stepping at once, the
+    paper's order. Edges have weights, 1 in the paper.
 
     Example:
-        >>> SheafFMTL("ring", regularization=0.01, map_lr=0.1, edge_dim_ratio=0.3).order
-        'synchronous'
+        >>> SheafFMTL("ring", regularization=0.01, map_lr=0.1, edge_dim_ratio=0.3).laplacian
+        'combined'
 
     References:
         Ben Issaid, Vepakomma, Bennis. Tackling feature and sample heterogeneity in decentralized
@@ -126,7 +119,6 @@ class SheafFMTL(Method):
         regularization: float = 1e-3,
         map_lr: float = 1e-2,
         edge_dim_ratio: float = 0.1,
-        order: Literal["synchronous"] = "synchronous",
         laplacian: Laplacian = "combined",
         maps: Maps = "random",
         map_std: float = 0.01,
@@ -136,31 +128,15 @@ class SheafFMTL(Method):
         super().__init__(local_epochs, local_steps, weighting="uniform")
         for name, value in (("regularization", regularization), ("map_lr", map_lr)):
             check_number(name, value, "Use 0.01, for example.")
-        if order != "synchronous":
-            raise ValueError(
-                f"Expected `order` to be 'synchronous', but got order={order!r}. One client after "
-                "another (Gauss-Seidel) is not offered; SheafFMTL's docstring says why."
-            )
         check_choice("laplacian", laplacian, get_args(Laplacian), "Use 'combined'.")
-        check_maps(edge_dim_ratio, maps, map_std)
-        self.given_graph, self.given_maps = graph, maps
+        self.set_maps(graph, edge_dim_ratio, maps, map_std)
         self.regularization, self.map_lr = regularization, map_lr
-        self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
-        self.order, self.laplacian = order, laplacian
+        self.laplacian = laplacian
 
     def bind(self, known: Known) -> None:
         """Find the neighbours and the dimensions of the edges' spaces."""
         super().bind(known)
-        self.graph = resolve_graph(self.given_graph, self.num_clients, self.seed)
-        found = Restrictions.plan(
-            self.graph,
-            self.model_sizes,
-            self.given_maps,
-            self.edge_dim_ratio,
-            self.map_std,
-            self.seed,
-        )
-        self.sheaf = found.learned() if self.map_lr else found
+        self.resolve_sheaf(learned=bool(self.map_lr))
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Say that at 0 this is another method."""
@@ -170,21 +146,7 @@ class SheafFMTL(Method):
 
     def init_client_state(self, model: Model) -> Tree:
         """Return the model, and empty maps that :meth:`init_client_state_rows` fills."""
-        theta = flat(expand(model, 1), self.parameter_split.trainable)[0]
-        maps = self.sheaf.empty(theta)
-        if maps:
-            memory.require(
-                COPIES * self.sheaf.scalars * theta.element_size(),
-                theta.device,
-                f"the restriction maps of SheafFMTL for {self.num_clients} clients with up to "
-                f"{self.sheaf.dims.shape[1]} neighbours and {self.sheaf.width} dimensions an edge",
-                "Use a smaller `edge_dim_ratio`, a sparser `graph`, or a smaller model.",
-            )
-        return {"model": model, **maps}
-
-    def init_client_state_rows(self, client_state: Tree, model: Model, info: ClientInfo) -> Tree:
-        """The first maps, which differ from edge to edge."""
-        return self.sheaf.filled(client_state, info.index)
+        return {"model": model, **self.empty_maps(model, COPIES)}
 
     # --- a client's round ---
 
@@ -196,47 +158,21 @@ class SheafFMTL(Method):
 
     def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
         """The projection of the model to the space of each edge."""
-        theta = flat(client_state["model"], self.parameter_split.trainable)
-        return {"projection": self.sheaf.project(theta, client_state, info.index)}
+        return self.projection(self.theta(client_state["model"]), client_state, info)
 
     def receive(
         self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
     ) -> Tree:
         """The pull of the neighbours, or the step on the maps."""
-        theta, maps = (
-            flat(client_state["model"], self.parameter_split.trainable),
-            client_state.get("maps"),
-        )
-        ours, theirs = inbox.sent["projection"], inbox.messages["projection"]
-        residual = disagreement(ours, theirs, inbox.weights)
+        theta, residual = self.theta(client_state["model"]), self.residual(inbox)
         if exchange == "maps":
             step = self.map_lr * self.regularization
             return {**client_state, "maps": move_maps(client_state["maps"], residual, theta, step)}
-        pull = self.regularization * lift(residual, maps, theta.shape[1])
+        pull = self.regularization * lift(residual, client_state.get("maps"), theta.shape[1])
         if self.laplacian == "combined":
-            return {
-                **client_state,
-                "pull": unflat(pull, client_state["model"], self.parameter_split.trainable),
-            }
-        moved = unflat(
-            theta - info.lr * pull, client_state["model"], self.parameter_split.trainable
-        )
+            return {**client_state, "pull": self.unflat(pull, client_state["model"])}
+        moved = self.unflat(theta - info.lr * pull, client_state["model"])
         return {**client_state, "model": {**client_state["model"], **moved}}
-
-    def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor:
-        """An edge's message has as many numbers as its space has dimensions."""
-        return self.sheaf.nbytes(sent["projection"], info.index)
-
-    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Go on with the own model, and the pull of the neighbours if there is one."""
-        return {name: client_state[name] for name in ("model", "pull") if name in client_state}
-
-    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A step on the gradient of the loss and the pull."""
-        grads = client.grad(state["model"], minibatches)
-        if "pull" in state:
-            grads = {name: grad + state["pull"][name] for name, grad in grads.items()}
-        return {**state, "model": client.update(state["model"], grads)}
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo

@@ -338,7 +338,6 @@ def test_there_is_no_global_model_and_edges_need_a_dimension() -> None:
     [
         ({"regularization": -1.0}, "Expected `regularization` to be a finite number >= 0, but got"),
         ({"map_lr": float("inf")}, "Expected `map_lr` to be a finite number >= 0, but got"),
-        ({"order": "gauss-seidel"}, r"Expected `order` to be 'synchronous', .* \(Gauss-Seidel\)"),
         ({"laplacian": "none"}, "Expected `laplacian` to be 'combined' or 'separate', but got"),
         ({"edge_dim_ratio": 2.0}, "Expected `edge_dim_ratio` to be a number in"),
     ],

@@ -1,4 +1,4 @@
-"""The sheaf of a running federation: how large its maps are, and whether its steps are stable."""
+"""What methods over a sheaf share: maps, messages, local steps, and whether steps are stable."""
 
 from __future__ import annotations
 
@@ -9,12 +9,34 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.callback import FederationView
+from lightning_pfl.contract.known import Known
+from lightning_pfl.contract.local import LocalStep
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.randomness import derive, generator
-from lightning_pfl.core.tree import Model, Tree, flat, merge, rows, select, tmap, where
-from lightning_pfl.graphs.messages import Exchange, PeerExchange
+from lightning_pfl.core.tree import (
+    Model,
+    Tree,
+    expand,
+    flat,
+    merge,
+    rows,
+    select,
+    tmap,
+    unflat,
+    where,
+)
+from lightning_pfl.graphs import Graph, GraphLike, resolve_graph
+from lightning_pfl.graphs.messages import Exchange, PeerExchange, ReceivedMessages
+from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.stability import rate_along_pull
-from lightning_pfl.solvers.sheaf import disagreement, lift, map_steps
+from lightning_pfl.solvers.sheaf import (
+    Maps,
+    Restrictions,
+    check_maps,
+    disagreement,
+    lift,
+    map_steps,
+)
 
 
 def pulled(state: Tree, idle: Tensor, info: ClientInfo) -> Model:
@@ -30,6 +52,98 @@ def pulled(state: Tree, idle: Tensor, info: ClientInfo) -> Model:
         return model
     moved = tmap(lambda x, g: x - info.lr * g, select(model, state["pull"]), state["pull"])
     return {**model, **where(idle, moved, model)}
+
+
+class SheafClients:
+    """Part of a method whose clients project their models to the edges of a graph.
+
+    It holds what these methods share: the maps, the messages' bytes and local training along a pull
+    of the neighbours, ``client_state["pull"]``, that stays the same in all steps of a round.
+
+    Attributes:
+        sheaf: The maps, set by :meth:`resolve_sheaf`.
+    """
+
+    known: Known
+    graph: Graph
+    sheaf: Restrictions
+
+    def set_maps(self, graph: GraphLike, edge_dim_ratio: float, maps: Maps, map_std: float) -> None:
+        """Check and keep the arguments that make the maps."""
+        check_maps(edge_dim_ratio, maps, map_std)
+        self.given_graph, self.given_maps = graph, maps
+        self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
+
+    def resolve_sheaf(self, learned: bool) -> None:
+        """Find the neighbours and the dimensions of the edges' spaces.
+
+        Args:
+            learned: Whether the maps change.
+        """
+        known = self.known
+        self.graph = resolve_graph(self.given_graph, known.num_clients, known.seed)
+        ratio, std = self.edge_dim_ratio, self.map_std
+        found = Restrictions.plan(
+            self.graph, known.model_sizes, self.given_maps, ratio, std, known.seed
+        )
+        self.sheaf = found.learned() if learned else found
+
+    def theta(self, model: Model) -> Tensor:
+        """The trainable parameters as one vector of each client, ``(clients, scalars)``."""
+        return flat(model, self.known.parameter_split.trainable)
+
+    def unflat(self, theta: Tensor, model: Model) -> Model:
+        """Vectors as trees with the trainable entries of ``model``."""
+        return unflat(theta, model, self.known.parameter_split.trainable)
+
+    def empty_maps(self, model: Model, copies: int) -> Tree:
+        """Maps of one client that :meth:`init_client_state_rows` fills; empty if none are kept.
+
+        Args:
+            model: The module's model, without client axis.
+            copies: Maps of all clients that there must be room for.
+        """
+        theta = self.theta(expand(model, 1))[0]
+        maps = self.sheaf.empty(theta)
+        if maps:
+            memory.require(
+                copies * self.sheaf.scalars * theta.element_size(),
+                theta.device,
+                f"the restriction maps of {type(self).__name__} for {self.known.num_clients} "
+                f"clients with up to {self.sheaf.dims.shape[1]} neighbours and {self.sheaf.width} "
+                "dimensions an edge",
+                "Use a smaller `edge_dim_ratio`, a sparser `graph`, a smaller model, or "
+                "maps='identity' that stay.",
+            )
+        return maps
+
+    def init_client_state_rows(self, client_state: Tree, model: Model, info: ClientInfo) -> Tree:
+        """The first maps, which differ from edge to edge."""
+        return self.sheaf.filled(client_state, info.index)
+
+    def projection(self, theta: Tensor, client_state: Tree, info: ClientInfo) -> Tree:
+        """A message: vectors in the space of each edge."""
+        return {"projection": self.sheaf.project(theta, client_state, info.index)}
+
+    def residual(self, inbox: ReceivedMessages) -> Tensor:
+        """How far both ends of each edge are from agreeing, ``(clients, slots, width)``."""
+        ours, theirs = inbox.sent["projection"], inbox.messages["projection"]
+        return disagreement(ours, theirs, inbox.weights)
+
+    def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor:
+        """An edge's message has as many numbers as its space has dimensions."""
+        return self.sheaf.nbytes(sent["projection"], info.index)
+
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
+        """Go on with the own model, and the pull of the neighbours if there is one."""
+        return {name: client_state[name] for name in ("model", "pull") if name in client_state}
+
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        """A step on the gradient of the loss and the pull."""
+        grads = client.grad(state["model"], minibatches)
+        if "pull" in state:
+            grads = {name: grad + state["pull"][name] for name, grad in grads.items()}
+        return {**state, "model": client.update(state["model"], grads)}
 
 
 CHECK_EVERY = 25
