@@ -126,9 +126,9 @@ class HeadFineTuning(FederatedCallback):
             )
         state = federation.client_state_dict(client)
         model = self._models(federation, torch.tensor([federation.client_id(client)]))
-        client_state = {name: leaf[0].detach().clone() for name, leaf in model.items()}
-        client_state = {name: leaf.to(state[name].device) for name, leaf in client_state.items()}
-        return {**state, **federation.parameter_split.with_aliases(client_state)}
+        tuned = {name: leaf[0].detach().clone() for name, leaf in model.items()}
+        tuned = {name: leaf.to(state[name].device) for name, leaf in tuned.items()}
+        return {**state, **federation.parameter_split.with_aliases(tuned)}
 
     # --- hooks ------------------------------------------------------------------------------------
 
@@ -260,11 +260,11 @@ class HeadFineTuning(FederatedCallback):
             phase = replace(self.phase, train=sorted(names))
             data = self._training_data(federation)
             trained = adapt(federation, start, clients, (phase,), data, stream="fine-tuning")
-            client_state = select(trained, names)
+            kept = select(trained, names)
             if self._kept is not None:
-                self._kept.scatter(clients, client_state)
+                self._kept.scatter(clients, kept)
                 self._done[clients] = True
-            return {**start, **client_state}
+            return {**start, **kept}
 
     def _start(self, federation: Federation, clients: Tensor) -> Model:
         model = federation.method.global_model(federation.server)

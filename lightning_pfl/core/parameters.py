@@ -226,8 +226,8 @@ def places(module: nn.Module) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for prefix, part in module.named_modules():
         for named in (part.named_parameters, part.named_buffers):
-            for client_state, tensor in named(recurse=False, remove_duplicate=False):
-                name = f"{prefix}.{client_state}" if prefix else client_state
+            for entry, tensor in named(recurse=False, remove_duplicate=False):
+                name = f"{prefix}.{entry}" if prefix else entry
                 kept = first.setdefault(tensor, name)
                 found[kept] = (*found.get(kept, ()), name)
     return found

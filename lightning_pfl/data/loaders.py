@@ -32,15 +32,15 @@ def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:
     torch's, NumPy's and Python's, under whatever name they are kept.
     """
     for owner in _samplers(loader):
-        for client_state in list(getattr(owner, "__dict__", {}).values()):
-            if isinstance(client_state, torch.Generator):
-                client_state.manual_seed(key)
-            elif isinstance(client_state, np.random.Generator):
-                client_state.bit_generator.state = type(client_state.bit_generator)(key).state
-            elif isinstance(client_state, np.random.RandomState):
-                client_state.seed(key % 2**32)
-            elif isinstance(client_state, random.Random):
-                client_state.seed(key)
+        for attribute in list(getattr(owner, "__dict__", {}).values()):
+            if isinstance(attribute, torch.Generator):
+                attribute.manual_seed(key)
+            elif isinstance(attribute, np.random.Generator):
+                attribute.bit_generator.state = type(attribute.bit_generator)(key).state
+            elif isinstance(attribute, np.random.RandomState):
+                attribute.seed(key % 2**32)
+            elif isinstance(attribute, random.Random):
+                attribute.seed(key)
     return loader
 
 

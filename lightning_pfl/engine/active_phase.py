@@ -78,8 +78,8 @@ class ActivePhase:
         return isinstance(module, RUNNING_STATISTICS) and not self._trains(prefix, module)
 
     def _trains(self, prefix: str, module: nn.Module) -> bool:
-        client_state = [f"{prefix}.{name}" if prefix else name for name in module.state_dict()]
-        return not client_state or any(name in self.names for name in client_state)
+        names = [f"{prefix}.{name}" if prefix else name for name in module.state_dict()]
+        return not names or any(name in self.names for name in names)
 
     def throwaway(self) -> tuple[str, ...]:
         """Buffers that a step may write to although the phase freezes them."""
@@ -142,7 +142,7 @@ def is_unmodified(module: Any) -> bool:
     Then the inputs feed the backbone alone, and a step may be recorded and replayed: a method of
     the user's own may read anything, for instance the number of the round.
     """
-    client_state = ("forward", "per_sample", "_check_width")
+    overridable = ("forward", "per_sample", "_check_width")
     return is_sample_wise(module) and all(
-        getattr(type(module), name) is getattr(PersonalizedModule, name) for name in client_state
+        getattr(type(module), name) is getattr(PersonalizedModule, name) for name in overridable
     )

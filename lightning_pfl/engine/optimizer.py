@@ -253,8 +253,8 @@ def check_optimizer(template: Optimizer) -> None:
     Raises:
         TypeError: For LBFGS, and for an optimizer with a ``step`` of its own.
     """
-    client_state = vars(template).get("step")
-    if client_state is not None and not hasattr(client_state, "_wrapped_by_lr_sched"):
+    step = vars(template).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise TypeError(
             f"Expected `configure_optimizers` to return an optimizer with the `step` of its class, "
             f"but got {type(template).__name__} with `step` replaced on the object. Write a "

@@ -148,7 +148,7 @@ class SequentialEngine:
             minibatches = ClientMinibatches(
                 data, client, budget, self.limits, self.settings, *order
             )
-            with active.modes(), local_step.program.capturing(), self._without_communication(phase):
+            with active.modes(), local_step.program.capturing(), self._leaving_no_trace(phase):
                 local_step.program.throwaway = active.throwaway()
                 local_step.begin(active, number)
                 for step in () if active.idle else minibatches:
@@ -167,7 +167,7 @@ class SequentialEngine:
         return LocalResult(upload, client_state, logs, dict(local_step.program.log.options), loss)
 
     @contextmanager
-    def _without_communication(self, phase: Phase) -> Iterator[None]:
+    def _leaving_no_trace(self, phase: Phase) -> Iterator[None]:
         """A measurement must leave no trace in the user's torchmetrics objects."""
         if not phase.evaluate_only:
             yield

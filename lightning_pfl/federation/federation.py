@@ -105,8 +105,8 @@ class Federation(FederationState):
 
     def _state_dict(self, architecture: Architecture, model: Model) -> dict[str, Any]:
         state = architecture.module.state_dict()
-        client_state = {name: leaf.to(state[name].device) for name, leaf in model.items()}
-        full = {**state, **architecture.parameter_split.with_aliases(client_state)}
+        copied = {name: leaf.to(state[name].device) for name, leaf in model.items()}
+        full = {**state, **architecture.parameter_split.with_aliases(copied)}
         return {
             name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in full.items()
         }

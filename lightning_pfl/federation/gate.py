@@ -72,11 +72,9 @@ def accept_cohort(
     Returns:
         As :func:`accept_uploads`, for the cohort.
     """
-    client_state = replace(
-        work, uploads=shard.slice(work.uploads), loss=shard.slice({"": work.loss})[""]
-    )
+    mine = replace(work, uploads=shard.slice(work.uploads), loss=shard.slice({"": work.loss})[""])
     accepted, rejected = accept_uploads(
-        client_state, shard.slice(received), info.rows(shard.index), max_norm
+        mine, shard.slice(received), info.rows(shard.index), max_norm
     )
     reasons = {
         k: reason

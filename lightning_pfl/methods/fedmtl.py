@@ -44,11 +44,11 @@ def penalty_gradient(
     if relationship == "none":
         return model
 
-    def spread(client_state: Tensor, rest: Tensor) -> Tensor:
-        return 2 * client_state - per_client(share, client_state) * (client_state + rest)
+    def spread(model: Tensor, rest: Tensor) -> Tensor:
+        return 2 * model - per_client(share, model) * (model + rest)
 
-    def as_run(client_state: Tensor, rest: Tensor) -> Tensor:
-        return client_state + per_client((1 - share) ** 2, client_state) * (client_state + rest)
+    def as_run(model: Tensor, rest: Tensor) -> Tensor:
+        return model + per_client((1 - share) ** 2, model) * (model + rest)
 
     return tmap(spread if relationship == "spread" else as_run, model, others)
 

@@ -48,9 +48,9 @@ def aggregation_bound(relationship: Tensor, bound: Bound) -> Tensor:
             :math:`c_t = \rho \Sigma_{tt}`, with the largest :math:`\rho = c_t / \Sigma_{tt}` of all
             clients.
     """
-    client_state = relationship.abs().sum(1)
+    row_sums = relationship.abs().sum(1)
     diagonal = relationship.diagonal()
-    return client_state if bound == "own" else (client_state / diagonal).amax() * diagonal
+    return row_sums if bound == "own" else (row_sums / diagonal).amax() * diagonal
 
 
 class MOCHA(Method):

@@ -89,9 +89,9 @@ def within_cluster_distance(models: Tensor, labels: Labels) -> float:
         >>> within_cluster_distance(models, torch.tensor([0, 0, 1]))
         2.0
     """
-    client_state = numbered("labels", labels, len(models))
-    same = client_state.unsqueeze(0) == client_state.unsqueeze(1)
-    same &= ~torch.eye(len(client_state), dtype=torch.bool)
+    numbers = numbered("labels", labels, len(models))
+    same = numbers.unsqueeze(0) == numbers.unsqueeze(1)
+    same &= ~torch.eye(len(numbers), dtype=torch.bool)
     return float(_distances(models)[same.to(models.device)].mean())
 
 

@@ -98,7 +98,7 @@ class ClientModules(L.LightningModule):
         of = [known[name] for name in names] if isinstance(known, dict) else list(known)
         return {
             group: torch.tensor(
-                [i for i, client_state in enumerate(of) if client_state == group], dtype=torch.int64
+                [i for i, name in enumerate(of) if name == group], dtype=torch.int64
             )
             for group in self.names
         }

@@ -209,13 +209,13 @@ class FederatedEvaluationLoop(EvaluationLoop):
             values |= found
             for key in evaluation.values:
                 options = evaluation.options.get(key, LogOptions())
-                client_state = {
+                keys = {
                     name
                     for name in found
                     if name == f"{prefix}{key}" or name.startswith(f"{prefix}{key}/")
                 }
-                directions |= dict.fromkeys(client_state, direction(key, evaluation))
-                logged |= client_state if options.logger else set()
+                directions |= dict.fromkeys(keys, direction(key, evaluation))
+                logged |= keys if options.logger else set()
                 shown |= {f"{prefix}{key}"} if options.prog_bar and not prefix else set()
         hook = "test_step" if self.trainer.testing else "validation_step"
         log_values(self._results, hook, values, shown, logged)
@@ -242,12 +242,10 @@ class FederatedEvaluationLoop(EvaluationLoop):
         module = self.trainer.lightning_module
         stage = "test" if self.trainer.testing else "validation"
         hook = f"on_{stage}_epoch_end"
-        client_state = [
-            key.split(".")[1] for key in self._results or () if key.startswith(f"{hook}.")
-        ]
-        if client_state and is_overridden(hook, module):
+        pooled = [key.split(".")[1] for key in self._results or () if key.startswith(f"{hook}.")]
+        if pooled and is_overridden(hook, module):
             rank_zero_warn(
-                f"`{hook}` of {type(module).__name__} logs {', '.join(map(repr, client_state))} "
+                f"`{hook}` of {type(module).__name__} logs {', '.join(map(repr, pooled))} "
                 "once, of "
                 "what all clients' steps have gathered, those with the global model among them "
                 f"where the method has one. Log in `{stage}_step` for the mean over clients."

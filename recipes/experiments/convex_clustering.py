@@ -144,7 +144,7 @@ def squares(problem: Problem, weights: list[float]) -> list[dict[str, Any]]:
 def bounds(problem: Problem, weights: list[float]) -> dict[str, Any]:
     """Where the theorems promise the true clusters, and from where on one model."""
     found, interval = recovery_interval(problem.losses, problem.truth, problem.alone, weights)
-    at = [[bound.weight, bound.fused, bound.without_communication] for bound in found]
+    at = [[bound.weight, bound.fused, bound.separated] for bound in found]
     consensus = consensus_weight(problem.losses, problem.alone)
     return {"bounds": at, "interval": interval, "consensus": consensus}
 

@@ -162,12 +162,12 @@ class Grid:
 
     def _settings(self, name: str, split: str) -> list[str]:
         extra, row = list(SPLITS[split].settings), ROWS[name]
-        client_state = yaml.safe_load(self._recipe(name).read_text())["method"]["init_args"]
+        settings = yaml.safe_load(self._recipe(name).read_text())["method"]["init_args"]
         if SPLITS[split].passes > 1 and row.passes is not None:
-            extra.append(f"--method.{row.passes}={SPLITS[split].passes * client_state[row.passes]}")
+            extra.append(f"--method.{row.passes}={SPLITS[split].passes * settings[row.passes]}")
         if row.rounds is not None and not self._is_own(split):
             share = rounds(split) / rounds(next(iter(SPLITS)))
-            extra.append(f"--method.{row.rounds}={round(share * client_state[row.rounds])}")
+            extra.append(f"--method.{row.rounds}={round(share * settings[row.rounds])}")
         if self.options.small:
             extra.append("--trainer.max_epochs=2")
         if self.options.data_dir is not None:

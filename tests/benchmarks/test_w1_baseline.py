@@ -115,8 +115,8 @@ def test_clients_of_the_workload() -> None:
     train, test = load_clients()
     assert train.images.shape == (100, 600, 1, 28, 28)
     assert test.images.shape == (100, 100, 1, 28, 28)
-    for client_state, unseen in zip(train.labels, test.labels, strict=True):
-        assert set(client_state.tolist()) == set(unseen.tolist())
-        assert torch.bincount(client_state).max() == 300
+    for seen, unseen in zip(train.labels, test.labels, strict=True):
+        assert set(seen.tolist()) == set(unseen.tolist())
+        assert torch.bincount(seen).max() == 300
     assert abs(float(train.images.mean())) < 1e-3
     assert float(train.images.std()) == pytest.approx(1, abs=1e-3)

@@ -65,18 +65,18 @@ class TestClientAxis:
         "index", [slice(1, 2), slice(0, 2), torch.tensor([2, 0]), torch.tensor([1])]
     )
     def test_rows_keep_expansion_and_values(self, index: slice | Tensor) -> None:
-        shared, client_state = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
-        part = tree.rows({**tree.expand({"s": shared}, 3), "o": client_state}, index)
+        shared, varying = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
+        part = tree.rows({**tree.expand({"s": shared}, 3), "o": varying}, index)
         assert tree.is_expanded(part["s"])
         assert part["s"].data_ptr() == shared.data_ptr()
-        assert torch.equal(part["o"], client_state[index])
+        assert torch.equal(part["o"], varying[index])
         assert len(part["s"]) == len(part["o"])
         assert all(torch.equal(row, shared) for row in part["s"])
 
     def test_rows_by_position_are_copies(self) -> None:
-        client_state = torch.zeros(3, 2)
-        tree.rows({"o": client_state}, torch.tensor([0, 1]))["o"].fill_(1.0)
-        assert torch.equal(client_state, torch.zeros(3, 2))
+        varying = torch.zeros(3, 2)
+        tree.rows({"o": varying}, torch.tensor([0, 1]))["o"].fill_(1.0)
+        assert torch.equal(varying, torch.zeros(3, 2))
 
     def test_stack_undoes_rows(self) -> None:
         whole = sample(5)

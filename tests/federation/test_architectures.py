@@ -123,13 +123,11 @@ def test_evaluation_prediction_and_modules_are_each_client_s_own() -> None:
     right = []
     for client in range(len(OF)):
         x, y = samples(client, 1)
-        client_state = run.strategy.client_module(client)
-        assert client_state.backbone[0].in_features == x.shape[1]
-        found = torch.cat(
-            [client_state.predict_step(x[some], 0) for some in torch.arange(len(x)).split(4)]
-        )
+        own = run.strategy.client_module(client)
+        assert own.backbone[0].in_features == x.shape[1]
+        found = torch.cat([own.predict_step(x[some], 0) for some in torch.arange(len(x)).split(4)])
         torch.testing.assert_close(torch.cat(predictions[client]), found)
-        right.append((client_state(x).argmax(1) == y).double().mean())
+        right.append((own(x).argmax(1) == y).double().mean())
     assert tested["test_acc"] == pytest.approx(float(torch.stack(right).mean()))
 
 

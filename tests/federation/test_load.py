@@ -205,7 +205,7 @@ def test_files_that_are_no_federated_checkpoint_are_refused(fedrep: Path, tmp_pa
     saved: dict[str, Any] = torch.load(fedrep, weights_only=True)
     del saved["federated"]["client_states"]
     torch.save(saved, tmp_path / "part.ckpt")
-    with pytest.raises(CheckpointMismatchError, match="bank is not there"):
+    with pytest.raises(CheckpointMismatchError, match="client_states is not there"):
         load_clients(tmp_path / "part.ckpt", small_module(), FedRep())
 
     with pytest.raises(FileNotFoundError, match=r"none\.ckpt"):

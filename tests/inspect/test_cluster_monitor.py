@@ -159,11 +159,11 @@ def test_blocks_of_clients_are_those_of_rotated_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "match"),
+    ("known_clusters", "match"),
     [
-        (0, r"between 1 and the number of clients \(6\), but got groups=0"),
-        (7, r"between 1 and the number of clients \(6\), but got groups=7"),
-        (True, "but got groups=True"),
+        (0, r"between 1 and the number of clients \(6\), but got known_clusters=0"),
+        (7, r"between 1 and the number of clients \(6\), but got known_clusters=7"),
+        (True, "but got known_clusters=True"),
         ([0, 1], "one entry for each of 6 clients, but got 2 entries"),
     ],
 )

@@ -87,12 +87,12 @@ def test_a_gap_at_the_threshold_is_none(min_gap: float, parts: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("own", [0, 1])
-def test_nobody_waits_for_a_client_that_never_trains(engine: str, client_state: int) -> None:
+@pytest.mark.parametrize("batches", [0, 1])
+def test_nobody_waits_for_a_client_that_never_trains(engine: str, batches: int) -> None:
     """Without samples, or with one that drop_last leaves out; it stays with the larger part."""
     centers = torch.tensor([[1.0], [-1.0], [1.0], [-1.0], [1.0], [0.0]])
-    data = quadratic_clients([1.0] * 6, centers, [2, 2, 2, 2, 2, client_state], 2)
-    data.drop_last = client_state == 1
+    data = quadratic_clients([1.0] * 6, centers, [2, 2, 2, 2, 2, batches], 2)
+    data.drop_last = batches == 1
     method = CFL(100.0, LR / 2, start_round=0)
     run = fit(method, data, QuadraticModule(lr=LR), 1, engine)
     assert method.clusters(run.server).tolist() == [0, 1, 0, 1, 0, 0]

@@ -165,9 +165,9 @@ def test_a_fixed_prior_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("prior", "learns"), [(Ridge(), False), (LaplacePrior(), True), (GaussianPrior(), True)]
 )
-def test_what_is_fixed_is_said(prior: Prior, has_training_data: bool) -> None:
-    assert depends_on_gamma(prior, model()) == has_training_data
+def test_what_is_fixed_is_said(prior: Prior, learns: bool) -> None:
+    assert depends_on_gamma(prior, model()) == learns
     method: Any = FedMAP(prior, prior_lr=0.1)
     parameter_split = fit(method, q2(), rounds=1).strategy.parameter_split
     said = "Ridge doesn't depend on gamma: the server leaves it as `init` made it."
-    assert method.notes(parameter_split) == ([] if has_training_data else [said])
+    assert method.notes(parameter_split) == ([] if learns else [said])

@@ -38,8 +38,8 @@ def kept(plan: Restrictions, sizes: Tensor) -> list[Tensor]:
     found = []
     for client, size in enumerate(sizes.tolist()):
         empty = plan.empty(torch.zeros(size, dtype=torch.float64))["maps"]
-        client_state = {"maps": empty.unsqueeze(0)}
-        found.append(plan.filled(client_state, torch.tensor([client]))["maps"][0])
+        state = {"maps": empty.unsqueeze(0)}
+        found.append(plan.filled(state, torch.tensor([client]))["maps"][0])
     return found
 
 

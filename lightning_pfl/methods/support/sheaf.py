@@ -268,10 +268,8 @@ class SheafOfFederation:
 
     def _dot(self, some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
         """The inner product, over all processes."""
-        client_state = sum(
-            float((leaf.double() * others[name]).sum()) for name, leaf in some.items()
-        )
-        return float(sum(self.shard.ranks.all_gather_objects(client_state)))
+        total = sum(float((leaf.double() * others[name]).sum()) for name, leaf in some.items())
+        return float(sum(self.shard.ranks.all_gather_objects(total)))
 
     def _scaled(self, vectors: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
         """Vectors by their common norm, and the norm."""

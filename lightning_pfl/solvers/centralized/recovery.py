@@ -58,12 +58,12 @@ class Bounds:
 
     weight: float
     fused: float
-    without_communication: float
+    separated: float
 
     @property
     def hold(self) -> bool:
         """Whether the weight is between them: the partition is recovered exactly."""
-        return self.fused <= self.weight < self.without_communication
+        return self.fused <= self.weight < self.separated
 
 
 def cluster_models(
@@ -112,8 +112,8 @@ def recovery_bounds(losses: Losses, labels: Labels, models: Tensor, weight: floa
     _check_models("models", models, losses, int(labels.max()) + 1, "cluster")
     sizes = torch.bincount(labels)
     count = len(sizes)
-    client_state = losses.gradient(models[labels])
-    gaps = torch.cdist(client_state, client_state, compute_mode="donot_use_mm_for_euclid_dist")
+    gradients = losses.gradient(models[labels])
+    gaps = torch.cdist(gradients, gradients, compute_mode="donot_use_mm_for_euclid_dist")
     same = labels.unsqueeze(0) == labels.unsqueeze(1)
     fused = float((gaps / sizes[labels].unsqueeze(1)).where(same, 0.0).max())
     if count == 1:

@@ -156,8 +156,8 @@ def minimise_coupled(losses: Losses, coupling: Tensor, linear: Tensor, start: Te
         return found.view(1, -1)
 
     def hessian(flat: Tensor) -> Tensor:
-        client_state = losses.hessian(flat.view(clients, dim))
-        joint: Tensor = block + torch.block_diag(*client_state)
+        hessians = losses.hessian(flat.view(clients, dim))
+        joint: Tensor = block + torch.block_diag(*hessians)
         return joint.unsqueeze(0)
 
     return newton(value, gradient, hessian, start.reshape(1, -1)).view(clients, dim)

@@ -136,11 +136,8 @@ def test_start_mean_begins_with_the_mean_of_the_clients_models(
     )
     run = trainer(LGFedAvg(), adaptation, max_epochs=2)
     run.fit(split(), quadratics())
-    client_state = [run.strategy.client_state_dict(k) for k in range(4)]
-    mean = {
-        name: torch.stack([state[name] for state in client_state]).mean(0)
-        for name in client_state[0]
-    }
+    models = [run.strategy.client_state_dict(k) for k in range(4)]
+    mean = {name: torch.stack([state[name] for state in models]).mean(0) for name in models[0]}
     before, after = adaptation.results
     for client in range(3):
         for name, leaf in mean.items():

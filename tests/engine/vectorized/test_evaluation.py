@@ -65,8 +65,8 @@ def by_hand(module: Any, models: Model, batches: int | None = None) -> Tensor:
     data, losses = image_clients(), []
     for client in range(len(SIZES)):
         module.load_state_dict({name: leaf[client] for name, leaf in models.items()})
-        client_state = data.indices[client]
-        x, y = data.gather(client_state if batches is None else client_state[: 4 * batches])
+        rows = data.indices[client]
+        x, y = data.gather(rows if batches is None else rows[: 4 * batches])
         losses.append(F.cross_entropy(module(x), y) if len(y) else torch.tensor(torch.nan))
     return torch.stack(losses).detach().double()
 
@@ -140,16 +140,16 @@ class Own(PersonalizedModule):
         return {"classes": self(batch[0]).argmax(-1), "number": batch[1].new_tensor(batch_idx)}
 
 
-def client_state() -> Own:
+def own() -> Own:
     plain = cnn()
     return Own(plain.backbone, plain.head).double()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_reductions_of_logged_values(engine: str) -> None:
-    module = client_state().eval()
+    module = own().eval()
     models = personal_models(module)
-    found = evaluate(engine, client_state(), models)
+    found = evaluate(engine, own(), models)
     module.load_state_dict({name: leaf[3] for name, leaf in models.items()})
     data = image_clients()
     parts = [data.gather(some) for some in data.indices[3].split(4)]
@@ -172,17 +172,15 @@ def test_predictions_come_by_client_and_batch(engine: str, loaders: bool) -> Non
     data: Any = image_clients()
     expected = [-(-size // 4) for size in SIZES]
     if loaders:
-        parts = [
-            TensorDataset(*image_clients().gather(client_state)) for client_state in data.indices
-        ]
+        parts = [TensorDataset(*image_clients().gather(rows)) for rows in data.indices]
         data = FederatedLoaders([DataLoader(part, batch_size=4) for part in parts])
-    models = personal_models(client_state())
-    found = evaluate(engine, client_state(), models, data, "predict_step").predictions
+    models = personal_models(own())
+    found = evaluate(engine, own(), models, data, "predict_step").predictions
     assert [len(batches) for batches in found] == expected
     assert [[len(b["classes"]) for b in batches] for batches in found] == [
         [min(4, size - at) for at in range(0, size, 4)] for size in SIZES
     ]
-    module = client_state().eval()
+    module = own().eval()
     module.load_state_dict({name: leaf[3] for name, leaf in models.items()})
     x, _ = image_clients().gather(image_clients().indices[3])
     assert torch.equal(torch.cat([b["classes"] for b in found[3]]), module(x).argmax(-1))

@@ -58,10 +58,8 @@ def test_runs_once_and_writes_what_is_stored(tmp_path: Path, fashion_mnist_dir: 
 def test_agreement_is_that_of_the_last_change() -> None:
     """Clusters are stored where they change."""
     found = agreement(outcome({"0": [0] * CLIENTS, "2": HALVES, "3": GROUPS}), 6)
-    without_communication, halves = (
-        adjusted_rand_score(GROUPS, each) for each in ([0] * CLIENTS, HALVES)
-    )
-    assert found == pytest.approx([without_communication] * 2 + [halves] + [1.0] * 3)
+    separated, halves = (adjusted_rand_score(GROUPS, each) for each in ([0] * CLIENTS, HALVES))
+    assert found == pytest.approx([separated] * 2 + [halves] + [1.0] * 3)
 
 
 @pytest.mark.parametrize(

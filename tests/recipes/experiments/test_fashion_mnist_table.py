@@ -47,22 +47,22 @@ def test_the_table_runs_what_is_missing_and_shows_all_that_is_stored(
     fashion_mnist_table.main([*arguments, *some, "--methods", "FedAvg", "FedAvg + FT"])
     # Two lines of one run at each split.
     assert started == ["fedavg_ft_fashion_mnist"] * 2
-    client_state = json.loads((tmp_path / "fedavg_ft_fashion_mnist-seed0.json").read_text())
+    settings = json.loads((tmp_path / "fedavg_ft_fashion_mnist-seed0.json").read_text())
     (line,) = (tmp_path / "fashion_mnist_table.jsonl").read_text().splitlines()
     other = json.loads(line)["result"]
     for name, metric in (("FedAvg", "val_acc"), ("FedAvg + FT", "ft/val_acc")):
-        here, there = (spread([o["last10"][metric]["mean"]]) for o in (client_state, other))
+        here, there = (spread([o["last10"][metric]["mean"]]) for o in (settings, other))
         paper = ROWS[name].paper
         row = f"| {name} | {here} | {paper[0]} | {there} | {paper[1]} | - | {paper[2]} |"
         assert row in (tmp_path / "README.md").read_text()
-    assert client_state["last10"]["val_acc"] != other["last10"]["val_acc"]
+    assert settings["last10"]["val_acc"] != other["last10"]["val_acc"]
 
     fashion_mnist_table.main([*arguments, *some, "--methods", "FedRep"])
     assert started[2:] == ["fedrep_fashion_mnist"] * 2
     assert row in (tmp_path / "README.md").read_text()
     fashion_mnist_table.main([*arguments, *some, "--methods", "FedRep", "FedAvg"])
     assert len(started) == 4  # nothing was left to run
-    tuned = [100 * o["last10"]["ft/val_acc"]["mean"] for o in (client_state, other)]
+    tuned = [100 * o["last10"]["ft/val_acc"]["mean"] for o in (settings, other)]
     pattern = r"\| FedAvg \+ FT \| \**{:.1f}\** \| \**{:.1f}\** \| - \| \d+\.\d\d \|"
     assert re.search(pattern.format(*tuned), choosing.read_text())
 
@@ -79,13 +79,13 @@ def test_more_passes_are_those_of_the_method_itself() -> None:
     """FedRep's passes are those of its body, L2GD has as many times its own."""
     grid = fashion_mnist_table.Grid(parse([]))
     passes = SPLITS["1000,2"].passes
-    client_state = yaml.safe_load((RECIPES / "l2gd_fashion_mnist.yaml").read_text())["method"][
+    settings = yaml.safe_load((RECIPES / "l2gd_fashion_mnist.yaml").read_text())["method"][
         "init_args"
     ]
     assert passes > 1
     for name, expected in {
         "FedRep": [f"--method.body_epochs={passes}"],
-        "L2GD": [f"--method.local_epochs={passes * client_state['local_epochs']}"],
+        "L2GD": [f"--method.local_epochs={passes * settings['local_epochs']}"],
         "LocalOnly": [],
     }.items():
         extra = [part for part in grid._settings(name, "1000,2") if "method" in part]
@@ -94,11 +94,11 @@ def test_more_passes_are_those_of_the_method_itself() -> None:
 
 def test_mocha_learns_its_relationship_after_the_same_share_of_the_rounds() -> None:
     grid, recipe = fashion_mnist_table.Grid(parse([])), RECIPES / "mocha_fashion_mnist.yaml"
-    client_state = yaml.safe_load(recipe.read_text())["method"]["init_args"]["inner_iterations"]
+    settings = yaml.safe_load(recipe.read_text())["method"]["init_args"]["inner_iterations"]
     for split in SPLITS:
         share = [part for part in grid._settings("MOCHA", split) if "inner_iterations" in part]
         half = fashion_mnist_table.rounds(split) == fashion_mnist_table.rounds("100,2") / 2
-        assert share == ([f"--method.inner_iterations={client_state // 2}"] if half else [])
+        assert share == ([f"--method.inner_iterations={settings // 2}"] if half else [])
 
 
 def test_the_best_setting_on_validation_data_is_shown(

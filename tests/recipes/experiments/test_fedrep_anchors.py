@@ -46,8 +46,8 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
 
 def near(found: list[float], anchors: list[float], factor: float = FACTOR) -> None:
     """Each within a factor of its anchor, both ways."""
-    without_communication = np.abs(np.log(np.array(found) / np.array(anchors)))
-    assert (without_communication < np.log(factor)).all(), (found, anchors)
+    separated = np.abs(np.log(np.array(found) / np.array(anchors)))
+    assert (separated < np.log(factor)).all(), (found, anchors)
 
 
 # --- Figure 3: distances after 0, 20 and 50 rounds; later only noise is left ---

@@ -32,7 +32,7 @@ def test_four_points_on_a_line(weight: float) -> None:
     torch.testing.assert_close(models, expected, rtol=0, atol=1e-7)
     bounds = recovery_bounds(losses, TWO, models, weight)
     assert bounds.fused == pytest.approx(0.05)
-    assert bounds.without_communication == pytest.approx(0.25)
+    assert bounds.separated == pytest.approx(0.25)
     assert bounds.hold == (weight >= 0.05)
 
 
@@ -44,7 +44,7 @@ def test_clusters_of_unequal_sizes() -> None:
     models = cluster_models(losses, labels, 0.05, torch.zeros(3, 1, dtype=torch.float64))
     bounds = recovery_bounds(losses, labels, models, 0.05)
     assert bounds.fused == pytest.approx(max(0.6 / 3, 0.2 / 2))
-    assert bounds.without_communication == pytest.approx((4.1 - 0.3) / (2 * (6 - 1)))
+    assert bounds.separated == pytest.approx((4.1 - 0.3) / (2 * (6 - 1)))
 
 
 def test_the_weight_of_consensus() -> None:
@@ -138,7 +138,7 @@ def test_squared_hinge_clusters_are_found_between_the_bounds() -> None:
     alone = proximal_newton(losses, start, torch.zeros(60), start)
     (bounds,), interval = recovery_interval(losses, truth, alone, [0.09])
     assert bounds.fused == pytest.approx(0.053, abs=5e-4)
-    assert bounds.without_communication == pytest.approx(0.152, abs=5e-4)
+    assert bounds.separated == pytest.approx(0.152, abs=5e-4)
     assert interval == (0.09, 0.09)
 
 

@@ -46,11 +46,11 @@ def test_the_end_points_of_the_recovery_clusters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight", "fused", "apart", "applies"),
+    ("weight", "fused", "separated", "applies"),
     [(0.2, 0.166, 0.298, True), (0.12, 0.199, 0.292, False)],
 )
 def test_the_bounds_of_the_recovery_clusters(
-    weight: float, fused: float, without_communication: float, applies: bool
+    weight: float, fused: float, separated: float, applies: bool
 ) -> None:
     """At 0.2 the theorems promise the clusters; at 0.12 equation 6 fails."""
     of = problem("recovery")
@@ -58,7 +58,7 @@ def test_the_bounds_of_the_recovery_clusters(
     models = cluster_models(of.losses, of.truth, weight, start, iterations=500)
     found = recovery_bounds(of.losses, of.truth, models, weight)
     assert found.fused == pytest.approx(fused, abs=5e-4)
-    assert found.without_communication == pytest.approx(without_communication, abs=5e-4)
+    assert found.separated == pytest.approx(separated, abs=5e-4)
     assert found.hold == applies
 
 
@@ -163,11 +163,7 @@ def test_published_clusters_are_exact_where_the_theorems_promise_them(
 ) -> None:
     bounds = published[f"bounds recovery seed={seed}"]["bounds"]
     rows = {row["weight"]: row for row in published[f"norms recovery seed={seed}"]}
-    promised = [
-        weight
-        for weight, fused, without_communication in bounds
-        if fused <= weight < without_communication
-    ]
+    promised = [weight for weight, fused, separated in bounds if fused <= weight < separated]
     assert 0.2 in promised
     for weight in promised:
         assert rows[weight]["exact_clusters"] == 3
