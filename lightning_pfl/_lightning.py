@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import lightning as L
 import torch
@@ -31,6 +31,7 @@ from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
 from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
@@ -47,6 +48,7 @@ from torch.optim import Optimizer
 
 __all__ = [
     "ClientHooks",
+    "ConnectedTrainer",
     "DataHolder",
     "EvaluationLoop",
     "FitLoop",
@@ -59,6 +61,7 @@ __all__ = [
     "call_module_hook",
     "close_step",
     "connect_processes",
+    "connected",
     "copy_apart",
     "count_server_update",
     "default_backend",
@@ -82,6 +85,23 @@ __all__ = [
     "validates_after_round",
 ]
 LoopT = TypeVar("LoopT", bound=Loop)
+
+
+class ConnectedTrainer(L.Trainer):
+    """The Trainer with the attributes that its connectors set, for annotations alone."""
+
+    callbacks: list[Callback]
+    datamodule: L.LightningDataModule | None
+    fast_dev_run: bool | int
+    overfit_batches: int | float
+    profiler: Profiler
+    reload_dataloaders_every_n_epochs: int
+    _val_check_time_interval: float | None
+
+
+def connected(trainer: L.Trainer) -> ConnectedTrainer:
+    """Return the same Trainer, typed with the attributes that its connectors set."""
+    return cast("ConnectedTrainer", trainer)
 
 
 class DataHolder:

@@ -171,7 +171,7 @@ class HeadFineTuning(FederatedCallback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Fine-tune after the last round, and report."""
-        federation: Any = require_federation(trainer, self)
+        federation: Federation = require_federation(trainer, self)
         if self.when != "end" or not trainer.enable_validation or not federation.rounds:
             return
         loop: Any = trainer.fit_loop.epoch_loop.val_loop
@@ -186,7 +186,8 @@ class HeadFineTuning(FederatedCallback):
 
     def _report(self, trainer: Any, found: Evaluation, names: list[str]) -> None:
         """Log the values of the end, as the user's step logged them, and extend the table."""
-        federation, loop = trainer.strategy, trainer.fit_loop.epoch_loop.val_loop
+        federation: Federation = require_federation(trainer, self)
+        loop: Any = trainer.fit_loop.epoch_loop.val_loop
         round = federation.rounds - 1
         values = summaries(found, PREFIX)
         federation.history.last.update(round, values)
@@ -281,9 +282,8 @@ class HeadFineTuning(FederatedCallback):
         """The clients' training data; those of the last fit where this run has none."""
         if not (self.phase.epochs or self.phase.steps):
             return None
-        trainer: Any = federation.require_module().trainer
         try:
-            data: FederatedDataset = trainer.fit_loop.require_data()
+            data = federation.training_data()
         except MisconfigurationException as cause:
             if self._data is None:
                 raise MisconfigurationException(

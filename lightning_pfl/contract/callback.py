@@ -46,13 +46,13 @@ class FederationView(Protocol):
 
 
 def require_federation(trainer: Any, callback: object) -> Any:
-    """The federated strategy of a Trainer, a :class:`FederationView`.
+    """Return the federation of a Trainer, a :class:`FederationView`.
 
     Raises:
         MisconfigurationException: If the Trainer has another strategy.
     """
     if getattr(trainer.strategy, "strategy_name", None) == "federated":
-        return trainer.strategy
+        return trainer.strategy.federation
     raise MisconfigurationException(
         f"Expected a federated run, but {type(callback).__name__} is used with "
         f"{type(trainer.strategy).__name__}. Pass Trainer(strategy=FederatedStrategy(...))."

@@ -77,14 +77,14 @@ def adapt(
     Raises:
         MisconfigurationException: If the Trainer has no training data.
     """
-    trainer: Any = federation.require_module().trainer
+    federation.require_module()
     architecture = (
         federation.architecture_of(clients)
         if data is None
         else one_architecture(federation.architectures)
     )
     module, settings = architecture.module, federation.settings
-    data = trainer.fit_loop.require_data() if data is None else data
+    data = federation.training_data() if data is None else data
     home = next(module.parameters()).device
     method = Adaptation(step)
     if architecture.engine.template is None:

@@ -11,8 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.data.datasets import FederatedDataset
-from lightning_pfl.engine.base import Engine
 from lightning_pfl.engine.steps import Limits, minibatches_per_epoch
+from lightning_pfl.federation.state import FederationState
 from lightning_pfl.methods.base import Phase
 
 
@@ -43,7 +43,7 @@ def require_samples(data: FederatedDataset, consequence: str, warn: bool) -> Non
 
 
 def learners(
-    engine: Engine,
+    federation: FederationState,
     data: FederatedDataset,
     phases: tuple[Phase, ...],
     limit: str,
@@ -52,7 +52,7 @@ def learners(
     """Clients with a minibatch to train on, int64 ``(learners,)``; warns of those without.
 
     Args:
-        engine: Counts steps.
+        federation: Counts steps.
         data: The training data.
         phases: A round's local training. How long it is doesn't matter: a budget of 0 is no
             mistake. Without any, all clients with samples count.
@@ -66,7 +66,7 @@ def learners(
     if not phases or not len(clients):
         return clients
     one = tuple(replace(phase, epochs=1, steps=None, batches_per_step=1) for phase in phases)
-    batches = engine.count_steps(data, clients, one)
+    batches = federation.count_steps(data, clients, one)
     return clients[_busy(data, clients, batches, "train", limit, consequence)]
 
 

@@ -21,7 +21,7 @@ from lightning_pfl.federation.state import FederationState
 
 
 class Federation(FederationState):
-    """What :class:`~lightning_pfl.FederatedStrategy` holds between rounds and between runs."""
+    """A federation, with what users ask of it; ``trainer.strategy.federation``."""
 
     def client_state_dict(self, client: int | str) -> dict[str, Any]:
         """A client's personal model, as a ``state_dict`` of the user's module.

@@ -32,7 +32,7 @@ from lightning_pfl.methods.base import Method
 class SavedClients(Federation):
     """What a checkpoint says of its clients; :func:`load_clients` makes it.
 
-    It answers what :class:`~lightning_pfl.FederatedStrategy` answers after the run that wrote the
+    It answers what ``trainer.strategy.federation`` answers after the run that wrote the
     file, with the same bits: ``client_state_dict(client)``, ``client_module(client)``,
     ``global_state_dict()``, ``num_clients``, ``client_names``, ``rounds``. Nothing in it trains.
     """

@@ -37,35 +37,45 @@ from lightning_pfl.federation.checkpoint import (
 )
 from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.ranks import Ranks, RankShard
+from lightning_pfl.federation.sampling import check_participation
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.metrics.history import History
 
 
 class FederationState:
-    """What :class:`~lightning_pfl.FederatedStrategy` holds between rounds and between runs.
+    """The state of a federation between rounds and between runs.
 
     Attributes:
         method: The method in use.
-        groups: The clients by architecture: layout, memories and engine of each. Most federations
-            have one group; ``parameter_split``, ``client_states`` and ``engine`` are then its own.
+        architectures: The clients by architecture: parameter split, client states and engine of
+            each. Most federations have one; ``parameter_split``, ``client_states`` and ``engine``
+            are then those of it.
         server: The server's tree.
+        max_update_norm: Uploads whose update has a larger Euclidean norm are left out; None for no
+            bound.
         client_names: Names, in the order of the client ids.
         num_samples: Training samples of each client, int64 ``(clients,)``; 0 where unknown.
         rounds: Finished communication rounds.
         history: Evaluations so far, for the summary at the end.
-        settings: What the engines were told.
+        settings: The engines' settings.
         ranks: The processes that share the clients.
         seed: Seed of every random choice of the run.
+        client_optimizer: Makes the template of an architecture's optimizers, where no fit has.
+        training_data: Loads the training data.
     """
 
     method: Method
     architectures: Sequence[Architecture]
     server: Tree
     settings: EngineSettings
-    seed: int
-    ranks: Ranks
+    seed: int = 0
+    max_update_norm: float | None = None
+    client_optimizer: Callable[[Architecture], Optimizer]
+    training_data: Callable[[], FederatedDataset]
 
     def __init__(self) -> None:
+        self.ranks = Ranks()
+        self.participation = 1.0
         self.rounds = 0
         self.history = History()
         self.client_names: tuple[str, ...] = ()
@@ -120,11 +130,16 @@ class FederationState:
         self.bind_method()
         return self.module
 
-    def client_optimizer(self, architecture: Architecture) -> Optimizer:
-        """The template of the clients' optimizers, where no fit has made one."""
-        raise NotImplementedError
-
     # --- a round ----------------------------------------------------------------------------------
+
+    @property
+    def participation(self) -> int | float:
+        """Clients per round: a fraction in (0, 1], or a count."""
+        return self._participation
+
+    @participation.setter
+    def participation(self, participation: int | float) -> None:
+        self._participation = check_participation(participation)
 
     def shard(self, clients: Tensor) -> RankShard:
         """This process's share of some clients: those whose memories it holds.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.federation.evaluate import direction
 from lightning_pfl.inspect.board import (
     boards,
@@ -116,7 +116,7 @@ class ClientHistogram(FederatedCallback):
         return (round + 1) % self.every_n_rounds == 0
 
     def _draw(self, trainer: Any, results: Mapping[str, Any], bars: bool) -> None:
-        round = max(trainer.strategy.rounds - 1, 0)
+        round = max(require_federation(trainer, self).rounds - 1, 0)
         for name in self._evaluated(results, trainer.testing):
             values, counts, better = _values(results, name)
             seen = values[counts > 0]

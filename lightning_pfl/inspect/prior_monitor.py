@@ -144,7 +144,7 @@ class PriorMonitor(RoundValues):
     # --- the board --------------------------------------------------------------------------------
 
     def _show_round(self, trainer: Any, number: int) -> None:
-        found, names = self.rounds[number], trainer.strategy.client_names
+        found, names = self.rounds[number], require_federation(trainer, self).client_names
         for board in boards(trainer):
             for measure in (name for name in MEASURES if name in found):
                 board.add_histogram(f"prior/{measure}s", found[measure], global_step=number)

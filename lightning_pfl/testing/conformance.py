@@ -134,7 +134,7 @@ def check_relabelling_permutes_the_result(make_method: MakeMethod, problem: Prob
     b = problem.fit(make_method(), data=data.subset(order.tolist()))
     assert_trees_close(b.server, _relabelled(a.server, make_method().client_axes, order))
     assert_trees_close(
-        b.client_state, _relabelled_edges(rows(a.client_state, order), a.strategy.method, order)
+        b.client_state, _relabelled_edges(rows(a.client_state, order), a.federation.method, order)
     )
     assert_trees_close(b.models, rows(a.models, order))
 
@@ -156,7 +156,7 @@ def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: P
     """Nothing personal leaves a client; shapes are the model's; bytes are those of the upload."""
     # Enough rounds for a method that is silent in every other one to speak twice.
     run = problem.fit(make_method(), rounds=4)
-    parameter_split = run.strategy.parameter_split
+    parameter_split = run.federation.parameter_split
     shapes = {name: leaf.shape for name, leaf in parameter_split.model().items()}
     for round in run.recorder.rounds:
         uploads = round.uploads or {}
@@ -168,17 +168,17 @@ def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: P
             assert name not in parameter_split.personal, f"personal {name} is sent to the clients"
         sizes = [leaf[0].numel() * leaf.element_size() for leaf in leaves(uploads)]
         # A method may say that it sends less than its trees hold, never more.
-        if type(run.strategy.method).upload_nbytes is Method.upload_nbytes:
+        if type(run.federation.method).upload_nbytes is Method.upload_nbytes:
             assert round.bytes_up == sum(sizes)
         assert round.bytes_up <= sum(sizes)
         whole = nbytes(round.received or {})
-        if type(run.strategy.method).download_nbytes is Method.download_nbytes:
+        if type(run.federation.method).download_nbytes is Method.download_nbytes:
             assert round.bytes_down == whole
         assert round.bytes_down <= whole
     # A method may say nothing in some rounds; rounds with phases of one name say one kind of thing.
     kinds: dict[tuple[str, ...], dict[str, Any]] = {}
     for round in (round for round in run.recorder.rounds if round.uploads):
-        plan = tuple(phase.name for phase in run.strategy.method.phases(round.number))
+        plan = tuple(phase.name for phase in run.federation.method.phases(round.number))
         kind = _kinds(round.uploads or {})
         assert kinds.setdefault(plan, kind) == kind
     clients, between = len(round.info), round.bytes_exchanged
@@ -237,7 +237,7 @@ def check_trains_through_the_trainer(make_method: MakeMethod, problem: Problem) 
     assert run.trainer.global_step == 4
     assert torch.tensor(list(run.metrics.values())).isfinite().all()
     for client in range(data.num_clients):
-        problem.make_module(torch.float64).load_state_dict(run.strategy.client_state_dict(client))
+        problem.make_module(torch.float64).load_state_dict(run.federation.client_state_dict(client))
     # A round in which nobody trains has no loss.
     losses = [r.metrics["train_loss"] for r in run.recorder.rounds if "train_loss" in r.metrics]
     assert len(losses) > 1
@@ -255,7 +255,7 @@ def check_broken_data_stop_nobody(make_method: MakeMethod, problem: Problem) -> 
         warnings.filterwarnings("ignore", message=".*left out 1 of.*")
         run = problem.fit(make_method(), data=data, rounds=3)
     for round in run.recorder.rounds:
-        trains = bool(run.strategy.method.phases(round.number))
+        trains = bool(run.federation.method.phases(round.number))
         assert set(round.rejected) == ({broken} if trains else set())
     others = torch.arange(data.num_clients) != broken
     # A method that adapts models to training data makes one of NaN for the broken client itself.

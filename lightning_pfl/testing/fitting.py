@@ -14,10 +14,11 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import Round
 from lightning_pfl.core.tree import Model, Tree, tmap
 from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing.quadratic import QuadraticModule
 from lightning_pfl.trainer.strategy import FederatedStrategy
@@ -54,9 +55,9 @@ class Recorder(FederatedCallback):
         self._keep(trainer)
 
     def _keep(self, trainer: L.Trainer) -> None:
-        strategy: Any = trainer.strategy
-        self.banks.append(_copy(strategy.client_states.tree))
-        self.servers.append(_copy(strategy.server))
+        federation = require_federation(trainer, self)
+        self.banks.append(_copy(federation.client_states.tree))
+        self.servers.append(_copy(federation.server))
 
 
 @dataclass
@@ -74,19 +75,24 @@ class Fit:
     recorder: Recorder = field(default_factory=Recorder)
 
     @property
+    def federation(self) -> Federation:
+        """The state of the run."""
+        return self.strategy.federation
+
+    @property
     def server(self) -> Tree:
         """The server's tree."""
-        return self.strategy.server
+        return self.federation.server
 
     @property
     def client_state(self) -> Tree:
         """All clients' memories, ``(num_clients, ...)``."""
-        return self.strategy.client_states.tree
+        return self.federation.client_states.tree
 
     @property
     def models(self) -> Model:
         """All clients' personal models, ``(num_clients, ...)``."""
-        each = [self.strategy.client_state_dict(k) for k in range(self.strategy.num_clients)]
+        each = [self.federation.client_state_dict(k) for k in range(self.federation.num_clients)]
         return {name: torch.stack([one[name] for one in each]) for name in each[0]}
 
     @property

@@ -29,7 +29,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pfl._lightning import is_overridden, overrides
+from lightning_pfl._lightning import connected, is_overridden, overrides
 from lightning_pfl.core.checks import check_choice, check_number, check_whole, is_number, is_whole
 from lightning_pfl.engine.select import check_engine
 from lightning_pfl.methods.base import Method
@@ -160,7 +160,7 @@ def check_same_clients(digests: Sequence[str]) -> None:
         )
 
 
-def check_shared_run(trainer: Any) -> None:
+def check_shared_run(trainer: L.Trainer) -> None:
     """Refuse what saves a checkpoint in one process while others may be elsewhere.
 
     The memories of all clients are in a checkpoint, so all processes write it together; a process
@@ -169,7 +169,7 @@ def check_shared_run(trainer: Any) -> None:
     Raises:
         MisconfigurationException: Names the callback or plugin.
     """
-    for callback in trainer.callbacks:
+    for callback in connected(trainer).callbacks:
         name = type(callback).__name__
         on_exception = getattr(callback, "save_on_exception", False)
         if isinstance(callback, OnExceptionCheckpoint) or on_exception:
@@ -179,7 +179,7 @@ def check_shared_run(trainer: Any) -> None:
                 f"{name} or its `save_on_exception=True`, and resume with ckpt_path='last' from "
                 "ModelCheckpoint(save_last=True)."
             )
-    environment = trainer.strategy.cluster_environment
+    environment = getattr(trainer.strategy, "cluster_environment", None)
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         raise MisconfigurationException(
             "FederatedStrategy can't save in the middle of a round of "
@@ -189,16 +189,16 @@ def check_shared_run(trainer: Any) -> None:
         )
 
 
-def check_trainer(trainer: Any) -> None:
+def check_trainer(trainer: L.Trainer) -> None:
     """Refuse flags and callbacks that have no meaning when a round is the unit.
 
     Raises:
         MisconfigurationException: Names the flag or callback.
     """
-    if trainer._val_check_time_interval is not None:
+    if connected(trainer)._val_check_time_interval is not None:
         raise refuse(
             "val_check_interval",
-            trainer._val_check_time_interval,
+            connected(trainer)._val_check_time_interval,
             "Use check_val_every_n_epoch (in rounds).",
         )
     by_steps = trainer.check_val_every_n_epoch is None and isinstance(
@@ -219,13 +219,13 @@ def check_trainer(trainer: Any) -> None:
             True,
             "Batch statistics belong to a client; the server averages them after a round.",
         )
-    for callback in trainer.callbacks:
+    for callback in connected(trainer).callbacks:
         check_callback(callback)
     if trainer.world_size > 1:
         check_shared_run(trainer)
 
 
-def check_numbers(trainer: Any) -> None:
+def check_numbers(trainer: L.Trainer) -> None:
     """Refuse numbers that Lightning takes without looking at them.
 
     Raises:
@@ -242,7 +242,7 @@ def check_numbers(trainer: Any) -> None:
             raise refuse(flag, every, "Use a number of rounds >= 1; limit_val_batches=0 for none.")
 
 
-def check_unused(trainer: Any) -> None:
+def check_unused(trainer: L.Trainer) -> None:
     """Refuse a new federation in the middle of a Trainer's count of rounds.
 
     Raises:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import lightning as L
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_pfl._lightning import connected
 
 FIXED_COLUMNS = ("round", "client", "num_samples")
 
@@ -129,12 +131,12 @@ def _replace(path: Path, columns: list[str], table: Iterable[dict[str, str]]) ->
     Path(temporary).replace(path)
 
 
-def log_folder(trainer: Any) -> Path | None:
+def log_folder(trainer: L.Trainer) -> Path | None:
     """Where the loggers write; None without a logger, and in all processes but one.
 
     ``trainer.log_dir`` is the same, but waits for the other processes.
     """
-    if not trainer.loggers or trainer.fast_dev_run or not trainer.is_global_zero:
+    if not trainer.loggers or connected(trainer).fast_dev_run or not trainer.is_global_zero:
         return None
     logger = trainer.loggers[0]
     by_run = isinstance(logger, (TensorBoardLogger, CSVLogger))

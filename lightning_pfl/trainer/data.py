@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 
+from lightning_pfl._lightning import connected
 from lightning_pfl.data.datasets import (
     FederatedDataset,
     FederatedLoaders,
@@ -56,14 +57,14 @@ def move_to_device(data: FederatedDataset, trainer: L.Trainer) -> FederatedDatas
     return FederatedLoaders(loaders, data.names if data.named else None)
 
 
-def due_reload(trainer: Any) -> int:
+def due_reload(trainer: L.Trainer) -> int:
     """The last round, up to now, in which data were due to be loaded.
 
     Every ``reload_dataloaders_every_n_epochs`` rounds from round 0, not from whenever they were
     loaded: a resumed run loads its data where it begins, and must load the next where one that
     wasn't interrupted does.
     """
-    every = trainer.reload_dataloaders_every_n_epochs
+    every = connected(trainer).reload_dataloaders_every_n_epochs
     return int(trainer.current_epoch) // every * every if every else int(trainer.current_epoch)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl._lightning import (
+    ConnectedTrainer,
     DataHolder,
     EvaluationLoop,
     forget_metrics,
@@ -32,6 +33,7 @@ from lightning_pfl.federation.evaluate import (
     personal_models,
     summaries,
 )
+from lightning_pfl.federation.federation import Federation
 from lightning_pfl.trainer.client_table import ClientTable, log_folder
 from lightning_pfl.trainer.data import align_clients, due_reload, move_to_device
 from lightning_pfl.trainer.progress import ClientProgress, profiled
@@ -47,23 +49,22 @@ class FederatedEvaluationLoop(EvaluationLoop):
     many clients.
 
     Attributes:
+        federation: The state of the run.
         data: The split.
+        on_validated: Called by the validation of a fit, before the hooks that write checkpoints.
         rows, clients: Rows of ``data`` with samples, and the ids of these clients.
         results: The last evaluation by prefix: ``""`` (personal models), ``"global/"``, and those
             of callbacks; the clients are ``clients``.
     """
 
-    trainer: Any
+    trainer: ConnectedTrainer
+    federation: Federation
+    on_validated: Callable[[], None]
     data: FederatedDataset | None = None
     rows: Tensor
     clients: Tensor
     results: Mapping[str, Evaluation] = MappingProxyType({})
     table: ClientTable | None = None
-
-    @property
-    def strategy(self) -> Any:
-        """The federated strategy."""
-        return self.trainer.strategy
 
     @property
     def prefix(self) -> str:
@@ -88,7 +89,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         """
         trainer, data = self.trainer, self.load()
         rows, clients = align_clients(
-            data, self.strategy.client_names, f"{self.prefix}_dataloaders"
+            data, self.federation.client_names, f"{self.prefix}_dataloaders"
         )
         limit = trainer.limit_test_batches if self.prefix == "test" else trainer.limit_val_batches
         busy = can_be_evaluated(data, rows, self.prefix, limit)
@@ -127,7 +128,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         self.reset()
         self.on_run_start()
         # A validation step that draws random numbers must not change what comes after it.
-        with seeded(derive(self.strategy.seed, "evaluation", self.strategy.rounds)):
+        with seeded(derive(self.federation.seed, "evaluation", self.federation.rounds)):
             self._evaluate()
         self._store_dataloader_outputs()
         logged: list[dict[str, Any]] = self.on_run_end()
@@ -140,36 +141,36 @@ class FederatedEvaluationLoop(EvaluationLoop):
         self.batch_progress.reset_on_run()
 
     def _evaluate(self) -> None:
-        trainer, strategy = self.trainer, self.strategy
+        trainer, federation = self.trainer, self.federation
         count = int(self.max_batches[0])
         rows, clients, data = self.rows[:count], self.clients[:count], self.load()
         step = "test_step" if trainer.testing else "validation_step"
-        strategy.settings.limit_eval_batches = self._limit()
-        shared = strategy.method.global_model(strategy.server)
+        federation.settings.limit_eval_batches = self._limit()
+        shared = federation.method.global_model(federation.server)
         same = shared is not None
 
         def personal(ids: Tensor) -> Model:
             nonlocal same
-            models = personal_models(strategy, ids)
+            models = personal_models(federation, ids)
             same = same and shared is not None and is_global(models, shared)
             return models
 
         stage = "test" if trainer.testing else "validation"
-        progress = ClientProgress(trainer, self, clients, stage)
+        progress = ClientProgress(trainer, federation.ranks, self, clients, stage)
         with trainer.profiler.profile(profiled(step)):
             results = {
                 "": evaluate_clients(
-                    strategy, personal, clients, rows, data, step, progress.finished
+                    federation, personal, clients, rows, data, step, progress.finished
                 )
             }
             progress.finish()
             # All processes must agree, also one that has no clients to look at.
-            if all(strategy.ranks.all_gather_objects(same)):
+            if all(federation.ranks.all_gather_objects(same)):
                 results[GLOBAL] = results[""]
             elif shared is not None:
                 everybody = shared  # a name that mypy knows to be a model
                 results[GLOBAL] = evaluate_clients(
-                    strategy, lambda ids: expand(everybody, len(ids)), clients, rows, data, step
+                    federation, lambda ids: expand(everybody, len(ids)), clients, rows, data, step
                 )
         if not trainer.sanity_checking:
             self._has_run = True
@@ -195,12 +196,11 @@ class FederatedEvaluationLoop(EvaluationLoop):
         if trainer.sanity_checking:
             limit = trainer.num_sanity_val_steps
             return 1.0 if limit == float("inf") else int(limit)
-        chosen = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
-        return cast("float | int", chosen)
+        return trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
 
     def _report(self, results: dict[str, Evaluation], names: list[str]) -> None:
         """Log the statistics, extend the per-client table, and remember the round."""
-        round = self.strategy.rounds - 1
+        round = self.federation.rounds - 1
         values: dict[str, float] = {}
         directions: dict[str, bool] = {}
         shown, logged = set(), set()
@@ -220,7 +220,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         hook = "test_step" if self.trainer.testing else "validation_step"
         log_values(self._results, hook, values, shown, logged)
         if self._trainer_fn == TrainerFn.FITTING:
-            history = self.strategy.history
+            history = self.federation.history
             # What this round has no value for, such as a global model that is no more, must not
             # stand beside its values, nor be monitored.
             forget_metrics(self.trainer, history.last.latest() - values.keys())
@@ -253,5 +253,5 @@ class FederatedEvaluationLoop(EvaluationLoop):
 
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
         if self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            self.trainer.fit_loop.validated()
+            self.on_validated()
         super()._on_evaluation_end(*args, **kwargs)

@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl._lightning import (
+    ConnectedTrainer,
     DataHolder,
     FitLoop,
     call_hooks,
@@ -34,6 +35,7 @@ from lightning_pfl.core.tree import Tree, nbytes, rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.federation.cohort import Cohort
 from lightning_pfl.federation.eligibility import learners, require_samples
+from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.metrics.history import without_summary
 from lightning_pfl.trainer.data import due_reload, move_to_device
@@ -76,13 +78,15 @@ class FederatedLoop(FitLoop):
     client's end comes after the server's update.
 
     Attributes:
+        federation: The state of the run.
         data: The training data.
         stage: How far the current round is.
         logged: What the current round logs, by name; kept for a run that is resumed inside the
             round.
     """
 
-    trainer: Any
+    trainer: ConnectedTrainer
+    federation: Federation
     data: FederatedDataset | None = None
     stage: str = CLOSED
     logged: Mapping[str, float] = MappingProxyType({})
@@ -91,11 +95,6 @@ class FederatedLoop(FitLoop):
     _logger: tuple[str, ...] = ()
     _restored: dict[str, Any] | None = None
     _warned: frozenset[str] = frozenset()
-
-    @property
-    def strategy(self) -> Any:
-        """The federated strategy."""
-        return self.trainer.strategy
 
     # --- data -------------------------------------------------------------------------------------
 
@@ -135,7 +134,7 @@ class FederatedLoop(FitLoop):
         Raises:
             MisconfigurationException: If there are none.
         """
-        trainer, method, start = self.trainer, self.strategy.method, self.trainer.current_epoch
+        trainer, method, start = self.trainer, self.federation.method, self.trainer.current_epoch
         if trainer.limit_train_batches == 0:
             return
         # Methods may have rounds without training.
@@ -144,39 +143,35 @@ class FederatedLoop(FitLoop):
         flag = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
         limit = f"{flag}={getattr(trainer, flag)!r}"
         data = self.require_data()
-        self._learners = learners(self.strategy, data, phases, limit, self._fate)
+        self._learners = learners(self.federation, data, phases, limit, self._fate)
         some = torch.zeros(data.num_clients, dtype=torch.bool)
         some[self._learners] = True
-        self.strategy.set_has_training_data(some)
+        self.federation.set_has_training_data(some)
         self.max_batches = len(self._draw(start))
 
     @property
     def _fate(self) -> str:
         """What becomes of clients that can't take a step."""
-        idle = self.strategy.method.include_clients_without_data
+        idle = self.federation.method.include_clients_without_data
         return "take part without local steps" if idle else "are never sampled"
 
     def _check_reloaded(self, data: FederatedDataset) -> None:
-        if tuple(data.names) != self.strategy.client_names:
+        if tuple(data.names) != self.federation.client_names:
             raise MisconfigurationException(
-                f"Expected reloaded training data to hold the same {self.strategy.num_clients} "
+                f"Expected reloaded training data to hold the same {self.federation.num_clients} "
                 f"clients, but got {data.num_clients} clients or other names. Return the same "
                 "clients in the same order from `train_dataloader`."
             )
-        self.strategy.num_samples = data.num_samples
+        self.federation.num_samples = data.num_samples
 
     def _draw(self, round: int) -> Tensor:
-        strategy, eligible = self.strategy, self._learners
-        if strategy.method.include_clients_without_data:
+        federation, eligible = self.federation, self._learners
+        if federation.method.include_clients_without_data:
             eligible = torch.arange(self.require_data().num_clients)
         elif eligible is None:
             eligible = self.require_data().num_samples.nonzero().flatten()
-        share = 1.0 if strategy.method.full_participation(round) else strategy.participation
-        return (
-            sample_cohort(getattr(strategy, "seed", 0), round, eligible, share)
-            if len(eligible)
-            else eligible
-        )
+        share = 1.0 if federation.method.full_participation(round) else federation.participation
+        return sample_cohort(federation.seed, round, eligible, share) if len(eligible) else eligible
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -215,17 +210,17 @@ class FederatedLoop(FitLoop):
             self._validate()
 
     def _run_round(self) -> None:
-        strategy, method, data = self.strategy, self.strategy.method, self.require_data()
+        federation, method, data = self.federation, self.federation.method, self.require_data()
         number = self.trainer.current_epoch
         phases = method.phases(number)
         drawn = self._draw(number)
-        info = strategy.info(drawn, number, strategy.count_steps(data, drawn, phases))
-        round = Round(number, info, server=strategy.server)
-        self._warn(method.warnings_before(strategy, round))
+        info = federation.info(drawn, number, federation.count_steps(data, drawn, phases))
+        round = Round(number, info, server=federation.server)
+        self._warn(method.warnings_before(federation, round))
         self._hook("on_round_start", round)
 
-        round.received = strategy.download(info)
-        cohort = Cohort(strategy, info, round.received)
+        round.received = federation.download(info)
+        cohort = Cohort(federation, info, round.received)
         cohort.exchange("before")
         self._hook("on_local_training_start", round)
         clients = self._progress(info.index)
@@ -235,21 +230,19 @@ class FederatedLoop(FitLoop):
         round.uploads = work.uploads
         self._hook("on_local_training_end", round)
 
-        accepted, round.rejected = cohort.accept_uploads(work, strategy.max_update_norm)
+        accepted, round.rejected = cohort.accept_uploads(work, federation.max_update_norm)
         self._report(round, work, accepted)
         if round.rejected:
-            round.uploads = rows(
-                work.uploads, accepted.nonzero().flatten().to(strategy.root_device)
-            )
+            round.uploads = rows(work.uploads, accepted.nonzero().flatten().to(cohort.device))
         self._hook("on_aggregation_start", round)
-        server = strategy.server
+        server = federation.server
         if len(cohort.info):
             with self.trainer.profiler.profile("aggregation"):
                 server = method.server_update(server, round.uploads, cohort.info)
                 cohort.exchange("after")
         self._report_messages(round, cohort.exchanged)
         cohort.store()
-        strategy.commit(server)
+        federation.commit(server)
         count_server_update(self)
         step_schedulers(self, plateau=False)
         self.stage = TRAINED
@@ -261,7 +254,7 @@ class FederatedLoop(FitLoop):
     def _report(self, round: Round, result: LocalResult, accepted: Tensor) -> None:
         """What the round logs: means of the user's values over accepted clients, and traffic."""
         cohort = len(round.info)
-        method, server = self.strategy.method, self.strategy.server
+        method, server = self.federation.method, self.federation.server
         down = _total(method.download_nbytes(server, round.info), round.received or {}, cohort)
         up = _total(method.upload_nbytes(result.uploads, round.info), result.uploads, cohort)
         round.bytes_down, round.bytes_up = down // max(cohort, 1), up // max(cohort, 1)
@@ -286,7 +279,7 @@ class FederatedLoop(FitLoop):
         silent = {name for name in names if not result.options[name].logger}
         self._logger = tuple(name for name in self.logged if name not in silent)
         if round.rejected:
-            known = self.strategy.client_names
+            known = self.federation.client_names
             listed = "; ".join(
                 f"{known[client]!r}: {reason}"
                 for client, reason in list(round.rejected.items())[:10]
@@ -308,12 +301,12 @@ class FederatedLoop(FitLoop):
 
     def _measure(self, round: Round) -> None:
         """Log what the method measures, and warn of what it finds."""
-        strategy, method = self.strategy, self.strategy.method
-        measured = method.measure(strategy, round)
+        federation, method = self.federation, self.federation.method
+        measured = method.measure(federation, round)
         round.metrics.update(measured)
         self.logged = {**self.logged, **measured}
         self._logger = (*self._logger, *measured)
-        self._warn(method.warnings_after(strategy, round))
+        self._warn(method.warnings_after(federation, round))
 
     def _warn(self, texts: Mapping[str, str]) -> None:
         """Warn of what wasn't warned of before."""
@@ -325,7 +318,9 @@ class FederatedLoop(FitLoop):
     def _progress(self, cohort: Tensor) -> ClientProgress:
         self.epoch_loop.batch_progress.reset_on_run()
         self.max_batches = len(cohort)
-        return ClientProgress(self.trainer, self.epoch_loop, cohort, "train", hold_last=True)
+        return ClientProgress(
+            self.trainer, self.federation.ranks, self.epoch_loop, cohort, "train", hold_last=True
+        )
 
     def _hook(self, name: str, round: Round) -> None:
         for callback in self.trainer.callbacks:
@@ -377,7 +372,7 @@ class FederatedLoop(FitLoop):
         send_round(self)
         self.epoch_progress.increment_completed()
         # A callback may ask for the end in one process alone.
-        heard = self.strategy.ranks.all_gather_objects(
+        heard = self.federation.ranks.all_gather_objects(
             (trainer.should_stop, trainer.received_sigterm)
         )
         trainer.should_stop = any(stop for stop, _ in heard)
@@ -386,7 +381,7 @@ class FederatedLoop(FitLoop):
     def on_run_end(self) -> None:
         """Report the last ten rounds and the best one, and end the training."""
         on_test = getattr(self.trainer.datamodule, "val_split", "train") == "test"
-        history = self.strategy.history
+        history = self.federation.history
         if summary := history.summary(on_test):
             log_at_end(self.trainer, summary, history.for_loggers(summary))
         super().on_run_end()

@@ -6,11 +6,18 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pfl._lightning import ClientHooks, DataHolder, PredictionLoop, no_grad_context
+from lightning_pfl._lightning import (
+    ClientHooks,
+    ConnectedTrainer,
+    DataHolder,
+    PredictionLoop,
+    no_grad_context,
+)
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.evaluate import evaluate_clients, personal_models
+from lightning_pfl.federation.federation import Federation
 from lightning_pfl.trainer.data import align_clients, move_to_device
 from lightning_pfl.trainer.progress import profiled
 
@@ -22,7 +29,8 @@ class FederatedPredictionLoop(PredictionLoop):
     with its id as ``batch`` and its list as ``outputs``.
     """
 
-    trainer: Any
+    trainer: ConnectedTrainer
+    federation: Federation
     data: FederatedDataset | None = None
     rows: Tensor
     clients: Tensor
@@ -45,9 +53,8 @@ class FederatedPredictionLoop(PredictionLoop):
         self.max_batches = []
         if self.trainer.limit_predict_batches == 0:
             return
-        strategy: Any = self.trainer.strategy
         data = self.load()
-        rows, clients = align_clients(data, strategy.client_names, "predict_dataloaders")
+        rows, clients = align_clients(data, self.federation.client_names, "predict_dataloaders")
         busy = can_be_evaluated(data, rows, "predict", self.trainer.limit_predict_batches)
         self.rows, self.clients = rows[busy], clients[busy]
         self.max_batches = [len(self.rows)]
@@ -59,22 +66,22 @@ class FederatedPredictionLoop(PredictionLoop):
         if self.skip:
             return None
         self.batch_progress.reset_on_run()
-        data, strategy = self.load(), self.trainer.strategy
+        data, federation = self.load(), self.federation
         self.epoch_batch_indices = [[] for _ in range(data.num_clients)]
         self._predictions = [[] for _ in range(data.num_clients)]
         self.on_run_start()
-        with seeded(derive(strategy.seed, "prediction", strategy.rounds)):
+        with seeded(derive(federation.seed, "prediction", federation.rounds)):
             self._predict(data)
         self.on_run_end()
         return self._predictions if self.return_predictions else None
 
     def _predict(self, data: FederatedDataset) -> None:
-        strategy: Any = self.trainer.strategy
-        strategy.settings.limit_eval_batches = self.trainer.limit_predict_batches
+        federation = self.federation
+        federation.settings.limit_eval_batches = self.trainer.limit_predict_batches
         with self.trainer.profiler.profile(profiled("predict_step")):
             found = evaluate_clients(
-                strategy,
-                lambda ids: personal_models(strategy, ids),
+                federation,
+                lambda ids: personal_models(federation, ids),
                 self.clients,
                 self.rows,
                 data,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
@@ -112,7 +113,7 @@ class ProcessesStrategy(ParallelStrategy):
             atexit.register(leave_processes)
             self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: L.Trainer) -> None:
         """Set up the module and its optimizers."""
         if self.is_distributed:
             notice_termination(trainer)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl._lightning import ClientHooks, close_step, open_step
+from lightning_pfl.federation.ranks import Ranks
 
 
 def profiled(step: str) -> str:
@@ -28,6 +30,7 @@ class ClientProgress:
 
     Args:
         trainer: The running Trainer.
+        ranks: The processes of the run.
         loop: The loop whose batch counters count the clients, and whose results hooks log to.
         clients: Ids, int64 ``(clients,)``.
         stage: ``"train"``, ``"validation"`` or ``"test"``.
@@ -39,10 +42,16 @@ class ClientProgress:
     """
 
     def __init__(
-        self, trainer: Any, loop: Any, clients: Tensor, stage: str, hold_last: bool = False
+        self,
+        trainer: L.Trainer,
+        ranks: Ranks,
+        loop: Any,
+        clients: Tensor,
+        stage: str,
+        hold_last: bool = False,
     ) -> None:
         self.trainer, self.hold_last = trainer, hold_last
-        self.live = trainer.strategy.ranks.alone
+        self.live = ranks.alone
         self.counters, self.results = loop.batch_progress, loop._results
         self.ids = clients.tolist()
         self.waiting = set(range(len(self.ids)))

@@ -1,14 +1,275 @@
-"""From the Trainer's flags to the engines' settings."""
+"""What begins when a stage of the Trainer begins: loops, federation and engines."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, cast
 
+import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_pfl._lightning import connected, take_over
+from lightning_pfl.contract.records import FitPlan
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.trainer.checks import refuse
+from lightning_pfl.engine.select import EngineName, SelectedEngine
+from lightning_pfl.federation.architectures import make_architectures, parameter_splits, table
+from lightning_pfl.federation.client_states import choose_device
+from lightning_pfl.federation.federation import Federation
+from lightning_pfl.methods.base import Method
+from lightning_pfl.trainer import checks
+from lightning_pfl.trainer.evaluation_loop import FederatedEvaluationLoop
+from lightning_pfl.trainer.fit_loop import FederatedLoop
+from lightning_pfl.trainer.prediction_loop import FederatedPredictionLoop
+
+ClientStateDevice = Literal["auto", "device", "host"]
+
+
+class StageSetup:
+    """Begins, continues or restores a federation when a stage of the Trainer begins.
+
+    Args:
+        federation: The federation.
+        engine, seed, chunk_size, feature_cache, client_state_device: As for
+            :class:`~lightning_pfl.FederatedStrategy`.
+
+    Attributes:
+        saved: The federation's part of a checkpoint, until its clients are known; else None.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        engine: EngineName,
+        seed: int | None,
+        chunk_size: int | None,
+        feature_cache: bool,
+        client_state_device: ClientStateDevice,
+    ) -> None:
+        self.federation, self.engine, self.seed = federation, engine, seed
+        self.chunk_size, self.feature_cache = chunk_size, feature_cache
+        self.client_state_device = client_state_device
+        self.saved: Mapping[str, Any] | None = None
+        self._owner: tuple[L.Trainer, L.LightningModule, Method, tuple[str, ...]] | None = None
+
+    @property
+    def trainer(self) -> L.Trainer | None:
+        """The Trainer of the federation; None before the first stage."""
+        return None if self._owner is None else self._owner[0]
+
+    def begin(
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        device: torch.device,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        """Make the federation ready for a stage.
+
+        A new one begins if Trainer, module, method or clients are others than in the last stage.
+
+        Args:
+            trainer: The Trainer, with the federated loops.
+            module: The user's module.
+            device: Where clients train.
+            optimizers: The template of each architecture's clients; used in a fit alone.
+
+        Raises:
+            MisconfigurationException: If processes, module or Trainer don't fit.
+            CheckpointMismatchError: If the checkpoint doesn't fit.
+        """
+        federation = self.federation
+        names, num_samples = self._clients(trainer, module)
+        digests = federation.ranks.all_gather_objects(checks.digest(names, num_samples))
+        checks.check_same_clients(digests)
+        owner = (trainer, module, federation.method, names)
+        fresh, saved = owner != self._owner, self.saved
+        if fresh or saved is not None:
+            federation.seed = self._choose_seed()
+        split = parameter_splits(module, federation.method)
+        checks.check_one_process(len(split), federation.ranks.size)
+        choose = partial(choose_device, self.client_state_device, device)
+        if fresh:
+            if trainer.state.fn == TrainerFn.FITTING and saved is None:
+                checks.check_unused(trainer)
+                checks.check_finite(module)
+            architectures = make_architectures(module, split, names)
+            federation.begin(module, architectures, names, num_samples, choose)
+            self._owner = owner
+        federation.bind_method()
+        if not fresh and saved is None:
+            _warn_of_changes(federation, module)
+        stores = [architecture.client_states for architecture in federation.architectures]
+        for store in stores:
+            store.keep_shard()
+        federation.move(device, choose(sum(store.nbytes() for store in stores)))
+        if num_samples.any():
+            federation.num_samples = num_samples
+        if saved is not None:
+            federation.load_state_dict(saved)
+        self.saved = None
+        self._begin_engines(trainer, optimizers, fresh, restored=saved is not None)
+        if trainer.state.fn == TrainerFn.FITTING:
+            fit_loop(trainer).find_learners()
+            self._report(trainer)
+
+    def _clients(
+        self, trainer: L.Trainer, module: L.LightningModule
+    ) -> tuple[tuple[str, ...], Tensor]:
+        """Names and training samples: of the training data, the checkpoint, or this split."""
+        federation = self.federation
+        if trainer.state.fn == TrainerFn.FITTING:
+            data = fit_loop(trainer).require_data()
+            return tuple(data.names), data.num_samples
+        if self.saved is not None:
+            return tuple(self.saved["clients"]), self.saved["num_samples"]
+        if self._owner is not None and self._owner[:3] == (trainer, module, federation.method):
+            return federation.client_names, federation.num_samples
+        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        data = cast("FederatedPredictionLoop | FederatedEvaluationLoop", loop).load()
+        return tuple(data.names), torch.zeros(data.num_clients, dtype=torch.int64)
+
+    def _choose_seed(self) -> int:
+        saved = None if self.saved is None else int(self.saved["seed"])
+        if saved is not None and self.seed not in (None, saved):
+            rank_zero_warn(
+                f"The run continues with the checkpoint's seed {saved}; seed={self.seed} is not "
+                "used."
+            )
+        if saved is not None:
+            return saved
+        if self.seed is not None:
+            return self.seed
+        # What `seed_everything` leaves behind, as its documentation says.
+        from_environment = os.environ.get("PL_GLOBAL_SEED")
+        drawn = int(from_environment) if from_environment else secrets.randbits(31)
+        return int(self.federation.ranks.all_gather_objects(drawn)[0])
+
+    def _begin_engines(
+        self, trainer: L.Trainer, optimizers: Sequence[Optimizer], fresh: bool, restored: bool
+    ) -> None:
+        federation, fitting = self.federation, trainer.state.fn == TrainerFn.FITTING
+        settings = engine_settings(trainer, federation.seed, self.chunk_size, self.feature_cache)
+        if not (fresh or fitting):
+            # The engines of the fit have chosen; they read the settings when they run.
+            vars(federation.settings).update(vars(settings))
+            if restored:
+                for architecture in federation.architectures:
+                    # `Federation.client_optimizer` then makes the checkpoint's.
+                    architecture.engine.template = None
+            return
+        federation.settings = settings
+        for number, architecture in enumerate(federation.architectures):
+            architecture.engine = SelectedEngine(
+                self.engine,
+                architecture.module,
+                architecture.parameter_split,
+                optimizers[number] if fitting else None,
+                settings,
+            )
+
+    def _report(self, trainer: L.Trainer) -> None:
+        federation = self.federation
+        rank_zero_info(
+            f"{type(federation.method).__name__} with {federation.num_clients} clients, "
+            f"{trainer.num_training_batches} a round; engine {self.engine}; seed "
+            f"{federation.seed}. Parameters and buffers:\n{table(federation.architectures)}"
+        )
+        found = [
+            (
+                *architecture.parameter_split.notes(),
+                *architecture.method.notes(architecture.parameter_split),
+            )
+            for architecture in federation.architectures
+        ]
+        for note in dict.fromkeys(note for notes in found for note in notes):
+            rank_zero_info(note)
+        if problem := federation.method.check_fit(_plan(trainer)):
+            rank_zero_warn(problem)
+
+
+def _warn_of_changes(federation: Federation, module: L.LightningModule) -> None:
+    if changed := federation.changed_outside():
+        rank_zero_warn(
+            f"{type(module).__name__} was changed since its last round ({changed[0]}"
+            f"{', ...' if len(changed) > 1 else ''}), but this Trainer goes on with what server "
+            "and clients have. Use a new Trainer to start from the module."
+        )
+
+
+def _plan(trainer: L.Trainer) -> FitPlan:
+    """What a method may know of the fit that begins."""
+    endless = trainer.max_epochs is None or trainer.max_epochs < 0
+    rounds = None if endless else trainer.max_epochs
+    return FitPlan(rounds, connected(trainer).reload_dataloaders_every_n_epochs)
+
+
+# --- the Trainer's parts --------------------------------------------------------------------------
+
+
+def install_loops(trainer: L.Trainer, federation: Federation) -> None:
+    """Replace Lightning's loops by federated ones that keep what the Trainer configured."""
+    if not isinstance(trainer.fit_loop, FederatedLoop):
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        trainer.fit_loop = take_over(FederatedLoop, trainer.fit_loop)
+        trainer.fit_loop.epoch_loop.val_loop = take_over(FederatedEvaluationLoop, validation)
+        trainer.validate_loop = take_over(FederatedEvaluationLoop, trainer.validate_loop)
+        trainer.test_loop = take_over(FederatedEvaluationLoop, trainer.test_loop)
+        trainer.predict_loop = take_over(FederatedPredictionLoop, trainer.predict_loop)
+    fit = fit_loop(trainer)
+    for loop in (
+        fit,
+        fit.epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+    ):
+        cast("FederatedLoop", loop).federation = federation
+    fit.epoch_loop.val_loop.on_validated = fit.validated  # type: ignore[attr-defined]
+    federation.training_data = fit.require_data
+
+
+def fit_loop(trainer: L.Trainer) -> FederatedLoop:
+    """Return the federated fit loop of a Trainer."""
+    return cast("FederatedLoop", trainer.fit_loop)
+
+
+def find_method(
+    trainer: L.Trainer, given: Method | None, default: Callable[[], Method] | None
+) -> Method:
+    """Find the one method of a run; what isn't among the Trainer's callbacks yet is put there.
+
+    Args:
+        trainer: The Trainer.
+        given: The method that the strategy was given.
+        default: Makes the method where there is none.
+
+    Raises:
+        MisconfigurationException: If there is none, or if there are several.
+    """
+    callbacks = connected(trainer).callbacks
+    found = [callback for callback in callbacks if isinstance(callback, Method)]
+    if not found and given is None and default is not None:
+        given = default()
+    if given is not None and given not in found:
+        callbacks.insert(0, given)
+        found.append(given)
+    if len(found) != 1:
+        names = ", ".join(type(method).__name__ for method in found) or "none"
+        raise MisconfigurationException(
+            f"Expected exactly one federated method, but found {names} "
+            "(FederatedStrategy(method=...) and Trainer(callbacks=...) together). Pass one, for "
+            "example FederatedStrategy(FedAvg()), or set `method:` in the recipe."
+        )
+    return found[0]
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
@@ -20,18 +281,20 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
     if isinstance(precision, MixedPrecision):
         if precision.precision == "bf16-mixed":
             return torch.bfloat16
-        raise refuse(
+        raise checks.refuse(
             "precision",
             precision.precision,
             "Loss scaling is not per client; use precision='bf16-mixed'.",
         )
     if type(precision) in (Precision, DoublePrecision):
         return None
-    raise refuse("precision", precision.precision, "Use '32-true', '64-true' or 'bf16-mixed'.")
+    raise checks.refuse(
+        "precision", precision.precision, "Use '32-true', '64-true' or 'bf16-mixed'."
+    )
 
 
 def engine_settings(
-    trainer: Any, seed: int, chunk_size: int | None, feature_cache: bool
+    trainer: L.Trainer, seed: int, chunk_size: int | None, feature_cache: bool
 ) -> EngineSettings:
     """What the Trainer's flags say about local training."""
     algorithm = trainer.gradient_clip_algorithm
@@ -43,7 +306,7 @@ def engine_settings(
         accumulate=trainer.accumulate_grad_batches,
         limit_train_batches=trainer.limit_train_batches,
         limit_eval_batches=trainer.limit_val_batches,
-        overfit_batches=trainer.overfit_batches,
+        overfit_batches=connected(trainer).overfit_batches,
         chunk_size=chunk_size,
         autocast=autocast_dtype(trainer.precision_plugin),
         feature_cache=feature_cache,

@@ -158,7 +158,7 @@ def test_server_and_memories_are_the_same_bits_as_without(method: Any, scope: An
     for callbacks in ([], [HeadFineTuning(scope, epochs=1, when="evaluation")]):
         run = trainer(method(), *callbacks, max_epochs=3, participation=2, engine="vectorized")
         run.fit(network(), *classes(shuffle=True))
-        runs.append(run.strategy)
+        runs.append(run.strategy.federation)
     assert_trees_equal(runs[0].server, runs[1].server)
     assert_trees_equal(runs[0].client_states.tree, runs[1].client_states.tree)
 

@@ -33,7 +33,7 @@ def test_the_snippets_run_and_give_models(tmp_path: Path, monkeypatch: pytest.Mo
         trainers += [names["trainer"]] * count
     assert names["clients"].num_clients == 2
     assert [trainer.current_epoch for trainer in trainers] == [1, 1, 1, 1]
-    assert [trainer.strategy.num_clients for trainer in trainers] == [40, 2, 40, 40]
+    assert [trainer.strategy.federation.num_clients for trainer in trainers] == [40, 2, 40, 40]
 
 
 def test_the_files_and_targets_that_the_readme_names_exist() -> None:

@@ -59,7 +59,7 @@ def small_fit(method: Method, save: Path | None = None, **settings: Any) -> Outc
     result = fit(method, data, **{**given, **settings})
     if save is not None:
         result.save(save)
-    clients = range(result.strategy.num_clients)
+    clients = range(result.strategy.federation.num_clients)
     return Outcome(result, [result.strategy.client_state_dict(client) for client in clients])
 
 

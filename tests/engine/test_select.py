@@ -157,7 +157,7 @@ def run(make: Callable[[], Classifier], engine: str) -> Fit:
 def test_every_module_trains_like_one_client_after_another(name: str) -> None:
     make, training, validation = MODULES[name]
     auto, slow = run(make, "auto"), run(make, "sequential")
-    choices = auto.strategy.engine.choices
+    choices = auto.strategy.federation.engine.choices
     for step, expected in (("training_step", training), ("validation_step", validation)):
         assert re.match(expected, choices[step]), choices
     assert_trees_close(auto.models, slow.models, rtol=1e-9, atol=1e-9)

@@ -80,7 +80,7 @@ def test_auto_goes_on_sequentially(kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert_trees_close(found.server, expected.server, rtol=1e-5, atol=1e-6)
     assert found.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], rel=1e-5)
     step = "validation_step" if kind == "validates" else "training_step"
-    assert found.strategy.engine.choices[step].startswith("vectorized")
+    assert found.strategy.federation.engine.choices[step].startswith("vectorized")
     # Once, whatever the number of rounds.
     assert sum(text.startswith(f"{step} runs sequential here: ") for text in said) == 1
 

@@ -134,7 +134,9 @@ def test_evaluation_prediction_and_modules_are_each_client_s_own() -> None:
 def test_only_the_sampled_groups_train() -> None:
     model = ClientModules(modules(), OF)
     run = fit(LocalOnly(), model, max_epochs=1)
-    assert sum(len(architecture.clients) for architecture in run.strategy.architectures) == len(OF)
+    assert sum(
+        len(architecture.clients) for architecture in run.strategy.federation.architectures
+    ) == len(OF)
     one = trainer(LGFedAvg(shared="head"), participation=1, max_epochs=1, seed=1)
     one.fit(ClientModules(modules(), OF), loaders(), loaders(1))
     starts = {name: module(width, width).state_dict() for name, width in WIDTHS.items()}
@@ -220,7 +222,7 @@ def test_a_module_that_does_not_fit_names_its_group_and_clients(engine: Any, san
 def test_what_needs_one_architecture_says_so() -> None:
     run = fit(LocalOnly(), ClientModules(modules(), OF), max_epochs=1)
     with pytest.raises(MisconfigurationException, match="one architecture, but got clients of"):
-        _ = run.strategy.parameter_split
+        _ = run.strategy.federation.parameter_split
     with pytest.raises(MisconfigurationException, match="one architecture, but got clients of"):
         fit(LocalOnly(), ClientModules(modules(), OF), callbacks=[HeadFineTuning(epochs=1)])
 

@@ -75,10 +75,12 @@ def everything(run: Any) -> dict[str, list[Tensor]]:
     strategy: Any = run.strategy
     return {
         "server": list(leaves(strategy.server)),
-        "client_states": list(leaves(strategy.client_states.tree)),
+        "client_states": list(leaves(strategy.federation.client_states.tree)),
         "module": list(run.lightning_module.state_dict().values()),
         "lr": [torch.tensor(architecture["lr"]) for architecture in run.optimizers[0].param_groups],
-        "history": [torch.tensor(value) for value in strategy.history.summary().values()],
+        "history": [
+            torch.tensor(value) for value in strategy.federation.history.summary().values()
+        ],
     }
 
 

@@ -66,7 +66,7 @@ def url(folder: Path) -> Iterator[str]:
 def resume(path: str, **kwargs: Any) -> Any:
     second = trainer(FedAvg(), max_epochs=2)
     second.fit(Quadratic(), points(), points(), ckpt_path=path, **kwargs)
-    return second.strategy
+    return second.strategy.federation
 
 
 @pytest.mark.parametrize("name", ["code", "shell"])

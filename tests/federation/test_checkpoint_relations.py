@@ -75,7 +75,7 @@ def test_other_known_clusters_are_refused(now: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match=match):
         run(methods.ClusterOracle(now), 2, path)
     # The names of clusters mean nothing.
-    assert run(methods.ClusterOracle([0, 0, 1, 1]), 2, path).strategy.rounds == 2
+    assert run(methods.ClusterOracle([0, 0, 1, 1]), 2, path).strategy.federation.rounds == 2
 
 
 def test_a_checkpoint_that_does_not_say_goes_on(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_checkpoint_that_does_not_say_goes_on(tmp_path: Path) -> None:
     saved = torch.load(path, weights_only=False)
     del saved["federated"]["structure"]
     torch.save(saved, path)
-    assert run(methods.FedU(SQUARE), 2, path).strategy.rounds == 2
+    assert run(methods.FedU(SQUARE), 2, path).strategy.federation.rounds == 2
 
 
 def test_a_server_of_other_shapes_is_refused(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_the_same_server_optimizer_goes_on_silently(name: str, tmp_path: Path) -
 def test_other_settings_are_said(before: Method, now: Method, said: str, tmp_path: Path) -> None:
     path = saved(before, tmp_path)
     with pytest.warns(UserWarning, match=f"continues with other settings .*{said}"):
-        assert resume(now, path).strategy.rounds == 2
+        assert resume(now, path).strategy.federation.rounds == 2
 
 
 class Stop(Callback):
@@ -213,7 +213,7 @@ def test_a_checkpoint_serves_a_run_of_another_precision(method: Any, tmp_path: P
     double = trainer(method(), max_epochs=2, precision="64-true")
     double.fit(network(), *classes(), ckpt_path=path)
     assert double.strategy.client_state_dict(0)["head.weight"].dtype == torch.float64
-    assert double.strategy.rounds == 2
+    assert double.strategy.federation.rounds == 2
     tested = trainer(method(), precision="64-true")
     tested.test(network(), classes()[1], ckpt_path=path, verbose=False)
     for name, leaf in tested.strategy.client_state_dict(1).items():

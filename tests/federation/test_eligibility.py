@@ -99,7 +99,7 @@ def test_a_budget_of_nothing_and_a_round_without_training_are_no_mistake() -> No
     for method in (FedAvg(local_epochs=0), FedRep(personal="w", head_epochs=0, body_epochs=0)):
         run = trainer(method, max_epochs=1)
         run.fit(Quadratic(), points())
-        assert run.strategy.rounds == 1
+        assert run.strategy.federation.rounds == 1
     cohorts = Cohorts()
     mixed = L2GD(aggregation_probability=0.9)
     run = trainer(mixed, max_epochs=2, limit_train_batches=0.4, callbacks=[cohorts], seed=0)

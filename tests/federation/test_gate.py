@@ -247,4 +247,4 @@ def test_a_mask_of_infinities_keeps_nobody_out(method: Any, engine: str) -> None
     assert run.callback_metrics["round/rejected"] == 0
     state = run.strategy.client_state_dict(0)
     assert torch.equal(state["backbone.mask"], torch.triu(torch.full((8, 8), -torch.inf), 1))
-    assert run.strategy.parameter_split.static == ("backbone.mask",)
+    assert run.strategy.federation.parameter_split.static == ("backbone.mask",)

@@ -55,7 +55,7 @@ def test_every_method_gives_the_models_of_the_run_that_wrote_the_file(
 
     clients = load_clients(path, module, method)
 
-    assert clients.num_clients == ran.strategy.num_clients
+    assert clients.num_clients == ran.strategy.federation.num_clients
     assert clients.client_names == ran.strategy.client_names
     assert clients.rounds == 2
     for k, key in enumerate(clients.client_names):

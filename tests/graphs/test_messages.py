@@ -143,7 +143,7 @@ def test_letters_reach_the_neighbours(when: Any, engine: str) -> None:
     twice = {k: trained(once[k], k) for k in range(4)}
     expected = by_loop(once if when == "before" else twice, [0, 1, 2, 3])
     for client in range(4):
-        check(run.strategy.client_states.tree, client, expected[client])
+        check(run.strategy.federation.client_states.tree, client, expected[client])
         torch.testing.assert_close(run.strategy.client_state_dict(client)["w"], twice[client])
     # Three doubles over each of four edges, both ways, in three exchanges.
     bytes_each = 3 * 2 * len(EDGES) * 3 * 8
@@ -167,7 +167,7 @@ def test_only_the_cohort_writes_and_reads(engine: str) -> None:
         assert round.bytes_exchanged == 3 * 2 * there * 3 * 8
     assert len(kept) == 4
     for client, expected in kept.items():
-        check(run.strategy.client_states.tree, client, expected)
+        check(run.strategy.federation.client_states.tree, client, expected)
 
 
 def test_who_fails_neither_writes_nor_reads() -> None:
@@ -179,8 +179,8 @@ def test_who_fails_neither_writes_nor_reads() -> None:
     start = torch.zeros(2, dtype=torch.float64)
     expected = by_loop({k: trained(start, k) for k in range(4)}, [0, 2, 3])
     for client in (0, 2, 3):
-        check(run.strategy.client_states.tree, client, expected[client])
-    assert not run.strategy.client_states.tree["weights"][1].any()
+        check(run.strategy.federation.client_states.tree, client, expected[client])
+    assert not run.strategy.federation.client_states.tree["weights"][1].any()
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -193,9 +193,9 @@ def test_a_run_resumes_bitwise(engine: str, tmp_path: Path) -> None:
     first.fit(Quadratic(), points(), points())
     first.save_checkpoint(tmp_path / "last.ckpt")
     rest.fit(Quadratic(), points(), points(), ckpt_path=str(tmp_path / "last.ckpt"))
-    for name, leaf in whole.strategy.client_states.tree.items():
+    for name, leaf in whole.strategy.federation.client_states.tree.items():
         if isinstance(leaf, Tensor):
-            assert torch.equal(rest.strategy.client_states.tree[name], leaf)
+            assert torch.equal(rest.strategy.federation.client_states.tree[name], leaf)
 
 
 class Numbers(Letters):
@@ -216,7 +216,7 @@ def test_clients_of_different_architectures_write_to_each_other() -> None:
     some = range(4)
     run = trainer(Numbers(), max_epochs=1, callbacks=[traffic])
     run.fit(ClientModules(modules(), OF[:4]), loaders(0, some), loaders(1, some))
-    for group in run.strategy.architectures:
+    for group in run.strategy.federation.architectures:
         assert 0 < len(group.clients) < 4
         for row, client in enumerate(group.clients.tolist()):
             for s, j in enumerate(listed(client)):

@@ -190,7 +190,7 @@ def test_models_that_the_server_knows_are_compared_as_a_whole(tmp_path: Path) ->
         pairs = PairwiseDistance()
         run = board_run(tmp_path, method, pairs)
         run.fit(split(), quadratics())
-        assert pairs._names(run.strategy) == names
+        assert pairs._names(run.strategy.federation) == names
         assert is_drawn(Board(run).picture("distance"))
 
 

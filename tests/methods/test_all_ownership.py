@@ -41,7 +41,7 @@ def test_what_is_shared_is_equal_and_all_else_differs(name: str) -> None:
     data = problem.get("make_data", small_clients)()
     module = problem.get("make_module", small_module)()
     run = fit(CASES[name](), data, module, ROUNDS)
-    parameter_split, method = run.strategy.parameter_split, run.strategy.method
+    parameter_split, method = run.strategy.federation.parameter_split, run.strategy.method
     ownership = method.ownership(parameter_split)
     said = [entry for names in ownership.values() for entry in names]
     assert sorted(said) == sorted(parameter_split.names)

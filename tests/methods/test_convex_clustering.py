@@ -256,7 +256,7 @@ class TestEndPoints:
     def test_without_weight_every_client_is_alone(self) -> None:
         run = fit(exact(0.0, penalty=0.3), *line(), 60)
         torch.testing.assert_close(run.models["w"], L4, rtol=0, atol=1e-4)
-        assert ConvexClustering(0.0).notes(run.strategy.parameter_split) == [
+        assert ConvexClustering(0.0).notes(run.strategy.federation.parameter_split) == [
             "fusion_weight=0 makes ConvexClustering LocalOnly."
         ]
 

@@ -48,7 +48,7 @@ FORMS = [False, True]
 
 def models(run: Any, name: str = "w") -> Tensor:
     """All clients' parameters after a run."""
-    clients = range(run.strategy.num_clients)
+    clients = range(run.strategy.federation.num_clients)
     return torch.stack([run.strategy.client_state_dict(k)[name] for k in clients])
 
 
@@ -145,7 +145,9 @@ def test_the_combination_keeps_the_sum_and_leads_to_the_mean(decentralized: bool
     run = fit(FedU(GRAPH, 1.0, decentralized), flat, QuadraticModule(lr=0.2), 1)
     # From models that differ: put them where the method keeps them, and go on.
     kept = (
-        run.strategy.client_states.tree["model"] if decentralized else run.strategy.server["models"]
+        run.strategy.federation.client_states.tree["model"]
+        if decentralized
+        else run.strategy.server["models"]
     )
     kept["w"].copy_(first)
     mixing = torch.eye(4, dtype=torch.float64) - 0.2 * (torch.diag(GRAPH.sum(1)) - GRAPH)

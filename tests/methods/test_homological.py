@@ -194,7 +194,7 @@ def test_architectures_agree_on_their_first_parameters() -> None:
     method = HomologicalConstraints("complete", 0.05, edge_dim_ratio=0.2, **EPOCH)
     run = trainer(method, max_epochs=3)
     run.fit(ClientModules(modules(), OF), loaders(), loaders(1))
-    for group in run.strategy.architectures:
+    for group in run.strategy.federation.architectures:
         assert "maps" not in group.client_states.tree
         # Only what is projected has a multiplier: a fifth of the smaller model.
         narrow = 4 * 3 + 3 + 3 * 2 + 2

@@ -201,4 +201,4 @@ def test_controls_that_are_zero_but_for_rounding_are_no_other_result() -> None:
     # The gradient of a bias before BatchNorm is zero, and its control variate is rounding.
     run = trainer(SCAFFOLD(), max_epochs=1, engine="auto")
     run.fit(network(), *classes())
-    assert run.strategy.engine.choices["training_step"].startswith("vectorized")
+    assert run.strategy.federation.engine.choices["training_step"].startswith("vectorized")

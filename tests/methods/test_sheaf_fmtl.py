@@ -180,7 +180,7 @@ class TestSheafFMTL:
         wide, narrow = 6 * 3 + 3 + 3 * 2 + 2, 4 * 3 + 3 + 3 * 2 + 2
         sizes = {"wide": wide, "narrow": narrow}
         messages = 0
-        for group in run.strategy.architectures:
+        for group in run.strategy.federation.architectures:
             maps = group.client_states.tree["maps"]
             assert maps.shape[1:] == (4, int(0.4 * wide), sizes[group.name])
             for row, client in enumerate(group.clients.tolist()):

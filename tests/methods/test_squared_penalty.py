@@ -69,7 +69,7 @@ class TestSquaredPenalty:
         a = fit(SquaredPenalty(0.0), small_clients(), small_module(), 2, engine)
         b = fit(LocalOnly(), small_clients(), small_module(), 2, engine)
         assert_trees_equal(a.models, b.models)
-        notes = SquaredPenalty(0.0).notes(a.strategy.parameter_split)
+        notes = SquaredPenalty(0.0).notes(a.strategy.federation.parameter_split)
         assert notes == ["penalty_weight=0 makes SquaredPenalty LocalOnly."]
 
     def test_who_is_away_counts_with_its_last_model(self, engine: str) -> None:

@@ -36,16 +36,16 @@ def after(rounds: int) -> torch.Tensor:
 def test_a_validation_that_logs_nothing_ends_nothing() -> None:
     run, module = trainer(max_epochs=3), Silent()
     run.fit(module, points(), points())
-    assert run.strategy.rounds == run.current_epoch == 3
+    assert run.strategy.federation.rounds == run.current_epoch == 3
     torch.testing.assert_close(module.w.detach(), after(3))
-    assert run.strategy.history.summary() == {}
+    assert run.strategy.federation.history.summary() == {}
 
 
 def test_a_value_logged_in_some_rounds_chooses_among_those() -> None:
     run = trainer(max_epochs=4)
     run.fit(Sometimes(), points(), points())
-    assert run.strategy.rounds == 4
-    summary = run.strategy.history.summary()
+    assert run.strategy.federation.rounds == 4
+    summary = run.strategy.federation.history.summary()
     assert summary["best/round"] == 0
     assert summary["best/val_acc"] == 0.5
     assert summary["last10/val_acc"] == pytest.approx((0.5 + 0.3) / 2)

@@ -168,6 +168,6 @@ def test_a_fixed_prior_stays_as_it_is() -> None:
 def test_what_is_fixed_is_said(prior: Prior, learns: bool) -> None:
     assert depends_on_gamma(prior, model()) == learns
     method: Any = FedMAP(prior, prior_lr=0.1)
-    parameter_split = fit(method, q2(), rounds=1).strategy.parameter_split
+    parameter_split = fit(method, q2(), rounds=1).strategy.federation.parameter_split
     said = "Ridge doesn't depend on gamma: the server leaves it as `init` made it."
     assert method.notes(parameter_split) == ([] if learns else [said])

@@ -135,6 +135,6 @@ def test_other_rows_of_table_1_run_on_text_and_handwriting(
     assert all(trained[name].isfinite().all() for name in begin)
     moved = [name for name in begin if not torch.equal(trained[name], begin[name])]
     assert sorted(moved) == sorted(name for name, _ in cli.model.named_parameters())
-    clients = max(1, int(0.1 * strategy.num_clients))
+    clients = max(1, int(0.1 * strategy.federation.num_clients))
     size = 4 * sum(leaf.numel() for leaf in begin.values())
     assert float(metrics["round/bytes_up"]) == ROWS[row] * clients * size

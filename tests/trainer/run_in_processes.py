@@ -139,7 +139,7 @@ def run(name: str, folder: Path, devices: int, ckpt_path: Path | None = None) ->
         **facts(trainer, strategy, model),
         "validated": trainer.validate(model, val, verbose=False),
         "predictions": trainer.predict(model, val),
-        "models": personal_models(strategy, torch.arange(5)),
+        "models": personal_models(strategy.federation, torch.arange(5)),
         "per_client": {
             prefix: (found.values, found.counts)
             for prefix, found in trainer.validate_loop.results.items()
@@ -151,11 +151,11 @@ def facts(trainer: Any, strategy: FederatedStrategy, model: Any) -> dict[str, An
     """What is known after a fit."""
     return {
         "server": strategy.server,
-        "client_states": strategy.client_states.tree,
+        "client_states": strategy.federation.client_states.tree,
         "clients": [strategy.client_state_dict(k) for k in range(5)],
         "module": model.state_dict(),
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
-        "history": strategy.history.state_dict(),
+        "history": strategy.federation.history.state_dict(),
         "rounds": trainer.current_epoch,
         "seen": getattr(model, "seen", []),
         "best": Path(trainer.checkpoint_callback.best_model_path).name,
@@ -184,8 +184,8 @@ def ends(name: str, devices: int) -> dict[str, Any]:
     module.trainer.fit(module, data, data)
     return {
         "server": strategy.server,
-        "client_states": strategy.client_states.tree,
-        "clients": [strategy.client_state_dict(k) for k in range(strategy.num_clients)],
+        "client_states": strategy.federation.client_states.tree,
+        "clients": [strategy.client_state_dict(k) for k in range(strategy.federation.num_clients)],
     }
 
 
@@ -204,7 +204,7 @@ def main() -> None:
     if what == "methods":
         write({name: ends(name, 2) for name in METHODS}, folder, "methods")
         unseeded = fit(FedAvg(), network(), clients()[0], 2, seed=None)
-        write({"seed": unseeded.seed, "server": unseeded.server}, folder, "unseeded")
+        write({"seed": unseeded.federation.seed, "server": unseeded.server}, folder, "unseeded")
     elif what == "cases":
         for name in CASES:
             write(run(name, folder / name, 2), folder, name)

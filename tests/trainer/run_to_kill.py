@@ -28,7 +28,10 @@ def main(folder: Path) -> None:
         callbacks=[ModelCheckpoint(folder, save_last=True)],
     )
     run.fit(network(), *classes(), ckpt_path="last")
-    final = {"server": run.strategy.server, "client_states": run.strategy.client_states.tree}
+    final = {
+        "server": run.strategy.server,
+        "client_states": run.strategy.federation.client_states.tree,
+    }
     torch.save(final, folder / "unfinished.pt")
     (folder / "unfinished.pt").replace(folder / "final.pt")
 

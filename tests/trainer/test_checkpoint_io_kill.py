@@ -64,7 +64,7 @@ def assert_final_equals_uninterrupted(folder: Path) -> None:
     final = torch.load(folder / "final.pt", weights_only=True)
     for mine, theirs in (
         (whole.strategy.server, final["server"]),
-        (whole.strategy.client_states.tree, final["client_states"]),
+        (whole.strategy.federation.client_states.tree, final["client_states"]),
     ):
         pairs = list(zip(leaves(mine), leaves(theirs), strict=True))
         assert pairs

@@ -156,7 +156,7 @@ def test_validate_test_and_predict_after_a_fit() -> None:
     run = trainer(LocalOnly(), max_epochs=1)
     module = Quadratic()
     run.fit(module, datamodule=Splits())
-    history = run.strategy.history.state_dict()
+    history = run.strategy.federation.history.state_dict()
     want = sum(loss_at(trained(ZERO, k), k) for k in range(4)) / 4
     assert run.validate(module, datamodule=Splits(), verbose=False)[0]["val_loss"] == pytest.approx(
         want, rel=1e-6
@@ -173,7 +173,7 @@ def test_validate_test_and_predict_after_a_fit() -> None:
             rows[0], trained(ZERO, client) - CENTRES[client], rtol=0, atol=1e-12
         )
     # The last ten rounds and the best one are those of the fit, whatever was tested since.
-    assert run.strategy.history.state_dict() == history
+    assert run.strategy.federation.history.state_dict() == history
 
 
 class Writer(BasePredictionWriter):
@@ -339,7 +339,9 @@ def test_a_torchmetrics_object_says_which_direction_is_better() -> None:
     run.fit(Unnamed(), *classes())
     logged = run.callback_metrics
     assert logged["val_score/worst"] > logged["val_score"]  # the largest distance is the worst
-    rounds = [values["val_score"] for values in run.strategy.history.last.rounds.values()]
+    rounds = [
+        values["val_score"] for values in run.strategy.federation.history.last.rounds.values()
+    ]
     assert len(set(rounds)) > 1
     assert float(logged["best/val_score"]) == pytest.approx(min(rounds))
-    assert run.strategy.history.state_dict()["best"]["mode"] == "min"
+    assert run.strategy.federation.history.state_dict()["best"]["mode"] == "min"

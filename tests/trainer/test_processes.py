@@ -311,7 +311,7 @@ def test_one_process_may_ask_for_the_end_of_the_run(monkeypatch: pytest.MonkeyPa
     def two(self: Ranks, value: Any) -> list[Any]:
         return [value, (True, False)] if value == (False, False) else [value]
 
-    monkeypatch.setattr(Ranks, "objects", two)
+    monkeypatch.setattr(Ranks, "all_gather_objects", two)
     run = trainer(max_epochs=4)
     run.fit(Quadratic(), points(), points())
     assert run.current_epoch == 1

@@ -142,7 +142,7 @@ def test_clients_are_found_by_id_and_by_name() -> None:
     run = trainer(LocalOnly(), max_epochs=1)
     run.fit(Quadratic(), points(names=list("abcd")))
     strategy: Any = run.strategy
-    assert strategy.num_clients == 4
+    assert strategy.federation.num_clients == 4
     assert strategy.client_names == ("a", "b", "c", "d")
     assert torch.equal(strategy.client_state_dict("c")["w"], strategy.client_state_dict(2)["w"])
     for wrong in ("e", 4, -1, True):
@@ -263,7 +263,7 @@ def test_all_that_clients_remember_counts_for_its_place(
         asked.append(size)
         return torch.device("cpu")
 
-    monkeypatch.setattr("lightning_pfl.trainer.strategy.choose_device", place)
+    monkeypatch.setattr("lightning_pfl.trainer.setup.choose_device", place)
     data = quadratic_clients([1.0] * 4, torch.zeros(4, 4))
     fit(method, data, QuadraticModule(dim=4), 1)
     assert set(asked) == {4 * scalars * 8}
@@ -275,7 +275,7 @@ def test_all_that_clients_remember_counts_for_its_place(
 def seed_of(seed: int | None) -> int:
     run = trainer(seed=seed, max_epochs=1)
     run.fit(Quadratic(), points())
-    return int(run.strategy.seed)
+    return int(run.strategy.federation.seed)
 
 
 def test_the_seed_is_the_argument_else_that_of_seed_everything_else_drawn(

@@ -55,7 +55,7 @@ def test_a_fit_that_goes_on_says_nothing(method: Callable[[], Method]) -> None:
         run.validate(module, classes()[1], verbose=False)
         run.fit_loop.max_epochs = 2
         run.fit(module, *classes())
-    assert run.strategy.rounds == run.current_epoch == 2
+    assert run.strategy.federation.rounds == run.current_epoch == 2
 
 
 def test_another_module_needs_another_trainer() -> None:

@@ -104,11 +104,11 @@ def test_server_and_memories_stay_the_same_bits(scope: Any) -> None:
     for callbacks in ([], [NewClientAdaptation(new, samples=[4, 6], scope=scope)]):
         run = trainer(FedPer(), *callbacks, max_epochs=2, participation=2, engine="vectorized")
         run.fit(network(), *classes(shuffle=True))
-        before = run.strategy.state_dict()
+        before = run.strategy.federation.state_dict()
         server = {name: leaf.clone() for name, leaf in before["server"]["model"].items()}
         run.test(run.lightning_module, classes()[1], verbose=False)
         assert_trees_equal(run.strategy.server["model"], server)
-        runs.append(run.strategy)
+        runs.append(run.strategy.federation)
     assert_trees_equal(runs[0].server, runs[1].server)
     assert_trees_equal(runs[0].client_states.tree, runs[1].client_states.tree)
 

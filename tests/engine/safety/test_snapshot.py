@@ -149,7 +149,7 @@ def test_a_recording_follows_the_module(monkeypatch: pytest.MonkeyPatch, change:
 
     fast, slow = run("vectorized"), run("sequential")
     Sharper.strength[0] = 1.0
-    traces = fast.strategy.engine._engines["training_step"].traces  # type: ignore[union-attr]
+    traces = fast.strategy.federation.engine._engines["training_step"].traces  # type: ignore[union-attr]
     assert traces.used > 0
     # What a fingerprint sees begins another recording; what none sees ends all recording.
     assert traces.enabled == (change != "unseen")
@@ -203,7 +203,7 @@ class Keeping(L.LightningModule):
 def test_a_step_that_keeps_things_runs_one_client_at_a_time(kind: str) -> None:
     data = image_clients((4, 5), dtype=torch.float32)
     run = fit(FedAvg(), data, Keeping(kind), rounds=2, engine="auto")
-    assert run.strategy.engine.choices["training_step"].startswith("sequential")
+    assert run.strategy.federation.engine.choices["training_step"].startswith("sequential")
     module: Any = run.module
     steps = 2 * (1 + 2)  # two rounds of one and two minibatches; the probe's are taken back
     if kind == "list":
@@ -241,7 +241,7 @@ class LateNoise(L.LightningModule):
 def test_noise_may_come_later() -> None:
     data = image_clients((12, 9))
     fast, slow = (fit(FedAvg(), data, LateNoise(), 2, e) for e in ("auto", "sequential"))
-    assert fast.strategy.engine.choices["training_step"].startswith("vectorized")
+    assert fast.strategy.federation.engine.choices["training_step"].startswith("vectorized")
     assert_trees_close(fast.models, slow.models, rtol=1e-10, atol=1e-10)
 
 

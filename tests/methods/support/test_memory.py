@@ -37,10 +37,10 @@ def test_models_that_do_not_fit_are_refused(name: str, monkeypatch: pytest.Monke
     with pytest.raises(MisconfigurationException, match=match):
         fit(make(), small_clients(), plain_module(), 1)
     monkeypatch.setattr(memory, "available", lambda device: needed)
-    assert fit(make(), small_clients(), plain_module(), 1).strategy.rounds == 1
+    assert fit(make(), small_clients(), plain_module(), 1).strategy.federation.rounds == 1
 
 
 def test_without_a_server_there_is_nothing_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda device: 0)
     run = fit(FedU("ring", decentralized=True), small_clients(), plain_module(), 1)
-    assert run.strategy.rounds == 1
+    assert run.strategy.federation.rounds == 1

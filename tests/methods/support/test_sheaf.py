@@ -36,7 +36,7 @@ def two_architectures() -> Any:
 
 def maps_of(strategy: Any) -> list[Tensor]:
     found: dict[int, Tensor] = {}
-    for group in strategy.architectures:
+    for group in strategy.federation.architectures:
         clients = range(5) if group.clients is None else group.clients.tolist()
         found |= dict(zip(clients, group.client_states.tree["maps"], strict=True))
     return [found[client] for client in range(5)]
@@ -45,7 +45,11 @@ def maps_of(strategy: Any) -> list[Tensor]:
 @pytest.mark.parametrize("train", [one_architecture, two_architectures])
 def test_eigenvalue_and_norms_are_those_of_the_matrix(train: Any) -> None:
     strategy = train()
-    sheaf, maps, graph = SheafOfFederation(strategy), maps_of(strategy), strategy.method.graph
+    sheaf, maps, graph = (
+        SheafOfFederation(strategy.federation),
+        maps_of(strategy),
+        strategy.method.graph,
+    )
     largest = float(torch.linalg.eigvalsh(sheaf_laplacian(graph, maps))[-1])
     assert sheaf.largest_eigenvalue(1000) == pytest.approx(largest, rel=1e-6)
     few = sheaf.largest_eigenvalue()
@@ -67,7 +71,7 @@ def test_a_crowded_spectrum_is_no_obstacle() -> None:
     """A ring of 40: eigenvalues 2 - 2 cos(2 pi k / 40), many of them near 4."""
     data = quadratic_clients([1.0] * 40, torch.zeros(40, 5))
     run = fit(SheafFMTL("ring", 0.1, 0.0, 1.0, maps="identity"), data, QuadraticModule(dim=5), 1)
-    sheaf = SheafOfFederation(run.strategy)
+    sheaf = SheafOfFederation(run.strategy.federation)
     assert 0.98 * 4 < sheaf.largest_eigenvalue() <= 4 * (1 + 1e-9)
     assert sheaf.largest_eigenvalue(100) == pytest.approx(4)
 
