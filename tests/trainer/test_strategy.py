@@ -101,7 +101,8 @@ def test_no_method_or_several_are_refused(
         (
             {"client_state_device": "disk"},
             ValueError,
-            "Expected `client_states` to be 'auto', 'device' or 'host', but got bank='disk'",
+            "Expected `client_state_device` to be 'auto', 'device' or 'host', but got "
+            "client_state_device='disk'",
         ),
         (
             {"chunk_size": 0},
