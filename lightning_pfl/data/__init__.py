@@ -7,7 +7,6 @@ from lightning_pfl.data.datasets import (
     FederatedLoaders,
     FederatedTensorDataset,
     as_federated,
-    nonfinite_clients,
 )
 from lightning_pfl.data.fresh import FreshDataModule
 from lightning_pfl.data.partition import (
@@ -46,7 +45,6 @@ __all__ = [
     "FederatedDataset",
     "Batch",
     "as_federated",
-    "nonfinite_clients",
     "Source",
     "FreshSource",
     "SourceData",

@@ -29,7 +29,6 @@ __all__ = [
     "as_federated",
     "batch_leaves",
     "map_batch",
-    "nonfinite_clients",
 ]
 
 
@@ -332,23 +331,6 @@ def as_federated(source: Any, *, what: str) -> FederatedDataset:
         shuffle=parts.shuffle,
         drop_last=first.drop_last,
     )
-
-
-def nonfinite_clients(dataset: FederatedDataset) -> list[str]:
-    """Return the names of the clients that hold a NaN or an infinity in a floating-point field.
-
-    The raw pool is searched, before any transform. The batches of `FederatedLoaders` are produced
-    by user code during the run and are not looked at: the answer is then an empty list.
-    """
-    if isinstance(dataset, FederatedLoaders):
-        return []
-    bad = torch.zeros(dataset.pool_size, dtype=torch.bool, device=dataset.device)
-    for leaf in batch_leaves(dataset.fields):
-        if leaf.is_floating_point() or leaf.is_complex():
-            bad |= ~torch.isfinite(leaf).reshape(len(leaf), -1).all(dim=1)
-    owner = torch.arange(dataset.num_clients).repeat_interleave(dataset.num_samples)
-    hit = bad[torch.cat([*dataset.indices, bad.new_empty(0, dtype=torch.long)])].cpu()
-    return [dataset.names[client] for client in np.unique(owner[hit].numpy())]
 
 
 def _split(flat: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:

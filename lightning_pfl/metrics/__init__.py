@@ -9,7 +9,6 @@ from lightning_pfl.metrics.clusters import (
     clusters_of_pairs,
     within_cluster_distance,
 )
-from lightning_pfl.metrics.fairness import fairness, gini, jain_index
 from lightning_pfl.metrics.history import BestValidationRound, LastRounds
 from lightning_pfl.metrics.subspace import orthonormal_basis, principal_angle_distance
 from lightning_pfl.metrics.summary import STATISTICS, summarize
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "summarize",
     "STATISTICS",
-    "fairness",
-    "jain_index",
-    "gini",
     "principal_angle_distance",
     "orthonormal_basis",
     "clusters_of_pairs",

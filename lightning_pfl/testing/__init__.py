@@ -9,7 +9,6 @@ from lightning_pfl.testing.fitting import (
 )
 from lightning_pfl.testing.quadratic import (
     QuadraticModule,
-    SplitQuadraticModule,
     descend,
     q2,
     quadratic_clients,
@@ -23,7 +22,6 @@ from lightning_pfl.testing.rounds import (
 
 __all__ = [
     "QuadraticModule",
-    "SplitQuadraticModule",
     "quadratic_clients",
     "q2",
     "descend",

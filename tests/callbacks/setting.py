@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightning_pfl import FederatedStrategy, PersonalizedModule
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods.base import Method
-from lightning_pfl.testing import SplitQuadraticModule, quadratic_clients
+from lightning_pfl.testing import quadratic_clients
+from tests.methods.split_quadratic import SplitQuadraticModule
 
 LR = 0.1
 CURVATURES = torch.tensor([1.0, 3.0, 2.0, 0.5], dtype=torch.float64)

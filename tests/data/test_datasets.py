@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.data import FederatedTensorDataset, nonfinite_clients
+from lightning_pfl.data import FederatedTensorDataset
 
 X, Y = torch.arange(24.0).reshape(8, 3), torch.arange(8)
 ROWS: tuple[list[int], ...] = ([1, 4, 6], [], [0], [7, 2])
@@ -90,16 +90,6 @@ def test_to_moves_everything_and_leaves_the_original() -> None:
     assert data.device.type == "cpu"
 
 
-def test_nonfinite_clients_are_named_once() -> None:
-    x = X.clone()
-    x[4, 1], x[4, 2], x[7, 0], x[3, 0] = torch.nan, torch.inf, -torch.inf, torch.nan  # 3: nobody's
-    data = FederatedTensorDataset((x, Y), ROWS, names=["a", "b", "c", "d"])
-    assert nonfinite_clients(data) == ["a", "d"]
-    assert nonfinite_clients(make()) == []
-    assert nonfinite_clients(FederatedTensorDataset(Y, ROWS)) == []  # integers are finite
-
-
 def test_no_clients_at_all() -> None:
     data = FederatedTensorDataset((X, Y), [])
     assert (data.num_clients, data.indices, data.num_samples.tolist()) == (0, (), [])
-    assert nonfinite_clients(data) == []

@@ -24,7 +24,6 @@ from lightning_pfl.data import (
     FederatedLoaders,
     FederatedTensorDataset,
     as_federated,
-    nonfinite_clients,
 )
 
 X, Y = torch.arange(30.0).reshape(10, 3), torch.arange(10)
@@ -144,7 +143,6 @@ def test_loaders_count_what_their_samplers_draw() -> None:
     )
     assert data.names == ("all", "subset", "stream")
     assert data.num_samples.tolist() == [10, 3, 2]
-    assert nonfinite_clients(data) == []
     assert data.subset([2, 0]).names == ("stream", "all")
 
 

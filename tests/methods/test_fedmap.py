@@ -22,7 +22,6 @@ from lightning_pfl.priors import (
 )
 from lightning_pfl.testing import (
     QuadraticModule,
-    SplitQuadraticModule,
     assert_trees_close,
     assert_trees_equal,
     descend,
@@ -36,6 +35,7 @@ from tests.methods.case import WITH_BATCHNORM, Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.fedmap import fedmap
+from tests.methods.split_quadratic import SplitQuadraticModule
 
 CASE = Case(
     method=lambda: FedMAP(DiagonalGaussianPrior(0.5), log_envelope=True),

@@ -18,7 +18,6 @@ from lightning_pfl.methods import FedPer, FedRep
 from lightning_pfl.methods.base import Phase
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import (
-    SplitQuadraticModule,
     assert_trees_close,
     assert_trees_equal,
     descend,
@@ -29,6 +28,7 @@ from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.case import BODY, Bytes, Case
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.fedrep import fedrep
+from tests.methods.split_quadratic import SplitQuadraticModule
 
 CASE = Case(
     method=lambda: FedRep(head_epochs=2, body_epochs=1, head_lr=0.1),

@@ -12,7 +12,6 @@ from lightning_pfl.methods import (
     LocalOnly,
 )
 from lightning_pfl.testing import (
-    SplitQuadraticModule,
     assert_trees_close,
     assert_trees_equal,
     descend,
@@ -22,6 +21,7 @@ from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import HEAD, Bytes, Case
 from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
 from tests.methods.references.split import split
+from tests.methods.split_quadratic import SplitQuadraticModule
 
 CASE = Case(
     method=lambda: LGFedAvg(local_epochs=None, local_steps=3),

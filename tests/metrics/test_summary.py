@@ -1,4 +1,4 @@
-"""Summaries over clients and fairness, against NumPy expressions."""
+"""Summaries over clients, against NumPy expressions."""
 
 import math
 
@@ -8,9 +8,6 @@ import torch
 
 from lightning_pfl.metrics import (
     STATISTICS,
-    fairness,
-    gini,
-    jain_index,
     summarize,
 )
 
@@ -41,7 +38,6 @@ def test_clients_without_samples_are_left_out() -> None:
     values = torch.tensor([0.2, math.nan, 0.6, 0.0])
     weights = torch.tensor([1, 0, 3, 0])
     assert summarize(values, weights) == summarize(values[[0, 2]], weights[[0, 2]])
-    assert fairness(values, weights) == fairness(values[[0, 2]], weights[[0, 2]])
 
 
 def test_client_with_samples_and_nan_is_not_hidden() -> None:
@@ -55,38 +51,6 @@ def test_order_of_clients_does_not_matter() -> None:
     assert summarize(values[order], weights[order]) == pytest.approx(
         summarize(values, weights), rel=1e-12
     )
-
-
-def test_gini_matches_its_definition_over_pairs() -> None:
-    values = RNG.random(12)
-    pairs = np.abs(values[:, None] - values[None, :]).sum()
-    expected = pairs / (2 * len(values) ** 2 * values.mean())
-    assert gini(torch.from_numpy(values)) == pytest.approx(expected, rel=1e-12)
-
-
-def test_jain_matches_its_coefficient_of_variation() -> None:
-    """Jain's index is 1 / (1 + cv^2) with the coefficient of variation cv = std / mean."""
-    values = RNG.random(12)
-    expected = 1 / (1 + (values.std() / values.mean()) ** 2)
-    assert jain_index(torch.from_numpy(values)) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("served", [1, 3, 8])
-def test_indices_where_some_clients_share_everything(served: int) -> None:
-    """If m of n clients have all in equal shares, Jain is m/n and Gini is 1 - m/n."""
-    values = torch.cat([torch.ones(served), torch.zeros(8 - served)])
-    got = fairness(values, torch.ones(8))
-    assert got == pytest.approx({"jain": served / 8, "gini": 1 - served / 8}, rel=1e-12)
-
-
-def test_indices_where_nobody_has_anything() -> None:
-    assert fairness(torch.zeros(3), torch.ones(3)) == {"jain": 1.0, "gini": 0.0}
-
-
-def test_indices_show_a_client_that_is_nan() -> None:
-    values = torch.tensor([0.5, math.nan])
-    assert math.isnan(jain_index(values))
-    assert math.isnan(gini(values))
 
 
 class TestGuards:
@@ -104,11 +68,3 @@ class TestGuards:
         message = r"positive for at least one client, but got 2 clients without samples"
         with pytest.raises(ValueError, match=message):
             summarize(torch.rand(2), torch.zeros(2))
-
-    @pytest.mark.parametrize("index", [jain_index, gini])
-    def test_negative_values(self, index: object) -> None:
-        assert callable(index)
-        with pytest.raises(ValueError, match=r"non-negative value, but got a minimum of -1\.0"):
-            index(torch.tensor([1.0, -1.0]))
-        with pytest.raises(ValueError, match=r"non-negative value, but got no value"):
-            index(torch.tensor([]))

@@ -21,9 +21,9 @@ from lightning_pfl.solvers.sheaf import (
     map_steps,
     move_maps,
     project,
-    sheaf_laplacian,
 )
 from tests.methods.graphs import PAIR, RAGGED, TWO_MAPS
+from tests.methods.references.sheaf_laplacian import sheaf_laplacian
 
 GRAPH = resolve_graph(RAGGED, 5, 0)
 SIZES = torch.tensor([7, 10, 4, 6, 9])

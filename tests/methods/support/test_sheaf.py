@@ -14,12 +14,12 @@ from lightning_pfl import ClientModules
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import SheafFMTL
 from lightning_pfl.methods.support.sheaf import SheafOfFederation
-from lightning_pfl.solvers.sheaf import sheaf_laplacian
 from lightning_pfl.testing import QuadraticModule, fit, quadratic_clients
 from lightning_pfl.testing.conformance import small_clients
 from tests.federation.test_architectures import OF, loaders, modules
 from tests.methods.graphs import RAGGED
 from tests.methods.networks import plain_module
+from tests.methods.references.sheaf_laplacian import sheaf_laplacian
 from tests.trainer.setting import trainer
 
 
