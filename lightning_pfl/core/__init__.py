@@ -1,1 +1,1 @@
-"""Words and arithmetic that everything else uses; knows no Trainer, method or engine."""
+"""Tree arithmetic, parameter splits, random keys and errors, used by all other packages."""

@@ -1,4 +1,4 @@
-"""Checks of single settings, with errors that say what to do."""
+"""Checks of single settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def is_number(value: object) -> bool:
-    """Whether a setting is a plain number: no bool, and no tensor, which no checkpoint would tell.
+    """Whether a setting is a plain int or float: no bool, no tensor.
 
     Example:
         >>> is_number(0.5), is_number(True), is_number("0.5")
@@ -16,7 +16,7 @@ def is_number(value: object) -> bool:
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether a setting is a whole number of at least ``least``.
+    """Whether a setting is an integer (and no bool) of at least ``least``.
 
     Example:
         >>> is_whole(2, 1), is_whole(0, 1), is_whole(2.0, 1), is_whole(True, 1)
@@ -28,17 +28,14 @@ def is_whole(value: object, least: int) -> bool:
 def check_number(
     name: str, value: float, advice: str, positive: bool = False, infinite: bool = False
 ) -> None:
-    """Require a finite number >= 0; > 0 if ``positive``, also infinity if ``infinite``.
+    """Raise ValueError unless ``value`` is a finite number >= 0.
 
     Args:
-        name: The argument.
-        value: What was given.
-        advice: The sentence that ends the error's text.
-        positive: Whether 0 is refused.
-        infinite: Whether infinity is a number here.
-
-    Raises:
-        ValueError: If it isn't.
+        name: Name of the argument.
+        value: The value given.
+        advice: Last sentence of the error's text.
+        positive: Whether to refuse 0.
+        infinite: Whether to accept infinity.
     """
     fits = is_number(value) and (value > 0 if positive else value >= 0)
     if not fits or (value == math.inf and not infinite):
@@ -47,11 +44,7 @@ def check_number(
 
 
 def check_whole(name: str, value: object, least: int, advice: str) -> None:
-    """Require a whole number >= ``least``; ``advice`` ends the error's text.
-
-    Raises:
-        ValueError: If it isn't.
-    """
+    """Raise ValueError unless ``value`` is an integer >= ``least``; ``advice`` ends the text."""
     if not is_whole(value, least):
         raise ValueError(
             f"Expected `{name}` to be a whole number >= {least}, but got {name}={value!r}. {advice}"
@@ -59,10 +52,7 @@ def check_whole(name: str, value: object, least: int, advice: str) -> None:
 
 
 def check_choice(name: str, value: object, known: tuple[str, ...], advice: str) -> None:
-    """Require one of two or more known strings; ``advice`` ends the error's text.
-
-    Raises:
-        ValueError: If it is none of them.
+    """Raise ValueError unless ``value`` is one of ``known``; ``advice`` ends the error's text.
 
     Example:
         >>> check_choice("norm", "l3", ("l2", "l1", "squared"), "Use 'l2'.")
@@ -78,7 +68,7 @@ def check_choice(name: str, value: object, known: tuple[str, ...], advice: str) 
 
 
 def check_budget(epochs: int | None, steps: int | None, what: str = "local") -> None:
-    """Require exactly one of ``<what>_epochs`` and ``<what>_steps``, a whole number >= 0."""
+    """Require exactly one of ``<what>_epochs`` and ``<what>_steps``, an integer >= 0."""
     given = {f"{what}_epochs": epochs, f"{what}_steps": steps}
     chosen = {name: value for name, value in given.items() if value is not None}
     text = ", ".join(f"{name}={value!r}" for name, value in given.items())

@@ -1,7 +1,4 @@
-"""The exceptions of the package, and the checks of single settings.
-
-Each error carries a complete sentence: what was given, what was expected, what to do.
-"""
+"""Exceptions of the package."""
 
 from __future__ import annotations
 
@@ -13,21 +10,21 @@ from lightning.fabric.utilities.exceptions import (
 )
 
 SHOWN = 5
-"""How many clients the error of a whole chunk names."""
+"""Number of clients that an error of several clients names."""
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
-"""What a user's step raises on a client's data; what isn't among it goes through unchanged."""
+"""Exceptions of user code that become a :class:`ClientError`; all others pass unchanged."""
 
 
 class ClientError(RuntimeError):
-    """A client's work failed; names the stage, the client and the round.
+    """The failure of one client's work, with stage, client and round.
 
     Args:
-        stage: The contract function or the module's step that failed, such as ``"client_step"`` or
+        stage: Name of the function that failed, such as ``"client_step"`` or
             ``"validation_step"``.
-        client: The client's name; the first names of several that run as one program.
-        round: The communication round, counted from 0; in an evaluation the last one that was
-            finished, None before the first.
-        cause: What went wrong, as a sentence.
+        client: Name of the client, or the first names of several that run as one program.
+        round: Communication round, from 0; in an evaluation the last finished one, None before
+            the first.
+        cause: A sentence about the cause.
     """
 
     def __init__(self, stage: str, client: str, round: int | None, cause: str) -> None:
@@ -37,10 +34,10 @@ class ClientError(RuntimeError):
 
 
 def format_names(names: Sequence[str], clients: Sequence[int]) -> str:
-    """The names of the first clients, as an error shows them.
+    """Join the names of the first clients, as errors show them.
 
     Example:
-        >>> listed("abcdefg", [6, 2]), listed("abcdefg", range(6))
+        >>> format_names("abcdefg", [6, 2]), format_names("abcdefg", range(6))
         ('g, c', 'a, b, c, d, e, ...')
     """
     some = ", ".join(names[client] for client in clients[:SHOWN])
@@ -50,7 +47,7 @@ def format_names(names: Sequence[str], clients: Sequence[int]) -> str:
 def client_error(
     stage: str, client: str, round: int | None, cause: Exception, advice: str = ""
 ) -> ClientError:
-    """The error that names the client in what the module's code has raised.
+    """Make the :class:`ClientError` for an exception of user code.
 
     Args:
         stage: As in :class:`ClientError`.
@@ -60,19 +57,19 @@ def client_error(
         advice: What to do; empty where the cause says it.
 
     Raises:
-        torch.OutOfMemoryError: If that is the cause: it says nothing of the client.
+        torch.OutOfMemoryError: If that is the cause, which isn't about one client.
 
     Example:
-        >>> described("test_step", "ada", 3, KeyError("label"), "Do that.")
+        >>> client_error("test_step", "ada", 3, KeyError("label"), "Do that.")
         ClientError("test_step failed for client 'ada' in round 3: KeyError: 'label'. Do that.")
     """
     if isinstance(cause, torch.OutOfMemoryError):
         raise cause
-    # A key alone is no sentence.
+    # The text of a KeyError is only the key.
     text = f"{type(cause).__name__}: {cause}" if isinstance(cause, KeyError) else str(cause)
     text = f"{text.rstrip('. ')}. {advice}" if advice else text
     return ClientError(stage, client, round, text)
 
 
 class CheckpointMismatchError(ValueError):
-    """A checkpoint that does not belong to this method, parameter layout or number of clients."""
+    """A checkpoint of another method, parameter split or number of clients."""

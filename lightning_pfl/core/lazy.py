@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when they are first used."""
+"""Names of a package that are imported on first use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's ``__getattr__`` and ``__dir__``, which load some of its names when asked for.
+    """Make a package's ``__getattr__`` and ``__dir__``, which import names on first use.
 
     Args:
-        package: The package, its ``__name__``.
-        homes: The module in which each of these names is.
+        package: The package's ``__name__``.
+        homes: Each name's module.
 
     Example:
         >>> load, _ = lazy_names("json", {"JSONDecoder": "json.decoder"})
@@ -27,7 +27,7 @@ def lazy_names(
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(homes[name]), name)
-        setattr(sys.modules[package], name, value)  # asked for once only
+        setattr(sys.modules[package], name, value)  # later accesses skip `__getattr__`
         return value
 
     def names() -> list[str]:

@@ -1,4 +1,4 @@
-"""Two models whose outputs are mixed: one model to everything but the call of the module."""
+"""Modules whose output is the mixed output of two models, as for APFL."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lightning_pfl.core.parameters import places
 from lightning_pfl.core.tree import Model
 
 OTHER = "other:"
-"""What the names of the second model's entries begin with."""
+"""Prefix of the second model's entries."""
 SHARE = "other:share"
-"""The first model's share of the output, ``(clients,)``."""
+"""Name of the first model's weight in the output, ``(clients,)``."""
 
 
 def mixture(model: Model, other: Model, share: Tensor) -> Model:
-    r"""A model that calls the module as :math:`s f_1(x) + (1 - s) f_2(x)`.
+    r"""Combine two models so that the module computes :math:`s f_1(x) + (1 - s) f_2(x)`.
 
     Args:
-        model: The first model, ``(clients, ...)``; what trains is its entries.
-        other: The second model, ``(clients, ...)``.
-        share: :math:`s`, ``(clients,)``.
+        model: The first model, ``(clients, ...)``, which is trained.
+        other: The second model, ``(clients, ...)``, a constant.
+        share: :math:`s` in [0, 1], ``(clients,)``.
     """
     return {**model, **{OTHER + name: leaf for name, leaf in other.items()}, SHARE: share}
 
 
 def parts(model: Model) -> tuple[Model, Model, Tensor | None]:
-    """The first model, the second one, and the share; None if it is no mixture."""
+    """Split a mixture into two models and the weight, which is None for a plain model."""
     if SHARE not in model:
         return model, {}, None
     first = {name: leaf for name, leaf in model.items() if not name.startswith(OTHER)}
@@ -45,10 +45,7 @@ def parts(model: Model) -> tuple[Model, Model, Tensor | None]:
 
 
 def shielded(model: Model, buffers: Iterable[str]) -> Model:
-    """The same, where a pass in training mode writes to copies of the second model's buffers.
-
-    It is a constant, and may belong to somebody else.
-    """
+    """Copy the second model's buffers, which a forward pass in training mode would change."""
     if SHARE not in model:
         return model
     copies = {
@@ -60,15 +57,15 @@ def shielded(model: Model, buffers: Iterable[str]) -> Model:
 
 
 class MixedForward:
-    """Stands in for a module's ``forward``.
+    """A replacement of a module's ``forward`` that mixes two models' outputs.
 
     Args:
-        module: The module, which holds the first model whenever it is called.
+        module: The module, which holds the first model.
         other: The second model, without client axis.
-        share: The first model's share, a scalar.
+        share: Weight of the first model's output, a scalar in [0, 1].
 
     Attributes:
-        calls: How often it was called.
+        calls: Number of calls.
     """
 
     def __init__(self, module: L.LightningModule, other: Model, share: Tensor) -> None:
@@ -80,10 +77,10 @@ class MixedForward:
         self._second = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with both models.
+        """Return the mixed outputs of both models.
 
         Raises:
-            TypeError: If it doesn't return a tensor.
+            TypeError: If the module's ``forward`` doesn't return a tensor.
         """
         first = self.original(*args, **kwargs)
         if self._second:
@@ -91,7 +88,7 @@ class MixedForward:
         self.calls += 1
         if not isinstance(first, Tensor):
             raise TypeError(
-                "Expected `forward` to return a tensor, since the outputs of two models are mixed, "
+                "Expected `forward` to return a tensor, since outputs of two models are mixed, "
                 f"but got {type(first).__name__}. Return a tensor, or mix parameters."
             )
         self._second = True
@@ -105,7 +102,7 @@ class MixedForward:
 
 
 def excuse(module: L.LightningModule) -> None:
-    """Take a step that skips its minibatch without a call of the module: there is no output."""
+    """Count a call for a step that skips its minibatch without calling the module."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, MixedForward):
         forward.calls += 1
@@ -113,10 +110,10 @@ def excuse(module: L.LightningModule) -> None:
 
 @contextmanager
 def mixed_outputs(module: L.LightningModule, other: Model, share: Tensor | None) -> Iterator[None]:
-    """Let calls of the module give mixed outputs.
+    """Make the module return mixed outputs inside a ``with`` block.
 
     Raises:
-        RuntimeError: If the module is never called: the second model would be ignored.
+        RuntimeError: If the module is never called, which would ignore the second model.
     """
     if share is None:
         yield
@@ -129,7 +126,6 @@ def mixed_outputs(module: L.LightningModule, other: Model, share: Tensor | None)
         del module.__dict__["forward"]
     if not forward.calls:
         raise RuntimeError(
-            f"Expected the steps of {type(module).__name__} to call the module itself, since the "
-            "outputs of two models are mixed, but they don't. Write `self(inputs)` in them, or mix "
-            "parameters."
+            f"Expected the steps of {type(module).__name__} to call the module itself, so that "
+            "outputs of two models can be mixed. Write `self(inputs)` in them, or mix parameters."
         )

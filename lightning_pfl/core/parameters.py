@@ -1,4 +1,4 @@
-"""Which parameters and buffers of a module are shared, personal or static."""
+"""The split of a module's parameters and buffers into shared, personal and static ones."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from lightning_pfl.core.tree import Model
 
 ParameterSpec = str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
-"""What to pick of a module.
-
-Submodule or parameter names, globs, module types, a list of these, ``"all"``, or None.
-"""
+"""A choice of parameters: names of submodules or parameters, globs, module types, a list of these,
+``"all"``, or None for none."""
 
 
 def picks(pattern: str, name: str) -> bool:
-    """Whether a string of a :data:`ParameterSpec` picks a parameter by name or by its module.
+    """Whether a pattern of a :data:`ParameterSpec` matches a parameter's name or its module's.
 
     Example:
         >>> picks("head", "head.bias"), picks("*.bias", "head.bias"), picks("all", "head.bias")
@@ -33,26 +31,23 @@ def _ancestors(name: str) -> list[str]:
 
 
 class ParameterSplit:
-    """The split of a module's state by who holds it.
+    """The split of a module's state into shared, personal and static entries.
 
     A *model* is the dict of all trainable parameters and persistent buffers. Parameters with
     ``requires_grad=False`` are *static*: they never change, are never sent, and every client uses
-    the module's own tensor. So are buffers with an infinity, such as the mask of an attention
-    layer: no mean over clients has a meaning for them.
+    the module's own tensor. So are buffers with an infinity, such as attention masks, which can't
+    be averaged.
 
     Args:
         module: The user's module.
-        personal: What never leaves the client (:data:`ParameterSpec`). A buffer follows the module
-            that owns it.
+        personal: Parameters that never leave the client. A buffer follows the module that owns it.
 
     Attributes:
-        aliases: The further names of tied parameters and buffers, each with the one under which the
-            model has it.
+        aliases: Further names of tied parameters and buffers, each with its name in the model.
 
     Raises:
-        ValueError: If a pattern matches nothing, or the module has nothing to train or what can't
-            be trained in a federation: complex parameters, parameters with hooks, or embeddings
-            with sparse gradients.
+        ValueError: If a pattern matches nothing, if nothing is trainable, or if parameters are
+            complex, have hooks, or are embeddings with sparse gradients.
     """
 
     def __init__(self, module: nn.Module, personal: ParameterSpec = None) -> None:
@@ -61,9 +56,8 @@ class ParameterSplit:
         self.static = tuple(name for name, p in module.named_parameters() if not p.requires_grad)
         if not self.trainable:
             raise ValueError(
-                f"Expected the module to have parameters to train, but {type(module).__name__} "
-                "has none with "
-                "requires_grad=True. Unfreeze at least one parameter."
+                f"Expected a module with trainable parameters, but {type(module).__name__} has "
+                "none. Set `requires_grad=True` for at least one."
             )
         _check_kinds(module)
         persistent = module.state_dict(keep_vars=True)
@@ -77,15 +71,15 @@ class ParameterSplit:
         self.shared = frozenset(self.names) - self.personal
 
     def match(self, spec: ParameterSpec, argument: str = "train") -> frozenset[str]:
-        """The names that a :data:`ParameterSpec` picks.
+        """Return the names that a :data:`ParameterSpec` selects.
 
         A string matches a name or any module above it, literally or as a glob: ``"head"``,
-        ``"head.*"`` and ``"backbone.layer*.norm1"`` all work. A type matches everything inside
-        modules of that type. A tied parameter is picked by any of its names.
+        ``"head.*"`` and ``"backbone.layer*.norm1"`` all work. A type matches all parameters inside
+        modules of that type. A tied parameter matches by any of its names.
 
         Raises:
-            ValueError: If a string matches nothing. A type may match nothing: FedBN on a network
-                without normalisation is FedAvg.
+            ValueError: If a string matches nothing. A type may match nothing: FedBN without
+                normalisation layers is FedAvg.
             TypeError: If it is something else.
         """
         if spec is None:
@@ -94,8 +88,7 @@ class ParameterSplit:
         if not isinstance(items, Iterable) or not all(isinstance(i, (str, type)) for i in items):
             raise TypeError(
                 f"Expected `{argument}` to be names, globs or module types, but got "
-                f"{argument}={spec!r}. Use 'head', ['head', 'backbone.norm*'] or nn.BatchNorm2d, "
-                "for example."
+                f"{argument}={spec!r}. Use 'head', ['head', 'backbone.norm*'] or nn.BatchNorm2d."
             )
         found: set[str] = set()
         for item in items:
@@ -106,19 +99,19 @@ class ParameterSplit:
                 )
                 raise ValueError(
                     f"Expected `{argument}` to match at least one parameter, but got "
-                    f"{argument}={item!r} and the model "
-                    f"has {', '.join(known)}. Use one of these names (the last layer is "
-                    f"{self._last_layer()!r}), a glob such as '*.bias', or 'all'."
+                    f"{argument}={item!r} and the model has {', '.join(known)}. Use one of "
+                    f"these (the last layer is {self._last_layer()!r}), a glob such as "
+                    "'*.bias', or 'all'."
                 )
             found |= matched
         return frozenset(found)
 
     def _all_names(self) -> dict[str, str]:
-        """Every name, with the one under which the model has it."""
+        """Map every name to the name in the model."""
         return {**{name: name for name in self.names}, **self.aliases}
 
     def _last_layer(self) -> str:
-        """What was registered last and trains: in most modules the layer that makes the outputs."""
+        """Return the trainable layer registered last, in most modules the output layer."""
         return self.trainable[-1].rpartition(".")[0] or self.trainable[-1]
 
     def _of_pattern(self, pattern: str) -> set[str]:
@@ -132,12 +125,12 @@ class ParameterSplit:
         return {kept for name, kept in names if name.startswith(prefixes)} if prefixes else set()
 
     def with_aliases(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A model, or a module's state, with a tied parameter's value under all of its names."""
+        """Add a tied parameter's value under all of its names."""
         tied = {alias: state[name] for alias, name in self.aliases.items() if name in state}
         return {**state, **tied}
 
     def notes(self) -> list[str]:
-        """What the log says: which parameters are tied, where some of the model is personal."""
+        """Return log lines about tied parameters, for models that are partly personal."""
         if not self.personal or not self.shared:
             return []
         return [
@@ -147,12 +140,12 @@ class ParameterSplit:
         ]
 
     def model(self) -> Model:
-        """A copy of the module's current model, without gradients, on the module's device."""
+        """Copy the module's current model, without gradients, on the module's device."""
         state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return {name: state[name].detach().clone() for name in self.names}
 
     def num_trainable(self) -> int:
-        """How many trainable scalars the model has."""
+        """Count the trainable scalars."""
         parameters = dict(self.module.named_parameters())
         return sum(parameters[name].numel() for name in self.trainable)
 
@@ -166,7 +159,7 @@ class ParameterSplit:
             state[name].data.copy_(value)
 
     def describe(self) -> dict[str, object]:
-        """What a checkpoint must agree on: the shape and the holder of every entry."""
+        """Return the shape and the kind (shared or personal) of every entry, for checkpoints."""
         shapes = self.model()
         return {
             name: [list(shapes[name].shape), "personal" if name in self.personal else "shared"]
@@ -174,12 +167,10 @@ class ParameterSplit:
         }
 
     def table(self, ownership: Mapping[str, frozenset[str]] | None = None) -> str:
-        """One line per top-level module and holder: names and number of scalars.
-
-        Printed at the start of a fit.
+        """Format the split for the log: entries and scalars of each top-level module.
 
         Args:
-            ownership: Entries by who has them; None for those that are shared and personal.
+            ownership: Names of entries by kind; None for shared and personal.
         """
         if ownership is None:
             ownership = {"shared": self.shared, "personal": self.personal}
@@ -205,7 +196,7 @@ def _by_top_level(names: Iterable[str], sizes: dict[str, int]) -> dict[str, int]
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:
-    """Names of parameters and buffers that `named_parameters` leaves out, with the ones it has."""
+    """Map names that `named_parameters` and `named_buffers` leave out to those they have."""
     first: dict[Tensor, str] = {}
     found = {}
     for named in (module.named_parameters, module.named_buffers):
@@ -216,11 +207,11 @@ def _aliases(module: nn.Module) -> dict[str, str]:
 
 
 def places(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Where ``functional_call`` must put each parameter and buffer, with ``tie_weights=False``.
+    """Map each name in the model to the names for ``functional_call(..., tie_weights=False)``.
 
-    By the name under which a model has it: every owner's name for it, once. A module that is
-    registered twice is one owner; torch's own ``tie_weights`` would replace its entries twice, and
-    then put the replacement back in the place of the original.
+    These are every owner's name for the tensor, once. A module that is registered twice is one
+    owner; torch's own ``tie_weights`` would replace its entries twice, and then restore the
+    replacement instead of the original.
     """
     first: dict[Tensor, str] = {}
     found: dict[str, tuple[str, ...]] = {}
@@ -234,24 +225,23 @@ def places(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _has_infinity(buffer: Tensor) -> bool:
-    """Whether a buffer is a mask; one without memory has no numbers to tell."""
+    """Whether a buffer holds an infinity, as attention masks do; False for meta tensors."""
     return not buffer.is_meta and bool(buffer.isinf().any())
 
 
 def _check_kinds(module: nn.Module) -> None:
-    """Refuse parameters that clients can't train side by side, or a server can't average."""
+    """Raise ValueError for parameters that can't be batched over clients or averaged."""
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and tensor.is_complex():
             raise ValueError(
-                f"Expected real parameters and buffers, but {name!r} is of {tensor.dtype}. Keep "
-                "its real and imaginary parts, `torch.view_as_real(...)`, as the parameter."
+                f"Expected real parameters and buffers, but {name!r} is of {tensor.dtype}. Use "
+                "its `torch.view_as_real(...)`."
             )
         hooks = tensor._backward_hooks if isinstance(tensor, nn.Parameter) else None
         if hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"Expected parameters without hooks, but {name!r} has one (`register_hook`), which "
-                "the clients' own copies of it wouldn't have. Change gradients in the forward "
-                "pass, for example with a torch.autograd.Function."
+                f"Expected parameters without hooks, but {name!r} has one (`register_hook`). "
+                "Change gradients by a torch.autograd.Function in the forward pass."
             )
     for name, part in module.named_modules():
         sparse = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse

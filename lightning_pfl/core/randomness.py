@@ -1,8 +1,6 @@
-"""Keys for every random choice.
+"""Seeds for every random choice, derived from (seed, purpose, round, client, ...).
 
-A function of (seed, purpose, round, client, ...), never of what ran before.
-
-A result therefore doesn't depend on how a cohort is cut into chunks, on the number of processes or
+A result therefore doesn't depend on chunk size, number of processes or
 on a resume, and two methods with one seed see the same cohorts and the same batches.
 """
 
@@ -19,37 +17,32 @@ from torch import Tensor
 
 
 def derive(seed: int, *keys: int | str) -> int:
-    """An independent key in [0, 2**63) for a purpose, e.g.
-
-    ``derive(seed, "order", round, client)``.
-    """
+    """Derive an independent 63-bit key, e.g. ``derive(seed, "order", round, client)``."""
     message = "/".join(map(str, (seed, *keys))).encode()
     return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
 
 
 def generator(key: int) -> torch.Generator:
-    """A CPU generator seeded with a key of :func:`derive`."""
+    """Make a CPU generator seeded with a key of :func:`derive`."""
     return torch.Generator().manual_seed(key)
 
 
 def permutation(length: int, key: int) -> Tensor:
-    """A random order of ``length`` positions, int64 ``(length,)`` on the CPU."""
+    """Draw a random permutation of ``length`` positions, int64 ``(length,)`` on the CPU."""
     return torch.randperm(length, generator=generator(key))
 
 
 @contextmanager
 def seeded(key: int, everything: bool = False) -> Iterator[None]:
-    """Run a block with torch's global generators seeded by ``key``, and put their state back.
+    """Seed torch's global generators inside a ``with`` block, and restore their state after it.
 
-    For code that we don't own and that draws from the global generators: a user's dataset, sampler
-    or transform.
+    For user code that draws from the global generators: data sets, samplers and transforms.
 
     Args:
         key: A key of :func:`derive`.
-        everything: Whether Python's and NumPy's global generators are seeded as well, as the
-            transforms of datasets often draw from them.
+        everything: Whether to seed Python's and NumPy's global generators too.
     """
-    # Not `torch.manual_seed`: while CUDA isn't in use, that notes down a stack trace each time.
+    # Not `torch.manual_seed`, which records a stack trace each time while CUDA isn't in use.
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
     others = (random.getstate(), np.random.get_state()) if everything else None

@@ -15,10 +15,14 @@ from torch import Tensor
 
 
 def merge(parts: Sequence[tuple[slice | Tensor, Tree]], count: int) -> Tree:
-    """Trees of several groups as one ``(count, ...)``, in the order of the list they come from.
+    """Merge trees of several architectures into one ``(count, ...)`` in client order.
+
+    Args:
+        parts: Client positions and tree ``(clients, ...)`` of each architecture.
+        count: Number of clients.
 
     Raises:
-        KeyError: If they have different names.
+        KeyError: If the trees have different names.
     """
     if len(parts) == 1 and isinstance(parts[0][0], slice):
         return parts[0][1]
@@ -32,7 +36,7 @@ def merge(parts: Sequence[tuple[slice | Tensor, Tree]], count: int) -> Tree:
 def values(
     parts: Sequence[tuple[slice | Tensor, Mapping[str, Tensor]]], count: int
 ) -> dict[str, Tensor]:
-    """Logged values of several groups, ``(count,)``; NaN where a group logs no such value."""
+    """Merge logged values of several architectures, ``(count,)``; NaN where one has none."""
     if len(parts) == 1 and isinstance(parts[0][0], slice):
         return dict(parts[0][1])
     found: dict[str, Tensor] = {}
@@ -44,7 +48,7 @@ def values(
 
 
 def split_rows(tree: Tree, at: slice | Tensor) -> Tree:
-    """A group's rows of a tree; views where there is one group."""
+    """Return one architecture's rows of a tree; views where there is only one architecture."""
     if isinstance(at, slice):
         return tree
     device = next((leaf.device for leaf in leaves(tree)), None)
@@ -54,14 +58,13 @@ def split_rows(tree: Tree, at: slice | Tensor) -> Tree:
 Tree = dict[str, Any]
 """A nested dict whose leaves are tensors."""
 Model = dict[str, Tensor]
-"""A flat tree: parameter or buffer name to tensor, named as in the module's ``state_dict()``."""
+"""A flat tree: tensors by parameter or buffer name, as in the module's ``state_dict()``."""
 
 
 def tmap(fn: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
     """Apply ``fn`` to the leaves of ``tree`` and to the leaves of ``others`` of the same names.
 
-    ``others`` may have more names than ``tree`` (a model beside its gradients); they must not have
-    fewer.
+    ``others`` may have more names than ``tree``, never fewer.
     """
     return {
         name: tmap(fn, leaf, *(other[name] for other in others))
@@ -72,7 +75,7 @@ def tmap(fn: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
 
 
 def leaves(tree: Tree) -> Iterator[Tensor]:
-    """The tensors of a tree, in its order."""
+    """Iterate over the tensors of a tree, in its order."""
     for leaf in tree.values():
         if isinstance(leaf, dict):
             yield from leaves(leaf)
@@ -81,7 +84,7 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
 
 
 def shapes(tree: Tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """The leaves' shapes by their path, such as ``"model/head.weight"``."""
+    """Return the leaves' shapes by path, such as ``"model/head.weight"``."""
     found: dict[str, tuple[int, ...]] = {}
     for name, leaf in tree.items():
         key = f"{prefix}{name}"
@@ -90,13 +93,13 @@ def shapes(tree: Tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
 
 
 def select(model: Model, names: Iterable[str]) -> Model:
-    """The entries of ``model`` that are in ``names``, in the order of ``model``."""
+    """Keep the entries of ``model`` that are in ``names``, in the order of ``model``."""
     wanted = frozenset(names)
     return {name: leaf for name, leaf in model.items() if name in wanted}
 
 
 def floats(model: Model) -> Model:
-    """The floating-point entries: everything but integer counters and masks."""
+    """Keep the floating-point entries: no integer counters, no masks."""
     return {name: leaf for name, leaf in model.items() if leaf.is_floating_point()}
 
 
@@ -106,14 +109,14 @@ def floats(model: Model) -> Model:
 def expand(tree: Tree, clients: int) -> Tree:
     """Give every leaf a leading client axis of stride 0: the same tensor for all, no copy.
 
-    ``as_strided`` and not ``expand``, so that the stride is 0 for a single client as well: stride 0
-    is how :func:`is_expanded` knows that the memory belongs to somebody else.
+    ``as_strided`` sets the stride to 0 for a single client too, where ``expand`` doesn't;
+    :func:`is_expanded` needs it.
     """
     return tmap(lambda leaf: leaf.as_strided((clients, *leaf.shape), (0, *leaf.stride())), tree)
 
 
 def repeat(tree: Tree, clients: int) -> Tree:
-    """Give every leaf a leading client axis: a copy for each client."""
+    """Give every leaf a leading client axis with one copy per client."""
 
     def copies(leaf: Tensor) -> Tensor:
         wide = leaf.expand(clients, *leaf.shape)
@@ -128,10 +131,7 @@ def is_expanded(leaf: Tensor) -> bool:
 
 
 def rows(tree: Tree, index: slice | Tensor) -> Tree:
-    """The given clients of a ``(clients, ...)`` tree.
-
-    Views for a slice, copies for a tensor of positions.
-    """
+    """Select clients of a ``(clients, ...)`` tree: views for a slice, copies for a tensor."""
 
     def take(leaf: Tensor) -> Tensor:
         if isinstance(index, slice):
@@ -146,21 +146,18 @@ def rows(tree: Tree, index: slice | Tensor) -> Tree:
 
 
 def put_rows(tree: Tree, index: Tensor, new: Tree) -> Tree:
-    """A ``(clients, ...)`` tree with the rows of some clients replaced; the old one stays.
+    """Replace the rows of some clients in a copy of a ``(clients, ...)`` tree.
 
     Args:
-        tree: All clients'.
-        index: Whose rows, int64 ``(some,)``.
-        new: Their new ones, ``(some, ...)``.
+        tree: Rows of all clients, ``(clients, ...)``.
+        index: Clients to replace, int64 ``(selected,)``.
+        new: Their new rows, ``(selected, ...)``.
     """
     return tmap(lambda old, rows: old.index_copy(0, index.to(old.device), rows), tree, new)
 
 
 def unshared(tree: Tree) -> Tree:
-    """Copies of the leaves that each client has its own of, which local training may change.
-
-    Expanded leaves stay what they are: whoever trains one gives it memory first.
-    """
+    """Copy the leaves that aren't expanded, so that local training may change them in place."""
     return tmap(lambda leaf: leaf if is_expanded(leaf) else leaf.clone(), tree)
 
 
@@ -181,20 +178,20 @@ def stack(trees: list[Tree]) -> Tree:
 
 
 def per_client(scalar: Tensor, leaf: Tensor) -> Tensor:
-    """Reshape a ``(clients,)`` scalar so that it broadcasts against a ``(clients, ...)`` leaf."""
+    """Reshape a ``(clients,)`` tensor so that it broadcasts against a ``(clients, ...)`` leaf."""
     return scalar.to(leaf.dtype).view(-1, *[1] * (leaf.ndim - 1))
 
 
 def as_rows(leaf: Tensor) -> Tensor:
-    """One row of numbers per client; ``flatten(1)`` refuses a scalar per client."""
+    """Flatten each client's entries to one row, ``(clients, dim)``; scalars too."""
     return leaf.flatten(1) if leaf.ndim > 1 else leaf.unsqueeze(1)
 
 
 def where(chosen: Tensor, new: Tree, old: Tree) -> Tree:
-    """``new`` for some clients and ``old`` for the others, on the names of ``new``.
+    """Take ``new`` for some clients and ``old`` for the others, on the names of ``new``.
 
     Args:
-        chosen: For whom it is new, bool ``(clients,)``.
+        chosen: Clients that take ``new``, bool ``(clients,)``.
         new: ``(clients, ...)``.
         old: ``(clients, ...)``.
     """
@@ -207,24 +204,24 @@ def where(chosen: Tensor, new: Tree, old: Tree) -> Tree:
 
 
 def scale(tree: Tree, factor: float | Tensor) -> Tree:
-    """Multiply by a number, or by one number per client (shape ``(clients,)``)."""
+    """Multiply by a number, or by one number per client, ``(clients,)``."""
     if isinstance(factor, Tensor) and factor.ndim == 1:
         return tmap(lambda leaf: leaf * per_client(factor, leaf), tree)
     return tmap(lambda leaf: leaf * factor, tree)
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """``a + b`` on the names of ``a``."""
+    """Add: ``a + b`` on the names of ``a``."""
     return tmap(torch.add, a, b)
 
 
 def sub(a: Tree, b: Tree) -> Tree:
-    """``a - b`` on the names of ``a``."""
+    """Subtract: ``a - b`` on the names of ``a``."""
     return tmap(torch.sub, a, b)
 
 
 def dot(a: Tree, b: Tree) -> Tensor:
-    """Inner product of each client's two trees, shape ``(clients,)``; on the names of ``a``."""
+    """Compute each client's inner product of two trees, ``(clients,)``, on the names of ``a``."""
     parts = [
         as_rows(x * y).sum(1)
         for x, y in zip(leaves(a), leaves(tmap(lambda _, y: y, a, b)), strict=True)
@@ -233,15 +230,12 @@ def dot(a: Tree, b: Tree) -> Tensor:
 
 
 def sqnorm(tree: Tree) -> Tensor:
-    """Squared Euclidean norm of each client's tree, shape ``(clients,)``."""
+    """Compute the squared Euclidean norm of each client's tree, ``(clients,)``."""
     return dot(tree, tree)
 
 
 def finite(tree: Tree) -> Tensor:
-    """Which clients' trees hold neither NaN nor Inf, bool ``(clients,)``.
-
-    An empty tree is finite for nobody to see.
-    """
+    """Find the clients whose trees hold neither NaN nor Inf, bool ``(clients,)``."""
     checks = [as_rows(leaf.isfinite()).all(1) for leaf in leaves(tree) if leaf.is_floating_point()]
     return torch.stack(checks).all(0) if checks else torch.ones((), dtype=torch.bool)
 
@@ -250,8 +244,7 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
     """Average a ``(clients, ...)`` tree over its client axis.
 
     Float leaves are averaged with ``weights`` (shape ``(clients,)``, summing to 1); integer and
-    bool leaves, such as BatchNorm's batch counters, take the maximum, since an average of counters
-    counts nothing.
+    bool leaves, such as BatchNorm's batch counters, take the maximum.
     """
 
     def mean(leaf: Tensor) -> Tensor:
@@ -263,20 +256,17 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
 
 
 def whole_nbytes(tree: Tree) -> int:
-    """Bytes of a whole tree, whatever its axes."""
+    """Count the bytes of a tree."""
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
 
 
 def nbytes(tree: Tree) -> int:
-    """Bytes of one client's share of a ``(clients, ...)`` tree.
-
-    What one upload or download puts on the wire.
-    """
+    """Count the bytes of one client's rows of a ``(clients, ...)`` tree: one upload or download."""
     return sum(leaf[0].numel() * leaf.element_size() for leaf in leaves(tree) if len(leaf))
 
 
 def flat(model: Model, names: Iterable[str]) -> Tensor:
-    """The named entries of ``(clients, ...)`` models as vectors, ``(clients, dim)``."""
+    """Flatten the named entries of ``(clients, ...)`` models to vectors, ``(clients, dim)``."""
     return torch.cat([as_rows(model[name]) for name in names], 1)
 
 
@@ -285,8 +275,8 @@ def unflat(vectors: Tensor, like: Model, names: Iterable[str]) -> Model:
 
     Args:
         vectors: ``(clients, dim)``.
-        like: Entries of the wanted shapes, ``(anything, ...)``.
-        names: The entries, in the order of :func:`flat`.
+        like: Entries with the wanted shapes; the length of their first axis doesn't matter.
+        names: Names of the entries, in the order of :func:`flat`.
     """
     wanted = [(name, like[name]) for name in names]
     parts = vectors.split([leaf.shape[1:].numel() for _, leaf in wanted], 1)
@@ -297,7 +287,7 @@ def unflat(vectors: Tensor, like: Model, names: Iterable[str]) -> Model:
 
 
 def materialize(model: Model, names: tuple[str, ...]) -> None:
-    """Give expanded leaves memory of their own before a forward pass writes to them."""
+    """Copy expanded leaves in place of them, before a forward pass writes to them."""
     for name in names:
         if name in model and is_expanded(model[name]):
             model[name] = model[name].clone(memory_format=torch.contiguous_format)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def batch_length(batch: Any) -> int:
-    """Samples in a batch: the length of the first tensor in it that has an axis.
+    """Count the samples in a batch: the length of the first tensor in it that has an axis.
 
-    Without such a tensor, of the first list of strings; 1 without either.
+    Without such a tensor, the length of the first list of strings; 1 without either.
     """
     texts = 0
     for leaf in _leaves(batch):
@@ -25,7 +25,7 @@ def batch_length(batch: Any) -> int:
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
-    """The tensors with an axis, and the lists of strings, depth first."""
+    """Iterate over the tensors with an axis and the lists of strings, depth first."""
     if isinstance(batch, Tensor):
         if batch.ndim:
             yield batch
@@ -56,7 +56,7 @@ def batch_leaves(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors of a batch in a fixed order (dict keys in insertion order).
 
     Raises:
-        TypeError: Something inside is neither a tensor nor a container of tensors.
+        TypeError: If it contains anything but tensors and containers of tensors.
     """
     if isinstance(batch, Tensor):
         yield batch

@@ -35,23 +35,23 @@ class _Split:
 
 
 class FederatedDataModule(L.LightningDataModule):
-    """Splits a source over clients, and each client's samples into train, validation and test.
+    """A data module that splits a source over clients, and their samples by train, val and test.
 
-    Train, validation and test samples of a client are disjoint, always. Everything is a function of
-    ``seed``: the same seed gives the same clients whatever ``val_fraction`` or ``batch_size`` is.
+    Train, validation and test samples of a client are disjoint. Everything is a function of
+    ``seed``: the same seed makes the same clients for any ``val_fraction`` or ``batch_size``.
 
-    *Test.* A source with a test set of its own is split twice by one plan, so that a client's test
-    data are of the same kind as its training data. Otherwise ``test_fraction`` of each client's
-    samples are cut off.
+    *Test.* A source's own test set is split by the plan of its training set, so that a client's
+    test data resemble its training data. Otherwise ``test_fraction`` of each client's samples are
+    cut off.
 
-    *Validation.* ``val_fraction`` of each client's training samples. With 0 no client has any
-    and nothing is validated, unless ``val_split="test"`` asks for validation on the test
-    split. Then a fit reports no best round, because test data would have chosen it.
+    *Validation.* ``val_fraction`` of each client's training samples. With 0 nothing is validated,
+    unless ``val_split="test"`` asks for validation on the test split. Then a fit reports no best
+    round, since test data would have chosen it.
 
     Args:
-        source: Where the data come from.
-        partition: Who gets which sample. ``None``: `Natural` if the source names its clients,
-            otherwise `IID`.
+        source: The source of the samples.
+        partition: Assignment of samples to clients. ``None``: `Natural` if the source names its
+            clients, otherwise `IID`.
         num_clients: Number of clients, new ones included. ``None`` where the partition knows it.
         val_fraction: Share of a client's training samples, in [0, 1).
         test_fraction: Share of a client's samples, in (0, 1). ``None``: 0.2. Only for sources
@@ -59,10 +59,10 @@ class FederatedDataModule(L.LightningDataModule):
         batch_size: Samples per training batch of a client.
         eval_batch_size: Samples per batch of a client in evaluation.
         seed: Seed of the partition and the cuts; training has its own (``seed_everything``).
-        new_clients: The last so many clients never take part; see `new_clients`.
+        new_clients: Number of clients, the last ones, that never take part; see `new_clients`.
         val_split: ``"train"``: validation data are cut from training data; ``"test"``: validation
             uses the test split.
-        drop_last: Whether a training epoch leaves out a last batch that is too short.
+        drop_last: Whether a training epoch omits a last batch that is too short.
 
     Raises:
         ValueError: A number is out of range, or settings contradict each other; in `setup`, the
@@ -116,9 +116,9 @@ class FederatedDataModule(L.LightningDataModule):
         self._datasets: dict[tuple[str, bool], FederatedTensorDataset] = {}
 
     def __repr__(self) -> str:
-        """A line: source, partition, clients (new ones included), and samples once they are split.
+        """Describe source, partition, clients and, once they are split, samples in one line.
 
-        Lightning's own goes through the data loaders, of which a federation has one per client.
+        Lightning's default iterates over the data loaders, one per client.
         """
         partition = self.partition or (self._choose_partition(self._arrays) if self._arrays else "")
         parts = {
@@ -139,7 +139,7 @@ class FederatedDataModule(L.LightningDataModule):
         self.source.prepare()
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split the data, once; all stages share the result."""
+        """Load and split the data once, for all stages."""
         if self._splits:
             return
         arrays = self.source.load()
@@ -170,7 +170,7 @@ class FederatedDataModule(L.LightningDataModule):
         return self._dataset("train")
 
     def val_dataloader(self) -> FederatedTensorDataset:
-        """Return the validation data; every client's is empty if none were asked for."""
+        """Return the validation data, empty for every client if none were requested."""
         return self._dataset("val")
 
     def test_dataloader(self) -> FederatedTensorDataset:
@@ -178,22 +178,21 @@ class FederatedDataModule(L.LightningDataModule):
         return self._dataset("test")
 
     def predict_dataloader(self) -> FederatedTensorDataset:
-        """Return the test data: predictions are for samples that no client trained on."""
+        """Return the test data, on which no client trained."""
         return self._dataset("test")
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: a digest of who holds which samples."""
+        """Return a digest of the partition, for checkpoints."""
         return {"partition": self._digest()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Warn if the checkpoint's clients held other samples."""
+        """Warn if the checkpoint's clients had other samples."""
         self.setup()
         if state_dict["partition"] != self._digest():
             rank_zero_warn(
-                "The clients of the checkpoint's run held other samples than those of this data "
-                "module: models are trained or tested on a split that isn't theirs, perhaps on "
-                "each other's training data. Use the source, the partition and the seed of that "
-                "run, unless this is what you want."
+                "The checkpoint's clients had other samples than those of this data module, so "
+                "models may be evaluated on training data of other clients. Use the source, the "
+                "partition and the seed of that run."
             )
 
     def _digest(self) -> str:
@@ -205,10 +204,10 @@ class FederatedDataModule(L.LightningDataModule):
         return found.hexdigest()[:16]
 
     def new_clients(self, split: Split = "train") -> FederatedTensorDataset:
-        """Return the data of the clients that were held out and never take part in a round.
+        """Return the data of the new clients, which never take part in a round.
 
         Args:
-            split: ``"train"`` (what a new client may adapt on), ``"val"`` or ``"test"``.
+            split: ``"train"`` (for adaptation), ``"val"`` or ``"test"``.
 
         Raises:
             ValueError: ``new_clients`` was 0, or there is no such split.
@@ -242,7 +241,7 @@ class FederatedDataModule(L.LightningDataModule):
         return self._loaded().num_classes
 
     def draw(self, split: Split = "train", ax: Axes | None = None) -> Axes:
-        """Draw which client holds how much of what, new clients included."""
+        """Plot the distribution of classes or sizes over the clients, new ones included."""
         self.setup()
         return draw(self._splits[split].parts, self._splits[split].labels, ax)
 
@@ -273,8 +272,8 @@ class FederatedDataModule(L.LightningDataModule):
         assert arrays.test_labels is not None
         if self.test_fraction is not None:
             raise ValueError(
-                f"Expected no `test_fraction` for {type(self.source).__name__}, which has a test "
-                f"set of its own, but got test_fraction={self.test_fraction}. Leave it out."
+                f"Expected no `test_fraction` for {type(self.source).__name__}, which has its own "
+                f"test set, but got test_fraction={self.test_fraction}. Leave it out."
             )
         keys = partition.keys(arrays.test_labels, arrays.test_columns)
         parts = checked(
@@ -319,9 +318,8 @@ class FederatedDataModule(L.LightningDataModule):
 def _require_source(source: Any) -> Source:
     if not isinstance(source, Source):
         raise TypeError(
-            f"Expected `source` to be a Source, but got source={source!r}. Make an instance of a "
-            "class of lightning_pfl.data, such as Digits(), or of a subclass of Source with your "
-            "`load`."
+            f"Expected `source` to be a Source, but got source={source!r}. Use an instance of "
+            "a class of lightning_pfl.data such as Digits(), or of your subclass of Source."
         )
     return source
 

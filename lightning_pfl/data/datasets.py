@@ -1,10 +1,4 @@
-"""Federated datasets: the samples of one split and which of them each client holds.
-
-Two forms with the same three properties (``num_clients``, ``names``, ``num_samples``):
-``FederatedTensorDataset`` keeps the samples of all clients in one set of tensors, so that a batch
-of a whole cohort is one gather on the device; ``FederatedLoaders`` keeps one user's DataLoader per
-client. ``as_federated`` turns whatever a user passes to ``Trainer.fit`` into one of the two.
-"""
+"""Federated datasets: `FederatedTensorDataset` in tensors and `FederatedLoaders` of DataLoaders."""
 
 from __future__ import annotations
 
@@ -33,13 +27,13 @@ __all__ = [
 
 
 class FederatedTensorDataset:
-    """All samples of one split in one set of tensors, and the samples that each client holds.
+    """One split's samples in one set of tensors, with the positions of each client's samples.
 
     Args:
         fields: Pytree of tensors, each ``(samples, ...)``: the pool that all clients index. A
             batch has the same structure, so ``(images, labels)`` gives ``(x, y)`` batches.
         indices: One integer tensor per client: positions in the pool, any length, may be empty.
-            Two clients may hold the same position.
+            Clients may share positions.
         names: Client names, unique. ``None``: ``"0"``, ``"1"``, ...
         batch_size: Samples per batch, at least 1.
         shuffle: Whether an epoch visits a client's samples in a random order.
@@ -53,7 +47,7 @@ class FederatedTensorDataset:
         indices: Positions of each client in the pool, one ``(num_samples[k],)`` long tensor each.
         num_samples: Samples per client, ``(num_clients,)`` long, always on the CPU.
         pool_size: Number of samples in the pool.
-        named: Whether the names say who the clients are; without any they are found by position.
+        named: Whether names were given; clients are otherwise identified by position.
 
     Raises:
         ValueError: A field has another number of samples, a position is outside the pool, the
@@ -108,7 +102,7 @@ class FederatedTensorDataset:
 
     @property
     def device(self) -> torch.device:
-        """Where the pool lies."""
+        """Device of the pool."""
         return self._flat.device
 
     def __len__(self) -> int:
@@ -161,14 +155,14 @@ class FederatedTensorDataset:
         new = self._replace(
             self.fields, [rows[client] for client in chosen], [self.names[c] for c in chosen]
         )
-        new.named = True  # their positions here say no more who they are
+        new.named = True  # positions no longer identify the clients
         return new
 
     def take(self, samples_per_client: int, seed: int) -> Self:
         """Keep the first samples of a seeded shuffle of each client's samples.
 
-        With one seed a smaller take is the beginning of a larger one, so accuracy against the
-        number of samples compares nested sets. A client with fewer samples keeps all of them.
+        With one seed a smaller take is the beginning of a larger one, so that comparisons by number
+        of samples use nested sets. A client with fewer samples keeps all of them.
 
         Raises:
             ValueError: ``samples_per_client`` is negative.
@@ -191,7 +185,7 @@ class FederatedTensorDataset:
         names: Sequence[str],
         flat: Tensor | None = None,
     ) -> Self:
-        """Copy the settings onto other samples; skips the checks that already passed."""
+        """Copy the settings to other samples, without repeating checks."""
         new: Self = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.fields, new.names = fields, tuple(names)
@@ -215,7 +209,7 @@ class FederatedTensorDataset:
 
 
 class FederatedLoaders:
-    """One user's DataLoader per client; its sampler, collate and random transforms run as they are.
+    """One DataLoader per client, with its own sampler, collate function and random transforms.
 
     Args:
         loaders: One sized DataLoader per client.
@@ -224,7 +218,7 @@ class FederatedLoaders:
     Attributes:
         num_samples: Samples that a client's loader draws per epoch, ``(num_clients,)``, on the CPU.
             A loader with ``batch_size=None`` counts its items.
-        named: Whether the names say who the clients are; without any they are found by position.
+        named: Whether names were given; clients are otherwise identified by position.
     """
 
     def __init__(
@@ -249,8 +243,8 @@ class FederatedLoaders:
         if isinstance(loaders, DataLoader):
             raise TypeError(
                 f"Expected `{what}` to be one DataLoader per client (a list, or a dict by client "
-                "name), but got a single DataLoader. Split its dataset over clients with "
-                "FederatedDataModule, or pass a list with one DataLoader for each client."
+                "name), but got a single DataLoader. Use FederatedDataModule, or pass a list with "
+                "one DataLoader for each client."
             )
         if not isinstance(loaders, list | tuple | Mapping):
             raise TypeError(
@@ -298,13 +292,13 @@ FederatedDataset = FederatedTensorDataset | FederatedLoaders
 
 
 def as_federated(source: Any, *, what: str) -> FederatedDataset:
-    """Turn what a user passed as data into a federated dataset.
+    """Convert a user's data to a federated dataset.
 
-    Loaders that do nothing but index tensors (a ``TensorDataset`` or ``Subset`` of one, default
-    collate, sequential, random or subset-random sampler without replacement, no ``worker_init_fn``,
-    equal batch sizes) become a resident `FederatedTensorDataset`: the same batches without a
-    DataLoader on the way. Their order then comes from the run's seed, also where a loader has its
-    own ``generator``. Everything else stays `FederatedLoaders`.
+    Loaders that only index tensors (a ``TensorDataset`` or ``Subset`` of one, default collate,
+    sequential, random or subset-random sampler without replacement, no ``worker_init_fn``, equal
+    batch sizes) become a resident `FederatedTensorDataset` with the same batches. Their order then
+    depends on the run's seed, even if a loader has its own ``generator``. All others become
+    `FederatedLoaders`.
 
     Args:
         source: A federated dataset, a list or tuple of DataLoaders, or a dict from client name to

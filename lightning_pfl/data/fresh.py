@@ -1,4 +1,4 @@
-"""FreshDataModule: clients that draw new training samples for every round."""
+"""FreshDataModule: new training samples in every round."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lightning_pfl.data.sources.base import FreshSource
 
 
 class FreshDataModule(FederatedDataModule):
-    """A data module whose training samples are those of the round, and of no other.
+    """A data module that draws new training samples in every round.
 
-    A round's samples come from ``source.draw(round)``, a function of the source's seed and the
-    round, so that all methods see the same ones and a resumed run goes on with those that it would
-    have had. Lightning fetches them in every round, which takes the Trainer's flag
-    ``reload_dataloaders_every_n_epochs=1``. What is evaluated or adapted between two rounds on
-    training data uses those of the round before. Test samples and new clients' samples stay.
+    A round's samples are ``source.draw(round)``, a function of the source's seed and the round, so
+    all methods and resumed runs see the same ones. Lightning fetches them in every round, which
+    needs ``Trainer(reload_dataloaders_every_n_epochs=1)``. Evaluation or adaptation on training
+    data between two rounds uses the samples of the round before. Test samples and new clients'
+    samples stay.
 
     Args:
-        source: Where the samples come from; it names their clients.
-        num_clients: Number of clients, new ones included. None: as the source says.
+        source: A source that can draw samples; it names their clients.
+        num_clients: Number of clients, new ones included. None: that of the source.
         batch_size: Samples per training batch of a client.
         eval_batch_size: Samples per batch of a client in evaluation.
-        seed: Has no effect on the samples, which the source's seed decides.
-        new_clients: The last so many clients never take part.
-        val_split: ``"train"``: there are no validation data; ``"test"``: the test split serves.
+        seed: Has no effect on the samples, which depend on the source's seed.
+        new_clients: Number of clients, the last ones, that never take part.
+        val_split: ``"train"``: no validation data; ``"test"``: validation uses the test split.
 
     Raises:
         MisconfigurationException: At the start of a fit without that flag.
@@ -62,25 +62,23 @@ class FreshDataModule(FederatedDataModule):
         )
 
     def train_dataloader(self) -> FederatedTensorDataset:
-        """Return the training data of the running round; of round 0 outside of a run."""
+        """Return the training data of the current round, or of round 0 outside of a run."""
         trainer: Any = self.trainer
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if fitting and trainer.reload_dataloaders_every_n_epochs != 1:
             raise MisconfigurationException(
-                "Expected Trainer(reload_dataloaders_every_n_epochs=1), as FreshDataModule has "
-                "other "
-                "samples for every round, but got reload_dataloaders_every_n_epochs="
-                f"{trainer.reload_dataloaders_every_n_epochs}. In YAML: "
-                "trainer.reload_dataloaders_every_n_epochs: 1. For the same samples in all rounds "
-                "there is FederatedDataModule."
+                "Expected Trainer(reload_dataloaders_every_n_epochs=1) for FreshDataModule, but "
+                "got reload_dataloaders_every_n_epochs="
+                f"{trainer.reload_dataloaders_every_n_epochs}. Set it to 1, or use "
+                "FederatedDataModule for the same samples in all rounds."
             )
         data = copy.copy(super().train_dataloader())
         source: Any = self.source
         fields = source.draw(trainer.current_epoch if trainer is not None else 0)
         if len(fields[0]) != data.pool_size:
             raise ValueError(
-                f"Expected `draw` of {type(source).__name__} to give {data.pool_size} samples, as "
-                f"many as `load`, but got {len(fields[0])}. Draw the same number in every round."
+                f"Expected `draw` of {type(source).__name__} to return {data.pool_size} samples, "
+                f"as `load` does, but got {len(fields[0])}. Draw the same number in every round."
             )
         data.fields = tuple(torch.as_tensor(leaf) for leaf in fields)
         return data

@@ -1,4 +1,4 @@
-"""What a user's DataLoaders hold: checks, counts, and the tensors behind plain ones."""
+"""Checks and counts of users' DataLoaders, and the tensors of plain ones."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ from lightning_pfl.core.randomness import seeded
 
 
 def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:
-    """Seed the generators that the loader and its samplers own: their order follows from the key.
-
-    torch's, NumPy's and Python's, under whatever name they are kept.
-    """
+    """Seed the torch, NumPy and Python generators of a loader and its samplers by a key."""
     for owner in _samplers(loader):
         for attribute in list(getattr(owner, "__dict__", {}).values()):
             if isinstance(attribute, torch.Generator):
@@ -45,7 +42,7 @@ def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:
 
 
 def _samplers(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The loader, its samplers, and the samplers that these draw from."""
+    """Iterate over the loader, its samplers, and the samplers inside these."""
     yield loader
     for sampler in (loader.sampler, loader.batch_sampler):
         inner: Any = sampler
@@ -70,7 +67,7 @@ class ResidentParts:
 
 
 def loader_problem(loader: Any) -> str | None:
-    """Say why ``loader`` cannot serve as a client's data, or None if it can."""
+    """Describe why ``loader`` can't be a client's data, or return None if it can."""
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__}. Wrap its data in torch.utils.data.DataLoader"
     try:
@@ -86,10 +83,10 @@ def loader_problem(loader: Any) -> str | None:
 
 
 def count_samples(loader: DataLoader[Any]) -> int:
-    """Return how many samples one epoch of ``loader`` draws, before ``drop_last``.
+    """Count the samples that one epoch of ``loader`` draws, before ``drop_last``.
 
-    The sampler counts, not the dataset: clients often share one dataset and differ in a
-    SubsetRandomSampler. With a ``batch_sampler`` the loader's own sampler is never asked.
+    The sampler decides, not the dataset: clients often share one dataset and differ in a
+    SubsetRandomSampler. A ``batch_sampler`` replaces the loader's own sampler.
     """
     if isinstance(loader.dataset, IterableDataset):
         return len(loader.dataset)  # type: ignore[arg-type]
@@ -98,13 +95,13 @@ def count_samples(loader: DataLoader[Any]) -> int:
         return len(loader.sampler)  # type: ignore[arg-type]
     if isinstance(batches, BatchSampler) and isinstance(batches.sampler, Sized):
         return len(batches.sampler)
-    # A sampler of the user's own says only by its batches how much it draws.
+    # Only iteration shows how many samples a user's own sampler draws.
     with seeded(0, everything=True):
         return sum(len(batch) for batch in copy.copy(batches))
 
 
 def resident_parts(loaders: Sequence[DataLoader[Any]]) -> ResidentParts | None:
-    """Return the tensors behind the loaders, or None if any of them is more than plain indexing.
+    """Return the tensors of the loaders, or None if one of them does more than index tensors.
 
     Datasets that several clients share are pooled once; different ones are concatenated.
     """
@@ -146,7 +143,7 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
         sampler.replacement or sampler.num_samples != len(loader.dataset)  # type: ignore[arg-type]
     ):
         plain_order = False
-    # Exact types: a subclass may do anything in __getitem__ or __iter__.
+    # Exact types: a subclass may change __getitem__ or __iter__.
     return (
         plain_order
         and type(loader) is DataLoader
@@ -162,7 +159,7 @@ def _shuffles(loader: DataLoader[Any]) -> bool:
 
 
 def _tensors_and_positions(loader: DataLoader[Any]) -> tuple[TensorDataset, Tensor]:
-    """Follow Subsets down to the TensorDataset; return it and the rows that the loader visits."""
+    """Return the TensorDataset inside the Subsets, and the rows that the loader visits."""
     dataset: Any = loader.dataset
     sampler: Any = loader.sampler
     if type(sampler) is SubsetRandomSampler:

@@ -1,4 +1,4 @@
-"""Graphs of clients: who is whose neighbour, given as a matrix, a networkx graph or a builder."""
+"""Graphs of clients: builders, graphs from matrices or networkx, and messages over their edges."""
 
 from lightning_pfl.graphs.builders import (
     Complete,

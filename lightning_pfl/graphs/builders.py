@@ -1,4 +1,4 @@
-"""Named families of graphs."""
+"""Builders of named families of graphs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lightning_pfl.core.checks import check_whole, is_number, is_whole
 from lightning_pfl.core.randomness import derive
 
 TRIES = 1000
-"""Random graphs that are drawn until one is connected."""
+"""Number of draws in search of a connected graph."""
 
 
 class GraphBuilder(ABC):
-    """Makes a graph for any number of clients; write one for a family of your own."""
+    """A family of graphs for any number of clients; subclass it for a family of your own."""
 
     @abstractmethod
     def __call__(self, num_clients: int, seed: int) -> Any:
-        """A networkx graph of the nodes ``0..num_clients-1``, or an adjacency matrix."""
+        """Build a networkx graph with the nodes ``0..num_clients-1``, or an adjacency matrix."""
 
     def __repr__(self) -> str:
-        """The class and its settings; of an array its shape."""
+        """Return the call that makes the builder, with the shapes of its arrays."""
         given = ", ".join(
             f"{name}=<{type(value).__name__} {tuple(value.shape)}>"
             if hasattr(value, "shape")
@@ -33,20 +33,20 @@ class GraphBuilder(ABC):
 
 
 class Complete(GraphBuilder):
-    """All pairs of clients."""
+    """The graph of all pairs of clients."""
 
     def __call__(self, num_clients: int, seed: int) -> Any:
-        """The complete graph."""
+        """Build the complete graph."""
         import networkx
 
         return networkx.complete_graph(num_clients)
 
 
 class Ring(GraphBuilder):
-    """Every client between two others."""
+    """A ring in the order of the client ids."""
 
     def __call__(self, num_clients: int, seed: int) -> Any:
-        """The cycle in the order of the ids."""
+        """Build the cycle."""
         import networkx
 
         # networkx gives a single node an edge to itself.
@@ -54,10 +54,10 @@ class Ring(GraphBuilder):
 
 
 class ErdosRenyi(GraphBuilder):
-    """Every pair is an edge with the same probability; drawn again until the graph is connected.
+    """A random graph with independent edges (Erdős and Rényi), drawn until it is connected.
 
     Args:
-        probability: Of an edge, in (0, 1].
+        probability: Probability of an edge, in (0, 1].
     """
 
     def __init__(self, probability: float = 0.15) -> None:
@@ -69,10 +69,10 @@ class ErdosRenyi(GraphBuilder):
         self.probability = probability
 
     def __call__(self, num_clients: int, seed: int) -> Any:
-        """The first connected one of a sequence of draws.
+        """Draw until the graph is connected.
 
         Raises:
-            ValueError: If none of :data:`TRIES` is connected.
+            ValueError: If none of :data:`TRIES` draws is connected.
         """
         import networkx
 
@@ -89,11 +89,11 @@ class ErdosRenyi(GraphBuilder):
 
 
 class SmallWorld(GraphBuilder):
-    """A ring of near neighbours with some edges moved at random (Watts and Strogatz), connected.
+    """A connected small-world graph (Watts and Strogatz): a ring with rewired edges.
 
     Args:
-        neighbours: Neighbours of each client in the ring, an even number of at least 2.
-        rewiring: Probability that an edge is moved, in [0, 1].
+        neighbours: Neighbours of each client in the ring, an even integer >= 2.
+        rewiring: Probability that an edge is rewired, in [0, 1].
     """
 
     def __init__(self, neighbours: int = 4, rewiring: float = 0.1) -> None:
@@ -109,10 +109,10 @@ class SmallWorld(GraphBuilder):
         self.neighbours, self.rewiring = neighbours, rewiring
 
     def __call__(self, num_clients: int, seed: int) -> Any:
-        """A connected draw.
+        """Draw a connected graph.
 
         Raises:
-            ValueError: If there are not more clients than neighbours.
+            ValueError: If there are at most ``neighbours`` clients.
         """
         import networkx
 
@@ -128,10 +128,10 @@ class SmallWorld(GraphBuilder):
 
 
 class ScaleFree(GraphBuilder):
-    """New clients prefer neighbours that have many (Barabasi and Albert); connected.
+    """A connected scale-free graph by preferential attachment (Barabási and Albert).
 
     Args:
-        attached: Edges of each new client, at least 1.
+        attached: Edges from each new node to the nodes before it, at least 1.
     """
 
     def __init__(self, attached: int = 2) -> None:
@@ -139,10 +139,10 @@ class ScaleFree(GraphBuilder):
         self.attached = attached
 
     def __call__(self, num_clients: int, seed: int) -> Any:
-        """A draw.
+        """Draw a graph.
 
         Raises:
-            ValueError: If there are not more clients than edges of a new one.
+            ValueError: If there are at most ``attached`` clients.
         """
         import networkx
 

@@ -1,4 +1,4 @@
-"""Graphs and features from files, for runs from a recipe."""
+"""Graphs and features from files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_pfl.graphs.builders import GraphBuilder
 
 
 class MatrixFile(GraphBuilder):
-    """An adjacency matrix from a file, such as a graph made in Python for a run from a recipe.
+    """An adjacency matrix from a file.
 
     Args:
         path: A ``.npy`` file with a symmetric matrix ``(clients, clients)``, or the ``.npz`` file
@@ -24,25 +24,22 @@ class MatrixFile(GraphBuilder):
         self.path = str(path)
 
     def __call__(self, num_clients: int, seed: int) -> Any:
-        """The matrix.
+        """Read the matrix.
 
         Raises:
-            FileNotFoundError: If there is no such file.
+            FileNotFoundError: If the file doesn't exist.
             ValueError: If it can't be read.
         """
         return read("path", self.path)
 
 
 def check_ending(argument: str, path: str | Path, endings: tuple[str, ...]) -> None:
-    """Require the path of a file with one of some endings.
+    """Raise ValueError unless a path has one of some endings.
 
     Args:
-        argument: What holds the path, for the error.
+        argument: Name of the argument, for the error.
         path: The path.
-        endings: Such as ``".npy"``.
-
-    Raises:
-        ValueError: If it has another one.
+        endings: Allowed endings, such as ``".npy"``.
     """
     if not str(path).endswith(endings):
         raise ValueError(
@@ -53,22 +50,22 @@ def check_ending(argument: str, path: str | Path, endings: tuple[str, ...]) -> N
 
 
 def read(argument: str, path: str) -> Any:
-    """The array of a ``.npy`` file, or the sparse matrix of a ``.npz`` file.
+    """Read the array of a ``.npy`` file, or the sparse matrix of a ``.npz`` file.
 
     Args:
-        argument: What holds the path, for the error.
+        argument: Name of the argument, for the error.
         path: The path.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If the file doesn't exist.
         ValueError: If it can't be read.
     """
     from scipy.sparse import load_npz
 
     if not Path(path).is_file():
         raise FileNotFoundError(
-            f"Expected `{argument}` to be a file, but got {argument}={path!r}, which isn't there, "
-            f"seen from {Path.cwd()}. Give a path from there, or an absolute one."
+            f"Expected `{argument}` to be a file, but got {argument}={path!r}, which doesn't exist "
+            f"in {Path.cwd()}. Use an absolute path, or one from there."
         )
     try:
         return np.load(path) if path.endswith(".npy") else load_npz(path)

@@ -1,4 +1,4 @@
-"""Graph: the neighbours of every client, in the form that batched programs read."""
+"""Graph: the clients' neighbours as padded tensors, for batched programs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     import networkx
 
 DENSE = 500
-"""Clients up to which eigenvalues are computed from the dense matrix."""
+"""Largest number of clients whose eigenvalues are computed from the dense matrix."""
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
     """An undirected graph with positive edge weights and without loops.
 
-    Every client's neighbours are listed in ascending order in its *slots*; clients with fewer
-    neighbours than the largest number have empty slots at the end.
+    A client's neighbours fill its *slots* in ascending order; clients with fewer neighbours than
+    the largest number have empty slots at the end.
 
     Attributes:
         edges: Both ends of each edge, the smaller id first, int64 ``(2, edges)``.
-        edge_weights: float64 ``(edges,)``.
-        neighbours: Id of the neighbour in each slot, 0 in an empty one, int64 ``(clients, slots)``.
+        edge_weights: Weights of the edges, positive, float64 ``(edges,)``.
+        neighbours: Client id in each slot, 0 in an empty one, int64 ``(clients, slots)``.
         mask: Which slots hold a neighbour, bool ``(clients, slots)``.
         reverse: The slot of client ``i`` among the slots of its neighbour, int64 ``(clients,
             slots)``.
@@ -52,17 +52,17 @@ class Graph:
 
     @classmethod
     def of(cls, clients: int, edges: Tensor, weights: Tensor) -> Graph:
-        """A graph of valid edges.
+        """Build a graph from valid edges.
 
         Args:
             clients: Number of clients.
             edges: Distinct pairs of different ids, int64 ``(2, edges)``.
-            weights: Their weights, positive, ``(edges,)``.
+            weights: Weights of the edges, positive, ``(edges,)``.
         """
         edges = edges.sort(0).values
         order = torch.argsort(edges[0] * clients + edges[1])
         edges, weights = edges[:, order], weights.double()[order]
-        # Both directions, sorted by the end at which the slot is.
+        # Both directions, sorted by the client that owns the slot.
         here, there = torch.cat([edges, edges.flip(0)], 1)
         order = torch.argsort(here * clients + there)
         here, there, both = here[order], there[order], torch.cat([weights, weights])[order]
@@ -73,7 +73,7 @@ class Graph:
         mask = torch.zeros(clients, slots, dtype=torch.bool)
         reverse, slot_weights = torch.zeros_like(neighbours), torch.zeros(clients, slots).double()
         neighbours[here, slot], mask[here, slot], slot_weights[here, slot] = there, True, both
-        # The opposite direction of the k-th pair (i, j) is where (j, i) stands in sorted order.
+        # The opposite of the k-th pair (i, j) is the position of (j, i) in sorted order.
         opposite = torch.searchsorted(here * clients + there, there * clients + here)
         reverse[here, slot] = slot[opposite]
         return cls(edges, weights, neighbours, mask, reverse, slot_weights)
@@ -83,28 +83,28 @@ class Graph:
 
     @property
     def degree(self) -> Tensor:
-        """Sum of each client's edge weights, float64 ``(clients,)``."""
+        """Sum each client's edge weights, float64 ``(clients,)``."""
         return self.slot_weights.sum(1)
 
     @property
     def rows(self) -> Tensor:
-        """Both ends and the weight of each edge, float64 ``(edges, 3)``."""
+        """Both ends and the weight of each edge as rows, float64 ``(edges, 3)``."""
         return torch.cat([self.edges.double(), self.edge_weights.unsqueeze(0)]).T
 
     def adjacency(self) -> Tensor:
-        """The weights as a symmetric sparse matrix, float64 ``(clients, clients)``."""
+        """Build the symmetric sparse weight matrix, float64 ``(clients, clients)``."""
         both = torch.cat([self.edges, self.edges.flip(0)], 1)
         weights = torch.cat([self.edge_weights, self.edge_weights])
         return sparse_square(both, weights, len(self))
 
     def laplacian(self) -> Tensor:
-        """Degrees minus weights as a sparse matrix: positive semidefinite, float64."""
+        """Build the sparse Laplacian, degrees minus weights, positive semidefinite, float64."""
         ids = torch.arange(len(self)).expand(2, -1)
         return (sparse_square(ids, self.degree, len(self)) - self.adjacency()).coalesce()
 
     @cached_property
     def largest_eigenvalue(self) -> float:
-        """Largest eigenvalue of the Laplacian, which bounds the step of mixing over the graph."""
+        """Largest eigenvalue of the Laplacian, which bounds stable step sizes over the graph."""
         from scipy.sparse import coo_matrix
         from scipy.sparse.linalg import eigsh
 
@@ -127,7 +127,7 @@ class Graph:
         return int(connected_components(matrix, directed=False, return_labels=False))
 
     def to_networkx(self) -> networkx.Graph:
-        """The graph for networkx, with edge attribute ``weight``."""
+        """Convert to a networkx graph with the edge attribute ``weight``."""
         import networkx
 
         graph = networkx.Graph()
@@ -139,13 +139,13 @@ class Graph:
 
 
 def sparse_square(index: Tensor, values: Tensor, size: int) -> Tensor:
-    """A coalesced sparse matrix ``(size, size)``; entries at the same place are summed up.
+    """Build a coalesced sparse matrix ``(size, size)``; duplicate entries are summed.
 
     Args:
         index: Rows and columns, int64 ``(2, entries)``.
-        values: ``(entries,)``.
+        values: Values of the entries, ``(entries,)``.
         size: Number of rows and of columns.
     """
-    # Torch warns where nobody says whether to check the places, which are valid here.
+    # The entries are valid; without the argument torch warns that the check is undecided.
     matrix = torch.sparse_coo_tensor(index, values, (size, size), check_invariants=False)
     return matrix.coalesce()

@@ -1,4 +1,4 @@
-"""Messages between neighbours: what travels over the edges of a graph, without a server."""
+"""Messages between neighbours over the edges of a graph, without a server."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_pfl.graphs.graph import sparse_square
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange of messages in a round: every client of the cohort writes to its neighbours.
+    """An exchange of messages between the clients of a cohort and their neighbours.
 
     Args:
-        name: What ``send`` and ``receive`` are told.
-        to: ``"each"``: a message of its own for each neighbour; ``"all"``: the same message for all
-            of them; ``"sum"``: the same message for all, of which a receiver uses nothing but the
-            sum with the edges' weights.
+        name: Name of the exchange, an argument of ``send`` and ``receive``.
+        to: ``"each"``: a different message for each neighbour; ``"all"``: one message for all of
+            them; ``"sum"``: one message for all, of which a receiver only needs the sum weighted
+            by the edges.
         when: ``"before"`` or ``"after"`` local training.
     """
 
@@ -33,15 +33,15 @@ class Exchange:
 
 @dataclass
 class ReceivedMessages:
-    """What the clients of a cohort received from their neighbours.
+    """The messages that a cohort's clients received from their neighbours.
 
     Attributes:
         messages: For ``"each"`` and ``"all"`` ``(clients, slots, ...)``: slot ``s`` of client ``i``
-            holds the message of the neighbour ``graph.neighbours[i, s]``, zeros where that one
-            doesn't take part; for ``"sum"`` ``(clients, ...)``.
-        weights: Weights of the edges to the neighbours that take part, float64 ``(clients,
-            slots)``; 0 elsewhere.
-        sent: What the clients themselves have sent, as ``send`` returned it.
+            has the message of ``graph.neighbours[i, s]``, or zeros where that client doesn't
+            participate; for ``"sum"`` ``(clients, ...)``.
+        weights: Weights of the edges to participating neighbours, float64 ``(clients, slots)``; 0
+            elsewhere.
+        sent: The clients' own messages, as ``send`` returned them.
     """
 
     messages: Tree
@@ -49,19 +49,19 @@ class ReceivedMessages:
     sent: Tree = field(default_factory=dict)
 
     def rows(self, index: slice | Tensor) -> ReceivedMessages:
-        """The same for some of the clients."""
+        """Select some of the clients."""
         trees = {"messages": self.messages, "weights": {"": self.weights}, "sent": self.sent}
         found = rows(trees, index)
         return ReceivedMessages(found["messages"], found["weights"][""], found["sent"])
 
 
 class PeerExchange:
-    """Delivers the messages of a cohort.
+    """Delivery of messages within a cohort.
 
     Args:
-        graph: Who is whose neighbour.
-        clients: The cohort's ids, int64 ``(clients,)``.
-        device: Where messages are.
+        graph: The graph of all clients.
+        clients: Ids of the cohort, int64 ``(clients,)``.
+        device: Device of the messages.
     """
 
     def __init__(self, graph: Graph, clients: Tensor, device: torch.device | str) -> None:
@@ -76,23 +76,23 @@ class PeerExchange:
         self.weights = torch.where(self.present, weights, 0.0)
 
     def deliver(self, exchange: Exchange, sent: Tree) -> ReceivedMessages:
-        """Bring what every client sent to its neighbours.
+        """Deliver the messages to the neighbours.
 
         Args:
-            exchange: What kind of messages.
+            exchange: The exchange.
             sent: ``(clients, slots, ...)`` for ``"each"``, else ``(clients, ...)``.
         """
         bring = {"each": self._each, "all": self._all, "sum": self._sum}[exchange.to]
         return ReceivedMessages(tmap(bring, sent), self.weights, sent)
 
     def nbytes(self, exchange: Exchange, sent: Tree, sizes: Tensor | None) -> int:
-        """Bytes of all messages that are delivered.
+        """Count the bytes of all delivered messages.
 
         Args:
-            exchange: What kind of messages.
+            exchange: The exchange.
             sent: As for :meth:`deliver`.
-            sizes: Bytes of the message in each slot, int64 ``(clients, slots)``, where it differs;
-                None for the size of what is in ``sent``.
+            sizes: Bytes of the message in each slot, int64 ``(clients, slots)``, where sizes
+                differ; None for the size of the tensors in ``sent``.
         """
         if sizes is not None:
             return int((sizes.to(self.present.device) * self.present).sum())
@@ -110,7 +110,7 @@ class PeerExchange:
         return self._masked(found.view(*self.sender.shape, *leaf.shape[1:]))
 
     def _sum(self, leaf: Tensor) -> Tensor:
-        """One sparse matrix product for all clients and edges."""
+        """Sum by one sparse matrix product for all clients and edges."""
         flat = leaf.reshape(len(leaf), -1)
         mixed: Tensor = torch.sparse.mm(self.mixing.to(leaf.dtype), flat)
         return mixed.view(leaf.shape)

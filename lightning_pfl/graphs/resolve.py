@@ -1,4 +1,4 @@
-"""From what a user gives to a validated graph."""
+"""Validation of graphs given by users."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ BUILDERS: dict[str, type[GraphBuilder]] = {
     "small_world": SmallWorld,
     "scale_free": ScaleFree,
 }
-"""Names of the builders that need no argument."""
+"""Builders by name, each with its default arguments."""
 GraphLike = str | GraphBuilder | list[list[float]] | Any
 """A name in :data:`BUILDERS`, a builder, an adjacency matrix (nested lists, a tensor, a NumPy array
 or a scipy sparse matrix) or a networkx graph."""
 
 
 def resolve_graph(graph: GraphLike, num_clients: int, seed: int = 0) -> Graph:
-    """Make a validated graph of what the user gave.
+    """Validate a graph and convert it to :class:`Graph`.
 
     Args:
         graph: See :data:`GraphLike`. Nodes of a networkx graph are clients in the order of the
-            graph, with the edge attribute ``weight`` (1 where there is none).
+            graph; edges have the attribute ``weight``, 1 by default.
         num_clients: Number of clients.
         seed: Seed of the builders' random choices.
 
     Raises:
-        ValueError: If there is no such name, or if the matrix isn't square of the right size,
+        ValueError: If the name is unknown, or the matrix isn't square with a row per client,
             symmetric, finite, non-negative and without loops.
-        TypeError: If it is something else.
+        TypeError: If ``graph`` has another type.
     """
     if isinstance(graph, Graph):
         matrix = graph.adjacency()
@@ -56,13 +56,13 @@ def resolve_graph(graph: GraphLike, num_clients: int, seed: int = 0) -> Graph:
     made = Graph.of(num_clients, index[:, upper], weights[upper])
     if num_clients > 1 and not made.edges.shape[1]:
         rank_zero_warn(
-            f"Expected `graph` to have edges, but it has none between its {num_clients} clients: "
-            "every client trains alone. Give a matrix with weights above 0, or use LocalOnly."
+            f"Expected `graph` to have edges between its {num_clients} clients, but got none. "
+            "Give a matrix with weights above 0, or use LocalOnly."
         )
     elif made.components > 1:
         rank_zero_info(
-            f"The graph of {num_clients} clients has {made.components} components that learn "
-            "nothing from each other."
+            f"The graph of {num_clients} clients has {made.components} components that exchange "
+            "nothing."
         )
     return made
 
@@ -72,15 +72,14 @@ def _built(graph: GraphLike, num_clients: int, seed: int) -> Any:
         if graph not in BUILDERS:
             raise ValueError(
                 f"Expected `graph` to be one of {', '.join(BUILDERS)}, but got graph={graph!r}. "
-                "Use one of these, a builder of lightning_pfl.graphs, an adjacency matrix or a "
-                "networkx graph."
+                "Use one of these, a builder, an adjacency matrix or a networkx graph."
             )
         graph = BUILDERS[graph]()
     return graph(num_clients, seed) if isinstance(graph, GraphBuilder) else graph
 
 
 def _matrix(graph: Any) -> Tensor:
-    """The adjacency matrix as a coalesced sparse tensor, float64."""
+    """Convert to a coalesced sparse adjacency matrix, float64."""
     if hasattr(graph, "adjacency") and hasattr(graph, "nodes"):
         import networkx
 

@@ -1,4 +1,4 @@
-"""Graphs of clients that are alike: nearest neighbours, by their labels or by their models."""
+"""Nearest-neighbour graphs of similar clients, by their labels or their models."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightning_pfl.graphs.files import check_ending, read
 
 
 class KNearest(GraphBuilder):
-    """Clients that are similar: an edge where one is among the other's nearest.
+    """A graph with an edge where one client is among the other's nearest.
 
     Args:
-        features: What is compared by Euclidean distance, an array ``(clients, features)`` or the
-            path of a ``.npy`` file with one: :func:`label_histograms`, which clients have to
-            disclose for it, or :func:`model_features`.
-        neighbours: How many nearest clients count, at least 1.
+        features: Features to compare by Euclidean distance, an array ``(clients, features)`` or the
+            path of a ``.npy`` file: :func:`label_histograms`, which clients must disclose, or
+            :func:`model_features`.
+        neighbours: Number of nearest clients, at least 1.
     """
 
     def __init__(self, features: Any, neighbours: int = 5) -> None:
@@ -34,12 +34,12 @@ class KNearest(GraphBuilder):
         self.features, self.neighbours = features, neighbours
 
     def __call__(self, num_clients: int, seed: int) -> Any:
-        """The union of both directions, with weights 1.
+        """Build the union of both directions, with weights 1.
 
         Raises:
-            FileNotFoundError: If there is no such file.
-            ValueError: If it can't be read, the features are of other clients, or there are too few
-                clients.
+            FileNotFoundError: If the file doesn't exist.
+            ValueError: If it can't be read, doesn't have one row per client, or there are at most
+                ``neighbours`` clients.
         """
         from sklearn.neighbors import kneighbors_graph
 
@@ -62,7 +62,7 @@ class KNearest(GraphBuilder):
 
 
 def label_histograms(data: FederatedTensorDataset, num_classes: int) -> Tensor:
-    """Share of each class among each client's samples, float64 ``(clients, classes)``.
+    """Compute the share of each class in each client's samples, float64 ``(clients, classes)``.
 
     Args:
         data: A split whose second field is the label, an integer per sample.
@@ -78,13 +78,13 @@ def label_histograms(data: FederatedTensorDataset, num_classes: int) -> Tensor:
 
 
 def model_features(models: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """The clients' models as rows, float64 ``(clients, scalars)``.
+    """Flatten the clients' models to rows, float64 ``(clients, scalars)``.
 
-    Every floating-point entry counts, buffers too, in the order of the first model.
+    All floating-point entries are included, buffers too, in the order of the first model.
 
     Args:
-        models: A ``state_dict`` for each client, such as
-            ``[strategy.client_state_dict(k) for k in range(strategy.num_clients)]`` of a run of
+        models: A ``state_dict`` per client, such as
+            ``[strategy.client_state_dict(k) for k in range(strategy.num_clients)]`` after a run of
             LocalOnly.
 
     Raises:
@@ -100,8 +100,8 @@ def model_features(models: Sequence[Mapping[str, Tensor]]) -> Tensor:
         if other != found[0]:
             raise ValueError(
                 "Expected `models` to have the same entries of the same shapes, but got "
-                f"{found[0]} of client 0 and {other} of client {client}. Compare clients of "
-                "different architectures by their label histograms."
+                f"{found[0]} of client 0 and {other} of client {client}. Use label_histograms for "
+                "different architectures."
             )
     names = [name for name, leaf in models[0].items() if leaf.is_floating_point()] if models else []
     rows = [torch.cat([model[name].flatten().double() for name in names]) for model in models]

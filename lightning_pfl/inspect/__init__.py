@@ -1,4 +1,4 @@
-"""Pictures and monitors of a federated run, for TensorBoard."""
+"""Figures and monitors of a federated run, for TensorBoard."""
 
 from lightning_pfl.inspect.client_graph import ClientGraph
 from lightning_pfl.inspect.client_histogram import ClientHistogram

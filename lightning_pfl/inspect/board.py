@@ -1,4 +1,4 @@
-"""Where pictures go: the Trainer's TensorBoard loggers."""
+"""Access to the Trainer's TensorBoard loggers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ if TYPE_CHECKING:
 
 
 def boards(trainer: Any) -> list[Any]:
-    """The ``SummaryWriter`` of each TensorBoard logger."""
-    # Not at the top: with it, importing the package would take longer than importing Lightning.
+    """Return the ``SummaryWriter`` of each TensorBoard logger."""
+    # Imported here, as it would make importing the package slower than importing Lightning.
     from lightning.pytorch.loggers import TensorBoardLogger
 
     return [log.experiment for log in trainer.loggers if isinstance(log, TensorBoardLogger)]
 
 
 def require_board(trainer: Any, callback: object) -> None:
-    """Require a place for pictures before anything is trained.
+    """Raise an error before training if there is no TensorBoard logger or no matplotlib.
 
-    With ``fast_dev_run`` and ``barebones``, where Lightning takes the loggers away, nothing is
-    required and nothing is drawn.
+    With ``fast_dev_run`` and ``barebones``, which remove the loggers, nothing is required.
 
     Raises:
         MisconfigurationException: If there is no TensorBoard logger.
@@ -42,29 +41,30 @@ def require_board(trainer: Any, callback: object) -> None:
     if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         got = ", ".join(type(logger).__name__ for logger in trainer.loggers) or "no logger"
         raise MisconfigurationException(
-            f"Expected a TensorBoardLogger for the pictures of {name}, but got {got}. Add "
+            f"Expected a TensorBoardLogger for the pictures of {name}, but got {got}. Use "
             f"Trainer(logger=TensorBoardLogger(...)), or remove {name}."
         )
     try:
         import matplotlib  # noqa: F401
     except ImportError as cause:
         raise ModuleNotFoundError(
-            f"{name} draws with matplotlib, which is not installed. Install 'lightning-pfl[plots]'."
+            f"Expected matplotlib for {name}, but it isn't installed. Install "
+            "'lightning-pfl[plots]'."
         ) from cause
 
 
 class PictureCallback(FederatedCallback):
-    """A callback that gives nothing but pictures: a fit without a place for them is refused."""
+    """A callback that only makes figures and therefore requires a TensorBoard logger."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Require a federated run, and a board."""
+        """Require a federated run and, for a fit, a TensorBoard logger."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             require_board(trainer, self)
 
 
 def new_figure(width: float = 8.0, height: float = 4.0) -> tuple[Figure, Axes]:
-    """A figure of so many inches with one pair of axes, outside of pyplot's list of open ones."""
+    """Make a figure with one pair of axes, sized in inches, that pyplot doesn't keep open."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
@@ -72,31 +72,23 @@ def new_figure(width: float = 8.0, height: float = 4.0) -> tuple[Figure, Axes]:
 
 
 def whole_numbers(axis: Axis) -> None:
-    """Put the ticks of a numbered axis at whole numbers: there is no client 2.5."""
+    """Put the ticks of an axis at integers."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def show(trainer: Any, name: str, figure: Figure, round: int) -> None:
-    """Send a picture to every TensorBoard logger."""
+    """Send a figure to every TensorBoard logger."""
     for board in boards(trainer):
         board.add_figure(name, figure, global_step=round)
 
 
 def check_every(every_n_rounds: int) -> None:
-    """Require a whole number of at least 1.
-
-    Raises:
-        ValueError: If it isn't.
-    """
+    """Raise ValueError unless ``every_n_rounds`` is an integer >= 1."""
     check_whole("every_n_rounds", every_n_rounds, 1, "Use 1 for a picture in every round.")
 
 
 def check_max_clients(max_clients: int, usual: int) -> None:
-    """Require a whole number of at least 2; the error's text advises the ``usual`` one.
-
-    Raises:
-        ValueError: If it isn't.
-    """
+    """Raise ValueError unless ``max_clients`` is an integer >= 2; the error advises ``usual``."""
     check_whole("max_clients", max_clients, 2, f"Use {usual}, for example.")

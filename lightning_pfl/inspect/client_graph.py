@@ -1,4 +1,4 @@
-"""ClientGraph: who is whose neighbour."""
+"""ClientGraph: a drawing of the graph between clients."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAMED = 60
-"""Clients up to which each has its name at its place, or its id where names are long."""
+"""Largest number of clients that are labelled, with their ids if names are long."""
 FEW = 20
-"""Clients up to which also long names have room."""
+"""Largest number of clients with room for long names."""
 SHORT = 6
-"""Letters of a name that has room among more clients."""
+"""Largest length of a name among more clients."""
 LEGEND = 10
-"""Groups that the legend names, as many as there are colours."""
+"""Largest number of clusters in the legend, the number of colours."""
 SPRINGS = 150
-"""Clients up to which distances in the picture follow those in the graph."""
+"""Largest number of clients whose layout follows distances in the graph."""
 
 
 class ClientGraph(PictureCallback):
-    """Draws the graph of a method over one, ``graph`` in TensorBoard, at the start of a fit.
+    """Draws a method's graph, ``graph`` in TensorBoard, at the start of a fit.
 
-    Edges with larger weights are thicker and darker. Clients are coloured by known groups, or else
-    by connected component.
+    Edges with larger weights are thicker and darker. Clients are coloured by known clusters, or
+    else by connected component.
 
     Args:
-        groups: Known groups: one for each client, or the number of blocks of clients in the order
+        known_clusters: A cluster for each client, or the number of blocks of clients in the order
             of their ids, whose sizes differ by one at most.
-        max_clients: The first so many clients are drawn, at least 2; more can't be told apart.
+        max_clients: Largest number of clients to draw, the first ones, at least 2.
 
     Raises:
-        ValueError: If ``max_clients`` is below 2, or ``groups`` don't fit the clients.
+        ValueError: If ``max_clients`` is below 2, or ``known_clusters`` doesn't fit the clients.
         MisconfigurationException: At the start of a run without TensorBoardLogger, or with a method
-            that has no graph.
+            without a graph.
 
     Example:
-        >>> ClientGraph(groups=4).max_clients
+        >>> ClientGraph(known_clusters=4).max_clients
         300
     """
 
@@ -64,7 +64,7 @@ class ClientGraph(PictureCallback):
             raise MisconfigurationException(
                 "Expected a method over a graph for ClientGraph, but got "
                 f"{type(federation.method).__name__}. Use FedU, GTVMin, SheafFMTL, "
-                "HomologicalConstraints, or ConvexClustering with a `graph`; or remove ClientGraph."
+                "HomologicalConstraints or ConvexClustering(graph=...), or remove ClientGraph."
             )
         known_clusters = resolve_known_clusters(self.known_clusters, federation.num_clients)
         if not boards(trainer):
@@ -83,10 +83,10 @@ def draw_graph(
     """Draw the first clients of a graph and the edges between them.
 
     Args:
-        graph: All clients.
-        names: Of the clients that are drawn, in the order of their ids.
-        known_clusters: Known groups from 0, ``(drawn,)``, which colour them, with a legend of at
-            most :data:`LEGEND` of them; None: connected components.
+        graph: The graph of all clients.
+        names: Names of the clients to draw, in the order of their ids.
+        known_clusters: Known clusters from 0, ``(drawn,)``, which colour the clients, with a legend
+            of at most :data:`LEGEND` of them; None: connected components.
     """
     import networkx
     from matplotlib import colormaps
@@ -101,7 +101,7 @@ def draw_graph(
     weights = np.array([drawn.edges[edge]["weight"] for edge in edges])
     equal = not len(weights) or weights.min() == weights.max()
     strength = np.full(len(weights), 0.4) if equal else weights / weights.max()
-    # Many lines on top of each other would be one black spot.
+    # Opaque lines would merge to one black area.
     depth = min(0.7, 0.2 + 20 / max(len(edges), 1))
     figure, axes = new_figure(7.0, 6.0)
     networkx.draw_networkx_edges(
@@ -133,7 +133,7 @@ def draw_graph(
 
 
 def _add_legend(axes: Axes, known_clusters: Tensor) -> None:
-    """Which colour is which group; beyond :data:`LEGEND` colours mean several."""
+    """Add a legend of colours and clusters; beyond :data:`LEGEND` colours repeat."""
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
 
@@ -155,7 +155,7 @@ def _components(drawn: Any, count: int) -> Tensor:
 
 
 def _places(drawn: Any) -> dict[int, np.ndarray]:
-    """Where the clients are: the components beside each other, the largest first."""
+    """Lay out the components next to each other, the largest first."""
     import networkx
 
     parts = [drawn.subgraph(part) for part in networkx.connected_components(drawn)]
@@ -175,7 +175,7 @@ def _places(drawn: Any) -> dict[int, np.ndarray]:
 
 
 def _layout(part: Any) -> Any:
-    """A connected graph in a square from -1 to 1: on a circle if dense, else by distances in it."""
+    """Lay out a connected graph in a square from -1 to 1: a circle if dense, else by distances."""
     import networkx
 
     count = len(part)

@@ -1,4 +1,4 @@
-"""ClientHistogram: how a value is distributed over the clients, round by round."""
+"""ClientHistogram: the distribution of a metric over clients, round by round."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
 class ClientHistogram(FederatedCallback):
-    """Shows the clients behind the mean: a histogram, sorted bars, and quantiles over rounds.
+    """Shows the distribution of metrics over clients: histograms, sorted bars and quantiles.
 
-    For each name in ``metrics`` that an evaluation gives, under ``clients/<name>`` in TensorBoard:
-    the histogram over clients of every evaluation; in every ``every_n_rounds`` th round and the
-    last one a bar for each client, sorted (``/sorted``); at the end of a fit the quantiles over the
-    rounds (``/rounds``). A mean can rise while the worst clients fall: here one sees it.
+    For each evaluated name in ``metrics``, under ``clients/<name>`` in TensorBoard: the histogram
+    over clients of every evaluation; in every ``every_n_rounds`` th round and the last one a bar
+    for each client, sorted (``/sorted``); at the end of a fit the quantiles over the rounds
+    (``/rounds``). They reveal worst clients that fall while the mean rises.
 
     Args:
         metrics: Validated values, such as ``"val_acc"``, ``"global/val_acc"`` or ``"ft/val_acc"``.
-            In a test, ``test`` stands in the place of ``val``, and names without a value are left
-            out.
+            In a test ``test`` replaces ``val``, and names without a value are left out.
         every_n_rounds: Rounds between pictures of sorted bars, at least 1.
 
     Raises:
-        ValueError: If ``every_n_rounds`` is below 1, ``metrics`` is empty, or a validation
-            doesn't give one of them.
+        ValueError: If ``every_n_rounds`` is below 1, ``metrics`` is empty, or a validation doesn't
+            log one of them.
         MisconfigurationException: At the start of a run without TensorBoardLogger.
 
     Example:
@@ -67,7 +66,7 @@ class ClientHistogram(FederatedCallback):
     # --- hooks ------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Require a board; forget the rounds of another fit."""
+        """Require a TensorBoard logger, and clear the rounds of another fit."""
         super().setup(trainer, pl_module, stage)
         require_board(trainer, self)
         if stage == "fit":
@@ -88,7 +87,7 @@ class ClientHistogram(FederatedCallback):
             self._draw(trainer, loop.results, bars=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the last evaluation, if it wasn't, and the quantiles over the rounds."""
+        """Draw the last evaluation unless it was drawn, and the quantiles over the rounds."""
         loop: Any = trainer.fit_loop.epoch_loop.val_loop
         if not loop.results or not boards(trainer):
             return
@@ -103,11 +102,11 @@ class ClientHistogram(FederatedCallback):
                 show(trainer, f"clients/{name}/rounds", draw_quantiles(history, name), last)
 
     def state_dict(self) -> dict[str, Any]:
-        """The quantiles so far, for a run that is resumed."""
+        """Return the quantiles so far, for checkpoints."""
         return {"rounds": {name: dict(history) for name, history in self.rounds.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore the values of `state_dict`."""
         self.rounds = {name: dict(history) for name, history in state_dict["rounds"].items()}
 
     # --- drawing ----------------------------------------------------------------------------------
@@ -139,13 +138,13 @@ class ClientHistogram(FederatedCallback):
         if missing := [name for name in self.metrics if name not in known]:
             raise ValueError(
                 f"Expected `metrics` to name validated values, but got {missing[0]!r} and the "
-                f"validation gave {known}. Use some of these."
+                f"validation logged {known}. Use some of these."
             )
         return list(self.metrics)
 
 
 def _values(results: Mapping[str, Any], name: str) -> tuple[Tensor, Tensor, bool]:
-    """A value (float64) and a number of samples per client, and whether larger is better."""
+    """Find a metric's values (float64), sample counts, and whether larger is better."""
     prefix = next(
         p for p, found in results.items() if name in {f"{p}{key}" for key in found.values}
     )
@@ -159,7 +158,7 @@ def draw_sorted(values: Tensor, counts: Tensor, name: str, round: int, better: b
 
     Args:
         values: ``(clients,)``.
-        counts: Samples of each client, ``(clients,)``; clients without are left out.
+        counts: Samples of each client, ``(clients,)``; clients without samples are left out.
         name: The value's name.
         round: The round, from 0.
         better: Whether a larger value is better.
@@ -167,7 +166,7 @@ def draw_sorted(values: Tensor, counts: Tensor, name: str, round: int, better: b
     summary = summarize(values, counts, better)
     ordered = values[counts > 0].sort(descending=better).values.numpy()
     figure, axes = new_figure()
-    # Lines between bars where there is room for them.
+    # Lines between bars, unless they are too narrow.
     edge = 0.5 if len(ordered) <= 100 else 0.0
     middles = np.arange(len(ordered)) + 0.5
     axes.bar(middles, ordered, width=1.0, color="#9bb8d3", edgecolor="white", linewidth=edge)
@@ -186,7 +185,7 @@ def draw_quantiles(history: Mapping[int, Sequence[float]], name: str) -> Figure:
     """Draw the quantiles over clients against the rounds.
 
     Args:
-        history: For each round the :data:`QUANTILES`.
+        history: The :data:`QUANTILES` of each round.
         name: The value's name.
     """
     rounds = sorted(history)

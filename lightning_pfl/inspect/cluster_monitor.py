@@ -1,4 +1,4 @@
-"""ClusterMonitor: who is in whose cluster, round by round."""
+"""ClusterMonitor: the clusters of clients, round by round."""
 
 from __future__ import annotations
 
@@ -29,32 +29,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = 20
-"""Clusters that have a colour of their own; further ones share them."""
+"""Number of clusters with distinct colours."""
 
 
 class ClusterMonitor(RoundValues):
     """Shows the clusters of a method that forms some, such as CFL, IFCA or ConvexClustering.
 
-    Logs, once a round and to every logger, ``clusters/number`` and, where the groups are known,
-    ``clusters/ari``: the adjusted Rand index, 1 for the groups themselves and about 0 for chance.
-    Clients whose cluster isn't known yet don't count. ConvexClustering reads its clusters off the
-    differences :math:`z`, which begin at 0: before its first updates of them, all clients are in
-    one cluster whatever their models are. TensorBoard also gets the picture
-    ``clusters``: clients against rounds, coloured by cluster, in every ``every_n_rounds`` th round
-    and after the last one. A cluster keeps its colour as long as it keeps most of its clients.
+    Logs ``clusters/number`` in every round and, with known clusters, ``clusters/ari``: the adjusted
+    Rand index, 1 for the known clusters and about 0 by chance. Clients without a cluster don't
+    count. ConvexClustering's clusters are those of its differences :math:`z`, which start at 0, so
+    that it starts with one cluster. TensorBoard also gets the picture ``clusters``: clients against
+    rounds, coloured by cluster, in every ``every_n_rounds`` th round and after the last one. A
+    cluster keeps its colour as long as it keeps most of its clients.
 
     Args:
-        groups: Known groups, to compare with: one for each client, or the number of blocks of
+        known_clusters: Clusters to compare with: one for each client, or the number of blocks of
             clients in the order of their ids, whose sizes differ by one at most, as with
-            ``FeatureSkew``. The picture then lists the clients group by group.
+            ``FeatureSkew``. The picture then sorts the clients by cluster.
         every_n_rounds: Rounds between pictures, at least 1.
 
     Raises:
-        ValueError: If ``every_n_rounds`` is below 1, or ``groups`` don't fit the clients.
-        MisconfigurationException: At the start of a run with a method that forms no clusters.
+        ValueError: If ``every_n_rounds`` is below 1, or ``known_clusters`` doesn't fit the clients.
+        MisconfigurationException: At the start of a run with a method without clusters.
 
     Example:
-        >>> ClusterMonitor(groups=4).groups
+        >>> ClusterMonitor(known_clusters=4).known_clusters
         4
     """
 
@@ -62,13 +61,13 @@ class ClusterMonitor(RoundValues):
         check_every(every_n_rounds)
         self.known_clusters, self.every_n_rounds = known_clusters, every_n_rounds
         self.rounds: dict[int, Tensor] = {}
-        """Each client's cluster, int64 ``(clients,)``, after the rounds in which it changed."""
+        """Each client's cluster, int64 ``(clients,)``, after the rounds in which one changed."""
         self._last = self._drawn = -1
 
     # --- hooks ------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the rounds of another fit."""
+        """Clear the rounds of another fit."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.rounds, self._values, self._last, self._drawn = {}, {}, -1, -1
@@ -76,7 +75,7 @@ class ClusterMonitor(RoundValues):
                 require_board(trainer, self)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Require a method with clusters, and groups that fit."""
+        """Require a method with clusters, and known clusters that fit."""
         federation = require_federation(trainer, self)
         if federation.method.clusters(federation.server) is None:
             raise MisconfigurationException(
@@ -87,7 +86,7 @@ class ClusterMonitor(RoundValues):
         resolve_known_clusters(self.known_clusters, federation.num_clients)
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
-        """Look at the clusters."""
+        """Record the clusters."""
         federation = require_federation(trainer, self)
         found = federation.method.clusters(federation.server)
         assert found is not None, "asked at the start of the fit"
@@ -106,15 +105,15 @@ class ClusterMonitor(RoundValues):
             self._draw(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the last round, if it wasn't."""
+        """Draw the last round unless it was drawn."""
         self._draw(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rounds so far, for a run that is resumed."""
+        """Return the rounds so far, for checkpoints."""
         return {**super().state_dict(), "rounds": dict(self.rounds), "last": self._last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the rounds of the checkpoint."""
+        """Restore the rounds of `state_dict`."""
         super().load_state_dict(state_dict)
         self.rounds, self._last = dict(state_dict["rounds"]), state_dict["last"]
 
@@ -131,13 +130,13 @@ class ClusterMonitor(RoundValues):
 
 
 def recoloured(history: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """The same clusters, numbered so that one that keeps most of its clients keeps its number.
+    """Renumber clusters so that one that keeps most of its clients keeps its number.
 
-    From each round to the next the numbers are matched so that as many clients as possible keep
-    theirs; a new cluster gets the smallest number that isn't in use.
+    Consecutive rounds are matched so that as many clients as possible keep their number; a new
+    cluster gets the smallest unused one.
 
     Args:
-        history: Each client's cluster by round, int64 ``(clients,)``; -1 where it isn't known.
+        history: Each client's cluster by round, int64 ``(clients,)``; -1 if unknown.
 
     Example:
         >>> recoloured({0: torch.tensor([0, 0, 1, 1]), 1: torch.tensor([0, 1, 2, 2])})
@@ -159,7 +158,7 @@ def recoloured(history: Mapping[int, Tensor]) -> dict[int, Tensor]:
             for row, column in zip(*linear_sum_assignment(-shared.numpy()), strict=True):
                 if shared[row, column] > 0:
                     new[row] = old[column]
-        # Numbers from 0 that no matched cluster has, for the others in their order.
+        # Unmatched clusters get unused numbers from 0, in their order.
         waiting = (names >= 0) & (new < 0)
         free = [color for color in range(len(names)) if color not in new.tolist()]
         new[waiting] = torch.tensor(free[: int(waiting.sum())], dtype=torch.int64)
@@ -171,12 +170,12 @@ def recoloured(history: Mapping[int, Tensor]) -> dict[int, Tensor]:
 def draw_clusters(
     history: Mapping[int, Tensor], last: int, known_clusters: Tensor | None = None
 ) -> Figure:
-    """Draw each client's cluster against the rounds; grey where it isn't known.
+    """Draw each client's cluster against the rounds; grey if unknown.
 
     Args:
         history: Each client's cluster after the rounds in which one changed, ``(clients,)``.
         last: The last round.
-        known_clusters: Known groups ``(clients,)``, by which the clients are sorted.
+        known_clusters: Known clusters ``(clients,)``, by which the clients are sorted.
     """
     colored, first = recoloured(history), min(history)
     columns, current = [], colored[first]
@@ -192,7 +191,7 @@ def draw_clusters(
         _colors(matrix[order].numpy()),
         aspect="auto",
         interpolation="nearest",
-        # Half a cell on each side, so that cells are centred on their round and client.
+        # Half a cell on each side centres cells on round and client.
         extent=(first - 0.5, last + 0.5, len(matrix) - 0.5, -0.5),
     )
     whole_numbers(axes.xaxis)
@@ -207,10 +206,10 @@ def draw_clusters(
 
 
 def _colors(matrix: np.ndarray) -> np.ndarray:
-    """A colour for each entry, ``(..., 3)``; light grey for -1."""
+    """Map entries to colours, ``(..., 3)``; light grey for -1."""
     from matplotlib import colormaps
 
-    # The strong half of the colours first, so that neighbours in number are easy to tell apart.
+    # The strong half of the colours first, so that consecutive numbers are easy to distinguish.
     table = np.asarray([colormaps["tab20"](color)[:3] for color in range(COLORS)])
     table = np.concatenate([table[::2], table[1::2]])
     painted: np.ndarray = np.where(
@@ -220,7 +219,7 @@ def _colors(matrix: np.ndarray) -> np.ndarray:
 
 
 def _mark_groups(axes: Axes, known_clusters: np.ndarray) -> None:
-    """Lines between groups that follow each other, and their numbers in place of the clients'."""
+    """Draw lines between known clusters, and label the clusters instead of the clients."""
     ends = np.flatnonzero(np.diff(known_clusters)) + 0.5
     axes.hlines(ends, *axes.get_xlim(), color="white", linewidth=2)
     borders = np.concatenate([[-0.5], ends, [len(known_clusters) - 0.5]])

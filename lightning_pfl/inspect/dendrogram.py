@@ -1,4 +1,4 @@
-"""The regularisation path of convex clustering as pictures: who joins whom, at which weight."""
+"""Pictures of convex clustering's regularisation path."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.inspect.board import new_figure
-from lightning_pfl.solvers.clusters import Labels, numbered
+from lightning_pfl.solvers.clusters import Labels, number_labels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
-"""Of known groups."""
+"""Colours of known clusters."""
 
 
 def joining_weights(clusters: Tensor, weights: Sequence[float]) -> Tensor:
-    """The weight from which on two clients are always in one cluster, float64 ``(n, n)``.
+    """Find the weight from which on two clients are in one cluster, float64 ``(n, n)``.
 
-    Pairs that are apart at the largest weight get infinity. Joining is usually, but not always,
-    for good; what counts is when it is.
+    Pairs that are separate at the largest weight get infinity. A pair may join and separate again;
+    the last joining counts.
 
     Args:
         clusters: Clusters at each weight, int64 ``(weights, clients)``.
-        weights: Ascending.
+        weights: Ascending weights.
 
     Raises:
         ValueError: If the weights don't ascend.
@@ -50,26 +50,26 @@ def joining_weights(clusters: Tensor, weights: Sequence[float]) -> Tensor:
 def _check_ascending(weights: Sequence[float]) -> None:
     if not len(weights) or any(b <= a for a, b in pairwise(weights)):
         raise ValueError(
-            f"Expected `weights` to ascend, but got {list(weights)}. Sort them, and the clusters "
-            "and models with them."
+            f"Expected `weights` to ascend, but got {list(weights)}. Sort them together with the "
+            "clusters and models."
         )
 
 
 def draw_dendrogram(
     clusters: Tensor, weights: Sequence[float], known_clusters: Labels | None = None
 ) -> Figure:
-    """Draw who joins whom at which weight.
+    """Draw the joining weights of all clients as a tree.
 
     Pairs that never join meet above the largest weight.
 
     Args:
         clusters: Clusters at each weight, int64 ``(weights, clients)``.
         weights: Ascending and positive.
-        known_clusters: Known groups, ``(clients,)``, which colour the clients' numbers.
+        known_clusters: Known clusters, ``(clients,)``, which colour the clients' numbers.
 
     Raises:
-        ValueError: If there aren't as many rows as weights, or fewer than two clients; if the
-            weights don't ascend from above 0; or if there isn't a group for each client.
+        ValueError: If ``clusters`` doesn't have a row per weight and two clients, if the weights
+            don't ascend from above 0, or if ``known_clusters`` doesn't fit the clients.
     """
     from scipy.cluster.hierarchy import dendrogram, linkage
     from scipy.spatial.distance import squareform
@@ -77,19 +77,20 @@ def draw_dendrogram(
     if clusters.ndim != 2 or len(clusters) != len(weights) or clusters.shape[1] < 2:
         raise ValueError(
             f"Expected `clusters` of at least 2 clients at each of {len(weights)} weights, but got "
-            f"the shape {tuple(clusters.shape)}. Give one row for each weight, one column for each "
-            "client."
+            f"the shape {tuple(clusters.shape)}. Give one row per weight and one column per client."
         )
     if weights[0] <= 0:
         raise ValueError(
-            "Expected `weights` to be positive, as their axis is logarithmic, but got "
-            f"{weights[0]}. Leave out 0, at which every client is alone."
+            f"Expected `weights` to be positive, but got {weights[0]}. Leave out 0, which a "
+            "logarithmic axis can't show."
         )
     heights = joining_weights(clusters, weights).numpy()
     top = 1.3 * weights[-1]
     tree = linkage(squareform(np.where(np.isinf(heights), top, heights)), "single")
     count = clusters.shape[1]
-    known = None if known_clusters is None else numbered("groups", known_clusters, count)
+    known = (
+        None if known_clusters is None else number_labels("known_clusters", known_clusters, count)
+    )
     figure, axes = new_figure(max(6.0, 0.16 * count), 4.5)
     dendrogram(tree, ax=axes, color_threshold=0, above_threshold_color="0.35", leaf_font_size=7)
     if known is not None:
@@ -114,26 +115,30 @@ def draw_dendrogram(
 def draw_path(
     models: Tensor, weights: Sequence[float], known_clusters: Labels | None = None
 ) -> Figure:
-    """Draw how the models move towards each other as the weight grows.
+    """Draw the models' path as the weight grows.
 
-    In the plane of the first two principal components of the models at the smallest weight.
+    The plane is that of the first two principal components at the smallest weight.
 
     Args:
         models: ``(weights, clients, dim)``.
-        weights: Ascending.
-        known_clusters: Known groups, ``(clients,)``, which colour the lines.
+        weights: Ascending weights.
+        known_clusters: Known clusters, ``(clients,)``, which colour the lines.
 
     Raises:
-        ValueError: If the models aren't one row for each weight, the weights don't ascend, or
-            there isn't a group for each client.
+        ValueError: If ``models`` doesn't have a row per weight, if the weights don't ascend, or if
+            ``known_clusters`` doesn't fit the clients.
     """
     _check_ascending(weights)
     if models.ndim != 3 or len(models) != len(weights):
         raise ValueError(
             f"Expected `models` to have the shape ({len(weights)}, clients, dim), but got "
-            f"{tuple(models.shape)}. Stack the solutions' models, one for each weight."
+            f"{tuple(models.shape)}. Stack the models of all weights."
         )
-    known = None if known_clusters is None else numbered("groups", known_clusters, models.shape[1])
+    known = (
+        None
+        if known_clusters is None
+        else number_labels("known_clusters", known_clusters, models.shape[1])
+    )
     first = models[0] - models[0].mean(0)
     axes_of = torch.linalg.svd(first, full_matrices=False).Vh[:2]
     plane = (models - models[0].mean(0)) @ axes_of.T

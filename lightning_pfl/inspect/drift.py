@@ -1,4 +1,4 @@
-"""DriftMonitor: how far the clients go in a round, and whether they go the same way."""
+"""DriftMonitor: lengths and directions of the clients' updates."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ class DriftMonitor(RoundValues):
         \cos_k = \frac{\langle \Delta_k, \bar\Delta \rangle}
                       {\lVert \Delta_k \rVert \lVert \bar\Delta \rVert}
 
-    over the trainable parameters that are sent, the clients that the gate accepted, and the
-    aggregation weights :math:`p_k`. With equal data all cosines are near 1; clients that pull apart
-    have small or negative ones, and then the mean update is much shorter than the updates. An entry
-    that is sent but was not received counts as it is, but for one number per client, such as the
-    logarithm of a weight.
+    over the shared trainable parameters, the clients that the gate accepted, and the aggregation
+    weights :math:`p_k`. With equal data all cosines are near 1; with conflicting clients they are
+    small or negative, and the mean update is much shorter than the updates. Entries that are sent
+    but not received count as they are, except scalars per client such as a log weight.
 
-    Logs, once a round and to every logger: ``drift/norm`` and ``drift/cosine`` (means over the
-    cohort), ``drift/norm/max``, ``drift/cosine/min`` and ``drift/mean_update_norm``. TensorBoard
-    also gets both as histograms over the cohort; other loggers have none. A round without updates
-    logs nothing; for a method that sends nothing there is a warning at the start.
+    Logs in every round: ``drift/norm`` and ``drift/cosine`` (means over the cohort),
+    ``drift/norm/max``, ``drift/cosine/min`` and ``drift/mean_update_norm``. TensorBoard also gets
+    both as histograms over the cohort. A round without updates logs nothing; for a method that
+    sends nothing there is a warning at the start.
 
     Example:
         >>> norm, cosine, mean = drift(
@@ -47,12 +46,12 @@ class DriftMonitor(RoundValues):
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Warn where there is nothing to measure."""
+        """Warn if the method sends nothing."""
         federation = require_federation(trainer, self)
         if not federation.parameter_split.shared:
             rank_zero_warn(
-                f"DriftMonitor measures what clients send, but {type(federation.method).__name__} "
-                "shares nothing: it logs nothing."
+                f"DriftMonitor logs nothing, since {type(federation.method).__name__} shares no "
+                "parameters."
             )
 
     def on_aggregation_start(
@@ -88,11 +87,11 @@ class DriftMonitor(RoundValues):
 
 
 def drift(uploads: Tree, received: Tree, weights: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Norms of the clients' updates, cosines to the mean update, and the mean update's norm.
+    """Compute the updates' norms, their cosines to the mean update, and its norm.
 
     Args:
-        uploads: What clients send, ``(clients, ...)``.
-        received: What they received, ``(clients, ...)``.
+        uploads: Trees that clients send, ``(clients, ...)``.
+        received: Trees that they received, ``(clients, ...)``.
         weights: Aggregation weights, ``(clients,)``, summing to 1.
 
     Returns:
@@ -101,7 +100,7 @@ def drift(uploads: Tree, received: Tree, weights: Tensor) -> tuple[Tensor, Tenso
     """
     squares = torch.zeros(len(weights), dtype=torch.float64)
     products, mean_square = torch.zeros_like(squares), 0.0
-    # One leaf after another: all updates in one matrix would double the memory of a round.
+    # Leaf by leaf: one matrix of all updates would double the memory of a round.
     for _, change in _named(uploads, received):
         flat = change.reshape(len(weights), -1).double()
         mean = weights.to(flat) @ flat
@@ -113,7 +112,7 @@ def drift(uploads: Tree, received: Tree, weights: Tensor) -> tuple[Tensor, Tenso
 
 
 def _named(uploads: Tree, received: Tree) -> Iterator[tuple[str, Tensor]]:
-    """Changes of the floating-point entries, by name."""
+    """Iterate over the changes of floating-point entries, by name."""
     for name, leaf in uploads.items():
         before = received.get(name)
         if isinstance(leaf, dict):

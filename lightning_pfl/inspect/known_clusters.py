@@ -1,4 +1,4 @@
-"""Groups of clients that are known in an experiment, to compare with what a method finds."""
+"""Known clusters of clients, to compare with those that a method finds."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_pfl.solvers.clusters import numbered
+from lightning_pfl.solvers.clusters import number_labels
 
 KnownClusters = Sequence[int] | int | None
-"""A group for each client, in the order of the ids; or the number of groups, where clients are in
-blocks of (nearly) equal size, as in ``FeatureSkew("rotate90")``; None where they aren't known."""
+"""A cluster for each client, in the order of the ids; or the number of blocks of (nearly) equal
+size, as in ``FeatureSkew("rotate90")``; None if unknown."""
 
 
 def resolve_known_clusters(known_clusters: KnownClusters, num_clients: int) -> Tensor | None:
-    """Each client's group, numbered from 0 in ascending order, int64 ``(clients,)``.
+    """Number each client's known cluster from 0 in ascending order, int64 ``(clients,)``.
 
     Args:
         known_clusters: See :data:`KnownClusters`.
         num_clients: Number of clients.
 
     Raises:
-        ValueError: If there aren't as many entries as clients, if one is no whole number, or if
-            there is no such number of groups.
+        ValueError: If the number of entries or of blocks is wrong, or an entry is no integer.
 
     Example:
         >>> resolve_known_clusters(2, 5)
@@ -37,10 +36,8 @@ def resolve_known_clusters(known_clusters: KnownClusters, num_clients: int) -> T
         if isinstance(known_clusters, bool) or not 1 <= known_clusters <= num_clients:
             raise ValueError(
                 "Expected `known_clusters` to be between 1 and the number of clients "
-                f"({num_clients}), but "
-                f"got {known_clusters=}. Use the number of blocks of clients, or a list with a "
-                "cluster for each "
-                "client."
+                f"({num_clients}), but got {known_clusters=}. Use the number of blocks, or a list "
+                "with a cluster for each client."
             )
         return known_clusters * torch.arange(num_clients) // num_clients
-    return numbered("known_clusters", known_clusters, num_clients)
+    return number_labels("known_clusters", known_clusters, num_clients)

@@ -1,4 +1,4 @@
-"""PairwiseDistance: which clients' models are alike."""
+"""PairwiseDistance: distances between the clients' models."""
 
 from __future__ import annotations
 
@@ -28,28 +28,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAMED = 40
-"""Clients up to which each has its number at the matrix where they are sorted by cluster."""
+"""Largest number of clients that are labelled where they are sorted by cluster."""
 
 
 class PairwiseDistance(PictureCallback):
     r"""Draws the distances :math:`\lVert \theta_j - \theta_k \rVert_2` between the clients' models.
 
     A matrix of clients, under ``distance`` in TensorBoard, in every ``every_n_rounds`` th round and
-    after the last one. Groups of like clients are dark blocks on the diagonal, once they are
-    neighbours in the order of the client ids: with a method that forms clusters, the clients are
-    drawn cluster by cluster, with a line around each. Parameters and floating-point buffers count.
+    after the last one. Similar clients with consecutive ids make dark blocks on the diagonal; for
+    a method that forms clusters the clients are sorted by cluster, with a frame around each.
+    Parameters and floating-point buffers count.
 
     Args:
-        part: What is compared: ``"personal"`` (what differs between clients with this method: what
-            never leaves them, and what each of them or each cluster has one of), ``"all"``, or
-            names, globs and module types.
+        part: Entries to compare: ``"personal"`` (entries that differ between clients with this
+            method, by client or by cluster), ``"all"``, or names, globs and module types.
         every_n_rounds: Rounds between pictures, at least 1.
-        max_clients: The first so many clients are drawn, at least 2; more can't be told apart.
+        max_clients: Largest number of clients to draw, the first ones, at least 2.
 
     Raises:
         ValueError: If a number is out of its range.
         MisconfigurationException: At the start of a run without TensorBoardLogger, or if
-            ``part="personal"`` and the method has one model for all.
+            ``part="personal"`` and all clients have the same model.
 
     Example:
         >>> PairwiseDistance(part="head", every_n_rounds=5).part
@@ -65,14 +64,14 @@ class PairwiseDistance(PictureCallback):
         self._drawn = -1
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Require something to compare."""
+        """Require entries to compare."""
         federation = require_federation(trainer, self)
         if len(federation.architectures) > 1:
             names = ", ".join(repr(architecture.name) for architecture in federation.architectures)
             raise MisconfigurationException(
-                "Expected one module for all clients, as PairwiseDistance compares parameters of "
-                f"one shape, but got ClientModules with the groups {names}. Remove "
-                "PairwiseDistance, or run it in a fit of one group's clients."
+                "Expected one architecture for PairwiseDistance, but got ClientModules with "
+                f"{names}. Remove PairwiseDistance, or use it in a fit of one architecture's "
+                "clients."
             )
         self._names(federation)
         self._drawn = -1
@@ -83,7 +82,7 @@ class PairwiseDistance(PictureCallback):
             self._draw(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the last round, if it wasn't."""
+        """Draw the last round unless it was drawn."""
         self._draw(trainer)
 
     def _draw(self, trainer: Any) -> None:
@@ -105,26 +104,26 @@ class PairwiseDistance(PictureCallback):
         personalized_entries = federation.method.personalized_entries(federation.parameter_split)
         if not personalized_entries:
             raise MisconfigurationException(
-                "Expected a method whose clients have models of their own, but "
-                f"{type(federation.method).__name__} shares the whole model: all distances are 0. "
-                "Remove PairwiseDistance."
+                "Expected a method with personal models for PairwiseDistance, but "
+                f"{type(federation.method).__name__} shares all entries. Remove "
+                "PairwiseDistance."
             )
         return personalized_entries
 
 
 def distances(models: Model) -> Tensor:
-    """Euclidean distances between clients, float64 ``(clients, clients)`` on the CPU.
+    """Compute Euclidean distances between clients, float64 ``(clients, clients)`` on the CPU.
 
     Args:
-        models: What is compared, ``(clients, ...)``; integer entries don't count.
+        models: Models to compare, ``(clients, ...)``; integer entries are ignored.
     """
     flat = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in floats(models).values()], 1)
-    # The faster formula through inner products loses half of the digits where clients are close.
+    # The faster formula by inner products loses half of the digits between close clients.
     return torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist").cpu()
 
 
 def _clusters(federation: Federation, count: int) -> Tensor | None:
-    """The first clients' clusters, where the method forms some."""
+    """Return the first clients' clusters, if the method forms some."""
     found = federation.method.clusters(federation.server)
     return None if found is None else found[:count].cpu()
 
@@ -134,9 +133,8 @@ def draw_matrix(matrix: Tensor, round: int, clusters: Tensor | None = None) -> F
 
     Args:
         matrix: ``(clients, clients)``.
-        round: For the title.
-        clusters: Each client's cluster, ``(clients,)``, by which they are sorted; clusters are
-            framed.
+        round: The round, for the title.
+        clusters: Each client's cluster, ``(clients,)``, by which clients are sorted and framed.
     """
     from matplotlib.patches import Rectangle
 

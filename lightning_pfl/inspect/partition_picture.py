@@ -1,4 +1,4 @@
-"""PartitionPicture: who holds what."""
+"""PartitionPicture: the distribution of samples over clients."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Split = Literal["train", "val", "test"]
 
 
 class PartitionPicture(PictureCallback):
-    """Draws, at the start of a fit, how much of what each client holds.
+    """Draws each client's samples by class at the start of a fit.
 
-    A map of classes and clients where there are class labels, else the clients' sizes; under
-    ``partition/<split>`` in TensorBoard. A :class:`~lightning_pfl.FederatedDataModule` knows its
-    labels, and its new clients are in the picture, at the right. Of other resident data the second
-    field is taken for the labels. DataLoaders give their sizes.
+    A map of classes and clients for class labels, else the clients' sizes, under
+    ``partition/<split>`` in TensorBoard. A :class:`~lightning_pfl.FederatedDataModule` has labels,
+    and its new clients are at the right. Of other resident data the second field is the label.
+    DataLoaders only have sizes.
 
     Args:
         split: ``"train"``, ``"val"`` or ``"test"``; the last two need a FederatedDataModule.
-        labels: Takes the fields of a :class:`~lightning_pfl.data.FederatedTensorDataset` and gives
-            the labels, ``(samples,)``; None for the second field.
+        labels: A function from the fields of a :class:`~lightning_pfl.data.FederatedTensorDataset`
+            to labels, ``(samples,)``; None for the second field.
 
     Raises:
-        ValueError: If ``split`` is unknown, or not to be had from the run's data.
+        ValueError: If ``split`` is unknown, or the run's data don't have it.
         MisconfigurationException: At the start of a run without TensorBoardLogger.
 
     Example:
@@ -49,7 +49,7 @@ class PartitionPicture(PictureCallback):
         self.split, self.labels = split, labels
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw."""
+        """Draw the partition."""
         if not boards(trainer):
             return
         figure, axes = new_figure()
@@ -72,16 +72,16 @@ class PartitionPicture(PictureCallback):
 def draw_dataset(
     data: FederatedDataset, axes: Axes, labels: Callable[[Any], Tensor] | None = None
 ) -> None:
-    """Draw what the clients of a federated dataset hold.
+    """Draw the samples of a federated dataset's clients.
 
     Args:
         data: The split.
-        axes: Where to draw.
+        axes: Axes to draw on.
         labels: From fields to labels; None for the second field, if there is one per sample.
     """
     if isinstance(data, FederatedLoaders):
         sizes = data.num_samples.tolist()
-        # Without labels the picture shows sizes: one floating-point label stands for all samples.
+        # One floating-point label makes `draw` show sizes.
         draw([np.zeros(size, dtype=np.int64) for size in sizes], np.zeros(1), axes)
         return
     parts = [positions.cpu().numpy() for positions in data.indices]
@@ -90,7 +90,7 @@ def draw_dataset(
 
 
 def _second(fields: Any) -> Tensor | None:
-    """The second field, where it can be a label."""
+    """Return the second field if it can be a label."""
     if isinstance(fields, (tuple, list)) and len(fields) > 1 and isinstance(fields[1], Tensor):
         return fields[1] if fields[1].ndim == 1 else None
     return None

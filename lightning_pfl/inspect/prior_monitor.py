@@ -1,4 +1,4 @@
-"""PriorMonitor: where FedMAP's clients lie under their prior, and what the prior has learned."""
+"""PriorMonitor: FedMAP's clients under their prior, and the learned prior."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CURVES = 16
-"""Clients up to which each has a curve of its own; more can't be told apart."""
+"""Largest number of clients with a curve each."""
 MEASURES = {"weight": "weight", "distance": "distance from the prior's mean"}
 
 
 class PriorMonitor(RoundValues):
     r"""Shows FedMAP's weights, the clients' distances from the prior, and its learned variances.
 
-    Of the accepted clients of a round: :math:`\bar\omega_k`, what counts in the server's step, and
-    :math:`\lVert \theta_k - \mu \rVert_2` to the mean that they received, over the parameters under
-    the prior. One client with all the weight, or a prior that nobody is near, is seen at once.
+    Of a round's accepted clients: the weight :math:`\bar\omega_k` in the server's step, and the
+    distance :math:`\lVert \theta_k - \mu \rVert_2` to the received mean over the parameters under
+    the prior. They reveal one client with all the weight, or a prior far from all clients.
 
-    Logs, once a round and to every logger: ``prior/distance`` (mean over the cohort),
-    ``prior/distance/max``, ``prior/weight/max`` and ``prior/effective_clients``, :math:`1 / \sum_k
-    \bar\omega_k^2`: how many clients with equal weights would average as much. Of a prior that
-    learns more than a mean, ``prior/variance/<parameter>/min``, ``/median`` and ``/max`` over the
-    entries of each parameter: the variances themselves, which may be far apart, so look at them on
+    Logs in every round ``prior/distance`` (mean over the cohort), ``prior/distance/max``,
+    ``prior/weight/max`` and ``prior/effective_clients``, :math:`1 / \sum_k \bar\omega_k^2`, the
+    number of equally weighted clients with the same variance of the mean. For a prior with more
+    than a mean also ``prior/variance/<parameter>/min``, ``/median`` and ``/max`` over each
+    parameter's entries, best seen on a logarithmic axis. TensorBoard also gets
     a logarithmic axis. TensorBoard also gets
 
     - histograms over the cohort, ``prior/distances`` and ``prior/weights``, and curves for each
       client (``prior/weight/<client>``, ``prior/distance/<client>``) where there are at most 16;
     - a matrix of clients and rounds for both, ``prior/weights/rounds`` and
       ``prior/distances/rounds``, in every ``every_n_rounds`` th round and after the last;
-    - at the same times, for a prior that learns more than a mean, a histogram of each layer
-      (``prior/variance/<parameter>``) and their quantiles side by side (``prior/variance``), on a
-      logarithmic axis where they span more than a factor of 10.
+    - in the same rounds, for a prior with more than a mean, a histogram of each layer
+      (``prior/variance/<parameter>``) and the quantiles of all layers (``prior/variance``), on a
+      logarithmic axis if they span more than a factor of 10.
 
     Args:
         every_n_rounds: Rounds between pictures, at least 1.
@@ -76,7 +76,7 @@ class PriorMonitor(RoundValues):
     # --- hooks ------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the rounds of another fit."""
+        """Clear the rounds of another fit."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.rounds, self._values, self._drawn = {}, {}, -1
@@ -122,22 +122,22 @@ class PriorMonitor(RoundValues):
     def on_aggregation_end(
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
-        """Measure what the prior has learned, and draw if the round is due."""
+        """Measure the learned prior, and draw in due rounds."""
         federation = require_federation(trainer, self)
         self._values = {**self._values, **spans(self._learned(federation))}
         if (round.number + 1) % self.every_n_rounds == 0:
             self._draw(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the last round, if it wasn't."""
+        """Draw the last round unless it was drawn."""
         self._draw(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rounds so far, for a run that is resumed."""
+        """Return the rounds so far, for checkpoints."""
         return {**super().state_dict(), "rounds": dict(self.rounds)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore the values of `state_dict`."""
         super().load_state_dict(state_dict)
         self.rounds = dict(state_dict["rounds"])
 
@@ -175,10 +175,10 @@ class PriorMonitor(RoundValues):
 
 
 def spans(learned: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
-    """Minimum, median and maximum over each parameter's entries, by the name that is logged.
+    """Compute each parameter's minimum, median and maximum, by logged name.
 
     Args:
-        learned: Entries by what they are and by the parameter's name, any shapes.
+        learned: Models by kind, such as ``"variance"``; entries of any shapes.
     """
     measures: dict[str, Callable[[Tensor], Tensor]] = {
         "min": torch.min,
@@ -194,14 +194,14 @@ def spans(learned: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
 
 
 def from_mean(theta: Model, gamma: Tree) -> Tensor | None:
-    """Euclidean distances from the prior's mean, float64 ``(clients,)`` on the CPU.
+    """Compute Euclidean distances from the prior's mean, float64 ``(clients,)`` on the CPU.
 
     Args:
-        theta: What is under the prior, ``(clients, ...)``.
+        theta: Parameters under the prior, ``(clients, ...)``.
         gamma: The prior's parameters, ``(clients, ...)``.
 
     Returns:
-        None for a prior without a mean.
+        The distances, or None for a prior without a mean.
     """
     if "mean" not in gamma:
         return None
@@ -211,7 +211,7 @@ def from_mean(theta: Model, gamma: Tree) -> Tensor | None:
 def over_rounds(
     history: Mapping[int, Mapping[str, Tensor]], measure: str, clients: int
 ) -> dict[int, Tensor]:
-    """A column ``(clients,)`` for each round; NaN where a client wasn't there."""
+    """Make a column ``(clients,)`` for each round; NaN for clients outside the cohort."""
     columns = {}
     for number in sorted(history):
         column = torch.full((clients,), torch.nan, dtype=torch.float64)
@@ -221,11 +221,11 @@ def over_rounds(
 
 
 def draw_measure(columns: Mapping[int, Tensor], label: str) -> Figure:
-    """Draw a matrix of clients and rounds; what wasn't measured stays grey.
+    """Draw a matrix of clients and rounds; grey where nothing was measured.
 
     Args:
-        columns: For each round a value per client, ``(clients,)``.
-        label: What the values are.
+        columns: A value per client, ``(clients,)``, for each round.
+        label: Name of the values.
     """
     first, last = min(columns), max(columns)
     missing = torch.full_like(columns[first], torch.nan)
@@ -233,7 +233,7 @@ def draw_measure(columns: Mapping[int, Tensor], label: str) -> Figure:
     matrix = torch.stack(drawn, 1).numpy()
     figure, axes = new_figure()
     axes.set_facecolor("0.85")
-    # Half a cell on each side, so that cells are centred on their round and client.
+    # Half a cell on each side centres cells on round and client.
     extent = (first - 0.5, last + 0.5, len(matrix) - 0.5, -0.5)
     image = axes.imshow(
         matrix, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest", extent=extent
@@ -246,11 +246,11 @@ def draw_measure(columns: Mapping[int, Tensor], label: str) -> Figure:
 
 
 def draw_layers(entries: Mapping[str, Tensor], name: str, round: int) -> Figure:
-    """Draw the quantiles of each parameter's entries, side by side.
+    """Draw the quantiles of each parameter's entries.
 
     Args:
-        entries: By the parameter's name, any shapes, without client axis.
-        name: What the entries are.
+        entries: Models' entries by parameter name, any shapes, without client axis.
+        name: Name of the values.
         round: The round, from 0.
     """
     figure, axes = new_figure(8.0, max(2.8, 1.6 + 0.3 * len(entries)))
@@ -269,7 +269,7 @@ def draw_layers(entries: Mapping[str, Tensor], name: str, round: int) -> Figure:
     axes.set_yticks(places, list(entries))
     axes.set_ylim(len(entries) - 0.5, -0.5)
     axes.set(xlabel=label, title=f"{name} of the prior after round {round}")
-    # Not in the axes, where a long bar may end anywhere.
+    # Outside the axes, where long bars may end anywhere.
     figure.legend(loc="outside lower center", ncols=3)
     return figure
 

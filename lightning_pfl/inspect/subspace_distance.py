@@ -1,4 +1,4 @@
-"""SubspaceDistance: how far the shared representation is from a known one."""
+"""SubspaceDistance: the distance of the shared representation to a known one."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class SubspaceDistance(FederatedCallback):
 
     Args:
         truth: :math:`B_*`, ``(d, k)``, with independent columns: a tensor, or rows of numbers.
-            None: what ``truth()`` of the data module's source says.
+            None: the ``truth()`` of the data module's source.
         parameter: Name of the shared weight ``(k, d)`` whose rows span the representation.
 
     Attributes:
         distances: The distances so far, by round.
 
     Raises:
-        MisconfigurationException: At the start of a run, if there is no truth or no such weight.
+        MisconfigurationException: At the start of a run, without a truth or such a weight.
 
     Example:
         >>> SubspaceDistance([[1.0], [0.0]]).truth.shape
@@ -55,20 +55,19 @@ class SubspaceDistance(FederatedCallback):
         self.distances: dict[int, float] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the rounds of another fit."""
+        """Clear the rounds of another fit."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.distances = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Require something to measure, and the truth."""
+        """Require a shared representation and a truth of its shape."""
         federation = require_federation(trainer, self)
         weight, basis = self._weight(federation), self._basis(trainer)
         if weight.T.shape != basis.shape:
             raise MisconfigurationException(
                 f"Expected `truth` to have the shape of the representation, {tuple(weight.T.shape)}"
-                f", but got {tuple(basis.shape)}. Give the module as many features as the truth "
-                "has columns."
+                f", but got {tuple(basis.shape)}. Give the module one feature per column of truth."
             )
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
@@ -83,11 +82,11 @@ class SubspaceDistance(FederatedCallback):
             pl_module.log("subspace/distance", self.distances[trainer.current_epoch], batch_size=1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The distances so far, for a run that is resumed."""
+        """Return the distances so far, for checkpoints."""
         return {"distances": dict(self.distances)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore the values of `state_dict`."""
         self.distances = dict(state_dict["distances"])
 
     def _weight(self, federation: Federation) -> Tensor:
@@ -106,8 +105,8 @@ class SubspaceDistance(FederatedCallback):
         source: Any = getattr(getattr(trainer, "datamodule", None), "source", None)
         if not hasattr(source, "truth"):
             raise MisconfigurationException(
-                "Expected a known representation, but got truth=None and data that don't say it. "
-                "Give `truth`, or use a source such as LinearRepresentation."
+                "Expected a known representation, but got truth=None and data without one. Give "
+                "`truth`, or use a source such as LinearRepresentation."
             )
         self.truth = torch.as_tensor(source.truth()[0], dtype=torch.float64)
         return self.truth

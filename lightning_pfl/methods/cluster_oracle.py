@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Model, Tree, repeat, select, tmap
 from lightning_pfl.methods.base import PER_CLUSTER, About, Known, Method, Weighting
-from lightning_pfl.solvers.clusters import cluster_means, numbered, whole
+from lightning_pfl.solvers.clusters import as_integers, cluster_means, number_labels
 
 
 class ClusterOracle(Method):
@@ -77,14 +77,14 @@ class ClusterOracle(Method):
                 "Expected `clusters` to be a list with the cluster of each client, or a function "
                 f"of the client's id, but got {clusters=}. Use [0, 0, 1, 1], for example."
             )
-        self.given_clusters = clusters if callable(clusters) else whole("clusters", clusters)
+        self.given_clusters = clusters if callable(clusters) else as_integers("clusters", clusters)
 
     def bind(self, known: Known) -> None:
         """Number the clusters from 0."""
         super().bind(known)
         given = self.given_clusters
         labels = [given(k) for k in range(self.num_clients)] if callable(given) else given
-        self._cluster = numbered("clusters", labels, self.num_clients)
+        self._cluster = number_labels("clusters", labels, self.num_clients)
         self._count = int(self._cluster.max()) + 1
 
     def init_server(self, model: Model) -> Tree:

@@ -1,18 +1,18 @@
-"""Which clients belong together, read off a solution, and how good a partition is."""
+"""Clusters of clients in a solution, and measures of a partition."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lightning_pfl.solvers.clusters import Labels, components, numbered
+from lightning_pfl.solvers.clusters import Labels, components, number_labels
 from lightning_pfl.solvers.pairs import Pairs
 
 
 def clusters_of_pairs(split: Tensor, pairs: Pairs) -> Tensor:
-    r"""Clusters of clients joined by pairs with :math:`z_{ij}` and :math:`z_{ji}` exactly zero.
+    r"""Cluster clients joined by pairs with :math:`z_{ij}` and :math:`z_{ji}` exactly zero.
 
-    Iterates fuse in :math:`z` alone; :math:`x_i - x_j` is zero only up to the residual.
+    Only :math:`z` fuses exactly; :math:`x_i - x_j` is zero up to the residual.
 
     Args:
         split: :math:`z_{ij}`, ``(clients, slots, dim)``.
@@ -29,9 +29,9 @@ def clusters_of_pairs(split: Tensor, pairs: Pairs) -> Tensor:
 
 
 def clusters_of_models(models: Tensor, tolerance: float | None = None) -> Tensor:
-    r"""Clusters of clients joined by :math:`\lVert x_i - x_j \rVert \le` a tolerance.
+    r"""Cluster clients joined by :math:`\lVert x_i - x_j \rVert \le` a tolerance.
 
-    Being close is not transitive; clusters are the connected components.
+    Clusters are connected components, since closeness isn't transitive.
 
     Args:
         models: ``(clients, dim)``.
@@ -52,10 +52,10 @@ def clusters_of_models(models: Tensor, tolerance: float | None = None) -> Tensor
 
 
 def adjusted_rand_index(labels: Labels, truth: Labels) -> float:
-    """How well two partitions agree: 1 if they are equal, about 0 if by chance.
+    """Measure the agreement of two partitions: 1 if equal, about 0 by chance.
 
     Args:
-        labels: Clusters, ``(clients,)``; their numbers mean nothing.
+        labels: Clusters, ``(clients,)``, up to renumbering.
         truth: The other partition, in the same form.
 
     Raises:
@@ -70,16 +70,19 @@ def adjusted_rand_index(labels: Labels, truth: Labels) -> float:
     """
     from sklearn.metrics import adjusted_rand_score
 
-    one, other = numbered("truth", truth, len(truth)), numbered("labels", labels, len(truth))
+    one, other = (
+        number_labels("truth", truth, len(truth)),
+        number_labels("labels", labels, len(truth)),
+    )
     return float(adjusted_rand_score(one.numpy(), other.numpy()))
 
 
 def within_cluster_distance(models: Tensor, labels: Labels) -> float:
-    """Mean distance between two models of one cluster; NaN where all clusters have one member.
+    """Compute the mean distance of two models of one cluster; NaN if no cluster has two.
 
     Args:
         models: ``(clients, dim)``.
-        labels: Clusters, ``(clients,)``; their numbers mean nothing.
+        labels: Clusters, ``(clients,)``, up to renumbering.
 
     Raises:
         ValueError: If there isn't a whole number >= 0 for each model.
@@ -89,7 +92,7 @@ def within_cluster_distance(models: Tensor, labels: Labels) -> float:
         >>> within_cluster_distance(models, torch.tensor([0, 0, 1]))
         2.0
     """
-    numbers = numbered("labels", labels, len(models))
+    numbers = number_labels("labels", labels, len(models))
     same = numbers.unsqueeze(0) == numbers.unsqueeze(1)
     same &= ~torch.eye(len(numbers), dtype=torch.bool)
     return float(_distances(models)[same.to(models.device)].mean())

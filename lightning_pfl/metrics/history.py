@@ -1,4 +1,4 @@
-"""The evaluations of a fit, and the numbers that stand at its end."""
+"""The history of a fit's evaluations, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from typing import Any, Literal
 from lightning_pfl.metrics.summary import STATISTICS
 
 AT_END = ("last10/", "best/")
-"""Prefixes of the values that stand at the end of a run."""
+"""Prefixes of the values in a run's summary."""
 _ERRORS = "error errors err eer mse rmse msle rmsle mae mape smape wer cer ter mer brier ece fid"
 _LOSSES = "loss losses nll bce ce kl divergence ppl perplexity bpb bpc"
 LOWER_IS_BETTER = frozenset(f"{_ERRORS} {_LOSSES}".split())
-"""Names, or parts of names, of values of which the smallest is the best."""
+"""Names, or parts of names, of values for which smaller is better."""
 
 
 class History:
-    """Collects validation values; gives the mean of the last ten rounds, and the best round.
+    """A history of validation values that finds their last means and the best round.
 
-    The best round is chosen by the first value of which more is better (largest), else by the first
-    one (smallest). Only validation values come in here, so a test value never chooses anything.
-    A round without the value that chooses is no candidate.
+    The best round maximises the first value for which larger is better, else minimises the first
+    value. Test values never choose it. Rounds without that value are no candidates.
 
     Example:
         >>> history = History()
@@ -46,13 +45,13 @@ class History:
         directions: Mapping[str, bool] = MappingProxyType({}),
         unlogged: Collection[str] = (),
     ) -> None:
-        """Take the values of one evaluated round, which may have none.
+        """Add the values of one round, possibly none.
 
         Args:
             round: The round, from 0.
             values: Values by name.
-            directions: Whether larger is better, where it is known by more than the name.
-            unlogged: Names of values that the user keeps from the loggers.
+            directions: Whether larger is better, for names where it is known.
+            unlogged: Names of values that loggers don't get.
         """
         if not values:
             return
@@ -66,10 +65,10 @@ class History:
             self.best.update(round, values)
 
     def summary(self, on_test: bool = False) -> dict[str, float]:
-        """``last10/<name>``, ``best/<name>`` and ``best/round``; empty without evaluations.
+        """Return ``last10/<name>``, ``best/<name>`` and ``best/round``; empty without evaluations.
 
         Args:
-            on_test: Whether the values were evaluated on test data: then no round is the best.
+            on_test: Whether the values are of test data, for which there is no best round.
         """
         if self.best is None:
             return {}
@@ -80,7 +79,7 @@ class History:
         return summary
 
     def for_loggers(self, summary: Mapping[str, float]) -> list[str]:
-        """Names of a summary that loggers get: headlines, without what the user keeps from them.
+        """Select the names of a summary that loggers get: headlines that users log.
 
         Example:
             >>> history = History()
@@ -96,7 +95,7 @@ class History:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         best = (
             None
             if self.best is None
@@ -113,7 +112,7 @@ class History:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore the values of `state_dict`."""
         self.last.load_state_dict(state["last"])
         self.unlogged = set(state.get("unlogged", ()))
         self.best = None
@@ -124,7 +123,7 @@ class History:
 
 
 def without_summary(values: Mapping[str, float]) -> dict[str, float]:
-    """Values of a run's rounds, without those of its end: a resumed run has another end.
+    """Drop the summary's values, which a resumed run replaces.
 
     Example:
         >>> without_summary({"val_acc": 0.5, "last10/val_acc": 0.4, "best/round": 3.0})
@@ -134,9 +133,9 @@ def without_summary(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def headlines(names: Collection[str]) -> list[str]:
-    """Names without the further statistics of values that are among them.
+    """Drop the names of further statistics of values in the list.
 
-    A logger draws each number of a run's end as a picture of its own, with one dot.
+    A logger would plot each of these numbers in a figure of its own.
 
     Example:
         >>> headlines(["best/val_acc", "best/val_acc/std", "best/round", "noise/std"])
@@ -151,16 +150,16 @@ def headlines(names: Collection[str]) -> list[str]:
 
 
 def higher_is_better(name: str) -> bool:
-    """Whether a larger value is better, to judge by the name: not for a loss or an error.
+    """Whether a larger value is better, by its name: false for losses and errors.
 
-    A name is read in parts: ``"val_mse"``, ``"valMSE"`` and ``"val/mse"`` have the part ``"mse"``,
-    ``"permse"`` doesn't. ``"loss"`` counts wherever it stands.
+    A name has parts: ``"val_mse"``, ``"valMSE"`` and ``"val/mse"`` have the part ``"mse"``, but
+    ``"permse"`` doesn't. ``"loss"`` counts in any position.
 
     Example:
         >>> [higher_is_better(name) for name in ("val_acc", "val_rmse", "hinge_losses", "merit")]
         [True, False, False, True]
     """
-    # A word in capitals is one part; a capital after a small letter begins one.
+    # A word in capitals is one part; a capital before small letters begins one.
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
     lower = "loss" in name.lower() or any(part.lower() in LOWER_IS_BETTER for part in parts)
     return not lower
@@ -169,8 +168,7 @@ def higher_is_better(name: str) -> bool:
 class LastRounds:
     """The mean of each value over the last evaluated rounds.
 
-    The papers' tables report it in place of the last round, which is noisy with few clients a
-    round. Rounds that weren't evaluated don't count.
+    The papers' tables report it instead of the last round, which is noisy with small cohorts.
 
     Args:
         window: Number of evaluated rounds, at least 1.
@@ -202,10 +200,10 @@ class LastRounds:
         self.rounds: dict[int, dict[str, float]] = {}
 
     def update(self, round: int, values: Mapping[str, float]) -> None:
-        """Take the values of one evaluated round.
+        """Add the values of one evaluated round.
 
-        A second call for a round adds to it: its new values replace old ones of the same name. A
-        run resumed from an earlier round drops the rounds after it.
+        A second call for a round replaces values of the same name. A resumed run drops the rounds
+        after its start.
 
         Args:
             round: The round's number, at least 0.
@@ -220,18 +218,18 @@ class LastRounds:
         self.rounds = dict(sorted(kept.items())[-self.window :])
 
     def latest(self) -> frozenset[str]:
-        """Return the names that the last evaluated round has a value for."""
+        """Return the names of the last evaluated round's values."""
         return frozenset(self.rounds[max(self.rounds)]) if self.rounds else frozenset()
 
     def forget(self, prefix: str) -> None:
-        """Drop the values whose names begin so, from all rounds."""
+        """Drop the values with a prefix from all rounds."""
         self.rounds = {
             number: {k: v for k, v in values.items() if not k.startswith(prefix)}
             for number, values in self.rounds.items()
         }
 
     def mean(self) -> dict[str, float]:
-        """Return the mean of each name over those of the last rounds that have a value for it."""
+        """Return each value's mean over those of the last rounds that have it."""
         names = dict.fromkeys(name for values in self.rounds.values() for name in values)
         return {
             name: math.fsum(found) / len(found)
@@ -244,22 +242,22 @@ class LastRounds:
         return {"rounds": {number: dict(values) for number, values in self.rounds.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore the values of `state_dict`."""
         self.rounds = {number: dict(values) for number, values in state["rounds"].items()}
 
 
 class BestValidationRound:
     """The values of the round that is best in validation.
 
-    Choosing the round by its test value instead would report the maximum of a noisy sequence, which
-    is too high in expectation. So a test value is refused as the criterion.
+    Choosing it by a test value would report the maximum of a noisy sequence, which is biased. So
+    test values are refused as criterion.
 
     Args:
         monitor: Name of the criterion, for instance ``"val_acc"``.
-        mode: Whether the largest (``"max"``) or the smallest (``"min"``) is the best.
+        mode: Whether the largest (``"max"``) or the smallest (``"min"``) is best.
 
     Attributes:
-        round: The best round, None before the first. Of equal rounds it is the first.
+        round: The best round, the first of equal ones; None before the first.
         values: All values of that round.
 
     Raises:
@@ -277,8 +275,7 @@ class BestValidationRound:
         if monitor.startswith("test"):
             raise ValueError(
                 f"Expected `monitor` to be a validation value, but got monitor={monitor!r}. "
-                "Choosing a round by its test value makes the reported value too good: monitor "
-                "the same value of the validation data."
+                "Monitor the same value of the validation data."
             )
         if mode not in ("max", "min"):
             raise ValueError(
@@ -291,7 +288,7 @@ class BestValidationRound:
         self.values: dict[str, float] = {}
 
     def update(self, round: int, values: Mapping[str, float]) -> None:
-        """Take the values of one evaluated round; NaN in validation is never the best.
+        """Add the values of one evaluated round; NaN in validation is never best.
 
         Args:
             round: The round's number, at least 0.
@@ -303,8 +300,8 @@ class BestValidationRound:
         _check_round(round)
         if self.monitor not in values:
             raise ValueError(
-                f"Expected `values` to hold {self.monitor!r}, but got {sorted(values)}. "
-                "Evaluate on the validation data in the same round, or monitor another value."
+                f"Expected `values` to have {self.monitor!r}, but got {sorted(values)}. "
+                "Validate in the same round, or monitor another value."
             )
         value = float(values[self.monitor])
         if math.isnan(value) or (self.round is not None and not self._is_better(value)):
@@ -316,7 +313,7 @@ class BestValidationRound:
         return {"round": self.round, "values": dict(self.values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore the values of `state_dict`."""
         self.round, self.values = state["round"], dict(state["values"])
 
     def _is_better(self, value: float) -> bool:

@@ -1,4 +1,4 @@
-"""Distance between the subspaces that two representations span."""
+"""The distance between the subspaces of two representations."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def principal_angle_distance(first: Tensor, second: Tensor) -> Tensor:
-    r"""Sine of the largest principal angle between two column spaces.
+    r"""Compute the sine of the largest principal angle between two column spaces.
 
     .. math::
         \operatorname{dist}(B, B_*) = \lVert (I - Q Q^\top)\, Q_* \rVert_2 \in [0, 1]
 
-    with orthonormal bases :math:`Q, Q_*` of the columns of :math:`B, B_*`. It is 0 if the columns
-    span the same subspace, whatever their basis, and 1 if some direction of one subspace is
-    orthogonal to the other. For subspaces of equal dimension it is symmetric.
+    with orthonormal bases :math:`Q, Q_*` of the columns of :math:`B, B_*`. It is 0 for equal
+    subspaces and 1 if a direction of one is orthogonal to the other. For subspaces of equal
+    dimension it is symmetric.
 
     Args:
         first: :math:`B`, ``(..., d, k)``, with independent columns.
@@ -56,8 +56,7 @@ def orthonormal_basis(matrix: Tensor) -> Tensor:
         matrix: ``(..., d, k)`` with independent columns.
 
     Raises:
-        ValueError: If the columns are dependent, up to rounding: they span no k dimensions, and
-            the basis would hold directions that the matrix doesn't have.
+        ValueError: If the columns are dependent, up to rounding.
     """
     ranks = torch.linalg.matrix_rank(matrix)
     if (ranks < matrix.shape[-1]).any():

@@ -11,7 +11,7 @@ STATISTICS = ("", "weighted", "std", "worst_decile", "worst")
 
 
 def summarize(values: Tensor, weights: Tensor, higher_is_better: bool = True) -> dict[str, float]:
-    r"""Summarize one value per client.
+    r"""Compute statistics of one value per client.
 
     With n clients that have samples, their values :math:`v_k` and numbers of samples
     :math:`N_k`:
@@ -23,8 +23,8 @@ def summarize(values: Tensor, weights: Tensor, higher_is_better: bool = True) ->
     - ``"worst"``: the value of the worst client
 
     The worst are the lowest values where higher is better, else the highest. Clients without
-    samples (weight 0) are left out, whatever their value. A client with samples whose value is
-    NaN is not: all statistics are NaN then, for a broken model must not vanish from a table.
+    samples (weight 0) are left out. If the value of another client is NaN, so are all statistics:
+    a broken model must not vanish from a table.
 
     Args:
         values: ``(clients,)``.

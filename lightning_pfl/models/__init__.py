@@ -1,4 +1,4 @@
-"""The papers' networks, each a PersonalizedModule with a named backbone and head."""
+"""The papers' networks as PersonalizedModules with a backbone and a head."""
 
 from lightning_pfl.models.cifar import CIFAR10CNN, CIFAR100CNN, CIFARBackbone
 from lightning_pfl.models.fedmap import (

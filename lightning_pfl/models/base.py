@@ -1,4 +1,4 @@
-"""PersonalizedModule: a backbone and a head, with loss, metrics and optimizer ready."""
+"""PersonalizedModule: a backbone and a head with loss, metrics and optimizer."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "rmsprop": torch.optim.RMSprop,
 }
-#: The named optimizers that take ``momentum``.
+#: Names of the optimizers with an argument ``momentum``.
 MOMENTUM_OPTIMIZERS = ("sgd", "rmsprop")
 
 
 class PersonalizedModule(L.LightningModule):
-    r"""A network in two halves, ``head(backbone(x))``, that trains and evaluates itself.
+    r"""A LightningModule ``head(backbone(x))`` with loss, metrics and optimizer.
 
-    It is an ordinary LightningModule. Methods that split a network know the halves by their names
-    ``backbone`` and ``head``; each half can have its own learning rate and weight decay.
+    Methods that split a network refer to the halves as ``backbone`` and ``head``; each half can
+    have its own learning rate and weight decay.
 
-    **The per-sample protocol.** Any LightningModule may offer it; the engines use it if it's there:
+    **The per-sample protocol.** Any LightningModule may define it; the engines use it to pad
+    batches:
 
     ``per_sample(batch) -> dict[str, Tensor]``
-        Named values of each sample, every one of shape ``(batch,)``: always ``"loss"``, here also
+        Named values of each sample, each of shape ``(batch,)``: always ``"loss"``, here also
         ``"acc"`` (0.0 or 1.0) for classification. A sample's values don't depend on the other
         samples of the batch, except through BatchNorm in training mode. ``training_step`` is the
-        mean of ``per_sample(batch)["loss"]``. So a short batch can be padded: the mean over its
-        real samples, a masked mean, has the gradient of the short batch.
-        It must read nothing that changes but the batch, the parameters and torch's random
-        functions: the engines may record its operators and replay them.
+        mean of ``per_sample(batch)["loss"]``, so the masked mean over a padded batch has the
+        gradient of the short batch. The function must only read the batch, the parameters and
+        torch's random functions: the engines may record its operators and replay them.
 
-    To train on batches of another structure, override ``per_sample`` alone: the steps follow.
-    Logged, as means over the epoch's samples: ``train_loss``, ``val_loss``, ``test_loss`` and, for
-    classification, ``train_acc``, ``val_acc``, ``test_acc``.
+    For batches of another structure, override ``per_sample`` alone. Logged, as means over the
+    epoch's samples: ``train_loss``, ``val_loss``, ``test_loss`` and, for classification,
+    ``train_acc``, ``val_acc``, ``test_acc``.
 
     Args:
         backbone: The representation: inputs to features. Shared by most methods.
@@ -54,8 +54,8 @@ class PersonalizedModule(L.LightningModule):
             returns one value per sample, ``(batch,)`` or ``(batch, ...)``, for instance
             ``torch.nn.L1Loss(reduction="none")``. Values beyond the first axis are averaged.
         optimizer: ``"sgd"``, ``"adam"``, ``"adamw"``, ``"rmsprop"``, or a function of parameter
-            groups that returns an optimizer. A function brings its own settings: then ``lr``,
-            ``momentum`` and ``weight_decay`` don't apply, those given per half do.
+            groups that returns an optimizer. For a function ``lr``, ``momentum`` and
+            ``weight_decay`` don't apply, but those given per half do.
         lr: Step size of both halves, at least 0.
         momentum: In [0, 1); for ``"sgd"`` and ``"rmsprop"``.
         weight_decay: Factor of the L2 term (decoupled in ``"adamw"``), at least 0.
@@ -64,8 +64,8 @@ class PersonalizedModule(L.LightningModule):
         backbone_weight_decay: Weight decay of the backbone. None: ``weight_decay``.
         head_weight_decay: Weight decay of the head. None: ``weight_decay``.
         decay_bias: Whether biases and the parameters of normalisation layers decay as well.
-        num_classes: Number of logits, checked against the head. With a function as ``loss`` it says
-            that the outputs are class logits, and ``"acc"`` is reported.
+        num_classes: Number of logits, checked against the head. With a function as ``loss`` it
+            makes the outputs class logits, for which ``"acc"`` is reported.
 
     Raises:
         TypeError: If a half is no ``nn.Module``.
@@ -87,7 +87,7 @@ class PersonalizedModule(L.LightningModule):
     """
 
     shown: ClassVar[frozenset[str]] = frozenset({"train_loss", "val_acc"})
-    """What the progress bar shows."""
+    """Values that the progress bar shows."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class PersonalizedModule(L.LightningModule):
         self.loss_name = loss if isinstance(loss, str) else None
         self.optimizer = optimizer
         self.num_classes = num_classes
-        # Only plain values: a checkpoint must load with `weights_only=True`.
+        # Only plain values, as checkpoints load with `weights_only=True`.
         plain = (str, float, int, bool, type(None))
         self.save_hyperparameters({k: v for k, v in settings.items() if isinstance(v, plain)})
 
@@ -131,12 +131,12 @@ class PersonalizedModule(L.LightningModule):
 
         Raises:
             TypeError: If the batch is no such pair.
-            ValueError: If output and target don't fit, or the loss gives no value per sample.
+            ValueError: If output and target don't fit, or the loss returns no value per sample.
         """
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise TypeError(
                 "Expected `batch` to be a pair (inputs, targets), but got "
-                f"batch={_describe(batch)}. Override `per_sample` for batches of another structure."
+                f"batch={_describe(batch)}. Override `per_sample` for other structures."
             )
         inputs, target = batch
         output = self(inputs)
@@ -161,7 +161,7 @@ class PersonalizedModule(L.LightningModule):
         self._step("test", batch)
 
     def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
-        """Return the outputs of a batch that is inputs, or a tuple that begins with inputs."""
+        """Return the outputs of a batch of inputs, or of a tuple whose first entry is inputs."""
         inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
         output: Tensor = self(inputs)
         return output
@@ -169,8 +169,8 @@ class PersonalizedModule(L.LightningModule):
     def configure_optimizers(self) -> Optimizer:
         """Return one optimizer with up to four parameter groups.
 
-        They are named ``backbone``, ``backbone/no_decay``, ``head`` and ``head/no_decay``; those
-        without parameters are left out.
+        They are named ``backbone``, ``backbone/no_decay``, ``head`` and ``head/no_decay``; empty
+        ones are left out.
 
         Raises:
             ValueError: If backbone and head have a parameter in common.
@@ -250,15 +250,13 @@ def _check_tie(backbone: nn.Module, head: nn.Module) -> None:
         if parameter in names:
             raise ValueError(
                 "Expected `backbone` and `head` to have no parameter in common, but "
-                f"head.{name} is backbone.{names[parameter]}. Untie them, for example by "
-                "`head.weight = nn.Parameter(head.weight.detach().clone())`, or write a "
-                "LightningModule with an optimizer for all parameters and give the method the "
-                "names of its parts."
+                f"head.{name} is backbone.{names[parameter]}. Copy the parameter, or write a "
+                "LightningModule with one optimizer."
             )
 
 
 def check_module_settings(settings: dict[str, Any]) -> None:
-    """Check the arguments of a PersonalizedModule before anything is built.
+    """Check the arguments of a PersonalizedModule.
 
     Raises:
         TypeError: If a half is no ``nn.Module``, or ``loss`` or ``optimizer`` can't be called.
@@ -297,7 +295,7 @@ def _check_choice(name: str, value: object, known: dict[str, Any]) -> None:
 
 
 def _check_range(name: str, value: float, upper: float) -> None:
-    # Written so that nan fails as well.
+    # True for nan too.
     if not 0 <= value < upper:
         raise ValueError(
             f"Expected `{name}` to be in [0, {upper}), but got {name}={value!r}. "

@@ -12,7 +12,7 @@ from lightning_pfl.models.layers import convolution_blocks, dense
 
 
 class CIFARBackbone(nn.Sequential):
-    """Images ``(batch, 3, 32, 32)`` to features ``(batch, hidden[-1])``.
+    """Convolutions from images ``(batch, 3, 32, 32)`` to features ``(batch, hidden[-1])``.
 
     Two blocks of a 5 x 5 convolution, max pooling and ReLU, then fully connected layers.
 
@@ -21,7 +21,7 @@ class CIFARBackbone(nn.Sequential):
         hidden: Units of the fully connected layers.
 
     Raises:
-        ValueError: If there aren't two convolutions, after which 5 x 5 pixels are left.
+        ValueError: If ``channels`` doesn't have two entries.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class CIFARBackbone(nn.Sequential):
     ) -> None:
         if len(channels) != 2:
             raise ValueError(
-                f"Expected `channels` to hold two numbers, but got channels={channels!r}. "
-                "Give the channels of the first and of the second convolution."
+                f"Expected `channels` to have two entries, but got channels={channels!r}. "
+                "Give the channels of both convolutions."
             )
         blocks = convolution_blocks([3, *channels], kernel_size=5)
         super().__init__(*blocks, nn.Flatten(), *dense([25 * channels[-1], *hidden]))
@@ -40,7 +40,7 @@ class CIFAR10CNN(PersonalizedModule):
     """FedRep's network for CIFAR-10: 307,842 parameters, 650 of them in the head.
 
     Args:
-        settings: Arguments of PersonalizedModule beyond backbone and head.
+        settings: Arguments of PersonalizedModule besides backbone and head.
 
     References:
         Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized

@@ -1,4 +1,4 @@
-"""Clients with different architectures in one federation."""
+"""ClientModules: clients with different architectures in one federation."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ STEPS = ("validation_step", "test_step")
 
 
 class ClientModules(L.LightningModule):
-    """A module per client, or per group of clients: other layers, other sizes, other inputs.
+    """Clients with different architectures: a LightningModule per client or group of clients.
 
-    Each group is batched on its own. Methods that need all clients' parameters on one server refuse
-    it unless those have the same shapes in all groups; ``LocalOnly``, ``SheafFMTL`` and
-    ``HomologicalConstraints`` work with any.
+    Each architecture is batched separately. Methods that aggregate parameters need the same shapes
+    in all of them; ``LocalOnly``, ``SheafFMTL`` and ``HomologicalConstraints`` don't.
 
     Args:
-        modules: Ordinary LightningModules by the group's name.
-        groups: The group of each client: a name per client in the order of the ids, or a mapping
-            from client name to group name. Every group must be one of ``modules``.
+        modules: LightningModules by name of the architecture.
+        groups: The architecture's name for each client, as a list in the order of the ids or a
+            mapping from client name. Each is a key of ``modules``.
 
     Raises:
         TypeError: If a module is no LightningModule.
-        ValueError: If a group is unknown or can't be an attribute's name, or if some of the modules
-            define ``validation_step`` or ``test_step`` and others don't.
+        ValueError: If a name is unknown or can't be an attribute's name, or if only some of the
+            modules define ``validation_step`` or ``test_step``.
 
     Example:
         >>> from lightning_pfl.models import MLP
@@ -48,8 +47,8 @@ class ClientModules(L.LightningModule):
             if not isinstance(module, L.LightningModule):
                 raise TypeError(
                     "Expected `modules` to be LightningModules by name, but got "
-                    f"modules[{name!r}] of type {type(module).__name__}. Wrap it, for example with "
-                    "PersonalizedModule."
+                    f"modules[{name!r}] of type {type(module).__name__}. Wrap it, for example in "
+                    "a PersonalizedModule."
                 )
             if not name.isidentifier() or hasattr(self, name):
                 raise ValueError(
@@ -60,39 +59,39 @@ class ClientModules(L.LightningModule):
         unknown = sorted({str(group) for group in given if group not in modules})
         if unknown or not given:
             raise ValueError(
-                f"Expected `groups` to name one of {', '.join(map(repr, modules))} for every "
-                f"client, but got {unknown or given}. Give each client one of these."
+                f"Expected `groups` to be one of {', '.join(map(repr, modules))} for every "
+                f"client, but got {unknown or given}. Use one of these for each client."
             )
         self.names = tuple(modules)
         for name, module in modules.items():
-            # Direct children, as Lightning gives the Trainer to those only.
+            # Direct children, since Lightning sets the Trainer of those only.
             self.add_module(name, module)
         self.assignment = dict(groups) if isinstance(groups, Mapping) else tuple(groups)
         self._offer_steps()
 
     @property
     def groups(self) -> dict[str, Any]:
-        """The modules by the group's name."""
+        """Map names to the modules."""
         return {name: self.get_submodule(name) for name in self.names}
 
     def members(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Ids of the clients of each group, int64, ascending.
+        """Find the ids of each architecture's clients, int64, ascending.
 
         Args:
             names: The clients' names, in the order of their ids.
 
         Raises:
-            ValueError: If ``groups`` is for other clients.
+            ValueError: If ``groups`` doesn't fit these clients.
         """
         known = self.assignment
         if isinstance(known, dict):
             missing = [name for name in names if name not in known]
-            problem = f"no group for {missing[:5]}" if missing else ""
+            problem = f"no entry for {missing[:5]}" if missing else ""
         else:
-            problem = f"{len(known)} groups" if len(known) != len(names) else ""
+            problem = f"{len(known)} entries" if len(known) != len(names) else ""
         if problem:
             raise ValueError(
-                f"Expected `groups` to say the group of each of the {len(names)} clients, but got "
+                f"Expected `groups` to have an entry for each of the {len(names)} clients, but got "
                 f"{problem}. Give one per client, in the order of the data, or by client name."
             )
         of = [known[name] for name in names] if isinstance(known, dict) else list(known)
@@ -104,19 +103,19 @@ class ClientModules(L.LightningModule):
         }
 
     def configure_optimizers(self) -> Any:
-        """Not called: every module makes its own optimizer."""
+        """Raise an error: every module has its own optimizer."""
         raise NotImplementedError("Every module of ClientModules configures its own optimizer.")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Not called: every client trains the module of its group."""
-        raise NotImplementedError("Every client trains the module of its group.")
+        """Raise an error: every client trains its own architecture."""
+        raise NotImplementedError("Every client trains its own architecture.")
 
     def predict_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        """Not called: every client predicts with the module of its group."""
-        raise NotImplementedError("Every client predicts with the module of its group.")
+        """Raise an error: every client predicts with its own architecture."""
+        raise NotImplementedError("Every client predicts with its own architecture.")
 
     def _offer_steps(self) -> None:
-        """Have a step where the modules have it: Lightning asks the module what it can do."""
+        """Define the steps that the modules define, which Lightning looks up on the module."""
         for step in STEPS:
             able = [name for name, module in self.groups.items() if is_overridden(step, module)]
             if able and len(able) < len(self.names):
@@ -130,4 +129,4 @@ class ClientModules(L.LightningModule):
 
 
 def _not_called(batch: Any, batch_idx: int = 0) -> Any:
-    raise NotImplementedError("Every client is evaluated with the module of its group.")
+    raise NotImplementedError("Every client is evaluated with its own architecture.")

@@ -12,23 +12,23 @@ from lightning_pfl.models.mlp import LossChoice, MLPBackbone
 
 
 def normalised_convolution(inputs: int, outputs: int, **settings: Any) -> list[nn.Module]:
-    """A convolution, batch normalisation and ReLU.
+    """Make a convolution, batch normalisation and ReLU.
 
     Args:
-        inputs: Channels that come in.
-        outputs: Channels that go out.
+        inputs: Number of input channels.
+        outputs: Number of output channels.
         settings: Further arguments of ``nn.Conv2d``.
     """
     return [nn.Conv2d(inputs, outputs, **settings), nn.BatchNorm2d(outputs), nn.ReLU()]
 
 
 def normalised_dense(inputs: int, outputs: int) -> list[nn.Module]:
-    """A fully connected layer, batch normalisation and ReLU."""
+    """Make a fully connected layer, batch normalisation and ReLU."""
     return [nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU()]
 
 
 class AlexNetBackbone(nn.Sequential):
-    """Images ``(batch, 3, side, side)``, side at least 63 pixels, to ``(batch, num_hidden)``.
+    """AlexNet from images ``(batch, 3, side, side)``, side >= 63, to ``(batch, num_hidden)``.
 
     Args:
         num_hidden: Units of each of the two fully connected layers.
@@ -58,8 +58,8 @@ class AlexNetBN(PersonalizedModule):
 
     Args:
         num_classes: Number of classes.
-        num_hidden: Units of each of the two fully connected layers, which have nearly all of the
-            parameters: 4096 in the paper.
+        num_hidden: Units of each of the two fully connected layers, 4096 in the paper; they have
+            nearly all of the parameters.
         settings: Further arguments of PersonalizedModule.
 
     Deviation from the paper: none.
@@ -82,7 +82,7 @@ class AlexNetBN(PersonalizedModule):
 
 
 class FEMNISTBackbone(nn.Sequential):
-    """Images ``(batch, 1, 28, 28)`` to features ``(batch, 512)``."""
+    """Convolutions from images ``(batch, 1, 28, 28)`` to features ``(batch, 512)``."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -129,15 +129,15 @@ class FEMNISTCNN(PersonalizedModule):
 class FedMAPMLP(PersonalizedModule):
     """FedMAP's network for its synthetic data: 30-32-16-1, 1,537 parameters.
 
-    Logs ``val_balanced_acc`` and ``test_balanced_acc`` beside the accuracy: the mean of the two
-    classes' recalls, which is what the authors' code reports. A client of which 85 % are of one
-    class reaches an accuracy of 85 % without a model; its balanced accuracy is 50 % then.
+    Also logs ``val_balanced_acc`` and ``test_balanced_acc``, the mean of the two classes' recalls,
+    which the authors' code reports. With 85 % of samples in one class a constant output has an
+    accuracy of 85 %, but a balanced accuracy of 50 %.
 
     Args:
         num_inputs: Number of features: 30 in the paper. The authors' code keeps the client's index
             as a 31st, which makes 1,569 parameters.
         batch_norm: Whether BatchNorm precedes each ReLU (96 more parameters). Not in the paper's
-            table, but FedBN is FedAvg without it.
+            table; without it FedBN equals FedAvg.
         loss: See PersonalizedModule.
         settings: Further arguments of PersonalizedModule.
 

@@ -1,4 +1,4 @@
-"""The two stacks that most of the papers' networks are made of, as lists of layers."""
+"""Lists of layers that most of the papers' networks consist of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def dense(sizes: Sequence[int]) -> list[nn.Module]:
-    """Fully connected layers, each followed by ReLU.
+    """Make fully connected layers, each followed by ReLU.
 
     Args:
         sizes: Numbers of units, inputs first; n sizes make n - 1 layers.
@@ -38,10 +38,10 @@ def dense(sizes: Sequence[int]) -> list[nn.Module]:
 def convolution_blocks(
     channels: Sequence[int], kernel_size: int, padding: int = 0, batch_norm: bool = False
 ) -> list[nn.Module]:
-    """Blocks of convolution, BatchNorm where asked for, 2 x 2 max pooling and ReLU.
+    """Make blocks of convolution, optional BatchNorm, 2 x 2 max pooling and ReLU.
 
-    The papers write ReLU before the pooling. Both orders give the same values and gradients, since
-    ReLU is monotone; this one applies it to a quarter of the values.
+    The papers write ReLU before the pooling; values and gradients are the same, since ReLU is
+    monotone, at a quarter of the cost.
 
     Args:
         channels: Numbers of channels, the image's first; n numbers make n - 1 blocks.

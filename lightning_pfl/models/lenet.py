@@ -11,7 +11,7 @@ from lightning_pfl.models.layers import convolution_blocks, dense
 
 
 class LeNetBackbone(nn.Sequential):
-    """Images ``(batch, in_channels, 28, 28)`` to features ``(batch, 100)``.
+    """Convolutions from images ``(batch, in_channels, 28, 28)`` to features ``(batch, 100)``.
 
     Two blocks of a 5 x 5 convolution, max pooling and ReLU with 6 and 16 channels, then fully
     connected layers 256-120-100.
@@ -35,8 +35,8 @@ class LeNet(PersonalizedModule):
         batch_norm: Whether BatchNorm follows each convolution.
         settings: Further arguments of PersonalizedModule.
 
-    Deviation from the paper: ReLU and max pooling in place of sigmoids and subsampling, and 100
-    units before the head in place of 84.
+    Deviation from the paper: ReLU and max pooling instead of sigmoids and subsampling, and 100
+    units before the head instead of 84.
 
     References:
         LeCun, Bottou, Bengio, Haffner. Gradient-based learning applied to document recognition.
@@ -60,21 +60,17 @@ class LeNet(PersonalizedModule):
 
 
 class DigitsBackbone(nn.Sequential):
-    """Digits ``(batch, 1, 8, 8)`` or ``(batch, 64)`` to features ``(batch, 64)``."""
+    """Convolutions from digits ``(batch, 1, 8, 8)`` or ``(batch, 64)`` to ``(batch, 64)``."""
 
     def __init__(self) -> None:
         blocks = convolution_blocks([1, 16, 32], kernel_size=3, padding=1)
-        # Sources may give the digits as vectors or as images; both become images here.
+        # Sources may return digits as vectors; both become images here.
         to_images = [nn.Flatten(), nn.Unflatten(1, (1, 8, 8))]
         super().__init__(*to_images, *blocks, nn.Flatten(), *dense([128, 64]))
 
 
 class DigitsCNN(PersonalizedModule):
-    """Small convolutional network for scikit-learn's 8 x 8 digits.
-
-    Args:
-        settings: Arguments of PersonalizedModule beyond backbone and head.
-    """
+    """A small convolutional network for scikit-learn's 8 x 8 digits."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(DigitsBackbone(), nn.Linear(64, 10), **settings)

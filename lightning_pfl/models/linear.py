@@ -1,4 +1,4 @@
-"""Linear models: the representation of FedRep's theory, and a classifier of squared hinge loss."""
+"""Linear models: FedRep's linear representation, and a classifier with squared hinge loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_pfl.models.losses import Loss, half_squared_error, sign_matches, 
 
 
 class LinearRepresentation(PersonalizedModule):
-    r"""Linear regression through a shared subspace, without biases.
+    r"""Linear regression with a shared subspace, without biases.
 
     .. math::
         y = w_i^\top B^\top x, \qquad B \in \mathbb{R}^{d \times k},\; w_i \in \mathbb{R}^k
@@ -49,8 +49,7 @@ class LinearRepresentation(PersonalizedModule):
         if not 1 <= num_features <= num_inputs:
             raise ValueError(
                 f"Expected `num_features` to be in [1, {num_inputs}], but got "
-                f"num_features={num_features!r}. A representation can't have more dimensions than "
-                "the inputs."
+                f"num_features={num_features!r}. Use at most the number of inputs."
             )
         super().__init__(
             nn.Linear(num_inputs, num_features, bias=False),
@@ -64,12 +63,12 @@ class LinearRepresentation(PersonalizedModule):
 
     @property
     def representation(self) -> Tensor:
-        """The matrix B, ``(num_inputs, num_features)``."""
+        """Return the matrix B, ``(num_inputs, num_features)``."""
         return self.backbone.get_parameter("weight").T
 
 
 class SquaredHingeClassifier(PersonalizedModule):
-    r"""Linear classifier of two classes with the squared hinge loss; differentiable and convex.
+    r"""A linear classifier of two classes with the squared hinge loss, convex and smooth.
 
     .. math::
         f(w, b) = \frac{c}{2} \lVert w \rVert^2 + \frac{c_b}{2} b^2
@@ -81,8 +80,8 @@ class SquaredHingeClassifier(PersonalizedModule):
     Args:
         num_inputs: Number of features.
         regularization: :math:`c \ge 0`.
-        bias_regularization: :math:`c_b \ge 0`. Above 0 also a client whose samples are all of one
-            class has an optimum.
+        bias_regularization: :math:`c_b \ge 0`. Above 0, a client with samples of only one class
+            has an optimum too.
         momentum: See PersonalizedModule.
         weight_decay: See PersonalizedModule; :math:`c` is part of the loss and needs none.
         settings: Further arguments of PersonalizedModule.
@@ -90,7 +89,7 @@ class SquaredHingeClassifier(PersonalizedModule):
     Raises:
         ValueError: If a regularization is negative.
 
-    Deviation from the paper: the bias has the other sign there.
+    Deviation from the paper: the bias has the opposite sign there.
 
     References:
         Armacki, Bajovic, Jakovetic, Kar. Personalized federated learning via convex clustering.
@@ -130,10 +129,10 @@ class SquaredHingeClassifier(PersonalizedModule):
         self.save_hyperparameters({"num_inputs": num_inputs, "regularization": regularization})
 
     def per_sample(self, batch: Any) -> dict[str, Tensor]:
-        """Loss with the regularization, and ``"acc"``, of each sample."""
+        """Return the regularized loss and ``"acc"`` of each sample."""
         inputs, target = batch
         output = self(inputs).squeeze(1)
-        head = cast(nn.Linear, self.head)  # `get_parameter` refuses what `vmap` puts there
+        head = cast(nn.Linear, self.head)  # `get_parameter` refuses the tensors of `vmap`
         weight, bias = head.weight, head.bias
         size = self.regularization * weight.square().sum()
         size = (size + self.bias_regularization * bias.square().sum()) / 2

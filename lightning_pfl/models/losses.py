@@ -1,7 +1,6 @@
-"""Losses and hits of each sample, from outputs and targets of one batch.
+"""Losses and hits of each sample, from outputs and targets of a batch.
 
-Every function here is elementwise over the batch: row i of the result depends on row i of the
-arguments alone. That's what lets clients of unequal size be padded and masked.
+All functions are elementwise over the batch, so that batches can be padded and masked.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ def align_target(output: Tensor, target: Tensor) -> Tensor:
     pairs of unrelated samples.
 
     Args:
-        output: What the network gives, ``(batch, ...)``.
-        target: What it should give, of the same shape up to a trailing axis of size 1.
+        output: Output of the network, ``(batch, ...)``.
+        target: Target of the same shape up to a trailing axis of size 1.
 
     Raises:
         ValueError: If the shapes differ otherwise.
@@ -34,46 +33,46 @@ def align_target(output: Tensor, target: Tensor) -> Tensor:
         return target.reshape(output.shape)
     raise ValueError(
         f"Expected `target` to have the shape of the output, but got target={tuple(target.shape)} "
-        f"and output={tuple(output.shape)}. Give the head as many outputs as a target has values."
+        f"and output={tuple(output.shape)}. Give the head one output per value of a target."
     )
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
-    """Squared error, elementwise, ``(batch, ...)``: no factor one half."""
+    """Compute the squared error, elementwise, ``(batch, ...)``, without a factor one half."""
     return (output - align_target(output, target)) ** 2
 
 
 def half_squared_error(output: Tensor, target: Tensor) -> Tensor:
-    """Half the squared error, elementwise: the loss of least squares in the papers."""
+    """Compute half the squared error, elementwise: the papers' loss of least squares."""
     return squared_error(output, target) / 2
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """Softmax cross-entropy per sample from logits ``(batch, classes, ...)``."""
+    """Compute the softmax cross-entropy per sample from logits ``(batch, classes, ...)``."""
     return F.cross_entropy(output, target, reduction="none")
 
 
 def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """Sigmoid cross-entropy, elementwise, from logits; targets are 0 or 1."""
+    """Compute the sigmoid cross-entropy, elementwise, from logits; targets are 0 or 1."""
     target = align_target(output, target).to(output.dtype)
     return F.binary_cross_entropy_with_logits(output, target, reduction="none")
 
 
 def squared_hinge(output: Tensor, target: Tensor) -> Tensor:
-    """Squared hinge loss, elementwise; targets above 0 are one class, others the other."""
+    """Compute the squared hinge loss, elementwise; the classes are targets above 0 and others."""
     sign = 2 * (align_target(output, target) > 0).to(output.dtype) - 1
     return (1 - sign * output).clamp_min(0).square()
 
 
 def class_matches(output: Tensor, target: Tensor) -> Tensor:
-    """1.0 where the largest logit is the target class (an index, or probabilities), else 0.0."""
+    """Return 1.0 where the largest logit is the target (an index, or probabilities), else 0.0."""
     if target.is_floating_point():
         target = target.argmax(1)
     return (output.argmax(1) == target).to(output.dtype)
 
 
 def sign_matches(output: Tensor, target: Tensor) -> Tensor:
-    """1.0 where the logit's sign gives the target, which is 0 or 1, else 0.0."""
+    """Return 1.0 where the logit's sign is that of the target 0 or 1, else 0.0."""
     return ((output > 0) == (align_target(output, target) > 0.5)).to(output.dtype)
 
 
@@ -88,7 +87,7 @@ def one_per_sample(values: Tensor, batch_size: int) -> Tensor:
     """Average elementwise values over all axes but the first, ``(batch, ...)`` to ``(batch,)``.
 
     Raises:
-        ValueError: If the first axis isn't the batch, for instance after a reduction to the mean.
+        ValueError: If the first axis isn't the batch, for instance after ``reduction="mean"``.
     """
     if values.ndim == 0 or len(values) != batch_size:
         raise ValueError(

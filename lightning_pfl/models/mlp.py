@@ -1,4 +1,4 @@
-"""Multilayer perceptrons: of any size, for the digits, and FedRep's for FEMNIST."""
+"""Multilayer perceptrons: general, for digits, and FedRep's for FEMNIST."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ LossChoice = Literal["cross_entropy", "mse", "bce"] | Loss
 
 
 class MLPBackbone(nn.Sequential):
-    """Flatten, then fully connected layers with ReLU after each.
+    """Fully connected layers with ReLU after each, on flattened inputs.
 
     Args:
-        sizes: Numbers of units, inputs first, features last. One number: no layer at all.
-        pool: Images ``(channels, height, width)`` are averaged over ``pool * pool`` pixels first.
+        sizes: Numbers of units, from inputs to features; a single number makes no layer.
+        pool: Average-pool images ``(channels, height, width)`` over ``pool * pool`` pixels first.
 
     Raises:
-        ValueError: If ``pool`` is no whole number of at least 1.
+        ValueError: If ``pool`` isn't an integer >= 1.
     """
 
     def __init__(self, sizes: Sequence[int], pool: int = 1) -> None:
         if pool < 1:
             raise ValueError(
-                f"Expected `pool` to be a whole number >= 1, but got pool={pool!r}. Use 1 to leave "
-                "images as they are."
+                f"Expected `pool` to be a whole number >= 1, but got pool={pool!r}. Use 1 for no "
+                "pooling."
             )
         first = [nn.AvgPool2d(pool)] if pool > 1 else []
         super().__init__(*first, nn.Flatten(), *dense(sizes))
 
 
 class MLP(PersonalizedModule):
-    """Multilayer perceptron; the last layer is the head, all before it the backbone.
+    """A multilayer perceptron whose last layer is the head.
 
     Args:
-        sizes: Numbers of units from the inputs to the outputs, at least two. Two make a linear
-            model, whose backbone has no parameters.
-        pool: Images are averaged over ``pool * pool`` pixels first; ``sizes`` begins with what is
-            left.
+        sizes: Numbers of units from inputs to outputs, at least two. Two make a linear model, whose
+            backbone has no parameters.
+        pool: Average-pool images over ``pool * pool`` pixels first; ``sizes`` begins with the
+            remaining pixels.
         loss: See PersonalizedModule.
         settings: Further arguments of PersonalizedModule.
 
@@ -63,7 +63,7 @@ class MLP(PersonalizedModule):
     ) -> None:
         if len(sizes) < 2:
             raise ValueError(
-                "Expected `sizes` to hold at least the numbers of inputs and outputs, but got "
+                "Expected `sizes` to have at least the numbers of inputs and outputs, but got "
                 f"sizes={sizes!r}. Use [inputs, outputs] for a linear model."
             )
         super().__init__(
@@ -73,11 +73,7 @@ class MLP(PersonalizedModule):
 
 
 class DigitsMLP(PersonalizedModule):
-    """Perceptron 64-64-10 for scikit-learn's 8 x 8 digits, given as images or as vectors.
-
-    Args:
-        settings: Arguments of PersonalizedModule beyond backbone and head.
-    """
+    """A perceptron 64-64-10 for scikit-learn's 8 x 8 digits, as images or vectors."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(MLPBackbone([64, 64]), nn.Linear(64, 10), **settings)
@@ -88,8 +84,8 @@ class FEMNISTMLP(PersonalizedModule):
 
     Args:
         double_softmax: Whether the head ends in a softmax although the loss takes logits, as in the
-            authors' code. It flattens the gradients; switch it on to replicate the paper's numbers.
-        settings: Arguments of PersonalizedModule beyond backbone and head.
+            authors' code. It flattens the gradients; needed to replicate the paper's numbers.
+        settings: Arguments of PersonalizedModule besides backbone and head.
 
     Deviation from the paper: the text calls it a network of two layers; this is the authors' code.
 

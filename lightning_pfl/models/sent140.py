@@ -10,12 +10,12 @@ from lightning_pfl.models.base import PersonalizedModule
 
 
 class LSTMBackbone(nn.Module):
-    """Sequences ``(batch, tokens, dimensions)`` to features ``(batch, features)``.
+    """An LSTM from sequences ``(batch, tokens, dimensions)`` to features ``(batch, features)``.
 
     The output of an LSTM at the last token, a fully connected layer and ReLU.
 
     Args:
-        dimensions: Numbers in the vector of a token.
+        dimensions: Length of a token's vector.
         hidden: Units of the LSTM.
         features: Units of the fully connected layer.
     """
@@ -26,7 +26,7 @@ class LSTMBackbone(nn.Module):
         self.dense = nn.Linear(hidden, features)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Features of the whole sequence."""
+        """Compute the features of each sequence."""
         outputs, _ = self.lstm(inputs)
         features: Tensor = self.dense(outputs[:, -1]).relu()
         return features
@@ -35,12 +35,12 @@ class LSTMBackbone(nn.Module):
 class Sent140LSTM(PersonalizedModule):
     """FedRep's network for Sent140: an LSTM 300-128, 128-10-2; 221,472 parameters, 22 in the head.
 
-    The vectors of the words come with the data and don't train. The dropout before the last layer
-    belongs to the head, so that the backbone is deterministic and its features can be computed once
-    in a phase that trains the head alone.
+    Word vectors come with the data and are fixed. The dropout before the last layer belongs to the
+    head, so that the backbone is deterministic and its features can be computed once in a phase
+    that trains the head alone.
 
     Args:
-        dimensions: Numbers in the vector of a word.
+        dimensions: Length of a word's vector.
         dropout: Probability of dropping a feature before the last layer, in [0, 1].
         settings: Further arguments of PersonalizedModule.
 

@@ -1,4 +1,4 @@
-"""DiagonalGaussianPrior: means and variances that are learned, one of each per parameter."""
+"""DiagonalGaussianPrior: a learned mean and a learned variance per parameter."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_pfl.core.tree import Model, Tree, leaves, sub, tmap, weighted_mea
 from lightning_pfl.priors.base import Prior, sum_entries
 
 SWEEPS = 200
-"""Alternations of means and variances at most; each shrinks the error by a third or more."""
+"""Largest number of alternations of means and variances; each shrinks the error by a third."""
 PRECISION = 1e-14
-"""Relative change of the variances at which they have settled."""
+"""Relative change of the variances below which the alternation stops."""
 NEWTON_STEPS = 8
-"""From a start at most 2.2 times the root, seven reach double precision."""
+"""Newton steps: from a start at most 2.2 times the root, seven reach double precision."""
 
 
 class DiagonalGaussianPrior(Prior):
@@ -26,28 +26,27 @@ class DiagonalGaussianPrior(Prior):
         + \varepsilon (\lVert s \rVert^2 + \lVert \mu \rVert^2), \qquad
         \alpha(s) = \frac{1}{s + c}
 
-    The sum over :math:`\varepsilon` keeps the variances from growing without bound; it doesn't
-    depend on :math:`\theta`, so clients skip it. With ``prior_lr`` the server takes a gradient step
-    and projects :math:`s_i \ge -c + \delta`; without, it solves exactly:
+    The last term bounds the variances; it doesn't depend on :math:`\theta`, so clients skip it.
+    With ``prior_lr`` the server takes a gradient step and projects :math:`s_i \ge -c + \delta`;
+    without it alternates the exact solutions
 
     .. math::
         \mu_i = \frac{\alpha(s_i) \sum_k w_k \theta_{ki}}{\alpha(s_i) + 2 \varepsilon}, \qquad
         4 \varepsilon s_i (s_i + c)^2 = \sum_k w_k (\theta_{ki} - \mu_i)^2
 
-    in turn, until neither changes.
+    until neither changes.
 
     Args:
         spread: :math:`s^0 > -c`, the initial value of every :math:`s_i`.
         offset: :math:`c > 0`.
-        epsilon: :math:`\varepsilon > 0`. Smaller values allow larger variances.
-        margin: :math:`\delta > 0` of the projection. Plain SGD needs ``lr * (L + 1 / margin) < 2``
-            where clients agree that well.
-        parameters: Which trainable parameters are under the prior.
+        epsilon: :math:`\varepsilon > 0`; smaller values allow larger variances.
+        margin: :math:`\delta > 0` of the projection. At that variance plain SGD needs
+            ``lr * (L + 1 / margin) < 2``.
+        parameters: Trainable parameters under the prior.
 
-    Deviation from the paper: the density's normaliser, which depends on :math:`s`, is left out, as
-    in the paper: so it is a regularizer that is learned, and :math:`s + c` no estimate of the
-    clients' variance. The exact server step isn't in the paper. The projection is ours; the paper's
-    :math:`s` stays in a bounded interval by assumption.
+    Deviation from the paper: none in the density, which leaves out the normaliser as the paper
+    does, so :math:`s + c` is no estimate of the clients' variance. The exact server step and the
+    projection are not in the paper, whose :math:`s` is bounded by assumption.
 
     Example:
         >>> DiagonalGaussianPrior(epsilon=1e-3).epsilon
@@ -77,18 +76,18 @@ class DiagonalGaussianPrior(Prior):
         self.spread, self.offset, self.epsilon, self.margin = spread, offset, epsilon, margin
 
     def init(self, model: Model) -> Tree:
-        """The initial parameters as means, and equal variances."""
+        """Make the initial parameters the means, with equal variances."""
         return {
             "mean": model,
             "spread": tmap(lambda leaf: torch.full_like(leaf, self.spread), model),
         }
 
     def learned(self, gamma: Tree) -> dict[str, Model]:
-        """The variances ``s + c``."""
+        """Return the variances ``s + c``."""
         return {"variance": tmap(lambda s: s + self.offset, gamma["spread"])}
 
     def regularizer(self, theta: Model, gamma: Tree) -> Tensor:
-        """Half the squared deviations, each over its variance."""
+        """Sum half the squared deviations over the variances."""
 
         def deviation(t: Tensor, m: Tensor, s: Tensor) -> Tensor:
             return (t - m).square() / (2 * (s + self.offset))
@@ -96,23 +95,23 @@ class DiagonalGaussianPrior(Prior):
         return sum_entries(deviation, theta, gamma["mean"], gamma["spread"])
 
     def hyperprior(self, gamma: Tree) -> Tensor:
-        """Epsilon times all squares."""
+        """Multiply the sum of all squares by epsilon."""
         parts = [leaf.double().square().sum() for leaf in gamma["mean"].values()]
         parts += [leaf.double().square().sum() for leaf in gamma["spread"].values()]
         return self.epsilon * torch.stack(parts).sum()
 
     def theta_gradient(self, theta: Model, gamma: Tree) -> Model:
-        """The deviations, each over its variance."""
+        """Divide the deviations by the variances."""
         change = sub(theta, gamma["mean"])
         return tmap(lambda d, s: d / (s + self.offset), change, gamma["spread"])
 
     def curvature(self, gamma: Tree) -> float:
-        """One over the smallest variance, as it is learned now."""
+        """Return one over the smallest current variance."""
         least = [leaf.min() for leaf in leaves(gamma["spread"]) if leaf.numel()]
         return 1 / (float(torch.stack(least).min()) + self.offset)
 
     def gamma_gradient(self, theta: Model, gamma: Tree, weights: Tensor) -> Tree:
-        """By the means and by the spreads."""
+        """Compute the gradients by means and by spreads."""
         mean, spread = gamma["mean"], gamma["spread"]
         center, deviation = _moments(theta, mean, weights)
         rate = 2 * self.epsilon
@@ -129,7 +128,7 @@ class DiagonalGaussianPrior(Prior):
         }
 
     def project(self, gamma: Tree) -> Tree:
-        """Keep variances at or above the margin."""
+        """Clamp variances at the margin."""
         least = self.margin - self.offset
         return {**gamma, "spread": tmap(lambda s: s.clamp_min(least), gamma["spread"])}
 
@@ -147,19 +146,19 @@ class DiagonalGaussianPrior(Prior):
         for _ in range(SWEEPS):
             mean = center / (1 + 2 * self.epsilon * (spread + self.offset))
             old, spread = spread, self.spread_of(variance + (center - mean).square())
-            # One wait for the device a sweep.
+            # One synchronisation with the device per sweep.
             if bool(((spread - old).abs() <= PRECISION * (spread + self.offset)).all()):
                 break
         return mean, spread
 
     def spread_of(self, deviation: Tensor) -> Tensor:
-        r"""The root of :math:`4 \varepsilon s (s + c)^2 = v`.
+        r"""Solve :math:`4 \varepsilon s (s + c)^2 = v` for :math:`s`.
 
         Args:
             deviation: :math:`v \ge 0`, the weighted mean square of the deviations, any shape.
         """
         c, target = self.offset, deviation / (4 * self.epsilon)
-        # Both are above the root, where the cubic is convex: Newton's steps then go down to it.
+        # Both are above the root, where the cubic is convex: Newton's method decreases to it.
         s = torch.minimum(target.pow(1 / 3), target / c**2)
         for _ in range(NEWTON_STEPS):
             s = s - (s * (s + c) ** 2 - target) / ((s + c) * (3 * s + c))
@@ -167,6 +166,6 @@ class DiagonalGaussianPrior(Prior):
 
 
 def _moments(theta: Model, mean: Model, weights: Tensor) -> tuple[Model, Model]:
-    """The clients' weighted mean, and their mean square deviation from ``mean``."""
+    """Compute the clients' weighted mean, and their mean squared deviation from ``mean``."""
     squares = tmap(lambda t, m: (t - m).square(), theta, mean)
     return weighted_mean(theta, weights), weighted_mean(squares, weights)

@@ -1,4 +1,4 @@
-"""GaussianPrior: fixed variances, one for all parameters or by their names; a learned mean."""
+"""GaussianPrior: a learned mean and fixed variances."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class GaussianPrior(Prior):
         R(\theta, \gamma) = \sum_i \frac{(\theta_i - \gamma_i)^2}{2 \sigma_i^2}, \qquad
         \arg\min_\gamma \sum_k w_k R(\theta_k, \gamma) = \sum_k w_k \theta_k
 
-    The closed form (equation 9) is equation 3 with the step :math:`\lambda = \sigma^2`, where all
-    variances are equal; it doesn't depend on them.
+    The closed form (equation 9) is equation 3 with the step :math:`\lambda = \sigma^2` for equal
+    variances; it doesn't depend on them.
 
     Args:
-        variance: :math:`\sigma^2 > 0`; ``inf`` pulls nobody. Plain SGD needs ``lr * (L + 1 /
-            variance) < 2``. In a round the mean moves by a share of about ``variance * L``, so for
-            a small variance a larger ``prior_lr`` is faster than the closed form. Or a variance for
-            each of several names or globs, ``{"head": 1.0, "*": 15.0}``: a parameter has that of
-            the first that picks it, and one must pick it; so names come before ``"*"``.
-        parameters: Which trainable parameters are under the prior.
+        variance: :math:`\sigma^2 > 0`; ``inf`` switches the penalty off. Plain SGD needs ``lr *
+            (L + 1 / variance) < 2``. In a round the mean moves by a fraction of about ``variance *
+            L``, so for a small variance a larger ``prior_lr`` is faster than the closed form.
+            Or a variance per name or glob, ``{"head": 1.0, "*": 15.0}``: each parameter takes the
+            first that matches, so names come before ``"*"``, and one must match.
+        parameters: Trainable parameters under the prior.
 
     Raises:
-        ValueError: If a variance isn't above 0; before the first round, if a parameter under the
-            prior is left out, or a name picks none that those before it leave.
+        ValueError: If a variance isn't above 0; before the first round, if a parameter has no
+            variance, or a name matches no parameter that those before it leave.
 
-    Deviation from the paper: none. Variances by name are its anisotropic prior, with
-    :math:`\sigma_i` for what is :math:`1 / \sigma_i` there.
+    Deviation from the paper: none. Variances by name are its anisotropic prior, whose
+    :math:`\sigma_i` is :math:`1 / \sigma_i` here.
 
     Example:
         >>> GaussianPrior(15.0)
@@ -76,13 +76,13 @@ class GaussianPrior(Prior):
         return all(v == math.inf for v in (found.values() if isinstance(found, dict) else [found]))
 
     def init(self, model: Model) -> Tree:
-        """The initial parameters, once it is clear which variance each of them has."""
+        """Make the initial parameters the mean, once every parameter has a variance."""
         if isinstance(self.variance, dict):
             _check_names(self.variance, model)
         return super().init(model)
 
     def _over(self, model: Model) -> Model:
-        """Each parameter over its variance."""
+        """Divide each parameter by its variance."""
         variances = self._variances(model)
         return {name: leaf / variances[name] for name, leaf in model.items()}
 
@@ -92,7 +92,7 @@ class GaussianPrior(Prior):
         return dict.fromkeys(model, self.variance)
 
     def regularizer(self, theta: Model, gamma: Tree) -> Tensor:
-        """Half the squared distances to the mean, each over its variance."""
+        """Sum half the squared distances to the mean over the variances."""
         variances, mean = self._variances(theta), gamma["mean"]
         parts = [
             sum_entries(_square, {name: leaf}, {name: mean[name]}) / (2 * variances[name])
@@ -101,20 +101,20 @@ class GaussianPrior(Prior):
         return torch.stack(parts).sum(0)
 
     def theta_gradient(self, theta: Model, gamma: Tree) -> Model:
-        """The difference to the mean, over the variance."""
+        """Divide the difference to the mean by the variance."""
         return self._over(sub(theta, gamma["mean"]))
 
     def curvature(self, gamma: Tree) -> float:
-        """One over the smallest variance."""
+        """Return one over the smallest variance."""
         found = self.variance
         return 1 / min(found.values() if isinstance(found, dict) else [found])
 
     def gamma_gradient(self, theta: Model, gamma: Tree, weights: Tensor) -> Tree:
-        """The mean's difference to the clients' mean, over the variance."""
+        """Divide the difference of prior mean and clients' mean by the variance."""
         return {"mean": self._over(sub(gamma["mean"], weighted_mean(theta, weights)))}
 
     def closed_form(self, theta: Model, gamma: Tree, weights: Tensor) -> Tree:
-        """The clients' weighted mean."""
+        """Return the clients' weighted mean."""
         return {"mean": weighted_mean(theta, weights)}
 
 
@@ -124,7 +124,7 @@ def _square(t: Tensor, m: Tensor) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _by_name(variances: tuple[tuple[str, float], ...], names: tuple[str, ...]) -> dict[str, float]:
-    """The variance of the first pattern that picks a name."""
+    """Find the variance of the first pattern that matches each name."""
     return {
         name: next(value for pattern, value in variances if picks(pattern, name)) for name in names
     }
@@ -136,14 +136,13 @@ def _check_names(variances: Mapping[str, float], model: Mapping[str, Any]) -> No
         rest = [name for name in left if not picks(pattern, name)]
         if len(rest) == len(left):
             raise ValueError(
-                "Expected every name in `variance` to pick a parameter under the prior that those "
-                f"before it leave, but got {pattern!r}, and under the prior are "
-                f"{', '.join(sorted(model)[:8])}. Use one of these, or a glob, and put '*' last."
+                "Expected every name in `variance` to match a parameter that those before it "
+                f"leave, but got {pattern!r} for {', '.join(sorted(model)[:8])}. Use one of these "
+                "or a glob, and put '*' last."
             )
         left = rest
     if left:
         raise ValueError(
-            "Expected `variance` to have one for every parameter under the prior, but got "
-            f"{dict(variances)!r}, which leaves out {', '.join(left[:5])}. End with '*' for all "
-            "others."
+            "Expected `variance` to have a variance for every parameter under the prior, but got "
+            f"{dict(variances)!r} without {', '.join(left[:5])}. End with '*' for all others."
         )

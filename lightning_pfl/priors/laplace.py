@@ -1,4 +1,4 @@
-"""LaplacePrior: most parameters agree over clients, and a few may differ much."""
+"""LaplacePrior: a smoothed Laplace density, for clients that differ in few parameters."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class LaplacePrior(Prior):
         R(\theta, \gamma) = \frac1b \sum_i \Bigl(\sqrt{(\theta_i - \gamma_i)^2 + \delta^2} -
         \delta\Bigr)
 
-    Near the centre it is a Gaussian of variance :math:`b \delta`, far from it the distance counts
-    and not its square: a client pays little for one parameter of its own, and pulls no harder on
-    the centre for being far away. So :math:`\gamma` goes to a smoothed median of the clients, which
-    has no closed form: the server takes the generic step (equation 3), and needs ``prior_lr``.
+    Near the centre it is a Gaussian of variance :math:`b \delta`; far from it the penalty is
+    linear, so distant clients pull no harder on the centre, and a client pays little for one
+    deviating parameter. :math:`\gamma` becomes a smoothed median of the clients, which has no
+    closed form: the server takes the generic step (equation 3) and needs ``prior_lr``.
 
     Args:
-        scale: :math:`b > 0`, the mean absolute deviation of the Laplace density. No client is
-            pulled by more than ``1 / scale`` per parameter.
+        scale: :math:`b > 0`, the mean absolute deviation of the Laplace density; bounds the
+            penalty's gradient by ``1 / scale`` per parameter.
         smoothing: :math:`\delta > 0`; steps need ``prior_lr < 2 * scale * smoothing``, and plain
             SGD ``lr * (L + 1 / (scale * smoothing)) < 2``.
-        parameters: Which trainable parameters are under the prior.
+        parameters: Trainable parameters under the prior.
 
-    Deviation from the paper: not in the paper, whose theory covers it but for *strong* convexity,
-    which fails where clients are far from the centre.
+    Deviation from the paper: not in the paper, whose theory covers it except for *strong*
+    convexity, which fails far from the centre.
 
     Example:
         >>> LaplacePrior(scale=2.0)
@@ -49,11 +49,11 @@ class LaplacePrior(Prior):
         self.scale, self.smoothing = scale, smoothing
 
     def regularizer(self, theta: Model, gamma: Tree) -> Tensor:
-        """The smoothed absolute deviations, over the scale."""
+        """Divide the smoothed absolute deviations by the scale."""
 
         def deviation(t: Tensor, m: Tensor) -> Tensor:
             square = (t - m).square()
-            # Not the difference of root and smoothing, which cancels near the centre.
+            # The difference of root and smoothing would cancel near the centre.
             return square / ((square + self.smoothing**2).sqrt() + self.smoothing)
 
         return sum_entries(deviation, theta, gamma["mean"]) / self.scale

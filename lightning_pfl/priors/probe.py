@@ -1,4 +1,4 @@
-"""A prior is tried on two clients before the first round: its mistakes then have a name."""
+"""Checks of a prior on two clients before the first round."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_pfl.core.tree import Model, Tree, expand, leaves, rows, shapes, t
 from lightning_pfl.priors.base import Prior, reaches
 
 SHIFT = 0.1
-"""How far the second client is from the first, so that rows that mix are seen."""
+"""Distance of the second client from the first, which reveals rows that mix."""
 
 
 def check_prior(prior: Prior, model: Model) -> None:
-    """Require what a federation needs of a prior, on two clients with different parameters.
+    """Check a prior's functions on two clients with different parameters.
 
     Args:
         prior: The prior.
@@ -23,9 +23,9 @@ def check_prior(prior: Prior, model: Model) -> None:
 
     Raises:
         TypeError: If ``init`` returns no dict of tensors.
-        ValueError: If the prior's mean is of other parameters, if ``regularizer`` returns anything
-            but one number per client, lets clients mix, or doesn't depend on ``theta``; or if
-            ``theta_gradient`` is that of other parameters.
+        ValueError: If the mean has other entries than the model; if ``regularizer`` doesn't
+            return one number per client, mixes clients, or doesn't depend on ``theta``; or if
+            ``theta_gradient`` has other entries than ``theta``.
     """
     gamma = _first(prior, model)
     theta = tmap(lambda leaf: torch.stack((leaf, leaf + SHIFT)), model)
@@ -33,14 +33,14 @@ def check_prior(prior: Prior, model: Model) -> None:
     with torch.no_grad():
         both = _penalty(prior, theta, each)
         alone = [_penalty(prior, rows(theta, one), rows(each, one)) for one in _ROWS]
-    # Sums over other shapes may round differently, by no more than this.
+    # Sums over other shapes may round differently, by at most this.
     close = torch.finfo(min((leaf.dtype for leaf in leaves(theta)), key=_digits)).eps ** 0.5
     if not torch.allclose(both.double(), torch.cat(alone).double(), close, close, equal_nan=True):
         raise ValueError(
-            f"Expected `regularizer` of {_name(prior)} to treat clients apart, but got "
-            f"{both.tolist()} for two clients together and {torch.cat(alone).tolist()} for each "
-            "alone. Sum over the entries of a client, never over the first axis; `sum_entries` of "
-            "lightning_pfl.priors does."
+            f"Expected `regularizer` of {_name(prior)} to return for each client a number that "
+            f"depends on no other client, but got {both.tolist()} for two and "
+            f"{torch.cat(alone).tolist()} for each alone. Sum over a client's entries only, for "
+            "example by `sum_entries`."
         )
     _check_gradient(prior, theta, each)
 
@@ -49,7 +49,7 @@ _ROWS = (slice(0, 1), slice(1, 2))
 
 
 def depends_on_gamma(prior: Prior, model: Model) -> bool:
-    """Whether the server's step can change the prior: a prior may also be fixed.
+    """Whether the server's step can change the prior.
 
     Args:
         prior: The prior.
@@ -76,9 +76,9 @@ def _first(prior: Prior, model: Model) -> Tree:
     gamma: Tree = found
     if "mean" in gamma and shapes({"": gamma["mean"]}) != shapes({"": model}):
         raise ValueError(
-            f"Expected the entry 'mean' that `init` of {_name(prior)} returns to have the names "
-            "and shapes of the parameters under the prior, as the global model is read from it, "
-            f"but got {shapes({'mean': gamma['mean']})}. Give it another name, or use the model."
+            f"Expected the entry 'mean' that `init` of {_name(prior)} returns to have the model's "
+            f"names and shapes, but got {shapes({'mean': gamma['mean']})}. Rename the entry, or "
+            "use the model."
         )
     return gamma
 
@@ -90,9 +90,9 @@ def _penalty(prior: Prior, theta: Model, gamma: Tree) -> Tensor:
         return found
     got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
     raise ValueError(
-        f"Expected `regularizer` of {_name(prior)} to return one number per client, shape "
-        f"(clients,), but got {got} for {clients} client{'s' if clients > 1 else ''}. Sum over the "
-        "entries of each client alone; `sum_entries` of lightning_pfl.priors does."
+        f"Expected `regularizer` of {_name(prior)} to return shape (clients,), one number per "
+        f"client, but got {got} for {clients} client{'s' if clients > 1 else ''}. Sum over each "
+        "client's entries, for example by `sum_entries`."
     )
 
 
@@ -102,14 +102,13 @@ def _check_gradient(prior: Prior, theta: Model, gamma: Tree) -> None:
     ):
         raise ValueError(
             f"Expected `regularizer` of {_name(prior)} to depend on `theta`, but got no gradient "
-            "by it. Compute with the tensors of `theta` themselves, without `detach`, `item` or "
-            "NumPy; without a pull on the clients, use LocalOnly."
+            "by it. Don't detach `theta`; without a penalty, use LocalOnly."
         )
     found = prior.theta_gradient(theta, gamma)
     if shapes(found) != shapes(theta):
         raise ValueError(
             f"Expected `theta_gradient` of {_name(prior)} to have the names and shapes of `theta`, "
-            f"{shapes(theta)}, but got {shapes(found)}. Leave it out, and autograd does it."
+            f"{shapes(theta)}, but got {shapes(found)}. Leave it out to use autograd."
         )
 
 

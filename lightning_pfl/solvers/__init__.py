@@ -1,4 +1,4 @@
-"""Mathematics shared by two or more methods, and direct solvers to compare methods with."""
+"""Solvers and mathematics of several methods, and centralized solvers to compare with."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Which blocks of a problem are updated in a round, and how far the dual step may then go."""
+"""Random choice of the blocks that PDMM updates in a round, and its step parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pfl.solvers.pairs import Pairs
 
 
 def damping(updated: int, blocks: int) -> tuple[float, float]:
-    r"""PDMM's step parameters :math:`\tau` and :math:`\nu` for :math:`K` of :math:`J` blocks.
+    r"""Compute PDMM's :math:`\tau` and :math:`\nu` for updates of :math:`K` of :math:`J` blocks.
 
     With :math:`\tilde K = \min(3, K)`, as a constraint touches 3 blocks,
 
@@ -21,8 +21,8 @@ def damping(updated: int, blocks: int) -> tuple[float, float]:
         \tau = \frac{K}{\tilde K (2 J - K)}, \qquad \nu = 1 - \frac{1}{\tilde K}
 
     Args:
-        updated: :math:`K \ge 1`.
-        blocks: :math:`J \ge K`.
+        updated: :math:`K \ge 1`, blocks updated per iteration.
+        blocks: :math:`J \ge K`, number of blocks.
 
     Example:
         >>> damping(2, 16)
@@ -41,9 +41,9 @@ class Drawn:
     """The blocks of one round, on the CPU.
 
     Attributes:
-        models: Whose model is updated, bool ``(clients,)``.
-        pairs: Which pairs' difference is, bool ``(clients, slots)``.
-        duals: Which pairs' dual variable is, bool ``(clients, slots)``.
+        models: Clients whose model is updated, bool ``(clients,)``.
+        pairs: Pairs whose difference is updated, bool ``(clients, slots)``.
+        duals: Pairs whose dual variable is updated, bool ``(clients, slots)``.
     """
 
     models: Tensor
@@ -56,13 +56,13 @@ class BlockDraws:
 
     Args:
         pairs: The pairs, on the CPU.
-        members: Clients that have a model to update, bool ``(clients,)``.
-        blocks: Primal blocks per round: a share (float) or a number (int).
-        dual_blocks: Dual variables per round, in the same way.
+        members: Clients whose model is updated, bool ``(clients,)``.
+        blocks: Primal blocks per round: a fraction (float) or a number (int).
+        dual_blocks: Dual variables per round: a fraction (float) or a number (int).
         seed: Seed of the draws.
 
     Attributes:
-        total: :math:`J`, the primal blocks there are.
+        total: :math:`J`, the number of primal blocks.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class BlockDraws:
         self._last: tuple[int, Drawn] | None = None
 
     def of(self, round: int) -> Drawn:
-        """The blocks of a round."""
+        """Draw the blocks of a round."""
         if self._last is None or self._last[0] != round:
             primal = _draw(self._primal, self.blocks, derive(self.seed, "primal blocks", round))
             duals = self.pairs.mask.flatten()
@@ -101,7 +101,7 @@ def _draw(existing: Tensor, share: float | int, key: int) -> Tensor:
 
 
 def check_block_share(name: str, value: float | int) -> None:
-    """Require a share in (0, 1] (float) or a number of at least 1 (int)."""
+    """Raise ValueError unless ``value`` is a fraction in (0, 1] (float) or an int >= 1."""
     whole = isinstance(value, int)
     if not is_number(value) or not (value >= 1 if whole else 0 < value <= 1):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Connected components, averages inside clusters, and a partition in two."""
+"""Connected components, averages over clusters, and bipartitions."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from torch import Tensor
 from lightning_pfl.core.tree import Model, tmap
 
 Labels = Tensor | Sequence[int]
-"""A cluster for each client: whole numbers >= 0, of which only equality counts."""
+"""A cluster per client: integers >= 0, compared by equality only."""
 
 
-def numbered(name: str, labels: Labels, num_clients: int) -> Tensor:
-    """Labels of clients, numbered from 0 in ascending order, int64 ``(clients,)``.
+def number_labels(name: str, labels: Labels, num_clients: int) -> Tensor:
+    """Renumber clients' labels from 0 in ascending order, int64 ``(clients,)``.
 
     Args:
-        name: The argument that holds them, for the error.
-        labels: A whole number for each client, in the order of the ids.
+        name: Name of the argument, for the error.
+        labels: An integer >= 0 for each client, in the order of the ids.
         num_clients: Number of clients.
 
     Raises:
-        ValueError: If there aren't as many as clients, or if one is no whole number or negative.
+        ValueError: If the number of labels is wrong, or one is no integer >= 0.
 
     Example:
-        >>> numbered("groups", [7, 7, 3], 3)
+        >>> number_labels("groups", [7, 7, 3], 3)
         tensor([1, 1, 0])
     """
     if len(labels) != num_clients:
         raise ValueError(
             f"Expected `{name}` to have one entry for each of {num_clients} clients, but got "
-            f"{len(labels)} entries. Give one for every client, in the order of the ids."
+            f"{len(labels)} entries. Give one per client, in the order of the ids."
         )
-    given = whole(name, labels.tolist() if isinstance(labels, Tensor) else labels)
+    given = as_integers(name, labels.tolist() if isinstance(labels, Tensor) else labels)
     if given and min(given) < 0:
         raise ValueError(
             f"Expected `{name}` to hold whole numbers >= 0, but got {min(given)}. Number them from "
-            "0; leave out clients whose cluster isn't known, which methods mark by -1."
+            "0, and leave out clients without a known cluster (-1)."
         )
     found: Tensor = torch.tensor(given, dtype=torch.int64).unique(return_inverse=True)[1]
     return found
 
 
-def whole(name: str, labels: Iterable[int]) -> list[int]:
-    """Labels as a list of ints; an error names the first that is no whole number."""
+def as_integers(name: str, labels: Iterable[int]) -> list[int]:
+    """Convert labels to a list of ints, or raise ValueError for the first that is no integer."""
     found = []
     for label in labels:
         try:
@@ -60,12 +60,12 @@ def whole(name: str, labels: Iterable[int]) -> list[int]:
 
 
 def components(count: int, first: Tensor, second: Tensor) -> Tensor:
-    """Connected components of a graph.
+    """Find the connected components of a graph.
 
     Args:
-        count: Its nodes.
-        first: Ends of its edges, int64 ``(edges,)``.
-        second: Their other ends.
+        count: Number of nodes.
+        first: One end of each edge, int64 ``(edges,)``.
+        second: The other end of each edge, int64 ``(edges,)``.
 
     Returns:
         Each node's component, int64 ``(count,)``, numbered in the order of their first nodes.
@@ -86,12 +86,12 @@ def components(count: int, first: Tensor, second: Tensor) -> Tensor:
 
 
 def cluster_means(models: Model, uploads: Model, member: Tensor, weights: Tensor) -> Model:
-    """The weighted mean of what each cluster's clients sent; its model where nobody did.
+    """Average each cluster's uploads with weights; keep the model of clusters without uploads.
 
     Args:
         models: ``(clusters, ...)``.
         uploads: ``(clients, ...)``. Counters take the maximum.
-        member: Who is in which cluster, 0 or 1, float64 ``(clusters, clients)``.
+        member: Membership, 0 or 1, float64 ``(clusters, clients)``.
         weights: float64 ``(clients,)``.
     """
     shares = member * weights.to(member)
@@ -112,10 +112,10 @@ def cluster_means(models: Model, uploads: Model, member: Tensor, weights: Tensor
 
 
 def bipartition(similarity: Tensor) -> Tensor:
-    """The second of two parts by complete linkage; the first holds the first client.
+    """Cut clients in two by complete linkage, and return the part without the first client.
 
     Args:
-        similarity: Symmetric, ``(clients, clients)``.
+        similarity: Symmetric similarities, ``(clients, clients)``.
 
     Returns:
         bool ``(clients,)``.
@@ -133,6 +133,6 @@ def bipartition(similarity: Tensor) -> Tensor:
 
 
 def gap(similarity: Tensor, second: Tensor) -> float:
-    """Smallest similarity inside the parts minus the largest one between them."""
+    """Subtract the largest similarity between the parts from the smallest inside them."""
     together = second.unsqueeze(0) == second.unsqueeze(1)
     return float(similarity[together].min() - similarity[~together].max())

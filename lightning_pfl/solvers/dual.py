@@ -9,11 +9,11 @@ from lightning_pfl.core.randomness import derive, permutation
 
 
 def visiting_order(num_samples: Tensor, longest: int, passes: int, seed: int, round: int) -> Tensor:
-    """The order in which each client visits its samples, int64 ``(clients, passes * longest)``.
+    """Draw each client's order of visits to its samples, int64 ``(clients, passes * longest)``.
 
-    One random order of ``longest`` positions for all clients, of which each leaves out those that
-    it doesn't have: uniform for each client, and independent of their numbering. The positions of a
-    client's first ``passes * num_samples`` visits come first; what follows is of no meaning.
+    Every client uses one random order of ``longest`` positions without those beyond its own number
+    of samples: uniform for each client, and independent of the clients' numbering. Only a client's
+    first ``passes * num_samples`` positions are meaningful.
     """
     parts = []
     for number in range(passes):
@@ -25,7 +25,7 @@ def visiting_order(num_samples: Tensor, longest: int, passes: int, seed: int, ro
 
 
 def hinge(weights: Tensor, inputs: Tensor, signs: Tensor) -> Tensor:
-    r"""Hinge losses :math:`\max(0, 1 - y\, w^\top x)`, ``(clients, samples, outputs)``.
+    r"""Compute hinge losses :math:`\max(0, 1 - y\, w^\top x)`, ``(clients, samples, outputs)``.
 
     Args:
         weights: :math:`w`, ``(clients, outputs, features)``.
@@ -45,7 +45,7 @@ def coordinate_ascent(
     steps: Tensor,
     curvature: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    r"""Maximise each client's part of the dual over one coordinate after another.
+    r"""Maximise each client's part of the dual by coordinate ascent.
 
     With :math:`u = w + s\, \Delta b` and :math:`\Delta b = \frac1N \sum_i (\alpha_i - \alpha_i^0)
     x_i`, a visit of sample :math:`i` sets
@@ -55,13 +55,13 @@ def coordinate_ascent(
         \frac{N (1 - y_i\, u^\top x_i)}{s \lVert x_i \rVert^2} + \alpha_i y_i \Bigr)
 
     Args:
-        dual: :math:`\alpha`, ``(clients, longest, outputs)``; each output is a problem of its own.
+        dual: :math:`\alpha`, ``(clients, longest, outputs)``; outputs are independent problems.
         weights: :math:`w`, ``(clients, outputs, features)``.
         inputs: :math:`x`, ``(clients, samples, features)``.
         signs: :math:`y`, -1 or 1, ``(clients, samples, outputs)``.
         num_samples: :math:`N \ge 1`, ``(clients,)``.
         order: Positions to visit, int64 ``(clients, visits)``.
-        steps: Visits of each client, at most as many as ``order`` has, ``(clients,)``.
+        steps: Visits of each client, at most the length of ``order``, ``(clients,)``.
         curvature: :math:`s`, positive, ``(clients,)``.
 
     Returns:
@@ -77,7 +77,7 @@ def coordinate_ascent(
         x, y, old = inputs[at, sample], signs[at, sample], dual[at, sample]
         u = weights + slope.unsqueeze(2) * change
         margin = 1 - y * (u @ x.unsqueeze(2)).squeeze(2)
-        # A sample of zeros has the margin 1, and ends at the bound by way of an infinite step.
+        # A sample of zeros has margin 1, and an infinite step takes it to the bound.
         share = count * margin / (slope * squares[at, sample].unsqueeze(1)) + old * y
         step = (y * share.clamp(0, 1) - old) * (visit < steps).unsqueeze(1)
         dual[at, sample] = old + step

@@ -1,4 +1,4 @@
-"""L-BFGS for many clients at once, from gradients alone: exact local solves of any smooth loss."""
+"""L-BFGS for many clients at once, from gradients alone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 Gradient = Callable[[Tensor], Tensor]
-"""From points ``(clients, dim)`` to each client's gradient there."""
+"""A function from points ``(clients, dim)`` to each client's gradient."""
 SEARCHES = 20
-"""Most gradients per line search."""
+"""Largest number of gradients per line search."""
 SUFFICIENT = 0.5
-"""A step is taken where the slope along it is at most this share of the slope at its start."""
+"""Largest slope along the step, relative to that at its start, that ends a line search."""
 GROWTH = 10.0
-"""Most by which a step grows that is too short."""
+"""Largest factor by which a line search lengthens a step."""
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
-    """Relative size of a gradient that counts as zero: as small as the precision allows."""
+    """Return the relative gradient norm that counts as zero, near the precision of the type."""
     return 1e-11 if dtype == torch.float64 else 1e-5
 
 
@@ -31,23 +31,23 @@ def minimise(
     iterations: int = 100,
     tolerance: float | None = None,
 ) -> Tensor:
-    """Minimise each client's convex function; no client's result depends on another client.
+    """Minimise each client's convex function independently.
 
-    A line search looks for a small slope, not for a small value, so that no values are needed. On a
-    quadratic it is exact.
+    The line search looks for a small slope and needs no function values; on a quadratic it is
+    exact.
 
     Args:
-        gradient: Evaluated at all clients' points together.
+        gradient: Gradients at all clients' points.
         start: ``(clients, dim)``.
-        curvature: A positive guess of each function's curvature, ``(clients,)``, for the first
+        curvature: Positive estimate of each function's curvature, ``(clients,)``, for the first
             step.
-        memory: Pairs of steps and gradient changes that are remembered.
-        iterations: Most iterations.
-        tolerance: A client is done where its gradient is at most so many times as long as at the
-            start, or as 1 if that is shorter. None: :func:`default_tolerance`.
+        memory: Number of pairs of step and gradient change to store.
+        iterations: Largest number of iterations.
+        tolerance: A client stops where its gradient's norm is at most this, relative to that at the
+            start or to 1, whichever is smaller. None: :func:`default_tolerance`.
 
     Returns:
-        ``(clients, dim)``.
+        The minimisers, ``(clients, dim)``.
     """
     tolerance = default_tolerance(start.dtype) if tolerance is None else tolerance
     x, g = start, gradient(start)
@@ -68,7 +68,7 @@ def minimise(
 
 @dataclass
 class _History:
-    """Steps, changes of the gradient, and the scale of the first guess of the inverse Hessian."""
+    """Stored steps and gradient changes, and the scale of the first inverse Hessian."""
 
     memory: int
     scale: Tensor
@@ -76,14 +76,14 @@ class _History:
 
     def add(self, step: Tensor, change: Tensor) -> None:
         product, square = _dot(step, change), _dot(change, change)
-        # A client that didn't move, or whose function isn't convex there, learns nothing.
+        # A pair without positive curvature, as of a client that didn't move, is skipped.
         good = product > torch.finfo(step.dtype).eps * square
         inverse = torch.where(good, 1 / product.where(good, 1.0), 0.0)
         self.scale = torch.where(good, product / square.where(good, 1.0), self.scale)
         self.entries = [*self.entries, (step, change, inverse)][-self.memory :]
 
     def times(self, vector: Tensor) -> Tensor:
-        """The inverse Hessian's estimate times a vector, by the two-loop recursion."""
+        """Multiply the inverse Hessian's estimate by a vector, by the two-loop recursion."""
         found, shares = vector, []
         for step, change, inverse in reversed(self.entries):
             share = inverse * _dot(step, found)
@@ -99,7 +99,7 @@ class _History:
 def _search(
     gradient: Gradient, x: Tensor, g: Tensor, direction: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Step lengths ``(clients,)`` with a small slope, and the gradients there."""
+    """Find step lengths ``(clients,)`` with a small slope, and the gradients there."""
     first = _dot(g, direction)
     length = torch.ones_like(first)
     low, low_slope = torch.zeros_like(first), first
@@ -116,7 +116,7 @@ def _search(
         low_slope = torch.where(done | ~short, low_slope, slope)
         high = torch.where(done | short, high, length)
         high_slope = torch.where(done | short, high_slope, slope)
-        # Where the line through the slopes is zero: exact on a quadratic.
+        # The zero of the line through the slopes, exact on a quadratic.
         growth = (first / (first - slope)).nan_to_num(GROWTH).clamp(1.0, GROWTH)
         further = torch.where(growth > 1, growth, GROWTH) * length
         width = torch.where(high.isfinite(), high - low, 0.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 def least_squares(
     features: Tensor, targets: Tensor, real: Tensor | None = None, ridge: float = 0.0
 ) -> Tensor:
-    r"""Each client's minimiser of a mean of squares, all in one batched call.
+    r"""Solve each client's least-squares problem in one batched call.
 
     .. math::
         \arg\min_w \frac{1}{2 m} \lVert y - A w \rVert^2 + \frac{\rho}{2} \lVert w \rVert^2
@@ -19,30 +19,30 @@ def least_squares(
     Args:
         features: :math:`A`, ``(clients, m, k)``.
         targets: :math:`y`, ``(clients, m)``.
-        real: Which samples count, bool ``(clients, m)``; None: all.
+        real: Mask of real samples, bool ``(clients, m)``; None: all.
         ridge: :math:`\rho \ge 0`.
 
     Returns:
-        :math:`w`, ``(clients, k)``; zero for a client without samples, NaN for one whose samples
-        aren't finite, which the others don't notice.
+        :math:`w`, ``(clients, k)``; zero for a client without samples, NaN for a client whose
+        samples aren't finite.
 
     Example:
         >>> least_squares(torch.tensor([[[1.0, 1.0]]]), torch.tensor([[2.0]])).round(decimals=5)
         tensor([[1., 1.]])
     """
-    if real is not None:  # a row of zeros says nothing of w
+    if real is not None:  # rows of zeros don't change w
         features = features.where(real.unsqueeze(2), 0)
         targets = targets.where(real, 0)
     if ridge > 0:
         features, targets = _with_ridge(features, targets, real, ridge)
-    # LAPACK refuses the whole batch for one number that isn't finite.
+    # LAPACK refuses the entire batch for one number that isn't finite.
     finite = features.isfinite().all(2).all(1) & targets.isfinite().all(1)
     features = features.where(finite.view(-1, 1, 1), 0)
     right = targets.where(finite.unsqueeze(1), 0).unsqueeze(2)
     if features.device.type == "cpu":
-        # By singular values, so that small ones are cut off for each client alike.
+        # By singular values, so that small ones are cut off for each client.
         solution: Tensor = torch.linalg.lstsq(features, right, driver="gelsd").solution
-    else:  # the only driver of a GPU wants independent columns
+    else:  # the only driver on GPUs needs independent columns
         solution = torch.linalg.pinv(features) @ right
     return solution.squeeze(2).where(finite.unsqueeze(1), torch.nan)
 
@@ -50,7 +50,7 @@ def least_squares(
 def _with_ridge(
     features: Tensor, targets: Tensor, real: Tensor | None, ridge: float
 ) -> tuple[Tensor, Tensor]:
-    """The penalty as further samples: k rows of the identity with target zero."""
+    """Append the penalty as samples: k rows of the identity with target zero."""
     clients, samples, width = features.shape
     count = features.new_full((clients,), samples) if real is None else real.sum(1).to(features)
     identity = torch.eye(width, dtype=features.dtype, device=features.device)
@@ -62,32 +62,32 @@ def _with_ridge(
 
 
 def residuals(features: Tensor, targets: Tensor, weights: Tensor, real: Tensor) -> Tensor:
-    """What a linear fit leaves of the targets, with the sign of the gradient, ``(clients, m)``.
+    """Compute a linear fit's residuals with the sign of the gradient, ``(clients, m)``.
 
     Args:
         features: ``(clients, m, k)``.
         targets: ``(clients, m)``.
         weights: ``(clients, k)``.
-        real: Which samples count, bool ``(clients, m)``; zero for the others.
+        real: Mask of real samples, bool ``(clients, m)``; others have residual zero.
     """
     found: Tensor = torch.einsum("cmk,ck->cm", features, weights) - targets
     return found.where(real, 0)
 
 
 def mean_product(features: Tensor, values: Tensor, real: Tensor) -> Tensor:
-    r""":math:`\frac1m A^\top r`, the gradient of half a mean of squares, ``(clients, k)``.
+    r"""Compute :math:`\frac1m A^\top r`, the gradient of half a mean of squares, ``(clients, k)``.
 
     Args:
         features: :math:`A`, ``(clients, m, k)``.
-        values: :math:`r`, ``(clients, m)``, zero where a sample doesn't count.
-        real: Which samples count, bool ``(clients, m)``.
+        values: :math:`r`, ``(clients, m)``, zero for padding.
+        real: Mask of real samples, bool ``(clients, m)``.
     """
     count = real.sum(1, keepdim=True).clamp_min(1).to(features)
     return torch.einsum("cmk,cm->ck", features, values) / count
 
 
 def moments(inputs: Tensor, targets: Tensor, real: Tensor) -> Tensor:
-    r""":math:`Z = \frac1m \sum_j y_j^2 x_j x_j^\top`, ``(clients, d, d)``.
+    r"""Compute :math:`Z = \frac1m \sum_j y_j^2 x_j x_j^\top`, ``(clients, d, d)``.
 
     For Gaussian inputs and :math:`y = w^\top B^\top x` its expectation is :math:`\lVert w
     \rVert^2 I + 2 B w w^\top B^\top`: the columns of :math:`B` are the leading eigenvectors of a
@@ -96,7 +96,7 @@ def moments(inputs: Tensor, targets: Tensor, real: Tensor) -> Tensor:
     Args:
         inputs: ``(clients, m, d)``.
         targets: ``(clients, m)``.
-        real: Which samples count, bool ``(clients, m)``.
+        real: Mask of real samples, bool ``(clients, m)``.
     """
     scaled = inputs * targets.where(real, 0).unsqueeze(2)
     count = real.sum(1).clamp_min(1).to(inputs)
@@ -104,13 +104,13 @@ def moments(inputs: Tensor, targets: Tensor, real: Tensor) -> Tensor:
 
 
 def upper_triangle(matrices: Tensor) -> Tensor:
-    """The d (d + 1) / 2 numbers that say a symmetric matrix, ``(..., d (d + 1) / 2)``."""
+    """Extract the upper triangle of symmetric matrices, ``(..., d (d + 1) / 2)``."""
     row, column = torch.triu_indices(*matrices.shape[-2:], device=matrices.device)
     return matrices[..., row, column]
 
 
 def symmetric(triangle: Tensor, width: int) -> Tensor:
-    """The symmetric matrix ``(width, width)`` of its :func:`upper_triangle`."""
+    """Restore the symmetric matrix ``(width, width)`` from its :func:`upper_triangle`."""
     row, column = torch.triu_indices(width, width, device=triangle.device)
     matrix = triangle.new_zeros(width, width)
     matrix[row, column] = triangle
@@ -119,15 +119,14 @@ def symmetric(triangle: Tensor, width: int) -> Tensor:
 
 
 def leading_eigenvectors(matrix: Tensor, count: int) -> Tensor:
-    """Orthonormal eigenvectors of the largest eigenvalues, as columns ``(d, count)``.
+    """Find orthonormal eigenvectors of the largest eigenvalues, as columns ``(d, count)``.
 
     Args:
         matrix: Symmetric, ``(d, d)``.
-        count: In [1, d].
+        count: Number of eigenvectors, in [1, d].
 
     Returns:
-        By descending eigenvalue, each with its largest entry positive, so that rounding decides
-        about no sign.
+        By descending eigenvalue, each with its largest entry positive to fix the sign.
     """
     vectors = torch.linalg.eigh(matrix.double()).eigenvectors.flip(1)[:, :count]
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))

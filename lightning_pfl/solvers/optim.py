@@ -1,7 +1,4 @@
-"""torch optimizers as pure functions on trees.
-
-The server's step, with its state in a tree that a checkpoint can hold.
-"""
+"""torch optimizers as pure functions on trees."""
 
 from __future__ import annotations
 
@@ -18,14 +15,13 @@ OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 def functional_step(
     make: OptimizerFactory, params: Model, grads: Model, state: Tree
 ) -> tuple[Model, Tree]:
-    """One optimizer step on copies; the arguments stay untouched.
+    """Take one optimizer step on copies of the parameters.
 
     Args:
         make: Makes the optimizer from an iterable of parameters.
         params: Parameters by name.
         grads: Gradients under the same names.
-        state: What the last call returned; ``{}`` before the first step, as torch creates optimizer
-            state lazily.
+        state: State returned by the last call; ``{}`` before the first.
 
     Returns:
         The new parameters, and the optimizer's tensors as ``{parameter name: {state name:

@@ -1,4 +1,4 @@
-"""The pairs of clients that a penalty couples: all of them, or the edges of a sparse graph."""
+"""The pairs of clients that a penalty couples: all pairs, or the edges of a graph."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Pairs:
     Attributes:
         neighbours: Ids, int64 ``(clients, slots)``.
         mask: Which slots are pairs, bool ``(clients, slots)``.
-        reverse: The slot of the pair (j, i) in the row of ``j``, int64 ``(clients, slots)``.
-        weights: Factor of each pair's penalty, float64 ``(clients, slots)``, 0 where there is none.
+        reverse: Slot of the pair (j, i) in the row of ``j``, int64 ``(clients, slots)``.
+        weights: Factor of each pair's penalty, float64 ``(clients, slots)``, 0 without a pair.
     """
 
     neighbours: Tensor
@@ -30,7 +30,7 @@ class Pairs:
 
     @classmethod
     def complete(cls, clients: int) -> Pairs:
-        """All pairs with weight 1; slot ``j`` of every client is client ``j``.
+        """Make all pairs with weight 1; slot ``j`` of every client is client ``j``.
 
         Example:
             >>> Pairs.complete(3).count
@@ -43,30 +43,30 @@ class Pairs:
 
     @classmethod
     def of_graph(cls, graph: Graph) -> Pairs:
-        """The edges of a graph, in both directions."""
+        """Take the edges of a graph, in both directions."""
         return cls(graph.neighbours, graph.mask, graph.reverse, graph.slot_weights)
 
     @classmethod
     def weighted(cls, adjacency: Tensor) -> Pairs:
-        """All pairs with the weights of a symmetric matrix ``(clients, clients)``.
+        """Make all pairs with a nonzero weight in a symmetric matrix ``(clients, clients)``.
 
-        Pairs of weight 0 are none; the diagonal doesn't count.
+        The diagonal is ignored.
         """
         pairs = cls.complete(len(adjacency))
         mask = pairs.mask & (adjacency != 0)
         return replace(pairs, mask=mask, weights=torch.where(mask, adjacency.double(), 0.0))
 
     def among(self, members: Tensor) -> Pairs:
-        """Only the pairs of which both are members, bool ``(clients,)``."""
+        """Keep the pairs of two members, bool ``(clients,)``."""
         mask = self.mask & members.unsqueeze(1) & members[self.neighbours]
         return replace(self, mask=mask, weights=torch.where(mask, self.weights, 0.0))
 
     def to(self, device: torch.device | str) -> Pairs:
-        """The same on another device."""
+        """Move the tensors to another device."""
         return Pairs(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
     def rows(self, clients: Tensor) -> Pairs:
-        """The pairs (i, j) of some clients i."""
+        """Select the pairs (i, j) of some clients i."""
         return Pairs(*(getattr(self, name)[clients] for name in self.__dataclass_fields__))
 
     def __len__(self) -> int:
@@ -74,27 +74,27 @@ class Pairs:
 
     @property
     def slots(self) -> int:
-        """Slots of a client."""
+        """Number of slots of a client."""
         return self.neighbours.shape[1]
 
     @property
     def degree(self) -> Tensor:
-        """Pairs (i, j) of each client i, int64 ``(clients,)``."""
+        """Count the pairs (i, j) of each client i, int64 ``(clients,)``."""
         return self.mask.sum(1)
 
     @property
     def count(self) -> int:
-        """Ordered pairs altogether."""
+        """Count all ordered pairs."""
         return int(self.mask.sum())
 
     def opposite(self, values: Tensor) -> Tensor:
-        """At (i, j) the value of (j, i), ``(clients, slots, dim)``; zero where there is no pair."""
+        """Map values of (j, i) to (i, j), ``(clients, slots, dim)``; zero without a pair."""
         found = values[self.neighbours, self.reverse]
         return torch.where(self.mask.unsqueeze(2), found, 0.0)
 
     def incoming(self, values: Tensor) -> Tensor:
-        """At i the sum of the values of (j, i) over j, ``(clients, dim)``."""
+        """Sum the values of (j, i) over j at each i, ``(clients, dim)``."""
         if self.slots == len(self):
-            # Slots are clients: no second tensor of the size of all pairs.
+            # Slots are clients: saves a second tensor of the size of all pairs.
             return values.sum(0)
         return self.opposite(values).sum(1)

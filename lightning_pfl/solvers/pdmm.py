@@ -1,4 +1,4 @@
-r"""PDMM for the sum of norms: the updates of its blocks, and a loop that solves a problem directly.
+r"""PDMM for the sum of norms: block updates, and a solver.
 
 With a variable :math:`z_{ij}` for each ordered pair,
 
@@ -7,7 +7,7 @@ With a variable :math:`z_{ij}` for each ordered pair,
     x_i - x_j = z_{ij}
 
 has :math:`J` blocks, the :math:`x_i` and the :math:`z_{ij}`. An iteration updates :math:`K` of them
-at the same old values, then the dual variables :math:`\mu_{ij}`, and keeps the damped
+at the same old values, then the dual variables :math:`\mu_{ij}`, and stores the damped
 :math:`\hat\mu_{ij}` that the next iteration sees.
 
 References:
@@ -31,20 +31,20 @@ from lightning_pfl.solvers.proximal import block_soft_threshold
 
 Step = Literal["full", "printed"]
 Prox = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From anchors ``b (clients, dim)``, weights ``c (clients,)`` and a start to the minimisers of
-:math:`f_i(x) + (c_i / 2) \\lVert x - b_i \\rVert^2`."""
+"""A local solver: from anchors ``b (clients, dim)``, weights ``c (clients,)`` and a start to the
+minimisers of :math:`f_i(x) + (c_i / 2) \\lVert x - b_i \\rVert^2`."""
 
 
 @dataclass(frozen=True)
 class View:
-    r"""The variables that the updates of some clients' blocks see.
+    r"""The variables that the updates of some clients' blocks read.
 
     Attributes:
         models: :math:`x_i`, ``(clients, dim)``.
         others: :math:`x_j`, ``(clients, slots, dim)``.
         split: :math:`z_{ij}`, ``(clients, slots, dim)``.
         damped: :math:`\hat\mu_{ij}`, ``(clients, slots, dim)``.
-        mask: Which slots are pairs, bool ``(clients, slots)``.
+        mask: Slots that are pairs, bool ``(clients, slots)``.
     """
 
     models: Tensor
@@ -55,9 +55,9 @@ class View:
 
 
 def thresholds(pairs: Pairs, weight: float, step: Step) -> Tensor:
-    r""":math:`\lambda_{ij}`, ``(clients, slots)``, of a weight over unordered pairs.
+    r"""Compute :math:`\lambda_{ij}`, ``(clients, slots)``, from a weight per unordered pair.
 
-    Half of it for each of the two ordered pairs; the printed update, with half of the quadratic,
+    Each of the two ordered pairs gets half of it; the printed update, with half of the quadratic,
     needs all of it.
     """
     return pairs.weights * (weight / 2 if step == "full" else weight)
@@ -66,17 +66,17 @@ def thresholds(pairs: Pairs, weight: float, step: Step) -> Tensor:
 def proximal_term(
     view: View, incoming: Tensor | None, penalty: float, proximal: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    r"""What an x-update adds to :math:`f_i`, as :math:`\frac{c}{2}\lVert x - b \rVert^2`.
+    r"""Compute the term :math:`\frac{c}{2}\lVert x - b \rVert^2` of an x-update.
 
-    The block minimiser of the augmented Lagrangian has, beside the terms of :math:`(i, j)`, those
-    of :math:`(j, i)`; the printed update leaves them out.
+    The block minimiser of the augmented Lagrangian has the terms of :math:`(i, j)` and of
+    :math:`(j, i)`; the printed update leaves the latter out.
 
     Args:
         view: The old values.
         incoming: :math:`\sum_j (\hat\mu_{ji} - \rho z_{ji})`, ``(clients, dim)``; None for the
             printed update.
         penalty: :math:`\rho`.
-        proximal: :math:`\eta_i`, of the distance to the old :math:`x_i`.
+        proximal: :math:`\eta_i`, weight of the distance to the old :math:`x_i`.
 
     Returns:
         :math:`b`, ``(clients, dim)``, and :math:`c`, ``(clients,)``.
@@ -89,19 +89,19 @@ def proximal_term(
     if incoming is not None:
         target = target + penalty * near + incoming
         weight = weight + penalty * degree
-    # Written as a step from the old model, for clients without a pair, which have no quadratic.
+    # Written as a step from the old model, for clients without pairs, whose weight is 0.
     anchor = models + (target - weight * models) / weight.clamp_min(torch.finfo(weight.dtype).tiny)
     return anchor, weight.squeeze(1)
 
 
 def update_split(view: View, threshold: Tensor, penalty: float) -> Tensor:
-    r"""The z-update: block soft thresholding, at the old :math:`x`.
+    r"""Update :math:`z` by block soft thresholding, at the old :math:`x`.
 
     .. math::
         z_{ij} = S\left(x_i - x_j + \frac{\hat\mu_{ij}}\rho, \frac{\lambda_{ij}}\rho\right)
 
-    The paper allows a proximal term :math:`\eta_{ij}` here too. Its purpose is a block whose
-    subproblem is linearised or has several solutions; this one is solved exactly and has one.
+    The paper also allows a proximal term :math:`\eta_{ij}`, for subproblems that are linearised or
+    have several solutions; this one is solved exactly and has one.
 
     Args:
         view: The old values.
@@ -116,7 +116,7 @@ def update_split(view: View, threshold: Tensor, penalty: float) -> Tensor:
 def update_dual(
     view: View, dual: Tensor, chosen: Tensor, penalty: float, steps: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    r"""The dual step and its damped copy, at the new :math:`x` and :math:`z`.
+    r"""Take the dual step and damp it, at the new :math:`x` and :math:`z`.
 
     .. math::
         r_{ij} = x_i - x_j - z_{ij}, \qquad \mu_{ij} \leftarrow \mu_{ij} + \tau \rho\, r_{ij},
@@ -125,7 +125,7 @@ def update_dual(
     Args:
         view: The new values, and the old damped ones.
         dual: :math:`\mu_{ij}`, ``(clients, slots, dim)``.
-        chosen: Which pairs are updated, bool ``(clients, slots)``.
+        chosen: Pairs to update, bool ``(clients, slots)``.
         penalty: :math:`\rho`.
         steps: :math:`\tau` and :math:`\nu`.
     """
@@ -138,7 +138,7 @@ def update_dual(
 
 @dataclass(frozen=True)
 class PDMMState:
-    """All variables: ``models (clients, dim)``, the others ``(clients, slots, dim)``."""
+    """All variables of PDMM: ``models (clients, dim)``, the others ``(clients, slots, dim)``."""
 
     models: Tensor
     split: Tensor
@@ -147,12 +147,12 @@ class PDMMState:
 
     @classmethod
     def begin(cls, models: Tensor, pairs: Pairs) -> PDMMState:
-        """At some models, everything else zero."""
+        """Start at some models with zeros elsewhere."""
         zeros = models.new_zeros(len(pairs), pairs.slots, models.shape[1])
         return cls(models, zeros, zeros, zeros)
 
     def view(self, pairs: Pairs) -> View:
-        """Of all clients."""
+        """Return the variables of all clients."""
         others = self.models[pairs.neighbours]
         return View(self.models, others, self.split, self.damped, pairs.mask)
 
@@ -177,17 +177,17 @@ def solve(
         prox: The local solver.
         pairs: The pairs, with the weights :math:`a_{ij}`.
         weight: :math:`\Lambda \ge 0`.
-        start: Models ``(clients, dim)``, or the state of an earlier run to go on from.
+        start: Models ``(clients, dim)``, or the state of an earlier run.
         penalty: :math:`\rho > 0`.
-        blocks: Primal blocks per iteration: a share, or a number :math:`K`.
-        dual_blocks: Dual variables per iteration, in the same way.
+        blocks: Primal blocks per iteration: a fraction, or a number :math:`K`.
+        dual_blocks: Dual variables per iteration: a fraction or a number.
         step: ``"full"``, or ``"printed"`` for the paper's x-update.
-        iterations: How many.
-        seed: Of the draws.
+        iterations: Number of iterations.
+        seed: Seed of the draws.
         proximal: :math:`\eta_i` of the x-updates.
         steps: :math:`\tau` and :math:`\nu`; None: those of
-            :func:`~lightning_pfl.solvers.blocks.damping`. Without the backward step, :math:`\nu =
-            0`, updating all blocks diverges.
+            :func:`~lightning_pfl.solvers.blocks.damping`. With :math:`\nu = 0`, updating all blocks
+            diverges.
     """
     state = start if isinstance(start, PDMMState) else PDMMState.begin(start, pairs)
     everyone = torch.ones(len(pairs), dtype=torch.bool)
@@ -214,7 +214,7 @@ def solve(
 
 
 def objective(values: Tensor, models: Tensor, pairs: Pairs, weight: float) -> Tensor:
-    r""":math:`\sum_i f_i + \Lambda \sum_{i<j} a_{ij} \lVert x_i - x_j \rVert`, a scalar.
+    r"""Compute :math:`\sum_i f_i + \Lambda \sum_{i<j} a_{ij} \lVert x_i - x_j \rVert`, a scalar.
 
     Args:
         values: :math:`f_i(x_i)`, ``(clients,)``.

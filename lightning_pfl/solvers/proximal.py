@@ -1,4 +1,4 @@
-"""Pulls towards an anchor, and proximal maps of penalties."""
+"""Proximal terms and maps."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ def pull(grads: Model, model: Model, anchor: Model, weight: float) -> Model:
     r"""Add the gradient of :math:`\frac{\mu}{2}\lVert y - x\rVert^2` to ``grads``.
 
     Args:
-        grads: Gradients; only their names are pulled.
+        grads: Gradients; only their names get the term.
         model: :math:`y`.
-        anchor: :math:`x`, which has no gradient.
+        anchor: :math:`x`, a constant.
         weight: :math:`\mu`.
     """
     return tmap(lambda g, y, x: g.add(y - x, alpha=weight), grads, model, anchor)
 
 
 def towards(model: Model, target: Model, share: float | Tensor) -> Model:
-    r"""Move by a share of the way: :math:`y + s\,(x - y)`.
+    r"""Move a model towards another: :math:`y + s\,(x - y)`.
 
     Args:
         model: :math:`y`, ``(clients, ...)``; only its names move.
         target: :math:`x`.
-        share: :math:`s`, a number or one per client, ``(clients,)``.
+        share: :math:`s`, one number or one per client, ``(clients,)``.
     """
 
     def move(y: Tensor, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def towards(model: Model, target: Model, share: float | Tensor) -> Model:
 
 
 def block_soft_threshold(values: Tensor, threshold: Tensor) -> Tensor:
-    r"""The proximal map of a norm: :math:`v \max(0, 1 - t / \lVert v \rVert)`.
+    r"""Apply the proximal map of a norm: :math:`v \max(0, 1 - t / \lVert v \rVert)`.
 
     Exactly zero where :math:`\lVert v \rVert \le t`.
 
@@ -51,6 +51,6 @@ def block_soft_threshold(values: Tensor, threshold: Tensor) -> Tensor:
     """
     norm = torch.linalg.vector_norm(values, dim=-1)
     share = 1 - threshold / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-    # A row of zeros stays, also for the threshold 0.
+    # A row of zeros stays zero for the threshold 0 too.
     kept = torch.where(norm > threshold, share, 0.0)
     return values * kept.unsqueeze(-1)

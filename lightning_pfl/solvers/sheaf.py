@@ -4,9 +4,8 @@ Client :math:`i` has parameters :math:`\theta_i \in \mathbb{R}^{d_i}`; the edge 
 :math:`j` has a space :math:`\mathbb{R}^{d_{ij}}` and a restriction map :math:`P_{ij} \in
 \mathbb{R}^{d_{ij} \times d_i}` at each end. The maps of some clients are one tensor ``(clients,
 slots, width, scalars)`` whose rows from :math:`d_{ij}` on are zero, so that all edges are one
-batched product; where the clients' parameters differ in number, each architecture has a tensor of
-its own. ``None`` stands for maps that keep the first :math:`d_{ij}` parameters, which need no
-memory.
+batched product; architectures with different numbers of parameters have separate tensors. ``None``
+stands for maps that keep the first :math:`d_{ij}` parameters.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from lightning_pfl.core.tree import Tree
 from lightning_pfl.graphs import Graph
 
 GivenMaps = Mapping[tuple[int, int], Tensor]
-"""The map of client i on its edge to client j, ``(d_ij, d_i)``, under ``(i, j)``."""
+"""Maps by ``(i, j)``: that of client i on its edge to client j, ``(d_ij, d_i)``."""
 Maps = Literal["random", "identity"] | GivenMaps
-"""How maps begin: random numbers, the identity on the first parameters, or given ones."""
+"""Initial maps: random numbers, the identity on the first parameters, or given matrices."""
 
 
 # --- the spaces ---
 
 
 def check_maps(edge_dim_ratio: float, maps: object, map_std: float) -> None:
-    """Require settings that make maps."""
+    """Raise ValueError unless the settings define maps."""
     if not is_number(edge_dim_ratio) or not 0 < edge_dim_ratio <= 1:
         raise ValueError(
             "Expected `edge_dim_ratio` to be a number in (0, 1], but got "
@@ -55,10 +54,10 @@ def check_maps(edge_dim_ratio: float, maps: object, map_std: float) -> None:
 
 
 def edge_dims(graph: Graph, sizes: Tensor, ratio: float) -> Tensor:
-    r"""Dimensions of the edges' spaces: :math:`d_{ij} = \lfloor \gamma \min(d_i, d_j) \rfloor`.
+    r"""Compute the edges' dimensions :math:`d_{ij} = \lfloor \gamma \min(d_i, d_j) \rfloor`.
 
     Args:
-        graph: Who is whose neighbour.
+        graph: The graph of all clients.
         sizes: :math:`d_i`, int64 ``(clients,)``.
         ratio: :math:`\gamma` in (0, 1].
 
@@ -69,7 +68,7 @@ def edge_dims(graph: Graph, sizes: Tensor, ratio: float) -> Tensor:
         ValueError: If an edge has no dimension.
     """
     smaller = torch.minimum(sizes.unsqueeze(1), sizes[graph.neighbours])
-    # 0.57 * 100 is 56.99... in floating point; the edge means 57.
+    # 0.57 * 100 is 56.99... in floating point, but must give 57.
     dims = (ratio * smaller.double() + 1e-9).floor().long().clamp(max=smaller)
     if graph.mask.any() and not dims[graph.mask].all():
         raise ValueError(
@@ -81,10 +80,10 @@ def edge_dims(graph: Graph, sizes: Tensor, ratio: float) -> Tensor:
 
 
 def given_dims(graph: Graph, sizes: Tensor, maps: GivenMaps) -> Tensor:
-    """Dimensions of the edges' spaces where the maps are given, int64 ``(clients, slots)``.
+    """Compute the edges' dimensions from given maps, int64 ``(clients, slots)``.
 
     Raises:
-        ValueError: If a map is missing, is none of an edge, or doesn't fit its ends.
+        ValueError: If a map is missing, belongs to no edge, or doesn't fit its ends.
     """
     dims = torch.zeros_like(graph.neighbours)
     edges = [(i, int(graph.neighbours[i, s]), s) for i, s in graph.mask.nonzero().tolist()]
@@ -92,21 +91,21 @@ def given_dims(graph: Graph, sizes: Tensor, maps: GivenMaps) -> Tensor:
         ours, theirs = (tuple(maps[k].shape) if k in maps else None for k in ((i, j), (j, i)))
         if ours is None or len(ours) != 2 or ours[1] != int(sizes[i]):
             raise ValueError(
-                f"Expected `maps` to hold a matrix (d, {int(sizes[i])}) under ({i}, {j}), as these "
-                f"clients are neighbours, but got {ours or 'nothing'}. Give a map for both ends "
-                "of every edge, with one column per trainable scalar of its client."
+                f"Expected `maps` to hold a matrix (d, {int(sizes[i])}) under ({i}, {j}), but got "
+                f"{ours or 'nothing'}. Give a map for both ends of every edge, with one column per "
+                "trainable scalar of its client."
             )
         if theirs is not None and ours[0] != theirs[0]:
             raise ValueError(
                 f"Expected `maps` of both ends of an edge to have one number of rows, but got "
-                f"{ours} under ({i}, {j}) and {theirs} under ({j}, {i}). Both project to the space "
-                "of the edge."
+                f"{ours} under ({i}, {j}) and {theirs} under ({j}, {i}). Use the dimension of the "
+                "edge."
             )
         dims[i, slot] = ours[0]
     if foreign := sorted(set(maps) - {(i, j) for i, j, _ in edges}):
         raise ValueError(
             f"Expected `maps` of the edges of the graph, but got one under {foreign[0]}, which is "
-            "none. Remove it, or add the edge."
+            "no edge. Remove it, or add the edge."
         )
     return dims
 
@@ -114,18 +113,18 @@ def given_dims(graph: Graph, sizes: Tensor, maps: GivenMaps) -> Tensor:
 def bits_per_round(
     graph: Graph, dims: Tensor, messages: int = 2, bits: int = 32
 ) -> tuple[int, int]:
-    r"""Bits that travel in a round in which all clients take part, counted in two ways.
+    r"""Count the bits of a round with full participation, in two ways.
 
-    First what all clients send together, :math:`m b \sum_i \sum_j d_{ij}`, which a run logs as
-    bytes; then what the authors' code reports, :math:`m b \max_i \deg(i) \max_{ij} d_{ij}`, which
-    is what a client with the most neighbours sends. Its "MB" are the latter, over all rounds, by
+    First the bits that all clients send, :math:`m b \sum_i \sum_j d_{ij}`, which a run logs as
+    bytes; then the authors' number, :math:`m b \max_i \deg(i) \max_{ij} d_{ij}`, the bits that a
+    client with the most neighbours sends. Their "MB" are the latter, over all rounds, by
     :math:`10^6`: megabits of one client.
 
     Args:
-        graph: Who is whose neighbour.
+        graph: The graph of all clients.
         dims: Dimensions of the edges' spaces, int64 ``(clients, slots)``.
-        messages: :math:`m`, to each neighbour: 2, or 1 where the maps stay.
-        bits: :math:`b`, of a number.
+        messages: :math:`m`, messages to each neighbour: 2, or 1 with fixed maps.
+        bits: :math:`b`, bits of a number.
 
     Example:
         >>> from lightning_pfl.graphs import resolve_graph
@@ -139,17 +138,17 @@ def bits_per_round(
 
 @dataclass(frozen=True)
 class Restrictions:
-    """The restriction maps of a graph's edges: their shapes, and how they begin.
+    """The restriction maps of a graph's edges: dimensions and initial values.
 
     Attributes:
-        graph: Who is whose neighbour.
-        start: Where the maps come from.
+        graph: The graph of all clients.
+        start: The kind of initial maps, or given maps.
         std: Standard deviation of random entries, which are independent and normal.
-        seed: Seed of them.
+        seed: Seed of the random entries.
         dims: Dimensions of the edges' spaces, int64 ``(clients, slots)``.
         width: The largest of them.
-        scalars: Numbers in the maps of all clients.
-        implicit: Whether the maps are the identity and stay, so that none are kept.
+        scalars: Number of entries in the maps of all clients.
+        implicit: Whether the maps are fixed identities, which aren't stored.
     """
 
     graph: Graph
@@ -165,15 +164,15 @@ class Restrictions:
     def plan(
         cls, graph: Graph, sizes: Tensor, start: Maps, ratio: float, std: float, seed: int
     ) -> Restrictions:
-        """Find the dimensions.
+        """Compute the dimensions.
 
         Args:
-            graph: Who is whose neighbour.
+            graph: The graph of all clients.
             sizes: Trainable scalars of each client, int64 ``(clients,)``.
-            start: Where the maps come from.
-            ratio: As in :func:`edge_dims`; unused where maps are given.
+            start: The kind of initial maps, or given maps.
+            ratio: As in :func:`edge_dims`; unused for given maps.
             std: Standard deviation of random entries.
-            seed: Seed of them.
+            seed: Seed of the random entries.
         """
         if isinstance(start, str):
             dims = edge_dims(graph, sizes, ratio)
@@ -184,23 +183,23 @@ class Restrictions:
         return cls(graph, start, std, seed, dims, width, scalars, start == "identity")
 
     def learned(self) -> Restrictions:
-        """The same for maps that change, which are kept however they begin."""
+        """Return restrictions for maps that change, which are always stored."""
         return replace(self, implicit=False)
 
     def empty(self, theta: Tensor) -> Tree:
-        """Maps of one client to be filled, ``{"maps": (slots, width, scalars)}``.
+        """Make one client's zero maps, ``{"maps": (slots, width, scalars)}``.
 
-        Empty if none are kept.
+        Empty for implicit maps.
 
         Args:
-            theta: Its parameters, ``(scalars,)``.
+            theta: The client's parameters, ``(scalars,)``.
         """
         shape = (self.dims.shape[1], self.width, len(theta))
-        # An expanded view: the bank makes the clients' own.
+        # An expanded view, which the client state store copies for each client.
         return {} if self.implicit else {"maps": theta.new_zeros(()).expand(shape)}
 
     def filled(self, client_state: Tree, clients: Tensor) -> Tree:
-        """The first maps of some clients, in the memories that :meth:`empty` began."""
+        """Fill in the initial maps of some clients, in states made by :meth:`empty`."""
         if self.implicit:
             return client_state
         maps = torch.zeros_like(client_state["maps"], memory_format=torch.contiguous_format)
@@ -221,11 +220,11 @@ class Restrictions:
             place.copy_(self.start[client, neighbour])
 
     def project(self, theta: Tensor, client_state: Tree, clients: Tensor) -> Tensor:
-        """:func:`project` for some clients, with their memories, or without maps."""
+        """Call :func:`project` with the maps in some clients' states, if they have any."""
         return project(theta, client_state.get("maps"), self.dims[clients], self.width)
 
     def nbytes(self, projections: Tensor, clients: Tensor) -> Tensor:
-        """Bytes of each client's projections without what fills them up, ``(clients, slots)``."""
+        """Count the bytes of each client's projections without padding, ``(clients, slots)``."""
         return self.dims[clients] * projections.element_size()
 
 
@@ -233,7 +232,7 @@ class Restrictions:
 
 
 def inside(dims: Tensor, width: int) -> Tensor:
-    """Which of ``width`` rows an edge has, bool ``(..., width)``."""
+    """Mask the rows that an edge has among ``width`` rows, bool ``(..., width)``."""
     return torch.arange(width, device=dims.device) < dims.unsqueeze(-1)
 
 
@@ -260,7 +259,7 @@ def project(theta: Tensor, maps: Tensor | None, dims: Tensor, width: int) -> Ten
 
 
 def lift(residual: Tensor, maps: Tensor | None, scalars: int) -> Tensor:
-    r"""Bring residuals on the edges back to the clients: :math:`\sum_j P_{ij}^\top r_{ij}`.
+    r"""Map residuals on the edges back to the clients: :math:`\sum_j P_{ij}^\top r_{ij}`.
 
     Args:
         residual: ``(clients, slots, width)``, zeros from :math:`d_{ij}` on.
@@ -280,18 +279,18 @@ def lift(residual: Tensor, maps: Tensor | None, scalars: int) -> Tensor:
 
 
 def disagreement(ours: Tensor, theirs: Tensor, weights: Tensor) -> Tensor:
-    r"""Residuals on the edges, :math:`a_e (P_{ij} \theta_i - P_{ji} \theta_j)`.
+    r"""Compute residuals on the edges, :math:`a_e (P_{ij} \theta_i - P_{ji} \theta_j)`.
 
     Args:
         ours: Projections of these clients, ``(clients, slots, width)``.
-        theirs: Those of the other ends, in the same slots.
+        theirs: Projections of the neighbours, in the same slots.
         weights: Weights of the edges, ``(clients, slots)``; 0 leaves an edge out.
     """
     return (ours - theirs) * weights.to(ours).unsqueeze(2)
 
 
 def move_maps(maps: Tensor, residual: Tensor, theta: Tensor, step: float) -> Tensor:
-    r"""A gradient step on the maps: :math:`P_{ij} - s\, r_{ij} \theta_i^\top`.
+    r"""Take a gradient step on the maps: :math:`P_{ij} - s\, r_{ij} \theta_i^\top`.
 
     Args:
         maps: ``(clients, slots, width, scalars)``.
@@ -306,14 +305,13 @@ def move_maps(maps: Tensor, residual: Tensor, theta: Tensor, step: float) -> Ten
 
 
 def map_steps(graph: Graph, squares: Tensor, step: float) -> Tensor:
-    r"""How long a step on the maps is: :math:`s\, a_e (\lVert \theta_i \rVert^2 + \ldots)`.
+    r"""Compute relative step lengths :math:`s\, a_e (\lVert \theta_i \rVert^2 + \ldots)`.
 
-    The sum is over both ends of each edge. A simultaneous step of both multiplies the edge's
-    residual by 1 minus this number, with the parameters held fixed: it shrinks below 2 and grows
-    above.
+    The sum is over both ends of each edge. A simultaneous step of both, with fixed parameters,
+    multiplies the edge's residual by 1 minus this number: stable below 2.
 
     Args:
-        graph: Who is whose neighbour.
+        graph: The graph of all clients.
         squares: :math:`\lVert \theta_i \rVert^2`, float64 ``(clients,)``.
         step: :math:`s`.
 

@@ -125,7 +125,7 @@ def test_a_type_picks_its_layers_and_no_name_that_begins_alike() -> None:
 
 def test_a_module_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="Expected the module to have parameters to train, but Linear has none"
+        ValueError, match="Expected a module with trainable parameters, but Linear has none"
     ):
         ParameterSplit(nn.Linear(2, 2).requires_grad_(False))
 

@@ -83,7 +83,7 @@ CASES: dict[str, Case] = {
     "clients not given": (
         lambda: split(IID(), None),
         ValueError,
-        "num_clients=None.* Say over how",
+        "num_clients=None.* Give the number",
     ),
     "fractional clients": (lambda: split(IID(), 2.5), ValueError, "positive int.*num_clients=2.5"),
     "more clients than samples": (
@@ -215,13 +215,13 @@ CASES: dict[str, Case] = {
     "Flower partitioner by another column": (
         lambda: split(FlowerPartitioner(ByHospital()), 2),
         ValueError,
-        r"columns 'label' and 'position', but ByHospital says: Column \(hospital\) not in "
+        r"columns 'label' and 'position', but ByHospital raised: Column \(hospital\) not in "
         r"\['label', 'position'\]\. Set label_column to its partition_by",
     ),
     "sample held twice": (
         lambda: module(partition=Twice()).setup(),
         ValueError,
-        r"each sample once, but Twice gave sample \d+ to client 1 several times.*Drop",
+        r"each sample once, but Twice gave sample \d+ to client 1 several times. Remove",
     ),
     # Data module
     "validation of everything": (
@@ -236,7 +236,7 @@ CASES: dict[str, Case] = {
     "test cut of a source with test set": (
         lambda: FederatedDataModule(QuadraticClients(), test_fraction=0.5).setup(),
         ValueError,
-        "no `test_fraction` for QuadraticClients, which has a test set .*0.5. Leave it out",
+        "no `test_fraction` for QuadraticClients, which has its own test set.*0.5. Leave it out",
     ),
     "unknown validation split": (lambda: module(val_split="dev"), ValueError, "val_split='dev'"),
     "two ways to validate": (

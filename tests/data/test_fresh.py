@@ -85,7 +85,7 @@ def test_a_resumed_run_goes_on_with_the_samples_it_would_have_had(tmp_path: Path
 
 def test_a_trainer_that_would_keep_the_samples_is_refused() -> None:
     with pytest.raises(
-        MisconfigurationException, match=r"reload_dataloaders_every_n_epochs=1\), as"
+        MisconfigurationException, match=r"reload_dataloaders_every_n_epochs=1\) for"
     ):
         run(FedRep(), FreshDataModule(source()), 2, reload_dataloaders_every_n_epochs=0)
 
@@ -96,5 +96,5 @@ def test_a_source_with_another_number_of_samples_is_refused() -> None:
             return tuple(leaf[1:] for leaf in super().draw(round))
 
     data = FreshDataModule(Short(3, 4, 2, 5))
-    with pytest.raises(ValueError, match=r"`draw` of Short to give 15 samples, .* got 14"):
+    with pytest.raises(ValueError, match=r"`draw` of Short to return 15 samples, .* got 14"):
         data.train_dataloader()

@@ -21,7 +21,9 @@ from lightning_pfl.graphs import (
 
 
 def test_a_graph_without_edges_warns() -> None:
-    with pytest.warns(UserWarning, match="`graph` to have edges, but it has none between its 3"):
+    with pytest.warns(
+        UserWarning, match="`graph` to have edges between its 3 clients, but got none"
+    ):
         assert resolve_graph(torch.zeros(3, 3), 3).edges.shape == (2, 0)
 
 
@@ -57,7 +59,7 @@ def test_a_matrix_comes_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_matrix_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"Expected `path` to be a file, .*nope\.npy.*Give"):
+    with pytest.raises(FileNotFoundError, match=r"Expected `path` to be a file, .*nope\.npy.*Use"):
         resolve_graph(MatrixFile(str(tmp_path / "nope.npy")), 3)
 
 

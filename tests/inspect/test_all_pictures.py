@@ -203,7 +203,9 @@ def test_the_matrix_reaches_the_board(tmp_path: Path) -> None:
 
 
 def test_a_method_without_a_personal_part_has_no_distances(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="clients have models of their own, but FedAvg shares the"):
+    with pytest.raises(
+        Exception, match="personal models for PairwiseDistance, but FedAvg shares all"
+    ):
         board_run(tmp_path, FedAvg(), PairwiseDistance()).fit(split(), quadratics())
 
 
@@ -317,5 +319,5 @@ def test_wrong_arguments_are_refused(make: Any, message: str) -> None:
 
 def test_a_metric_that_is_not_validated_is_named(tmp_path: Path) -> None:
     run = board_run(tmp_path, FedRep(), ClientHistogram(["val_f1"]))
-    with pytest.raises(ValueError, match=r"got 'val_f1' and the validation gave \['val_loss'\]"):
+    with pytest.raises(ValueError, match=r"got 'val_f1' and the validation logged \['val_loss'\]"):
         run.fit(split(), quadratics(), quadratics())

@@ -137,7 +137,7 @@ def test_what_can_not_be_drawn_is_refused(tmp_path: Path) -> None:
     ):
         ClientGraph(max_clients=1)
     for method in (FedAvg(), ConvexClustering()):
-        match = rf"a method over a graph .* but got {type(method).__name__}.* with a `graph`; or"
+        match = rf"a method over a graph .* but got {type(method).__name__}.*, or remove"
         run = trainer(method, ClientGraph(), logger=TensorBoardLogger(tmp_path))
         with pytest.raises(MisconfigurationException, match=match):
             run.fit(split(), quadratics())

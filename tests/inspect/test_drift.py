@@ -145,7 +145,7 @@ def test_clients_that_do_not_move_have_no_direction() -> None:
 
 def test_a_method_that_shares_nothing_has_nothing_to_measure() -> None:
     run = trainer(LocalOnly(), DriftMonitor())
-    with pytest.warns(UserWarning, match="but LocalOnly shares nothing: it logs nothing"):
+    with pytest.warns(UserWarning, match="logs nothing, since LocalOnly shares no parameters"):
         run.fit(split(), quadratics())
     assert not [key for key in run.callback_metrics if key.startswith("drift/")]
 

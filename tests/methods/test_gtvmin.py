@@ -134,11 +134,11 @@ def test_the_exact_update_solves_convex_clustering() -> None:
     run = fit(method, quadratic_clients([1.0] * 6, points), QuadraticModule(2), 90)
     w, duals, graph = run.models["w"], run.client_state["duals"], run.strategy.method.graph
     torch.testing.assert_close(w + duals.sum(1), points, rtol=0, atol=1e-5)
-    without_communication = w.unsqueeze(1) - w[graph.neighbours]
-    distance = without_communication.norm(dim=2)
+    difference = w.unsqueeze(1) - w[graph.neighbours]
+    distance = difference.norm(dim=2)
     assert (duals.norm(dim=2) <= weight * (1 + 1e-12)).all()
     split = distance > 1e-3
-    direction = without_communication[split] / distance[split].unsqueeze(1)
+    direction = difference[split] / distance[split].unsqueeze(1)
     torch.testing.assert_close(duals[split], weight * direction, rtol=0, atol=1e-4)
     # Clients of a cluster are one point, those of different clusters are not.
     assert (distance[:3] > 1e-3).sum(1).tolist() == [4, 4, 4]

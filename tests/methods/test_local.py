@@ -75,12 +75,12 @@ class TestLocalOnly:
                         w[k] -= LR * v
             return w
 
-        without_communication, together = by_hand(3, 1), by_hand(1, 3)
-        for rounds, epochs, want in ((3, 1, without_communication), (1, 3, together)):
+        separate, together = by_hand(3, 1), by_hand(1, 3)
+        for rounds, epochs, want in ((3, 1, separate), (1, 3, together)):
             run = fit(LocalOnly(epochs), ragged(), Momentum(2, LR, 0.5), rounds, engine)
             close(run.client_state["model"]["w"], want)
         trained = STEPS > 0
-        distance = [(w - C)[trained].norm(dim=1) for w in (without_communication, together)]
+        distance = [(w - C)[trained].norm(dim=1) for w in (separate, together)]
         assert (distance[0] > distance[1] + 1e-3).all()
 
     def test_is_fedper_with_everything_personal(self, engine: str) -> None:

@@ -112,7 +112,7 @@ class TestGuards:
             BestValidationRound("val_acc", mode="up")  # type: ignore[arg-type]
 
     def test_missing_value(self) -> None:
-        with pytest.raises(ValueError, match=r"Expected `values` to hold 'val', but got \['x'\]"):
+        with pytest.raises(ValueError, match=r"Expected `values` to have 'val', but got \['x'\]"):
             BestValidationRound("val").update(0, {"x": 1.0})
 
 

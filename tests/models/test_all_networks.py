@@ -187,7 +187,7 @@ def test_runs_with_one_model_per_client(name: str) -> None:
 
 class TestGuards:
     def test_mlp_of_one_size(self) -> None:
-        message = r"Expected `sizes` to hold at least .* but got sizes=\[5\]"
+        message = r"Expected `sizes` to have at least .* but got sizes=\[5\]"
         with pytest.raises(ValueError, match=message):
             MLP([5])
 
@@ -196,7 +196,7 @@ class TestGuards:
             dense([5, 0])
 
     def test_three_convolutions(self) -> None:
-        with pytest.raises(ValueError, match=r"Expected `channels` to hold two numbers, but got"):
+        with pytest.raises(ValueError, match=r"Expected `channels` to have two entries, but got"):
             CIFARBackbone(channels=(1, 2, 3))
 
     @pytest.mark.parametrize("num_features", [0, 6])

@@ -107,11 +107,15 @@ MISTAKES: list[tuple[type[Prior], type[Exception], str]] = [
     (
         Summed,
         ValueError,
-        r"`regularizer` of Summed .*\(clients,\), but got shape \(\) for 2 clients",
+        r"`regularizer` of Summed .*\(clients,\), one .*, but got shape \(\) for 2 clients",
     ),
     (Each, ValueError, r"`regularizer` of Each .*but got shape \(2, 2\) for 2 clients\. Sum over"),
     (Plain, ValueError, r"`regularizer` of Plain .*but got 0\.0 for 2 clients"),
-    (Mixing, ValueError, r"`regularizer` of Mixing to treat clients apart, but got \[.*\] for two"),
+    (
+        Mixing,
+        ValueError,
+        r"`regularizer` of Mixing to return .* depends on no other client, but got \[.*\] for two",
+    ),
     (Blind, ValueError, r"`regularizer` of Blind to depend on `theta`, but got no gradient"),
     (Renamed, ValueError, r"`theta_gradient` of Renamed .*but got \{'model\.weight'"),
     (OneTensor, TypeError, r"`init` of OneTensor to return a dict .*but got Tensor"),
@@ -128,7 +132,8 @@ def test_a_mistake_has_a_name(kind: type[Prior], error: type[Exception], text: s
 
 def test_it_is_told_before_the_first_round() -> None:
     with pytest.raises(
-        ValueError, match="`regularizer` of Squares to return one number per client"
+        ValueError,
+        match=r"`regularizer` of Squares to return shape \(clients,\), one number per client",
     ):
         fit(FedMAP(Squares(), prior_lr=0.1), q2())
 

@@ -155,11 +155,11 @@ def test_dimensions_of_edges() -> None:
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({(1, 0): None}, r"a matrix \(d, 3\) under \(1, 0\), .* but got nothing"),
-        ({(0, 1): torch.ones(1, 3)}, r"a matrix \(d, 2\) under \(0, 1\), .* but got \(1, 3\)"),
-        ({(0, 1): torch.ones(2)}, r"a matrix \(d, 2\) under \(0, 1\), .* but got \(2,\)"),
+        ({(1, 0): None}, r"a matrix \(d, 3\) under \(1, 0\), but got nothing"),
+        ({(0, 1): torch.ones(1, 3)}, r"a matrix \(d, 2\) under \(0, 1\), but got \(1, 3\)"),
+        ({(0, 1): torch.ones(2)}, r"a matrix \(d, 2\) under \(0, 1\), but got \(2,\)"),
         ({(0, 1): torch.ones(2, 2)}, r"one number of rows, but got \(2, 2\) under \(0, 1\) and"),
-        ({(0, 0): torch.ones(1, 2)}, r"but got one under \(0, 0\), which is none"),
+        ({(0, 0): torch.ones(1, 2)}, r"but got one under \(0, 0\), which is no edge"),
     ],
 )
 def test_given_maps_must_fit(changed: dict[Any, Any], match: str) -> None:

@@ -1,4 +1,4 @@
-"""Partitions: who holds which sample."""
+"""Partitions of samples over clients."""
 
 from lightning_pfl.data.partition.base import Partition, Parts
 from lightning_pfl.data.partition.consecutive import ConsecutiveClasses

@@ -1,9 +1,8 @@
-"""What a partition is, and the arithmetic that several partitions share.
+"""The Partition class, and functions that several partitions share.
 
-A partition first splits the training samples over clients and returns, beside the positions, its
-*plan*: the part of the draw that has nothing to do with single samples (which classes a client has,
-which share of a class). Applying the plan to the test labels gives every client test data of the
-same kind as its training data.
+A partition splits the training samples and returns their positions and its *plan*: the part of
+the draw that doesn't depend on single samples, such as each client's classes or shares of a class.
+Applied to the test labels, the plan makes test data that resemble each client's training data.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Parts = list[npt.NDArray[np.int64]]
 
 
 class Partition(ABC):
-    """Splits samples over clients; subclasses fill in `split` and `apply`.
+    """A split of samples over clients; subclasses define `split` and `apply`.
 
-    Every draw comes from the generator that is passed in, and every partition terminates: a client
-    that is too small is topped up or the partition is refused with the numbers.
+    Every draw uses the generator that is passed in, and every partition terminates: small clients
+    are topped up, or the partition is refused.
     """
 
     @abstractmethod
@@ -41,13 +40,12 @@ class Partition(ABC):
 
         Returns:
             Positions of each client's samples, and the plan for `apply`. A client has a sample
-            once. Two clients may have it in common; one may then train on what the other is
-            tested on.
+            once. Two clients may share one; then one may train on the other's test data.
         """
 
     @abstractmethod
     def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
-        """Split other samples (the test set) by the plan; clients may come out empty."""
+        """Split other samples (the test set) by the plan; clients may be empty."""
 
     def __call__(
         self,
@@ -77,7 +75,7 @@ class Partition(ABC):
 
 
 def check_clients(num_samples: int, num_clients: int | None, min_size: int = 1) -> int:
-    """Return ``num_clients`` if so many clients can hold ``min_size`` samples each.
+    """Return ``num_clients`` if it is positive and each client can have ``min_size`` samples.
 
     Raises:
         ValueError: It is not a positive int, or there are too few samples.
@@ -85,7 +83,7 @@ def check_clients(num_samples: int, num_clients: int | None, min_size: int = 1) 
     if isinstance(num_clients, bool) or not isinstance(num_clients, int | np.integer):
         raise ValueError(
             f"Expected `num_clients` to be a positive int, but got {num_clients=}. "
-            "Say over how many clients the data are split."
+            "Give the number of clients."
         )
     if num_clients < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a partition gives is checked before samples are dealt out by it."""
+"""Checks of partitions and of the parts that they return."""
 
 from __future__ import annotations
 
@@ -17,53 +17,49 @@ def require_partition(name: str, value: Any) -> Partition:
     """
     if not isinstance(value, Partition):
         raise TypeError(
-            f"Expected `{name}` to be a Partition, but got {name}={value!r}. Make an instance of a "
-            "class of lightning_pfl.data, or of a subclass of Partition with your `split`."
+            f"Expected `{name}` to be a Partition, but got {name}={value!r}. Use an instance "
+            "of a class of lightning_pfl.data, or of your subclass of Partition."
         )
     return value
 
 
 def split_result(found: Any, who: str) -> tuple[Any, Any]:
-    """Return what `split` gave, parts and plan.
-
-    Raises:
-        TypeError: It isn't a pair.
-    """
+    """Return the parts and the plan that `split` returned, or raise TypeError if it is no pair."""
     if not isinstance(found, tuple) or len(found) != 2:
         raise TypeError(
-            "Expected `split` to return the positions of each client's samples and a plan, but "
-            f"{who} returned a {type(found).__name__}. End with `return parts, plan`; what `apply` "
-            "needs to split test samples alike is the plan, None if nothing."
+            "Expected `split` to return a pair (positions of each client's samples, plan), but "
+            f"{who} returned a {type(found).__name__}. End with `return parts, plan`, where the "
+            "plan may be None."
         )
     return found
 
 
 def checked(parts: Any, who: str, num_clients: int | None, num_samples: int) -> Parts:
-    """Return a partition's parts as integer arrays.
+    """Check a partition's parts and convert them to integer arrays.
 
-    Two clients may have a sample in common. A client may not have one twice: the cuts would put it
+    Clients may share samples, but one client may not have a sample twice, as the cuts could put it
     into its training and its test data.
 
     Args:
         parts: Positions of each client's samples: one sequence of integers per client.
         who: Name of the partition.
-        num_clients: How many clients there must be; None: any number.
-        num_samples: How many samples there are to have.
+        num_clients: Required number of clients; None: any.
+        num_samples: Number of samples of the source.
 
     Raises:
-        ValueError: Another number of clients, a position that there is not, or one twice.
-        TypeError: Parts that are no integers.
+        ValueError: If the number of clients is wrong, or a position is out of range or repeated.
+        TypeError: If positions aren't integers.
     """
     if not isinstance(parts, list | tuple):
         raise TypeError(
-            "Expected `partition` to give a list with one array of positions per client, but "
-            f"{who} gave a {type(parts).__name__}. Return a list of integer arrays."
+            "Expected `partition` to return a list with one array of positions per client, but "
+            f"{who} returned a {type(parts).__name__}. Return a list of integer arrays."
         )
     if not parts or num_clients not in (None, len(parts)):
         wanted = "at least one client" if num_clients is None else f"{num_clients=} clients"
         raise ValueError(
-            f"Expected `partition` to give parts for {wanted}, but got {len(parts)} from {who}. "
-            "Return one array of positions per client, an empty one for a client without samples."
+            f"Expected `partition` to return parts for {wanted}, but got {len(parts)} from {who}. "
+            "Return one array of positions per client; it may be empty."
         )
     arrays: Parts = [_positions(part, who, client) for client, part in enumerate(parts)]
     held = np.concatenate(arrays)
@@ -72,7 +68,7 @@ def checked(parts: Any, who: str, num_clients: int | None, num_samples: int) -> 
     if outside.any():
         at = outside.argmax()
         raise ValueError(
-            f"Expected `partition` to give positions in 0..{num_samples - 1}, but got {held[at]} "
+            f"Expected `partition` to return positions in 0..{num_samples - 1}, but got {held[at]} "
             f"from {who} for client {owners[at]}. Positions count the samples of the source."
         )
     order = np.lexsort((held, owners))
@@ -81,8 +77,7 @@ def checked(parts: Any, who: str, num_clients: int | None, num_samples: int) -> 
         at = order[again.argmax()]
         raise ValueError(
             f"Expected `partition` to give a client each sample once, but {who} gave sample "
-            f"{held[at]} to client {owners[at]} several times, so that it could be among its "
-            "training and its test data, or count twice. Drop what is there twice (np.unique)."
+            f"{held[at]} to client {owners[at]} several times. Remove duplicates (np.unique)."
         )
     return arrays
 
@@ -92,7 +87,7 @@ def _positions(part: Any, who: str, client: int) -> Any:
     if array.ndim == 1 and (array.dtype.kind in "iu" or not len(array)):
         return array.astype(np.int64, copy=False)
     raise TypeError(
-        "Expected `partition` to give each client's positions as integers in a row, but got "
+        "Expected `partition` to return each client's positions as a vector of integers, but got "
         f"dtype {array.dtype} and shape {array.shape} from {who} for client {client}. Use "
         "np.nonzero(mask)[0] for a mask."
     )

@@ -1,4 +1,4 @@
-"""Clients with neighbouring classes, in log-normal sizes: FedRep's FEMNIST-letters."""
+"""Clients with consecutive classes and log-normal sizes, as FedRep's FEMNIST letters."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from lightning_pfl.data.partition.labels import cut_classes
 class ConsecutiveClasses(Partition):
     r"""Client :math:`u` holds the classes :math:`u, u + 1, \dots, u + S - 1` modulo their number.
 
-    The size of a client is drawn as :math:`e^{\mu + \sigma z} + b` with standard normal :math:`z`,
-    and it gets :math:`1/S` of it, rounded, of each of its classes, at random. Clients share no
-    samples. Where a class has fewer samples than its clients want, each gets the same share of what
-    it wants, so sizes become smaller; where it has more, the rest is left out. A test set is split
-    in the proportions of the training set, and completely.
+    A client's size is :math:`e^{\mu + \sigma z} + b` with standard normal :math:`z`; it gets
+    :math:`1/S` of it, rounded, from each of its classes, at random. Clients share no samples.
+    Where a class is too small, each client gets the same fraction of its demand; where it is too
+    large, the rest is left out. A test set is split completely, in the proportions of the training
+    set.
 
     Args:
         classes_per_client: :math:`S`, between 1 and the number of classes.
-        log_mean: :math:`\mu`, mean of the logarithm of the part of a size that is drawn.
+        log_mean: :math:`\mu`, mean of the logarithm of the random part of a size.
         log_std: :math:`\sigma > 0`, its standard deviation.
-        smallest: :math:`b \ge 0`, samples that every client wants at least.
+        smallest: :math:`b \ge 0`, smallest size in samples.
 
-    Deviation from the paper: FedRep's released code begins anew in a class for each client, so that
-    many of its clients have the same images, in training and in test sets. Here no two do.
+    Deviation from the paper: FedRep's released code starts again in a class for each client, so
+    that many clients have the same images, in training and test sets. Here no two do.
 
     References:
         Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
@@ -66,7 +66,7 @@ class ConsecutiveClasses(Partition):
         if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 0:
             raise ValueError(
                 f"Expected `smallest` to be a non-negative int, but got {smallest=}. Use 0 for "
-                "sizes that are log-normal."
+                "log-normal sizes."
             )
         self.classes_per_client = classes_per_client
         self.log_mean, self.log_std = float(log_mean), check_positive("log_std", log_std)
@@ -104,7 +104,7 @@ class ConsecutiveClasses(Partition):
         plan: dict[Any, npt.NDArray[np.int64]],
         rng: np.random.Generator,
     ) -> Parts:
-        """Give every client what it wants, or its share of what there is."""
+        """Assign samples to every client as demanded, or the same fraction of all demands."""
         pieces: list[list[npt.NDArray[np.int64]]] = []
         for label, wanted in plan.items():
             order = rng.permutation(np.nonzero(labels == label)[0])

@@ -1,4 +1,4 @@
-"""A picture of a partition: who holds what."""
+"""A picture of a partition."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def class_counts(
 def draw(
     parts: Sequence[npt.NDArray[np.int64]], labels: npt.NDArray[Any], ax: Axes | None = None
 ) -> Axes:
-    """Draw how many samples of each class every client holds.
+    """Plot the number of samples of each class at every client.
 
-    Class labels give a map of counts (classes upwards, clients to the right); floating-point
-    targets give a bar of the size of each client.
+    Class labels make a map of counts (classes upwards, clients to the right); floating-point
+    targets a bar of each client's size.
 
     Args:
         parts: Positions of each client's samples.

@@ -1,4 +1,4 @@
-"""Feature skew: clients see the same kind of data through different maps."""
+"""Feature skew: clients see similar data through different maps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FeaturePlan:
 
 
 class FeatureSkew(Partition):
-    r"""Each client's features pass a map of its own; who holds which sample is left to ``base``.
+    r"""A map of the features per client; ``base`` assigns the samples.
 
     ==============  ==============================================================================
     ``rotate90``    Images turned by 0, 90, 180 or 270 degrees: the first quarter of the clients by
@@ -37,7 +37,7 @@ class FeatureSkew(Partition):
     ==============  ==============================================================================
 
     Args:
-        kind: Which of the maps.
+        kind: ``"rotate90"``, ``"rotate"`` or ``"affine"``.
         base: Partition that assigns the samples. ``None``: IID.
         max_angle: Largest angle of ``rotate`` in degrees, in (0, 180].
         offset: Scale of the shifts of ``affine``, positive.
@@ -86,7 +86,7 @@ class FeatureSkew(Partition):
         return self.base.names(plan.base)
 
     def change_features(self, features: Tensor, parts: Parts, plan: Any) -> Tensor:
-        """Return a copy in which every client's samples have passed its map.
+        """Return a copy in which every client's map is applied to its samples.
 
         Args:
             features: Images ``(samples, channels, height, width)`` or vectors ``(samples, d)``.
@@ -143,7 +143,7 @@ def rotate(images: Tensor, degrees: float) -> Tensor:
         degrees: Angle.
     """
     angle = np.deg2rad(degrees)
-    # affine_grid maps output places to input places, with y pointing down.
+    # affine_grid maps output coordinates to input coordinates, with y pointing down.
     turn = [[np.cos(angle), -np.sin(angle), 0.0], [np.sin(angle), np.cos(angle), 0.0]]
     theta = torch.tensor(turn, dtype=torch.float32).expand(len(images), 2, 3)
     if len(images) == 0:

@@ -15,14 +15,14 @@ from lightning_pfl.data.partition.labels import cut_classes
 
 
 class Natural(Partition):
-    """One client per value of a column: the writer, the hospital, the device.
+    """One client per value of a column, such as the writer, the hospital or the device.
 
     Clients are sorted by value and named by it; nothing is moved between clients.
 
     Args:
-        column: Column of the source that says whose sample it is. ``None``: the source's only one.
-        min_size: Clients with fewer samples than this are left out; it counts before the data
-            module cuts validation (and, without a test set, test) samples off.
+        column: Column of the source with the client of each sample. ``None``: the only one.
+        min_size: Clients with fewer samples are left out; counted before the data module cuts
+            validation (and, without a test set, test) samples off.
     """
 
     def __init__(self, column: str | None = None, min_size: int = 1) -> None:
@@ -49,7 +49,7 @@ class Natural(Partition):
 
         Args:
             labels: The client column, ``(samples,)``.
-            num_clients: ``None``: all clients that are large enough; otherwise so many of them,
+            num_clients: ``None``: all clients that are large enough; otherwise this many of them,
                 drawn at random.
             rng: Source of all randomness.
         """
@@ -68,7 +68,7 @@ class Natural(Partition):
         return self.apply(labels, values, rng), values
 
     def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
-        """Group samples by the same values; a client without test samples comes out empty."""
+        """Group samples by the same values; clients without test samples are empty."""
         order = np.argsort(labels, kind="stable")
         start = np.searchsorted(labels, plan, side="left", sorter=order)
         end = np.searchsorted(labels, plan, side="right", sorter=order)
@@ -80,18 +80,18 @@ class Natural(Partition):
 
 
 class FlowerPartitioner(Partition):
-    """Any partitioner of flwr-datasets.
+    """A partitioner of flwr-datasets.
 
     The partitioner sees a table with one row per training sample and one column to split by,
-    ``label_column``; its own seed decides the draw. A Flower partitioner knows no second split, so
-    the test samples of each class, or with each value of that column, are divided in proportion to
-    the clients' training samples of it.
+    ``label_column``; its own seed decides the draw. Flower partitioners can't split a second set,
+    so the test samples of each class, or of each value of that column, are divided in proportion
+    to the clients' training samples.
 
     Args:
         partitioner: Object with the attributes ``dataset`` (is assigned), ``num_partitions`` and
-            ``load_partition(partition_id)``. A copy is used, so it can serve several times.
-        label_column: The column that the partitioner expects (its ``partition_by``): if it is a
-            column of the source, such as the client of a table, that one, else the labels.
+            ``load_partition(partition_id)``. A copy is used.
+        label_column: The column that the partitioner expects (its ``partition_by``): a column of
+            the source, such as the client of a table, otherwise the labels.
     """
 
     def __init__(self, partitioner: Any, label_column: str = "label") -> None:
@@ -131,7 +131,7 @@ class FlowerPartitioner(Partition):
         return cut_classes(labels, plan, rng)
 
     def _load(self, labels: npt.NDArray[Any], num_clients: int | None) -> Parts:
-        """Positions of each of the partitioner's clients."""
+        """Load the positions of each of the partitioner's clients."""
         from datasets import Dataset
 
         # flwr-datasets lets a dataset be assigned only once, hence the copy.
@@ -146,10 +146,10 @@ class FlowerPartitioner(Partition):
                     np.asarray(list(partitioner.load_partition(k)["position"]), dtype=np.int64)
                     for k in range(clients)
                 ]
-        except Exception as error:  # another library's, of any kind
+        except Exception as error:  # any exception of another library
             raise ValueError(
                 f"Expected `partitioner` to split a table with the columns {self.label_column!r} "
-                f"and 'position', but {type(partitioner).__name__} says: "
+                f"and 'position', but {type(partitioner).__name__} raised: "
                 f"{str(error).rstrip('. ')}. Set label_column to its partition_by, or change its "
                 "settings."
             ) from error

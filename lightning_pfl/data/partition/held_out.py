@@ -17,24 +17,24 @@ from lightning_pfl.data.partition.sizes import IID
 
 @dataclass(frozen=True)
 class HeldOutPlan:
-    """Plan of `HeldOutClasses`: those of the two groups of clients."""
+    """Plan of `HeldOutClasses`: the plans of old and of new clients."""
 
     base: Any
     new: Any
 
 
 class HeldOutClasses(Partition):
-    """The last clients alone hold some of the classes; the others are split by ``base``.
+    """A partition that reserves some classes for the last clients; ``base`` splits the others.
 
-    For `NewClientAdaptation`: with ``FederatedDataModule(new_clients=...)`` of the same number,
-    nobody who takes part in a round has ever seen the classes of the new clients. These are
-    dealt to them at random, in equal numbers.
+    For `NewClientAdaptation`: with the same number in ``FederatedDataModule(new_clients=...)``, no
+    client that takes part in a round has the new clients' classes. These are split over the new
+    clients at random, in equal numbers.
 
     Args:
-        classes: The labels that only the new clients hold.
-        new_clients: How many of the last clients are new, at least 1.
-        base: Partition of the other classes over the other clients; one that splits by labels.
-            ``None``: `ClassesPerClient`.
+        classes: The labels of the new clients.
+        new_clients: Number of new clients, the last ones, at least 1.
+        base: Partition of the other classes over the other clients, by labels. ``None``:
+            `ClassesPerClient`.
 
     References:
         Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
@@ -52,8 +52,8 @@ class HeldOutClasses(Partition):
     ) -> None:
         if not classes or len(set(classes)) < len(classes):
             raise ValueError(
-                f"Expected `classes` to be different labels, but got {classes=}. Name the classes "
-                "that only the new clients hold."
+                f"Expected `classes` to be different labels, but got {classes=}. Give the classes "
+                "of the new clients."
             )
         if isinstance(new_clients, bool) or not isinstance(new_clients, int) or new_clients < 1:
             raise ValueError(
@@ -68,7 +68,7 @@ class HeldOutClasses(Partition):
     def split(
         self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
     ) -> tuple[Parts, Any]:
-        """Split both groups of classes, each over its group of clients."""
+        """Split old and new classes over old and new clients."""
         clients = check_clients(len(labels), num_clients)
         known = check_classes(labels, "HeldOutClasses")
         unknown = sorted(set(self.classes) - set(known.tolist()))
@@ -88,7 +88,7 @@ class HeldOutClasses(Partition):
         return _positions(old, old_parts) + _positions(new, new_parts), HeldOutPlan(base, rest)
 
     def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
-        """Split both groups of classes by their plans."""
+        """Split old and new classes by their plans."""
         old, new = self._groups(labels)
         old_parts = self.base.apply(labels[old], plan.base, rng)
         new_parts = self.rest.apply(labels[new], plan.new, rng)
@@ -97,7 +97,7 @@ class HeldOutClasses(Partition):
     def _groups(
         self, labels: npt.NDArray[Any]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Positions of the samples of the other classes, and of those that are held out."""
+        """Positions of the samples of old classes, and of the held-out ones."""
         held_out = np.isin(labels, self.classes)
         return np.nonzero(~held_out)[0], np.nonzero(held_out)[0]
 

@@ -1,4 +1,4 @@
-"""Partitions by class: clients differ in which labels they hold."""
+"""Partitions by class, for clients with different labels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ClassesPerClient(Partition):
     :math:`s = S n / C` shards. A list that contains every class :math:`s` times is shuffled and cut
     into :math:`n` rows of :math:`S`; a client takes one shard per entry of its row. The same class
     can come up twice in a row, so a client has *at most* :math:`S` classes. Where :math:`S n / C`
-    is not whole, random classes get one shard more than the others. All samples are used.
+    isn't an integer, random classes get one shard more than the others. All samples are used.
 
     Args:
         classes_per_client: :math:`S`, between 1 and the number of classes.
@@ -106,10 +106,10 @@ class Dirichlet(Partition):
     r"""Each class is split over the clients in Dirichlet proportions.
 
     For each class the proportions over the :math:`n` clients are drawn from
-    :math:`\mathrm{Dir}(\alpha 1_n)`. Small :math:`\alpha` gives each class to few clients, large
-    :math:`\alpha` approaches IID. All samples are used, and the test split follows the same
-    proportions. Instead of drawing again until every client is large enough, which may never end,
-    clients below ``min_size`` are topped up with random samples of the largest ones.
+    :math:`\mathrm{Dir}(\alpha 1_n)`. Small :math:`\alpha` concentrates a class at few clients,
+    large :math:`\alpha` approaches IID. All samples are used, and the test split follows the same
+    proportions. Clients below ``min_size`` are topped up with random samples of the largest ones,
+    where drawing again might never end.
 
     Args:
         alpha: :math:`\alpha > 0`, concentration.
@@ -143,7 +143,7 @@ class Dirichlet(Partition):
             drawn = rng.dirichlet(np.full(num_clients, self.alpha))
         if np.isfinite(drawn).all() and drawn.sum() > 0.5:
             return drawn
-        # Beyond what floats can draw: the limits, all samples at one client or equal shares.
+        # Outside the range of floats: the limits, all samples at one client or equal shares.
         if self.alpha < 1:
             drawn = np.zeros(num_clients)
             drawn[rng.integers(num_clients)] = 1.0
@@ -153,24 +153,24 @@ class Dirichlet(Partition):
 
 @dataclass(frozen=True)
 class LabelShares:
-    """Plan of `LabelSkew`: the label, and which share of each client's samples has it."""
+    """Plan of `LabelSkew`: the label, and its share in each client's samples."""
 
     label: Any
     shares: npt.NDArray[np.float64]
 
 
 class LabelSkew(Partition):
-    """Equal sizes; in the last clients one label makes up a given share of the samples.
+    """Equal sizes, with a given share of one label in the last clients.
 
-    The other clients keep the label's share in the whole data. Samples that would break these
+    The other clients have the label's share in the data. Samples that would break these
     proportions are left out, so clients are as large as the data allow. The defaults are the label
     skew of the FedMAP experiments (of ten clients, the last five have 85 % of class 0).
 
     Args:
-        label: The label that prevails.
+        label: The prevailing label.
         share: Its share in the skewed clients, in [0, 1].
-        skewed_fraction: Share of clients that are skewed, in [0, 1]; the last ones, rounded to a
-            whole number of clients.
+        skewed_fraction: Share of clients that are skewed, in [0, 1], rounded to a number of
+            clients; the last ones.
     """
 
     def __init__(self, label: int = 0, share: float = 0.85, skewed_fraction: float = 0.5) -> None:
@@ -181,7 +181,7 @@ class LabelSkew(Partition):
     def split(
         self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
     ) -> tuple[Parts, Any]:
-        """Fix the shares, the plan, and deal out samples by them."""
+        """Fix the shares, the plan, and assign samples by them."""
         clients = check_clients(len(labels), num_clients)
         classes = check_classes(labels, "LabelSkew")
         if self.label not in classes:
@@ -213,7 +213,7 @@ class LabelSkew(Partition):
             )
             + 1e-9  # 3 / 0.3 is 10, also in floats
         )
-        # Rounding the cumulated counts keeps both totals within what is there.
+        # Rounding the cumulated counts keeps both totals within the available samples.
         cuts_in = np.floor(np.cumsum(plan.shares) * size + 1e-9).astype(np.int64)
         cuts_out = size * np.arange(1, len(plan.shares) + 1) - cuts_in
         split_in, split_out = np.split(inside, cuts_in), np.split(outside, cuts_out)

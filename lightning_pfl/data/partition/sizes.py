@@ -1,4 +1,4 @@
-"""Partitions that differ in how many samples a client has, not in which kind."""
+"""Partitions of random samples in different sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_pfl.data.partition.base import (
 
 
 class SizePartition(Partition):
-    """Random samples for every client, in sizes that follow the shares a subclass draws."""
+    """Random samples for every client, in sizes proportional to a subclass's `shares`."""
 
     min_size = 1
 
@@ -32,18 +32,18 @@ class SizePartition(Partition):
     def split(
         self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
     ) -> tuple[Parts, Any]:
-        """Draw the shares and deal out all samples; too small clients are topped up."""
+        """Draw the shares and assign all samples; small clients are topped up."""
         clients = check_clients(len(labels), num_clients, self.min_size)
         plan = self.shares(clients, rng)
         return top_up(self.apply(labels, plan, rng), self.min_size, rng), plan
 
     def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
-        """Deal out all samples by the same shares."""
+        """Assign all samples by the same shares."""
         return cut_by_shares(rng.permutation(len(labels)), plan)
 
 
 class IID(SizePartition):
-    """Every client gets a random sample of the same size (sizes differ by one at most).
+    """Random samples in equal sizes, which differ by one at most.
 
     All samples are used.
 
@@ -90,8 +90,8 @@ class QuantitySkew(SizePartition):
 
     Args:
         ratio: Size of a large client over the size of a small one, positive.
-        small_fraction: Share of clients that are small, in [0, 1]; the last ones, rounded to a
-            whole number of clients.
+        small_fraction: Share of clients that are small, in [0, 1], rounded to a number of clients;
+            the last ones.
     """
 
     def __init__(self, ratio: float = 4.0, small_fraction: float = 0.5) -> None:

@@ -1,1 +1,1 @@
-"""Where data come from."""
+"""Sources of federated data."""

@@ -1,4 +1,4 @@
-"""What a source of data is, and the transform that image sources share."""
+"""The base classes of data sources, and the transform of image sources."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ Labels = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class SourceData:
-    """A whole data set in memory, before it is split over clients.
+    """A data set in memory, before it is split over clients.
 
     Attributes:
         fields: ``(features, labels, ...)`` of the training samples. Images stay uint8.
-        labels: What partitions split by, ``(samples,)``: classes, or floats for regression.
+        labels: Labels that partitions split by, ``(samples,)``: classes, or floats for regression.
         test_fields: The data set's own test samples, ``None`` if it has none.
         test_labels: Their labels.
         transform: Deterministic, per sample, applied to gathered batches (uint8 to floats).
         augment: Random, for training batches of one client.
-        eval_transform: In place of ``transform`` for validation and test batches; ``None``: the
-            same.
+        eval_transform: Replaces ``transform`` for validation and test batches; ``None``: the same.
         num_classes: Number of classes, ``None`` for regression.
         columns: Further columns of the training samples, such as the client that owns them.
         test_columns: The same columns of the test samples.
@@ -49,10 +48,10 @@ class SourceData:
 
 
 class Source(ABC):
-    """Where data come from. `prepare` may download and runs on one process, `load` on all."""
+    """A source of samples: `prepare` may download and runs on one process, `load` on all."""
 
     def prepare(self) -> None:  # noqa: B027 - most sources have nothing to prepare
-        """Make sure that the files are on disk."""
+        """Download or convert files where needed."""
 
     @abstractmethod
     def load(self) -> SourceData:
@@ -60,11 +59,11 @@ class Source(ABC):
 
 
 class FreshSource(Source):
-    """A source that has other training samples for every round; see ``FreshDataModule``."""
+    """A source with new training samples for every round; see ``FreshDataModule``."""
 
     @abstractmethod
     def draw(self, round: int) -> Fields:
-        """The training samples of a round, from 0: as many, of the same clients, as `load` has."""
+        """Draw the training samples of a round, from 0, with the sizes and clients of `load`."""
 
 
 class NormalizeImages:
@@ -94,7 +93,7 @@ class NormalizeImages:
 def _scale_and_shift(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Constants on the device, made once: a copy from the host per batch would stall a GPU."""
+    """Cache the constants on the device: a copy from the host per batch would stall a GPU."""
     # Outside inference mode, or a later training step could not use the cached tensors.
     with torch.inference_mode(False):
         sigma = np.asarray(std, dtype=np.float64).reshape(-1, 1, 1)
@@ -104,7 +103,7 @@ def _scale_and_shift(
 
 
 def load_error(what: str, tried: Sequence[str], remedy: str) -> FileNotFoundError:
-    """Build the error for data that are in none of the places where they were looked for."""
+    """Build the error for data that were found in none of the searched places."""
     return FileNotFoundError(
         f"Expected {what} in one of these places, but got nothing usable: {'; '.join(tried)}. "
         f"{remedy}"

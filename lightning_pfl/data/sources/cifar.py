@@ -15,11 +15,11 @@ Channels = tuple[float, float, float]
 
 
 class CropAndFlip:
-    """Random crop after padding, and random horizontal flip, for a whole batch at once.
+    """Random crop after padding, and random horizontal flip, of a batch.
 
-    The padding is black *before* normalisation, as in the usual pipeline of crop, flip and
-    normalise, although this runs on normalised images. Every draw is a ``torch.rand`` call of one
-    number per image, and nothing depends on values, so the engine can key and batch it.
+    The padding is black *before* normalisation, as in the usual pipeline, although this runs on
+    normalised images. Every draw is a ``torch.rand`` call of one number per image and no control
+    flow depends on values, so the engine can key and batch it.
 
     Args:
         mean: Mean of each channel that the images were normalised with.
@@ -43,8 +43,8 @@ class CropAndFlip:
 
         Args:
             images: ``(samples, channels, height, width)``.
-            down: Rows by which the crop lies below the centre, ``(samples,)`` long.
-            right: Columns by which it lies right of the centre, ``(samples,)`` long.
+            down: Rows of the crop's centre below the image's, ``(samples,)`` long.
+            right: Columns of the crop's centre right of the image's, ``(samples,)`` long.
             flip: Which images to mirror left to right, ``(samples,)`` bool.
         """
         height, width = images.shape[-2:]
@@ -61,13 +61,13 @@ class CropAndFlip:
         return torch.where(inside, taken, black.to(images.dtype)[:, None, None])
 
     def _shift(self, uniform: Tensor) -> Tensor:
-        """Map uniform numbers in [0, 1) to whole offsets in -padding .. padding."""
+        """Map uniform numbers in [0, 1) to integer offsets in -padding .. padding."""
         steps = 2 * self.padding + 1
         return (uniform * steps).long().clamp(max=steps - 1) - self.padding
 
 
 class _CIFAR(Source):
-    """What the two data sets share: torchvision's reader, uint8 pool, normalisation."""
+    """The common part of both data sets: torchvision's reader, uint8 pool, normalisation."""
 
     name: str
     num_classes: int

@@ -10,7 +10,7 @@ from lightning_pfl.data.sources.base import Source, SourceData
 class Digits(Source):
     """The test part of the UCI optical digits data, as ``(1, 8, 8)`` floats in [0, 1].
 
-    It has no test set of its own: the data module cuts test data from each client.
+    It has no test set: the data module cuts test data from each client.
 
     References:
         Alpaydin, Kaynak. Optical recognition of handwritten digits. UCI repository, 1998.

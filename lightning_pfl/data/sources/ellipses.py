@@ -37,7 +37,7 @@ class Ellipses:
     angle: float = 0.0
 
     def draw(self, positive: bool, count: int, rng: np.random.Generator) -> Floats:
-        """So many points of a class, ``(count, 2)``: all angles first, then all radii."""
+        """Draw ``count`` points of a class, ``(count, 2)``: all angles first, then all radii."""
         turn = rng.uniform(0, 2 * np.pi, count)
         radius = np.sqrt(rng.uniform(0, 1, count))
         flat = np.stack([self.axes[0] * np.cos(turn), self.axes[1] * np.sin(turn)], 1)
@@ -49,7 +49,7 @@ class Ellipses:
 
 
 def _star(distance: float, axes: Point) -> tuple[Ellipses, ...]:
-    """Three clusters, each turned by a third of a circle."""
+    """Make three clusters, each turned by a third of a circle."""
     found = []
     for k in range(3):
         angle = 2 * math.pi * k / 3
@@ -81,20 +81,20 @@ class EllipseClusters(Source):
 
     Args:
         setting: ``"overlap"``: classes overlap and clusters contradict each other; ``"recovery"``:
-            overlapping classes, and clusters so far apart that they can be told from the data;
-            ``"separable"``: neither overlaps.
+            overlapping classes, and clusters that can be recovered from the data; ``"separable"``:
+            neither overlaps.
         clients_per_cluster: Clients of each cluster.
-        samples: Samples of each client, at least 2; drawn again if they are all of one class, which
-            has no optimal classifier.
+        samples: Samples of each client, at least 2; drawn again if all have one class, which has
+            no optimal classifier.
         pool: Samples of each class in a cluster's pool.
         test_samples: Test samples of each class.
-        seed: Seed of one generator for everything.
+        seed: Seed of all draws.
         dtype: Type of the points.
 
     Raises:
-        ValueError: If a setting is unknown, or a client can't have so many samples.
+        ValueError: If a setting is unknown or out of range.
 
-    Deviation from the paper: it doesn't tell its ellipses; these are ours.
+    Deviation from the paper: it doesn't state its ellipses; these are ours.
 
     Example:
         >>> EllipseClusters(clients_per_cluster=2).load().fields[0].shape
@@ -133,7 +133,7 @@ class EllipseClusters(Source):
 
     @property
     def labels(self) -> list[int]:
-        """The true cluster of each client."""
+        """Return each client's true cluster."""
         return [k for k in range(len(self.clusters)) for _ in range(self.clients_per_cluster)]
 
     def load(self) -> SourceData:

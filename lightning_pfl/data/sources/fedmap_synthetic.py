@@ -1,4 +1,4 @@
-"""FedMAP's synthetic data: the class is a distance in a hidden subspace, seen through maps."""
+"""FedMAP's synthetic data: classes by distance in a hidden subspace, seen through client maps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROTATION, SAMPLES, MAP, SPLIT = range(4)
 class FedMAPSynthetic(Source):
     r"""Binary classification by the distance from the origin in a hidden subspace.
 
-    Of the ``num_features`` coordinates :math:`z` of a sample, the first ``intrinsic_dim`` tell
+    Of the ``num_features`` coordinates :math:`z` of a sample, the first ``intrinsic_dim`` determine
     the class, the others are a nuisance:
 
     ===========  ==================================================================================
@@ -36,8 +36,8 @@ class FedMAPSynthetic(Source):
         b_k = \text{offset} \cdot (k + 1) \cdot \mathcal N(0, I)
 
     Every client's samples are cut at random into training and test samples, and scaled by the mean
-    and standard deviation of its *training* samples. A data module may cut validation samples out
-    of the training samples; those have then taken part in the scaling.
+    and standard deviation of its *training* samples. Validation samples that a data module cuts
+    off the training samples were part of this scaling.
 
     =============  ================================================================================
     ``iid``        all clients have both classes in equal shares, and no map :math:`A_k, b_k`
@@ -55,24 +55,24 @@ class FedMAPSynthetic(Source):
         samples: Samples of a client, training and test together.
         small_samples: Samples of a small client (``quantity``).
         majority_share: Share of class 0 at a skewed client (``label``), in (0, 1).
-        skewed_clients: How many of the last clients are small or skewed. None: half of them.
+        skewed_clients: Number of small or skewed clients, the last ones. None: half of them.
         num_features: Number of features.
-        intrinsic_dim: Dimension of the subspace that tells the class, at most ``num_features``.
+        intrinsic_dim: Dimension of the informative subspace, at most ``num_features``.
         radius: Mean radius of class 1.
         center_variance: Variance of each coordinate of class 0 in the subspace.
         radius_variance: Variance of the radius of class 1.
         nuisance_variance: Variance of each coordinate outside the subspace: 2 in the paper's text,
             9 in its code.
         offset: Scale of the clients' shifts, at least 0.
-        train_fraction: Share of a client's samples that it trains on, in (0, 1).
+        train_fraction: Training share of a client's samples, in (0, 1).
         standardize: Whether features are scaled per client.
         seed: Seed of everything.
 
     Raises:
         ValueError: A setting is out of its range.
 
-    Deviation from the paper: its code keeps the client's number as a 31st feature, which the
-    scaling turns into zeros; it is left out here.
+    Deviation from the paper: its code has the client's index as a 31st feature, which the scaling
+    turns into zeros; it is left out here.
 
     Example:
         >>> FedMAPSynthetic("quantity", samples=20, small_samples=10).sizes()
@@ -136,15 +136,15 @@ class FedMAPSynthetic(Source):
         )
 
     def sizes(self) -> list[int]:
-        """Samples of each client, training and test together."""
+        """Return the number of samples of each client, training and test together."""
         small = self.small_samples if self.scenario == "quantity" else self.samples
         large = self.num_clients - self.skewed_clients
         return [self.samples] * large + [small] * self.skewed_clients
 
     def client(self, number: int) -> tuple[tuple[Labels, Labels], tuple[Labels, Labels]]:
-        """Training and test samples of one client, each as features and labels, in float64.
+        """Draw one client's training and test samples, each as features and labels, in float64.
 
-        A client doesn't depend on how many others there are.
+        A client doesn't depend on the number of others.
         """
         labels = self._labels(number)
         x = self.hidden(labels, self._rng(SAMPLES, number)) @ self.rotation()
@@ -160,7 +160,7 @@ class FedMAPSynthetic(Source):
         return (x[train], labels[train]), (x[test], labels[test])
 
     def rotation(self) -> Labels:
-        """The orthogonal matrix :math:`Q`, uniformly distributed, common to all clients."""
+        """Draw the orthogonal matrix :math:`Q`, uniformly distributed, common to all clients."""
         square = (self.num_features, self.num_features)
         q, r = np.linalg.qr(self._rng(ROTATION, 0).standard_normal(square))
         # Without the signs of R's diagonal the distribution depends on the QR routine.
@@ -168,13 +168,13 @@ class FedMAPSynthetic(Source):
         return rotation
 
     def map_of(self, number: int) -> tuple[Labels, Labels]:
-        """The matrix :math:`A_k` and the shift :math:`b_k` of a client."""
+        """Draw the matrix :math:`A_k` and the shift :math:`b_k` of a client."""
         rng, dim = self._rng(MAP, number), self.num_features
         matrix = rng.standard_normal((dim, dim))
         return matrix, self.offset * (number + 1) * rng.standard_normal(dim)
 
     def hidden(self, labels: Labels, rng: np.random.Generator) -> Labels:
-        """Coordinates before rotation and map, ``(samples, num_features)``.
+        """Draw coordinates before rotation and map, ``(samples, num_features)``.
 
         Args:
             labels: Classes, 0 or 1, ``(samples,)``.
@@ -191,7 +191,7 @@ class FedMAPSynthetic(Source):
         return hidden
 
     def _labels(self, number: int) -> Labels:
-        """Classes of a client's samples; the order means nothing, as the split shuffles it."""
+        """Return the classes of a client's samples, sorted; the split shuffles them."""
         size = self.sizes()[number]
         skewed = self.scenario == "label" and number >= self.num_clients - self.skewed_clients
         zeros = round((self.majority_share if skewed else 0.5) * size)
@@ -204,7 +204,7 @@ class FedMAPSynthetic(Source):
         if self.scenario not in SCENARIOS:
             raise ValueError(
                 f"Expected `scenario` to be one of {SCENARIOS}, but got "
-                f"scenario={self.scenario!r}. Choose what differs between clients."
+                f"scenario={self.scenario!r}. Use one of them."
             )
         least = {"num_clients": 1, "samples": 2, "small_samples": 2, "intrinsic_dim": 1}
         for name, lowest in least.items():
@@ -223,7 +223,7 @@ class FedMAPSynthetic(Source):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(
                     f"Expected `{name}` to be in (0, 1), but got {name}={getattr(self, name)!r}. "
-                    "The paper has majority_share=0.85 and train_fraction=0.7."
+                    "Use 0.85 and 0.7 as in the paper."
                 )
         for name, highest in (
             ("intrinsic_dim", self.num_features),

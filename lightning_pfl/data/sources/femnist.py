@@ -15,7 +15,7 @@ from lightning_pfl.data.sources.table import HuggingFaceTable
 
 #: The classes in the order of their numbers.
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-#: LEAF writes so many writers into a JSON file, which makes 36 files of the whole data set.
+#: Number of writers in one of LEAF's JSON files, of which the data set has 36.
 WRITERS_PER_FILE = 100
 SIDE = 28
 HUB = "flwrlabs/femnist"
@@ -24,25 +24,25 @@ HUB = "flwrlabs/femnist"
 class FEMNIST(Source):
     """FEMNIST from LEAF's JSON files, else from the table ``flwrlabs/femnist`` of Hugging Face.
 
-    To have the files of LEAF, run ``./preprocess.sh -s niid --sf 1.0 -t sample`` in its folder
+    To make the files of LEAF, run ``./preprocess.sh -s niid --sf 1.0 -t sample`` in its folder
     ``data/femnist`` (github.com/TalwalkarLab/leaf) and copy ``data/all_data/all_data_*.json`` into
     ``data_dir``. Or put the parquet files of the table (its folder ``data``, or one made by
     ``save_to_disk``) there. With neither, the table is downloaded and kept in ``data_dir``.
 
-    Images are uint8 ``(1, 28, 28)`` in the pool, white paper is 255, and pixels become numbers in
-    [0, 1] in the batch. Two columns say whose image it is, for the partition `Natural`: ``writer``,
-    and ``file``, the number of the JSON file (from 0), which holds 100 writers; in the table the
-    writers are counted in the order in which they appear.
+    Images are uint8 ``(1, 28, 28)`` in the pool, white paper is 255, and floats in [0, 1] in the
+    batch. Two columns serve the partition `Natural`: ``writer``, and ``file``, the number of the
+    JSON file (from 0), which has 100 writers; in the table writers are counted in order of
+    appearance.
 
     Args:
         data_dir: Folder of the files.
         characters: The classes to keep, each once; their order makes the labels 0, 1, ....
-        max_per_class: Keep only the first so many images of each class, in the order of the files.
+        max_per_class: Keep only this many images of each class, the first ones in file order.
             ``None``: all.
 
     Raises:
-        ValueError: ``characters`` has an unknown character or one twice, or ``max_per_class`` is
-            not positive.
+        ValueError: ``characters`` has an unknown or repeated character, or ``max_per_class`` is not
+            positive.
 
     Example:
         >>> FEMNIST(characters="abcdefghij", max_per_class=4000).characters
@@ -110,7 +110,7 @@ class FEMNIST(Source):
         )
 
     def _read(self, files: list[Path]) -> tuple[npt.NDArray[Any], ...]:
-        """Pixels ``(n, 28, 28)`` uint8, labels, writers and file numbers of LEAF's files."""
+        """Read pixels ``(n, 28, 28)`` uint8, labels, writers and file numbers of LEAF's files."""
         pixels, labels, writers, numbers = [], [], [], []
         for number, path in enumerate(files):
             for writer, samples, classes in read_leaf(path):
@@ -121,7 +121,7 @@ class FEMNIST(Source):
         return tuple(np.concatenate(parts) for parts in (pixels, labels, writers, numbers))
 
     def _read_table(self) -> tuple[npt.NDArray[Any], ...]:
-        """The same of the table; a hundred writers in the order of appearance count as a file."""
+        """Read the table; a hundred writers in order of appearance count as a file."""
         try:
             arrays = self._table().load()
         except FileNotFoundError as error:
@@ -134,7 +134,7 @@ class FEMNIST(Source):
         return pixels, arrays.labels, writers, rank[inverse] // WRITERS_PER_FILE
 
     def _table(self) -> HuggingFaceTable:
-        # Not below: that is where the library keeps what it has downloaded.
+        # Not in its subfolders, where the library caches downloads.
         saved = ("*.parquet", "data/*.parquet", "state.json", "dataset_dict.json")
         local = any(path for pattern in saved for path in self.data_dir.glob(pattern))
         path = str(self.data_dir) if local else HUB
@@ -144,7 +144,7 @@ class FEMNIST(Source):
         )
 
     def _kept(self, labels: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Positions of the images that are kept, in the order of the files."""
+        """Find the positions of the images to keep, in the order of the files."""
         found = [
             np.nonzero(labels == CHARACTERS.index(character))[0][: self.max_per_class]
             for character in self.characters
@@ -167,7 +167,7 @@ class FEMNIST(Source):
 
 
 def _pixels(samples: list[Any], path: Path) -> npt.NDArray[np.uint8]:
-    """A writer's images as bytes; LEAF has them as lists of 784 multiples of 1/255."""
+    """Convert a writer's images, lists of 784 multiples of 1/255, to bytes."""
     try:
         values = np.asarray(samples, dtype=np.float64)
         images: npt.NDArray[np.uint8] = (

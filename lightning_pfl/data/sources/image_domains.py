@@ -17,11 +17,11 @@ ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 class CenterCrop:
-    """Cut the centre out of every image, then normalise: what evaluation sees.
+    """Centre crop and normalisation, for evaluation.
 
     Args:
         size: Side of the square in pixels, at most that of the images.
-        normalize: Turns bytes into floats.
+        normalize: Conversion of bytes to floats.
     """
 
     def __init__(self, size: int, normalize: NormalizeImages) -> None:
@@ -40,9 +40,9 @@ class ImageDomains(Source):
 
     The layout is ``data_dir/amazon/back_pack/frame_0001.jpg``, or with a folder ``images`` between
     domain and class, as in the archive of Office-31 (4,110 images of 31 classes: 2,817 of the
-    domain ``amazon``, 498 of ``dslr``, 795 of ``webcam``; to be had from its authors). Classes are
-    numbered in the order of their names over all domains; the column ``domain`` says which domain
-    an image is of, so the partition is `Natural`.
+    domain ``amazon``, 498 of ``dslr``, 795 of ``webcam``; available from its authors). Classes are
+    numbered in the order of their names over all domains; the partition is `Natural` by the column
+    ``domain``.
 
     Images are kept as bytes ``(3, image_size, image_size)``: resized until the shorter side fits,
     and cut at the centre. Training crops a random part and mirrors half of the images; evaluation
@@ -60,9 +60,9 @@ class ImageDomains(Source):
     Raises:
         ValueError: The crop is larger than the images.
 
-    Deviation from the paper: its random crops are taken from the images as they are in the files,
-    these from the images in memory. A pass that measures the loss on training samples, as FedMAP's
-    weights need, sees the images in memory without a crop.
+    Deviation from the paper: its random crops are taken from the images in the files, these from
+    the images in memory. A pass that measures the loss on training samples, as FedMAP's weights
+    need, uses the images in memory without a crop.
 
     References:
         Saenko, Kulis, Fritz, Darrell. Adapting visual category models to new domains. ECCV 2010.
@@ -91,7 +91,7 @@ class ImageDomains(Source):
         self.normalize = NormalizeImages(mean, std)
 
     def prepare(self) -> None:
-        """Look for the folders.
+        """Check that the folders exist.
 
         Raises:
             FileNotFoundError: A domain is missing or has no images.
@@ -124,7 +124,7 @@ class ImageDomains(Source):
         )
 
     def files(self) -> dict[str, list[Path]]:
-        """The images of each domain, sorted by class and name.
+        """List the images of each domain, sorted by class and name.
 
         Raises:
             FileNotFoundError: A domain is missing or has no images.
@@ -147,7 +147,7 @@ class ImageDomains(Source):
         return found
 
     def _read(self, path: Path) -> torch.Tensor:
-        """One image as bytes ``(3, image_size, image_size)``."""
+        """Read one image as bytes ``(3, image_size, image_size)``."""
         from PIL import Image
         from torchvision.transforms import functional
 

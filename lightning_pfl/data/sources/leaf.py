@@ -1,4 +1,4 @@
-"""LEAF's JSON files: users, and each user's samples and labels."""
+"""Readers of LEAF's JSON files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def leaf_files(folder: Path, prefix: str = "all_data") -> list[Path]:
-    """Return a folder's JSON files whose names begin so, in the order of the numbers in the names.
+    """List a folder's JSON files with a prefix, sorted by the numbers in their names.
 
     LEAF numbers its files without leading zeros: ``all_data_2`` comes before ``all_data_10``.
     """
@@ -28,10 +28,10 @@ def read_leaf(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     It holds ``{"users": [user, ...], "user_data": {user: {"x": [...], "y": [...]}, ...}}``.
 
     Yields:
-        For each user, in the order of the file: the name, the samples, and as many labels.
+        For each user, in the order of the file: the name, the samples, and the labels.
 
     Raises:
-        ValueError: The file is no such JSON, or a user has another number of samples than labels.
+        ValueError: The file has another format, or a user's samples and labels differ in number.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Random resized crops for a whole batch at once, each image with a crop of its own."""
+"""Random resized crops of a batch, with different draws for each image."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ TRIES = 10
 
 
 class RandomResizedCrop:
-    r"""Cut out a random part of every image, resize it to a square, and mirror half of them.
+    r"""Random part of every image, resized to a square, and mirrored for half of them.
 
     The part has a share of the area drawn from ``scale`` and a ratio of width to height drawn from
-    ``ratio`` (its logarithm uniformly); of ten draws the first that fits counts, and the whole
-    image where none does. This is torchvision's ``RandomResizedCrop`` followed by
-    ``RandomHorizontalFlip``, but with draws for every image (and torchvision takes the centre of
-    long images where nothing fits). Nothing depends on pixels, so the engine can key and batch it.
-    Resizing is bilinear with the filter widened where it shrinks.
+    ``ratio`` (log-uniformly); the first of ten draws that fits is taken, else the entire image.
+    This is torchvision's ``RandomResizedCrop`` followed by ``RandomHorizontalFlip``, with draws per
+    image (torchvision takes the centre of long images where nothing fits). Nothing depends on
+    pixels, so the engine can key and batch it. Resizing is bilinear, antialiased where it shrinks.
 
     Args:
         size: Side of the result in pixels.
@@ -73,7 +72,7 @@ class RandomResizedCrop:
     def boxes(
         self, count: int, shape: tuple[int, int] | torch.Size, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draw crops: top, left, height and width in whole pixels, each ``(count,)``, as floats."""
+        """Draw crops: top, left, height and width in pixels, each ``(count,)``, as floats."""
         rows, columns = shape
         area = torch.rand(count, TRIES, device=device)
         area = rows * columns * (self.scale[0] + (self.scale[1] - self.scale[0]) * area)
@@ -91,11 +90,11 @@ class RandomResizedCrop:
 
 
 def weights(start: Tensor, length: Tensor, pixels: int, size: int) -> Tensor:
-    """How much each of an image's pixels counts for each of the result's, along one axis.
+    """Compute the weights of an image's pixels for the result's pixels, along one axis.
 
-    Result pixel u has its centre at ``start + (u + 1/2) length / size``; pixels of the crop count
-    by a triangle around it, which is one pixel wide to each side, or ``length / size`` where that
-    is more, so that shrinking doesn't skip pixels.
+    Result pixel u has its centre at ``start + (u + 1/2) length / size``; pixels of the crop are
+    weighted by a triangle around it, one pixel wide to each side, or ``length / size`` if that is
+    more, so that shrinking doesn't skip pixels.
 
     Args:
         start: First pixel of each crop, ``(count,)``.

@@ -1,4 +1,4 @@
-"""Sent140: the mood of tweets, by their authors; words as GloVe vectors."""
+"""Sent140: sentiment of tweets by author, with words as GloVe vectors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch.nn import functional as F
 from lightning_pfl.data.sources.base import Fields, Labels, Source, SourceData, load_error
 from lightning_pfl.data.sources.leaf import leaf_files, read_leaf
 
-#: Where LEAF's list of a tweet's attributes has the text.
+#: Position of the text in LEAF's list of a tweet's attributes.
 TEXT = 4
 
 
 class WordVectors:
-    """Turn word numbers of a batch into vectors that don't train.
+    """Lookup of fixed word vectors for the word numbers of a batch.
 
     Args:
-        table: A vector per word, ``(words, dimensions)``; the last one stands for unknown words and
-            for what fills up short texts.
+        table: A vector per word, ``(words, dimensions)``; the last one is for unknown words and
+            padding.
     """
 
     def __init__(self, table: Tensor) -> None:
@@ -50,24 +50,23 @@ class Sent140(Source):
     its folders ``data/train`` and ``data/test`` into ``data_dir``, and unpack ``glove.6B.300d.txt``
     of nlp.stanford.edu/data/glove.6B.zip there.
 
-    A tweet is split into words and the signs ``. , ! ? ;`` as LEAF does it; what is beyond the
-    first ``tokens`` is cut off. Unknown words, and the places after the end of a short tweet, have
-    the zero vector. Samples are vectors ``(tokens, dimensions)`` in the batch and word numbers in
-    the pool, labels 0 (negative) or 1; the column ``user`` names the author, for the partition
-    `Natural`.
+    A tweet is split into words and the signs ``. , ! ? ;`` as LEAF does it and cut after
+    ``tokens``. Unknown words and padding have the zero vector. Samples are vectors ``(tokens,
+    dimensions)`` in the batch and word numbers in the pool, labels 0 (negative) or 1; the column
+    ``user`` names the author, for the partition `Natural`.
 
     Args:
         data_dir: Folder of the folders ``train`` and ``test``.
-        vectors: File of word vectors, lines of a word and its numbers; relative to ``data_dir``.
-        tokens: Words of a tweet that are kept, at least 1.
-        lowercase: Whether words are looked up in small letters. The released code doesn't, although
-            GloVe's words are, so that it knows no word with a capital.
+        vectors: File of word vectors, a word and its numbers per line; relative to ``data_dir``.
+        tokens: Number of words per tweet, at least 1.
+        lowercase: Whether words are looked up in lower case. The released code doesn't, although
+            GloVe's words are, so words with a capital are unknown to it.
 
     Raises:
         ValueError: ``tokens`` is below 1.
 
-    Deviation from the paper: the released code reshapes a batch of vectors where it should
-    transpose it, which mixes the tweets of a batch. Here each tweet stays one.
+    Deviation from the paper: the released code reshapes a batch of vectors instead of transposing
+    it, which mixes the tweets of a batch. Here tweets don't mix.
 
     References:
         Caldas et al. LEAF: a benchmark for federated settings. 2018. arXiv:1812.01097. Go, Bhayani,
@@ -91,10 +90,10 @@ class Sent140(Source):
         self.tokens, self.lowercase = tokens, lowercase
 
     def prepare(self) -> None:
-        """Make sure that the files are there.
+        """Check that the files exist.
 
         Raises:
-            FileNotFoundError: One of them isn't.
+            FileNotFoundError: If one of them is missing.
         """
         for split in ("train", "test"):
             if not leaf_files(self.data_dir / split):
@@ -138,7 +137,7 @@ class Sent140(Source):
         )
 
     def _read(self, folder: Path) -> tuple[list[list[str]], Labels, Labels]:
-        """The words, labels and authors of all tweets of a folder."""
+        """Read the words, labels and authors of all tweets of a folder."""
         texts: list[list[str]] = []
         labels: list[Any] = []
         users: list[str] = []
@@ -159,7 +158,7 @@ class Sent140(Source):
         return split_words(text)[: self.tokens]
 
     def _numbers(self, texts: list[list[str]], numbers: dict[str, int]) -> npt.NDArray[np.int64]:
-        """Word numbers ``(tweets, tokens)``; the last number is that of unknown words."""
+        """Look up word numbers ``(tweets, tokens)``; the last number means unknown."""
         unknown = len(numbers)
         found = np.full((len(texts), self.tokens), unknown)
         for row, text in zip(found, texts, strict=True):
@@ -183,11 +182,11 @@ def read_vectors(
     """Read the vectors of some words from a text file of GloVe.
 
     Returns:
-        The numbers of the words that the file has, in its order, and their vectors with a zero
-        vector after the last.
+        The numbers of the words found, in file order, and their vectors, with a zero vector at the
+        end.
 
     Raises:
-        ValueError: A line has not as many numbers as the first one, or the file none of the words.
+        ValueError: A line has another number of values than the first, or no word is found.
     """
     wanted, dimensions = set(words), 0
     numbers: dict[str, int] = {}

@@ -19,8 +19,8 @@ class ShiftedLines(Source):
         \varepsilon \sim \mathcal N(0, \text{noise\_variance}), \qquad k = 0, \dots, n - 1
 
     With the slope :math:`a = -1` and intercepts 0, 4, 8, 12, 16 every client has a falling line,
-    and the pooled samples lie along a rising one. Some clients have too few samples for a line of
-    their own. Fields are ``(x, y)``, each ``(samples, 1)``.
+    while the pooled samples rise. Some clients have too few samples to fit a line alone. Fields
+    are ``(x, y)``, each ``(samples, 1)``.
 
     Args:
         samples: Training samples of each client, at least 1; its length is the number of clients.
@@ -28,8 +28,8 @@ class ShiftedLines(Source):
         intercept_step: :math:`b`.
         noise_variance: Variance of the noise, non-negative.
         test_samples: Test samples per client, at least 1.
-        seed: Seed of the samples: of the training samples as it is, client by client, first all
-            inputs and then all noise.
+        seed: Seed of the samples. Training samples use it directly, client by client, all inputs
+            before all noise.
         dtype: Type of the fields.
 
     Raises:

@@ -60,7 +60,7 @@ class QuadraticClients(Source):
         if not (self.curvatures > 0).all():
             raise ValueError(
                 "Expected `curvatures` to be positive, but got "
-                f"curvatures={list(curvatures)!r}. Without curvature a client has no optimum."
+                f"curvatures={list(curvatures)!r}. Use numbers above 0."
             )
         if (self.samples < 1).any():
             raise ValueError(
@@ -74,12 +74,12 @@ class QuadraticClients(Source):
 
     @classmethod
     def q2(cls) -> QuadraticClients:
-        r"""Two clients with curvatures (1, 3) and optima (0, 1); their mean loss has 0.75."""
+        r"""Make two clients with curvatures (1, 3) and optima (0, 1); their mean loss has 0.75."""
         return cls((1.0, 3.0), (0.0, 1.0), dtype="float64")
 
     @classmethod
     def l4(cls) -> QuadraticClients:
-        """Four clients on a line at 0, 0.1, 1 and 1.1, all with curvature 1: two clusters."""
+        """Make four clients at 0, 0.1, 1 and 1.1 with curvature 1, which form two clusters."""
         return cls((1.0,) * 4, (0.0, 0.1, 1.0, 1.1), dtype="float64")
 
     def load(self) -> SourceData:
@@ -116,13 +116,13 @@ class LinearRepresentation(FreshSource):
         rank: :math:`r`, at most ``dim``.
         samples: Training samples per client (:math:`m` in the paper).
         test_samples: Test samples per client.
-        noise_variance: Variance of the noise, non-negative. The paper's text says 1e-3; its
-            notebook has a *standard deviation* of 1e-3, which is 1e-6 here.
+        noise_variance: Variance of the noise, non-negative. The paper states 1e-3; its notebook
+            has a *standard deviation* of 1e-3, which is 1e-6 here.
         seed: Seed of the subspace, the heads and the samples.
         dtype: Type of the fields.
-        new_clients: How many of the clients, the last ones, have ``new_samples``. The data module
-            must be told the same number, which keeps them out of the rounds.
-        new_samples: Training samples of these.
+        new_clients: Number of clients, the last ones, with ``new_samples``. Give the data module
+            the same number, which keeps them out of the rounds.
+        new_samples: Training samples of each new client.
 
     References:
         Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
@@ -148,7 +148,7 @@ class LinearRepresentation(FreshSource):
             if value < 1:
                 raise ValueError(
                     f"Expected `{name}` to be at least 1, but got {name}={value!r}. "
-                    "Use the paper's 100 clients, dim 20, rank 2 and 10 samples to begin with."
+                    "Use 100 clients, dim 20, rank 2 and 10 samples as in the paper."
                 )
         if rank > dim:
             raise ValueError(
@@ -192,11 +192,11 @@ class LinearRepresentation(FreshSource):
         )
 
     def draw(self, round: int) -> Fields:
-        """Training samples that no other round has, of the same subspace and heads."""
+        """Draw a round's training samples of the same subspace and heads."""
         return self._draw(self._counts(), 3, round)[0]
 
     def _counts(self) -> Labels:
-        """Training samples of each client."""
+        """Count the training samples of each client."""
         counts = np.full(self.num_clients, self.samples)
         if self.new_samples is not None:
             counts[-self.new_clients :] = self.new_samples

@@ -1,4 +1,4 @@
-"""Tables: any Hugging Face data set, or local parquet, csv, json, arrow and image folders."""
+"""Tables: Hugging Face data sets, and local parquet, csv, json, arrow and image files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_pfl.data.sources.base import Labels, NormalizeImages, Source, SourceData
 
-# File endings and the loading script of `datasets` that reads them.
+# Loading scripts of `datasets` by file ending.
 BUILDERS = {
     ".parquet": "parquet",
     ".csv": "csv",
@@ -24,7 +24,7 @@ BUILDERS = {
 
 
 class HuggingFaceTable(Source):
-    """A table with feature and label columns, and often one that says whose sample it is.
+    """A table with feature and label columns, and optionally a client column.
 
     Numbers become float vectors ``(samples, columns)``, lists of numbers float tensors, images
     uint8 tensors ``(samples, channels, height, width)`` that are normalised in the batch. Labels
@@ -35,16 +35,16 @@ class HuggingFaceTable(Source):
             files, of images or from ``save_to_disk``, or the name of a data set on the Hub.
         features: The feature column, or several numeric columns.
         label: The label column.
-        client: Column that says whose sample it is; the partition is then natural unless another is
-            given. ``None``: there is none.
+        client: Column with the client of each sample; the default partition is then `Natural`.
+            ``None``: there is none.
         name: Configuration of a Hub data set that has several.
         train_split: Name of the training split.
         test_split: Name of the test split. ``None``: the data module cuts test data per client.
-        image_size: Images are resized to this ``(height, width)``, bilinear. ``None``: as they are.
+        image_size: Size ``(height, width)`` to resize images to, bilinear. ``None``: no resizing.
         grayscale: Whether images are reduced to one channel; otherwise to three.
         mean: Mean of each image channel, of pixels in [0, 1].
         std: Standard deviation of each image channel.
-        cache_dir: Where Hub data and converted files are kept. ``None``: the library's default.
+        cache_dir: Cache for Hub data and converted files. ``None``: the library's default.
 
     Raises:
         FileNotFoundError: There is no such file, folder or data set.
@@ -75,7 +75,7 @@ class HuggingFaceTable(Source):
         if not self.features:
             raise ValueError(
                 f"Expected `features` to name at least one column, but got {features=}. "
-                "Name the columns that the model sees."
+                "Name the input columns of the model."
             )
 
     def prepare(self) -> None:
@@ -118,7 +118,7 @@ class HuggingFaceTable(Source):
                 "Convert the file, for example to parquet."
             )
         if not path.exists() and (path.suffix in BUILDERS or path.is_absolute()):
-            raise self._missing("no such file or folder")  # not a name to ask the Hub for
+            raise self._missing("no such file or folder")  # no name of a Hub data set
         try:
             if path.is_file():
                 builder, files = BUILDERS[path.suffix], {self.train_split: str(path)}
@@ -128,7 +128,7 @@ class HuggingFaceTable(Source):
             if (path / "state.json").exists():
                 return {self.train_split: load_from_disk(str(path))}
             return load_dataset(self.path, self.name, cache_dir=self.cache_dir)
-        except Exception as error:  # the library raises many kinds, also for plain absence
+        except Exception as error:  # the library raises many kinds, also for missing data
             raise self._missing(error.__cause__ or error) from error
 
     def _missing(self, reason: object) -> FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The clients' losses as functions of vectors, for solvers that see the whole problem at once."""
+"""The clients' losses as functions of parameter vectors."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class Losses(Protocol):
     """Twice differentiable losses :math:`f_i`, one per client."""
 
     def value(self, models: Tensor) -> Tensor:
-        """:math:`f_i(x_i)`, ``(clients,)``, at ``(clients, dim)``."""
+        """Compute :math:`f_i(x_i)`, ``(clients,)``, at ``(clients, dim)``."""
 
     def gradient(self, models: Tensor) -> Tensor:
-        r""":math:`\nabla f_i(x_i)`, ``(clients, dim)``."""
+        r"""Compute :math:`\nabla f_i(x_i)`, ``(clients, dim)``."""
 
     def hessian(self, models: Tensor) -> Tensor:
-        r""":math:`\nabla^2 f_i(x_i)`, ``(clients, dim, dim)``."""
+        r"""Compute :math:`\nabla^2 f_i(x_i)`, ``(clients, dim, dim)``."""
 
 
 class ClientLosses:
-    r"""Losses of a module on all samples of each client: :math:`f_i` is the mean over them.
+    r"""The mean loss of a module over each client's samples.
 
     A model is the vector of all parameters, in the order of the module's ``named_parameters``.
 
     Args:
-        module: With ``per_sample``, such as a PersonalizedModule; without dropout and BatchNorm.
-            It must read nothing that changes but the batch and the parameters.
-        data: The clients, in memory.
-        dtype: Type to compute in.
+        module: A module with ``per_sample``, such as a PersonalizedModule, without dropout and
+            BatchNorm. It must only read the batch and the parameters.
+        data: The clients' samples.
+        dtype: Type of the computation.
 
     Raises:
         TypeError: If the module has no ``per_sample``.
@@ -51,7 +51,7 @@ class ClientLosses:
         if not (data.num_samples > 0).all():
             raise ValueError(
                 "Expected every client to have samples, but got num_samples="
-                f"{data.num_samples.tolist()}. Use `data.subset` of those that have."
+                f"{data.num_samples.tolist()}. Use `data.subset` to leave the others out."
             )
         self.num_clients, self.dtype = data.num_clients, dtype
         self._recorded: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -69,27 +69,24 @@ class ClientLosses:
 
     @property
     def dim(self) -> int:
-        """Numbers in a model."""
+        """Number of parameters."""
         return sum(shape.numel() for shape in self._shapes.values())
 
     def value(self, models: Tensor) -> Tensor:
-        """:math:`f_i(x_i)`, ``(clients,)``, at ``(clients, dim)``."""
+        """Compute :math:`f_i(x_i)`, ``(clients,)``, at ``(clients, dim)``."""
         return self._run("value", self._loss, models)
 
     def gradient(self, models: Tensor) -> Tensor:
-        r""":math:`\nabla f_i(x_i)`, ``(clients, dim)``."""
+        r"""Compute :math:`\nabla f_i(x_i)`, ``(clients, dim)``."""
         return self._run("gradient", torch.func.grad(self._loss), models)
 
     def hessian(self, models: Tensor) -> Tensor:
-        r""":math:`\nabla^2 f_i(x_i)`, ``(clients, dim, dim)``."""
+        r"""Compute :math:`\nabla^2 f_i(x_i)`, ``(clients, dim, dim)``."""
         function = torch.func.jacrev(torch.func.grad(self._loss))
         return self._run("hessian", function, models)
 
     def _run(self, name: str, function: Callable[..., Tensor], models: Tensor) -> Tensor:
-        """Record the operators at the first call and replay them.
-
-        A solver calls thousands of times; Python's own work would take most of the time.
-        """
+        """Record the operators at the first call and replay them, as solvers call very often."""
         from torch.fx.experimental.proxy_tensor import make_fx
 
         if name not in self._recorded:
@@ -107,7 +104,7 @@ class ClientLosses:
 
 
 class _PerSample(nn.Module):
-    """``per_sample``'s loss as a forward pass, which is what ``functional_call`` calls."""
+    """The loss of ``per_sample`` as a forward pass, for ``functional_call``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -119,10 +116,10 @@ class _PerSample(nn.Module):
 
 
 class Grouped:
-    r"""The losses of clusters: :math:`n_k g_k(w_k) = \sum_{i \in C_k} f_i(w_k)`.
+    r"""The summed losses of clusters: :math:`n_k g_k(w_k) = \sum_{i \in C_k} f_i(w_k)`.
 
     Args:
-        losses: The clients'.
+        losses: The clients' losses.
         labels: Each client's cluster from 0, int64 ``(clients,)``.
     """
 
@@ -131,15 +128,15 @@ class Grouped:
         self.count = int(labels.max()) + 1
 
     def value(self, models: Tensor) -> Tensor:
-        """``(clusters,)``, at ``(clusters, dim)``."""
+        """Compute the clusters' losses, ``(clusters,)``, at ``(clusters, dim)``."""
         return self._sum(self.losses.value(models[self.labels]))
 
     def gradient(self, models: Tensor) -> Tensor:
-        """``(clusters, dim)``."""
+        """Compute the clusters' gradients, ``(clusters, dim)``."""
         return self._sum(self.losses.gradient(models[self.labels]))
 
     def hessian(self, models: Tensor) -> Tensor:
-        """``(clusters, dim, dim)``."""
+        """Compute the clusters' Hessians, ``(clusters, dim, dim)``."""
         return self._sum(self.losses.hessian(models[self.labels]))
 
     def _sum(self, values: Tensor) -> Tensor:

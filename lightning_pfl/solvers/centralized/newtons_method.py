@@ -1,4 +1,4 @@
-"""Newton's method with a line search, for many functions of few variables at once."""
+"""Newton's method with a line search, for many small problems at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def newton(
         hessian: From ``(rows, dim)`` to ``(rows, dim, dim)``; piecewise constant is enough.
         start: ``(rows, dim)``.
         iterations: Most iterations.
-        tolerance: A row is done where its gradient is at most so long.
+        tolerance: A row stops where its gradient's norm is at most this.
 
     Returns:
         ``(rows, dim)``.
@@ -41,7 +41,7 @@ def newton(
         if not active.any():
             break
         h = hessian(x)
-        # A trace of the identity, for functions that are flat in some direction.
+        # A small multiple of the identity, for functions that are flat in some direction.
         ridge = 1e-12 * (1 + h.diagonal(dim1=1, dim2=2).mean(1))
         h = h + ridge.view(-1, 1, 1) * torch.eye(h.shape[1], dtype=h.dtype)
         step = torch.where(active.unsqueeze(1), -torch.linalg.solve(h, g), 0.0)
@@ -50,9 +50,9 @@ def newton(
 
 
 def _damped(value: Function, x: Tensor, step: Tensor, slope: Tensor) -> Tensor:
-    """The largest of 1, 1/2, 1/4, ... that decreases each value enough."""
+    """Find the largest of 1, 1/2, 1/4, ... that decreases each value enough."""
     before = value(x)
-    # As far as the values can be told apart.
+    # Tolerance for rounding of the values.
     room = 1e-13 * (1 + before.abs())
     length = torch.ones_like(before)
     for _ in range(HALVINGS):
@@ -64,7 +64,7 @@ def _damped(value: Function, x: Tensor, step: Tensor, slope: Tensor) -> Tensor:
 
 
 def proximal_newton(losses: Losses, anchor: Tensor, weight: Tensor, start: Tensor) -> Tensor:
-    r"""The minimiser of each :math:`f_i(x) + \frac{c_i}{2} \lVert x - b_i \rVert^2`.
+    r"""Minimise each :math:`f_i(x) + \frac{c_i}{2} \lVert x - b_i \rVert^2`.
 
     Args:
         losses: The :math:`f_i`.

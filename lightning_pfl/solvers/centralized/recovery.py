@@ -1,4 +1,4 @@
-r"""For which weights convex clustering finds given clusters: two bounds, and the interval between.
+r"""Weights for which convex clustering recovers given clusters: two bounds, and the interval.
 
 For a partition :math:`C_1, \dots, C_K` with sizes :math:`n_k` and mean losses :math:`g_k`, the
 problem of :math:`K` nodes
@@ -20,8 +20,8 @@ and different clusters differ if
 
 Both are sufficient; recovery usually holds on a wider interval.
 
-Clusters are given by a label for each client: whole numbers >= 0, of which only equality counts.
-Where a tensor has one row per cluster, its rows follow the labels in ascending order.
+Clusters are a label per client: integers >= 0, compared by equality only. Rows of clusters follow
+the labels in ascending order.
 
 References:
     Armacki, Bajovic, Jakovetic, Kar. Personalized federated learning via convex clustering. 2022.
@@ -39,11 +39,11 @@ from torch import Tensor
 from lightning_pfl.solvers.centralized.losses import Grouped, Losses
 from lightning_pfl.solvers.centralized.newtons_method import newton
 from lightning_pfl.solvers.centralized.sum_of_norms import SumOfNorms
-from lightning_pfl.solvers.clusters import Labels, numbered
+from lightning_pfl.solvers.clusters import Labels, number_labels
 from lightning_pfl.solvers.pairs import Pairs
 
 SHARES = tuple(10 ** (-2 + step / 12) for step in range(25))
-"""Weights that are looked at by default, as shares of the one from which on all models agree."""
+"""Default weights of :func:`recovery_interval`, relative to :func:`consensus_weight`."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ class Bounds:
 
     Attributes:
         weight: The weight at which they were computed.
-        fused: Right-hand side of equation 6: from here on each cluster shares a model.
-        apart: Right-hand side of equation 13: below, different clusters differ; infinite for one.
+        fused: Right-hand side of equation 6: each cluster shares a model from here on.
+        separated: Right-hand side of equation 13: different clusters differ below; infinite for
+            one cluster.
     """
 
     weight: float
@@ -62,25 +63,25 @@ class Bounds:
 
     @property
     def hold(self) -> bool:
-        """Whether the weight is between them: the partition is recovered exactly."""
+        """Whether the weight is between the bounds, so that the partition is recovered exactly."""
         return self.fused <= self.weight < self.separated
 
 
 def cluster_models(
     losses: Losses, labels: Labels, weight: float, start: Tensor, iterations: int = 2000
 ) -> Tensor:
-    r"""The solution :math:`w^*(\Lambda)` of the problem of clusters, ``(clusters, dim)``.
+    r"""Solve for the clusters' models :math:`w^*(\Lambda)`, ``(clusters, dim)``.
 
     Args:
         losses: The clients' losses.
         labels: Each client's cluster, ``(clients,)``.
         weight: :math:`\Lambda`.
-        start: Models to begin with, one per **cluster**, ``(clusters, dim)``.
-        iterations: Most iterations.
+        start: Initial models, one per **cluster**, ``(clusters, dim)``.
+        iterations: Largest number of iterations.
 
     Raises:
-        ValueError: If the labels aren't a whole number >= 0 for each client, or ``start`` has
-            another shape or type than the losses work with.
+        ValueError: If the labels aren't an integer >= 0 for each client, or ``start`` has another
+            shape or type than the losses.
     """
     labels = _labels(losses, labels)
     _check_models("start", start, losses, int(labels.max()) + 1, "cluster")
@@ -94,13 +95,13 @@ def cluster_models(
 
 
 def recovery_bounds(losses: Losses, labels: Labels, models: Tensor, weight: float) -> Bounds:
-    """Both bounds at :func:`cluster_models` of a weight.
+    """Compute both bounds at the :func:`cluster_models` of a weight.
 
     Args:
         losses: The clients' losses.
         labels: Each client's cluster, ``(clients,)``.
         models: The clusters' models, ``(clusters, dim)``.
-        weight: The weight that they solve the problem for.
+        weight: The weight of this solution.
 
     Returns:
         The bounds.
@@ -130,15 +131,15 @@ def recovery_bounds(losses: Losses, labels: Labels, models: Tensor, weight: floa
 
 
 def consensus_weight(losses: Losses, start: Tensor) -> float:
-    """From this weight on all models are equal: equation 6 for one cluster.
+    """Compute the weight from which all models are equal: equation 6 for one cluster.
 
     Args:
         losses: The clients' losses.
-        start: Where the search for their common minimiser begins: at the mean of one model per
-            **client**, ``(clients, dim)``.
+        start: Initial models, one per **client**, ``(clients, dim)``; the search starts at their
+            mean.
 
     Raises:
-        ValueError: If ``start`` has another shape or type than the losses work with.
+        ValueError: If ``start`` has another shape or type than the losses.
     """
     _check_models("start", start, losses, _count(losses, len(start)), "client")
     labels = torch.zeros(len(start), dtype=torch.int64)
@@ -149,18 +150,17 @@ def consensus_weight(losses: Losses, start: Tensor) -> float:
 def recovery_interval(
     losses: Losses, labels: Labels, start: Tensor, weights: Sequence[float] | None = None
 ) -> tuple[list[Bounds], tuple[float, float] | None]:
-    """Weights for which a partition is certain to be found, by solving the problem of clusters.
+    """Find weights for which a partition is recovered for certain.
 
     Args:
         losses: The clients' losses.
         labels: Each client's cluster, ``(clients,)``.
-        start: Models to begin with, one per **client**, ``(clients, dim)``; each cluster begins at
-            its mean.
-        weights: Where to look, ascending; None: :data:`SHARES` of :func:`consensus_weight`.
+        start: Initial models, one per **client**, ``(clients, dim)``; each cluster starts at its
+            mean.
+        weights: Ascending weights; None: :data:`SHARES` of :func:`consensus_weight`.
 
     Returns:
-        The bounds at each weight, and the smallest and the largest weight at which they hold; None
-        where they nowhere do.
+        The bounds at each weight, and the smallest and largest weight at which they hold, or None.
 
     Raises:
         ValueError: As :func:`cluster_models`.
@@ -182,25 +182,25 @@ def recovery_interval(
 
 
 def _count(losses: Losses, otherwise: int) -> int:
-    """Number of clients, where the losses say it."""
+    """Return the number of clients of the losses, if known."""
     return int(getattr(losses, "num_clients", otherwise))
 
 
 def _labels(losses: Losses, labels: Labels) -> Tensor:
-    """Labels from 0 without gaps, so that rows of clusters can be counted and indexed."""
-    found = numbered("labels", labels, _count(losses, len(labels)))
+    """Renumber labels from 0 without gaps."""
+    found = number_labels("labels", labels, _count(losses, len(labels)))
     if not len(found):
-        raise ValueError("Expected `labels` of at least one client, but got none. Give some.")
+        raise ValueError("Expected `labels` of at least one client, but got none. Add clients.")
     return found
 
 
 def _check_models(name: str, models: Tensor, losses: Losses, count: int, each: str) -> None:
-    """Require one model per client or cluster, of the type that the losses work in."""
+    """Raise ValueError unless there is one model per client or cluster, of the losses' type."""
     dtype = getattr(losses, "dtype", torch.float64)
     dim = getattr(losses, "dim", models.shape[-1] if models.ndim else 0)
     if tuple(models.shape) != (count, dim) or models.dtype != dtype:
         raise ValueError(
             f"Expected `{name}` to be one model per {each}, of the shape {(count, dim)} in "
-            f"{dtype}, but got the shape {tuple(models.shape)} in {models.dtype}. Give a row for "
-            f"each of the {count} {each}s, and convert it by .to({dtype})."
+            f"{dtype}, but got the shape {tuple(models.shape)} in {models.dtype}. Give one row per "
+            f"{each}, and convert it by .to({dtype})."
         )

@@ -1,7 +1,4 @@
-r"""Direct solvers of :math:`\sum_i f_i(x_i)` with a penalty on pairs, for small problems.
-
-For sweeps over weights, for bounds, and to compare the federated methods with.
-"""
+r"""Direct solvers of :math:`\sum_i f_i(x_i)` with a penalty on pairs, for small problems."""
 
 from __future__ import annotations
 
@@ -18,21 +15,21 @@ from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.proximal import block_soft_threshold
 
 RELAXATION = 1.6
-"""Over-relaxation of ADMM; between 1.5 and 1.8 is usual."""
+"""Over-relaxation of ADMM, usually between 1.5 and 1.8."""
 BALANCING = 20
-"""Iterations between two looks at the penalty, in the first half of the iterations."""
+"""Iterations between adjustments of the penalty, in the first half of the iterations."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    r"""A point of ADMM.
+    r"""A solution of ADMM.
 
     Attributes:
         models: :math:`x_i`, ``(clients, dim)``.
         split: :math:`z_e \approx x_i - x_j`, exactly zero where two are equal, ``(edges, dim)``.
         dual: Dual variables of :math:`z_e = x_i - x_j`, ``(edges, dim)``.
         edges: :math:`i < j`, int64 ``(edges, 2)``.
-        residual: Largest of the last primal and dual residual.
+        residual: The larger of the last primal and dual residual.
         penalty: ADMM's :math:`\rho` at the end.
     """
 
@@ -45,7 +42,7 @@ class Solution:
 
     @property
     def clusters(self) -> Tensor:
-        """Clients joined by edges whose difference is exactly zero, int64 ``(clients,)``."""
+        """Join clients by edges whose difference is exactly zero, int64 ``(clients,)``."""
         joined = self.edges[(self.split == 0).all(1)]
         return components(len(self.models), joined[:, 0], joined[:, 1])
 
@@ -53,13 +50,13 @@ class Solution:
 class SumOfNorms:
     r"""ADMM for :math:`\min \sum_i f_i(x_i) + \Lambda \sum_{i<j} a_{ij} \lVert x_i - x_j \rVert`.
 
-    With :math:`z_e = x_i - x_j` for each pair; all models are updated together by Newton's method.
+    It splits :math:`z_e = x_i - x_j` for each pair and updates all models together by Newton's
+    method.
 
     Args:
         losses: The :math:`f_i`.
         pairs: The pairs, with the weights :math:`a_{ij}`.
-        penalty: :math:`\rho > 0` to begin with; it is doubled and halved to keep the two residuals
-            alike.
+        penalty: Initial :math:`\rho > 0`; it is doubled and halved to balance the two residuals.
 
     References:
         Chi, Lange. Splitting methods for convex clustering. JCGS 24, 2015. arXiv:1304.0499.
@@ -91,7 +88,7 @@ class SumOfNorms:
         Args:
             weight: :math:`\Lambda`.
             start: Models ``(clients, dim)``, or the solution for a near weight.
-            iterations: Most iterations.
+            iterations: Largest number of iterations.
             tolerance: Largest entry of both residuals at the end.
         """
         if isinstance(start, Solution):
@@ -115,19 +112,19 @@ class SumOfNorms:
         return Solution(x, z, y, self.edges, residual, rho)
 
     def value(self, models: Tensor, weight: float) -> float:
-        """The objective at ``(clients, dim)``."""
+        """Compute the objective at ``(clients, dim)``."""
         norms = self._differences(models).norm(dim=1)
         return float(self.losses.value(models).sum() + weight * (self.weights.to(norms) @ norms))
 
     def _update_models(self, x: Tensor, target: Tensor, rho: float) -> Tensor:
-        """Minimise the losses and the quadratic of all pairs."""
+        """Minimise the losses plus the quadratic of all pairs."""
         return minimise_coupled(self.losses, rho * self.laplacian, rho * self._back(target), x)
 
     def _differences(self, x: Tensor) -> Tensor:
         return x[self.edges[:, 0]] - x[self.edges[:, 1]]
 
     def _back(self, values: Tensor) -> Tensor:
-        """The transpose of :meth:`_differences`."""
+        """Apply the transpose of :meth:`_differences`."""
         total = values.new_zeros(len(self.laplacian), values.shape[1])
         return total.index_add(0, self.edges[:, 0], values).index_add(0, self.edges[:, 1], -values)
 
@@ -189,14 +186,14 @@ def regularization_path(
     iterations: int = 3000,
     tolerance: float = 1e-8,
 ) -> list[Solution]:
-    """Solutions for several weights, each from the one before.
+    """Solve for several weights, each from the solution before.
 
     Args:
         solver: The problem.
         weights: In the order in which they are solved.
-        start: As for :meth:`SumOfNorms.solve`; the solution for a weight near the first.
-        iterations: Most iterations per weight.
-        tolerance: Of the residuals.
+        start: As for :meth:`SumOfNorms.solve`, for the first weight.
+        iterations: Largest number of iterations per weight.
+        tolerance: Largest entry of both residuals.
     """
     found: list[Solution] = []
     for weight in weights:

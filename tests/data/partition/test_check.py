@@ -65,12 +65,12 @@ CASES: dict[str, Case] = {
     "parts by name": (
         lambda: given({"a": [0], "b": [1]}),
         TypeError,
-        "a list with one array .* but Given gave a dict. Return a list",
+        "a list with one array .* but Given returned a dict. Return a list",
     ),
     "parts that are masks": (
         lambda: given([[0, 1], np.ones(6, dtype=bool)]),
         TypeError,
-        r"integers in a row, but got dtype bool and shape \(6,\) from Given for client 1.*nonzero",
+        r"a vector of integers, but got dtype bool and shape \(6,\) from Given for client 1.*zero",
     ),
     "parts of parts": (
         lambda: given([[[0, 1]], [2]]),
@@ -90,17 +90,17 @@ CASES: dict[str, Case] = {
     "parts without a plan": (
         lambda: FederatedDataModule(QuadraticClients(), PartsAlone([[0], [1]]), 2).setup(),
         TypeError,
-        "samples and a plan, but PartsAlone returned a list. End with `return parts, plan`",
+        r"samples, plan\), but PartsAlone returned a list. End with `return parts, plan`",
     ),
     "a function as partition": (
         lambda: FederatedDataModule(Digits(), lambda labels, clients, rng: [[0]]),  # type: ignore[arg-type]
         TypeError,
-        "`partition` to be a Partition, but got partition=<function .* subclass of Partition with",
+        "`partition` to be a Partition, but got partition=<function .* subclass of Partition",
     ),
     "a class as partition": (
         lambda: FederatedDataModule(Digits(), IID),  # type: ignore[arg-type]
         TypeError,
-        "`partition` to be a Partition, but got partition=<class .*IID'>. Make an instance",
+        "`partition` to be a Partition, but got partition=<class .*IID'>. Use an instance",
     ),
     "a class as base of a feature skew": (
         lambda: FeatureSkew("rotate", base=IID),  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ CASES: dict[str, Case] = {
     "a class as source": (
         lambda: FederatedDataModule(Digits),  # type: ignore[arg-type]
         TypeError,
-        "`source` to be a Source, but got source=<class .*Digits'>. Make an instance",
+        "`source` to be a Source, but got source=<class .*Digits'>. Use an instance",
     ),
 }
 
