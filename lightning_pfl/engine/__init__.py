@@ -1,4 +1,1 @@
-"""Two engines for the clients' work.
-
-``sequential`` is the twin to read, ``vectorized`` the twin to run.
-"""
+"""Engines that run the clients' work: ``sequential`` for reference, ``vectorized`` for speed."""

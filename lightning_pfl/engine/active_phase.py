@@ -1,4 +1,4 @@
-"""What a phase means for the user's module: which names train, which layers run in eval mode."""
+"""A phase resolved against the user's module: parameters that train, layers in eval mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ActivePhase:
 
     Args:
         phase: The method's phase.
-        layout: Names of the module.
+        parameter_split: Names of the module.
 
     Attributes:
         names: Parameters and buffers that may change.
@@ -36,34 +36,31 @@ class ActivePhase:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do with the data."""
+        """Whether the phase neither trains nor evaluates."""
         return not self.trainable and not self.phase.evaluate_only
 
     def unreached(self) -> str:
-        """What to say of a loss without gradient: nothing that trains has a part in it."""
+        """Return the error text for a loss that doesn't depend on the trainable parameters."""
         return (
-            f"Expected the loss of `training_step` to depend on what trains in phase "
+            f"Expected the loss of `training_step` to depend on a parameter that trains in phase "
             f"{self.phase.name!r} ({format_names(self.trainable, range(len(self.trainable)))}), "
-            "but got "
-            "a loss that depends on none of it. Compute the loss with it, without `detach` or "
-            "`torch.no_grad`, or let the method train a part of the model that the loss depends on."
+            "but got a loss without gradient. Don't use `detach` or `torch.no_grad` in it, or "
+            "train other parameters."
         )
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """Put normalisation layers that don't train in eval mode; to measure, every layer.
+        """Put normalisation layers that don't train in eval mode; all layers of an evaluation.
 
-        Everything else keeps the mode that the user chose.
-
-        A layer in training mode would update its running statistics, which no optimizer setting can
-        stop.
+        In training mode a layer would update its running statistics. Other layers keep the user's
+        mode.
         """
         changed = [
             module
             for prefix, module in self.parameter_split.module.named_modules()
             if module.training and self._rests(prefix, module)
         ]
-        # Not `eval()`, which would reach what is below, and `train()` what the user has frozen.
+        # Not `eval()` and `train()`, which would change submodules, also those the user has frozen.
         for module in changed:
             module.training = False
         try:
@@ -82,16 +79,14 @@ class ActivePhase:
         return not names or any(name in self.names for name in names)
 
     def throwaway(self) -> tuple[str, ...]:
-        """Buffers that a step may write to although the phase freezes them."""
+        """List frozen buffers that a step may write to."""
         return writable(self.parameter_split.module, self.names)
 
 
 def writable(module: nn.Module, changing: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """Buffers outside ``changing`` that a forward pass may write to: it gets copies of them.
+    """List buffers outside ``changing`` that a forward pass may write to, to run it on copies.
 
-    What is frozen then stays as it is, whatever the user's layers do, and so does what a module
-    keeps beside its model, its non-persistent buffers. Normalisation layers in eval mode don't
-    write.
+    Non-persistent buffers are included. Normalisation layers in eval mode don't write.
     """
     return tuple(
         name
@@ -106,10 +101,10 @@ def _is_quiet(module: nn.Module, buffer: str) -> bool:
 
 
 def couples_samples(module: nn.Module, training: bool) -> bool:
-    """Whether a sample's loss, or what a step writes, depends on the rest of its batch.
+    """Whether a sample's loss, or what a step writes, depends on the other samples of its batch.
 
-    That of BatchNorm does with batch statistics, InstanceNorm's running statistics do, and the
-    buffers of a user's own layers may. Such a batch can't be padded, nor cut differently.
+    True for BatchNorm with batch statistics, InstanceNorm with running statistics, and perhaps
+    buffers of user-defined layers. Such a batch can't be padded or cut differently.
     """
     for part in module.modules():
         if isinstance(part, BATCH_NORM) and (part.training or part.running_mean is None):
@@ -125,7 +120,7 @@ def couples_samples(module: nn.Module, training: bool) -> bool:
 
 
 def is_sample_wise(module: Any) -> bool:
-    """Whether the training step is known to be the mean of ``per_sample(batch)["loss"]``.
+    """Whether the training step is the mean of ``per_sample(batch)["loss"]`` for certain.
 
     Then ragged batches may be padded under a mask.
     """
@@ -137,10 +132,10 @@ def is_sample_wise(module: Any) -> bool:
 
 
 def is_unmodified(module: Any) -> bool:
-    """Whether a training step is known to be the loss of ``head(backbone(batch[0]))``.
+    """Whether a training step is the loss of ``head(backbone(batch[0]))`` for certain.
 
-    Then the inputs feed the backbone alone, and a step may be recorded and replayed: a method of
-    the user's own may read anything, for instance the number of the round.
+    Then the inputs feed only the backbone, and a step may be recorded and replayed, as no
+    user-defined function reads anything else.
     """
     overridable = ("forward", "per_sample", "_check_width")
     return is_sample_wise(module) and all(

@@ -1,4 +1,4 @@
-"""What an engine is: the clients' side of a round, run for a whole cohort."""
+"""The interface of engines, which run the clients' side of a round for a cohort."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_pfl.methods.base import Method, Phase
 
 @dataclass
 class EngineSettings:
-    """What the Trainer's flags and the strategy say about local training.
+    """The settings of local training from the Trainer's flags and the strategy.
 
     Args:
         seed: The run's seed.
-        device: Where training runs.
+        device: Device of local training.
         clip_value: ``gradient_clip_val``, per client; None or 0 for no clipping.
         clip_algorithm: ``"norm"`` (the client's total norm) or ``"value"``.
         accumulate: ``accumulate_grad_batches``: minibatches per optimizer step.
         limit_train_batches: Per client and epoch: a count (int) or a fraction (float).
         limit_eval_batches: Per client: a count (int) or a fraction (float).
-        overfit_batches: When not 0: that many (or that fraction of) unshuffled batches.
+        overfit_batches: When not 0: this number (or fraction) of unshuffled batches.
         chunk_size: Clients per batched program; None fits the memory.
         autocast: dtype of mixed precision, None for full precision.
         feature_cache: Whether features of a frozen shared prefix are computed once per phase.
@@ -46,14 +46,14 @@ class EngineSettings:
 
 
 class Engine(Protocol):
-    """Runs the clients' functions of a method. Engines agree within float tolerance."""
+    """Runs a method's client functions. Engines agree within float tolerance."""
 
     name: str
 
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
     ) -> Tensor:
-        """Optimizer steps that each client will take, int64 ``(clients,)``."""
+        """Count the optimizer steps of each client, int64 ``(clients,)``."""
 
     def train(
         self,

@@ -1,10 +1,9 @@
-"""Faster CPU kernels for the operators on which a small convolutional network spends its time.
+"""Faster CPU kernels for small convolutional networks under ``vmap``, and one correction.
 
-And one for an operator that torch gets wrong under ``vmap``. The numbers are those of torch's own
-operators, without ``vmap``. Two facts, measured on two x86 cores with LeNet at
+Results equal those of torch's operators without ``vmap``. Measured on two x86 cores with LeNet at
 batch size 10: ``vmap`` turns the convolutions of ten clients into one grouped convolution, which
 oneDNN runs two to four times faster on channels-last memory; and torch's 2 x 2 max pooling takes
-ten to twenty times longer than the three elementwise maxima that it amounts to.
+ten to twenty times longer than three elementwise maxima. The correction is for embeddings.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class FastKernels(TorchFunctionMode):
-    """While active under ``vmap``, takes the faster kernel where there is one; else torch's own."""
+    """A mode that replaces torch's operators under ``vmap`` by faster kernels where they exist."""
 
     def __torch_function__(
         self,
@@ -65,27 +64,24 @@ def _conv2d(
 
 
 class _ClientConvolution(torch.autograd.Function):
-    """A convolution of each client's images with the client's own weights."""
+    """A convolution of each client's images with its own weights."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, b: Tensor | None, *settings: Any) -> Tensor:
-        """Without a client axis: torch's convolution."""
+        """Run torch's convolution, without a client axis."""
         return F.conv2d(x, w, b, *settings)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: Any, output: Any) -> None:
-        """Nothing to save: gradients are those of the operators in ``vmap``."""
+        """Save nothing: gradients are those of the operators in ``vmap``."""
 
     @staticmethod
     def vmap(
         info: Any, in_dims: Any, x: Tensor, w: Tensor, b: Tensor | None, *settings: Any
     ) -> tuple[Tensor, int]:
-        """``x``: ``(clients, batch, in, h, w)``.
-
-        One grouped convolution with a group per client.
-        """
+        """Run one grouped convolution on ``(clients, batch, in, h, w)``, a group per client."""
         x_dim, w_dim, b_dim = in_dims[:3]
-        if w_dim is None and b_dim is None:  # one model for all: the clients are more batch
+        if w_dim is None and b_dim is None:  # one model for all: merge clients into the batch
             x = x.movedim(x_dim, 0)
             out = F.conv2d(x.flatten(0, 1), w, b, *settings)
             return out.unflatten(0, x.shape[:2]), 0
@@ -128,20 +124,20 @@ def _max_pool2d(
 
 
 class _ClientPooling(torch.autograd.Function):
-    """2 x 2 max pooling of each client's images."""
+    """A 2 x 2 max pooling of each client's images."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        """Without a client axis: torch's pooling."""
+        """Run torch's pooling, without a client axis."""
         return F.max_pool2d(x, 2)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: Any, output: Any) -> None:
-        """Nothing to save: gradients are those of :class:`MaxPool2x2`."""
+        """Save nothing: gradients are those of :class:`MaxPool2x2`."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
-        """Pool the last two axes, wherever the client axis is among the others."""
+        """Pool the last two axes, with the client axis anywhere."""
         dim = in_dims[0]
         last = dim >= x.ndim - 2
         x = x.movedim(dim, 0) if last else x
@@ -149,10 +145,7 @@ class _ClientPooling(torch.autograd.Function):
 
 
 def quadrants(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four members of each 2 x 2 window, in row-major order.
-
-    An odd last row or column is left out.
-    """
+    """Return the four members of each 2 x 2 window in row-major order, without odd last rows."""
     height, width = x.shape[-2] // 2 * 2, x.shape[-1] // 2 * 2
     x = x[..., :height, :width]
     return (
@@ -164,14 +157,11 @@ def quadrants(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class MaxPool2x2(torch.autograd.Function):
-    """2 x 2 max pooling over the last two axes.
-
-    Of equal maxima the first gets the gradient, as in torch.
-    """
+    """2 x 2 max pooling over the last two axes; the first of equal maxima gets the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Maxima by rows, then by columns: long contiguous runs."""
+        """Take maxima by rows, then by columns, in contiguous memory."""
         a, b, c, d = quadrants(x)
         out = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
         ctx.save_for_backward(x, out)
@@ -179,7 +169,7 @@ class MaxPool2x2(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Send each window's gradient to its first maximum."""
+        """Route each window's gradient to its first maximum."""
         x, out = ctx.saved_tensors
         result = torch.zeros_like(x)
         a, b, c, _ = quadrants(x)
@@ -207,10 +197,9 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """An embedding whose padding has no gradient; torch's batching rule sees to the first client.
+    """Run an embedding whose padding has no gradient.
 
-    The rule puts the clients' tables into one, in which the number of the padding is that of the
-    first one's.
+    torch's batching rule merges the clients' tables into one, with the padding index of the first.
     """
     if padding_idx is None or max_norm is not None or sparse:
         return NotImplemented

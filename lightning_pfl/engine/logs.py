@@ -1,4 +1,4 @@
-"""What a client's step logs by ``self.log``."""
+"""Values that a client's step logs by ``self.log``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class LogCapture:
-    """Stands in for ``self.log`` during a client's step.
+    """A replacement of ``self.log`` during a client's step.
 
     Attributes:
         values: Logged value by name: a tensor, or a torchmetrics object.
-        options: How each was logged; kept across steps.
-        reductions: ``reduce_fx`` and ``batch_size`` of each name, as of its last step.
+        options: The options of each name; kept across steps.
+        reductions: ``reduce_fx`` and ``batch_size`` of each name in its last step.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class LogCapture:
         self._samples = 1
 
     def begin(self, batch: Any) -> None:
-        """Forget the last step's values; the next ones are of this batch."""
+        """Start a step on this batch, and clear the last step's values."""
         self.values, self._samples = {}, batch_length(batch)
 
-    def __call__(  # noqa: D102 - stands in for `LightningModule.log`
+    def __call__(  # noqa: D102 - replaces `LightningModule.log`
         self,
         name: str,
         value: Any,
@@ -64,7 +64,7 @@ class LogCapture:
         better = value.higher_is_better if isinstance(value, Metric) else None
         self.options[name] = LogOptions(prog_bar, logger is not False, better)
         weight = _weight(name, batch_size)
-        # The batch's own samples are what counts anyway, and a recorded step can't say a weight.
+        # The number of samples is the default weight, and a recorded step can't return a weight.
         logged = Reduction(reduction, None if weight == self._samples else weight)
         if not isinstance(value, Metric):
             value = value if isinstance(value, Tensor) else _number(name, value)
@@ -77,9 +77,9 @@ class LogCapture:
     def _together(
         self, name: str, value: Tensor | Metric, logged: Reduction
     ) -> tuple[Tensor | Metric, Reduction]:
-        """What a name that a step logs again comes to, as Lightning's value of an epoch does."""
+        """Combine values that a step logs under one name, as Lightning does over an epoch."""
         earlier, kind = self.values[name], self.reductions[name].kind
-        if value is earlier:  # a torchmetrics object has taken in both
+        if value is earlier:  # a torchmetrics object, which has accumulated both
             return value, logged
         if isinstance(value, Metric) or isinstance(earlier, Metric) or kind != logged.kind:
             raise ValueError(
@@ -94,7 +94,7 @@ class LogCapture:
         return (earlier * weights[0] + value * weights[1]) / total, Reduction(kind, total)
 
     def take(self) -> dict[str, Tensor | Metric]:
-        """What the step logged; nothing is kept, as a value may be dead outside its ``vmap``."""
+        """Return and clear the step's values, since tensors are invalid outside their ``vmap``."""
         values, self.values = self.values, {}
         return values
 
@@ -114,7 +114,7 @@ def _kind(value: Tensor | Metric, reduction: str) -> str:
 
 
 def _weight(name: str, batch_size: Any) -> float | None:
-    """``batch_size`` as a number, which a tensor under ``vmap`` can't become."""
+    """Convert ``batch_size`` to a number, which a tensor under ``vmap`` can't become."""
     weight = None if batch_size is None else float(batch_size)
     if weight is not None and not 0 < weight < torch.inf:
         raise ValueError(
@@ -125,18 +125,18 @@ def _weight(name: str, batch_size: Any) -> float | None:
 
 
 LOSS = "loss*"
-"""Name under which the engines keep the training loss, beside what the user logs."""
+"""Name of the training loss among the logged values."""
 DEFERRED = 256
-"""Minibatches whose values are kept before they are summed up."""
+"""Number of minibatches whose values are summed at once."""
 
 
 class Reduction(NamedTuple):
-    """How a client's logged values become one.
+    """The reduction of a client's logged values to one.
 
     Attributes:
         kind: ``reduce_fx``: one of mean, sum, min, max.
-        weight: ``batch_size`` of ``self.log``: what the value counts in a mean; None for the
-            number of samples in its minibatch.
+        weight: ``batch_size`` of ``self.log``, the value's weight in a mean; None for the number of
+            samples in its minibatch.
     """
 
     kind: str = "mean"
@@ -152,7 +152,7 @@ class ClientLogs:
 
     Args:
         clients: Number of clients.
-        device: Where the sums live; nothing is copied to the host before :meth:`compute`.
+        device: Device of the sums; nothing is copied to the host before :meth:`compute`.
     """
 
     def __init__(self, clients: int, device: torch.device) -> None:
@@ -171,14 +171,14 @@ class ClientLogs:
         reductions: dict[str, Reduction] | None = None,
         size: int | None = None,
     ) -> None:
-        """Take in one minibatch's values.
+        """Add one minibatch's values.
 
         Args:
             values: Per name a value for each client, ``(clients,)``.
             sizes: Samples in each client's minibatch, ``(clients,)``: the weights of means.
-            rows: Which clients these are; None for all.
-            reductions: By name; a mean over samples where nothing is said.
-            size: The one number in ``sizes``; None if they differ.
+            rows: Positions of these clients; None for all.
+            reductions: By name; default: a mean over samples.
+            size: The number in ``sizes`` if all are equal, else None.
         """
         if rows is None and size is not None and _plain_means(values, reductions):
             self._defer(values, size)
@@ -186,7 +186,7 @@ class ClientLogs:
         self._take_in(values, sizes, rows, reductions)
 
     def _defer(self, values: dict[str, Tensor], size: int) -> None:
-        """The usual case, minibatches of one size for all clients, is summed up many at a time."""
+        """Queue minibatches of one size for all clients, to sum many at once."""
         if self._pending and (
             size != self._pending_size
             or values.keys() != self._pending[0].keys()
@@ -230,9 +230,9 @@ class ClientLogs:
             self._weights[name][index] += weights
 
     def compute(self) -> dict[str, Tensor]:
-        """The reduced values, float64 ``(clients,)``; NaN for clients that logged nothing.
+        """Return the reduced values, float64 ``(clients,)``; NaN for clients that logged nothing.
 
-        A loss that wasn't finite is Inf, so that it differs from no loss at all.
+        A loss that wasn't finite is Inf, which distinguishes it from no loss.
         """
         self._flush()
         results = {}

@@ -1,4 +1,4 @@
-"""The minibatches of one client, one after another."""
+"""The minibatches of one client, in sequence."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from lightning_pfl.engine.steps import (
 
 
 class ClientMinibatches:
-    """Iterates over the steps of a phase: each a list of (number, minibatch).
+    """An iterator over the steps of a phase: each a list of (number, minibatch).
 
-    The numbers are those of :class:`~lightning_pfl.engine.vectorized.ticks.Minibatch`.
+    Numbers are those of :class:`~lightning_pfl.engine.vectorized.ticks.Minibatch`.
 
     Args:
         data: The federated dataset.
         client: The client's id.
-        budget: How far the phase goes.
+        budget: Length of the phase.
         limits: Accumulation and limits.
         settings: Device and seed.
         round: The communication round.
@@ -65,7 +65,7 @@ class ClientMinibatches:
         self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
 
     def key(self, epoch: int) -> int:
-        """The key of an epoch's order."""
+        """Return the key of an epoch's order."""
         epoch += self.first_epoch
         return order_key(self.seed, self.stream, self.round, self.client, epoch)
 
@@ -100,24 +100,24 @@ class ClientMinibatches:
 
 
 def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterator[Any]:
-    """The first batches of an epoch of a user's DataLoader.
+    """Iterate over the first batches of an epoch of a user's DataLoader.
 
-    A loader's shuffling and its dataset's random transforms draw from the global generators: these
-    are seeded for each batch, so that the samples don't depend on what runs in between.
+    Shuffling and random transforms use the global generators, which are seeded for each batch, so
+    that samples don't depend on other code.
 
     Args:
         loader: The client's loader.
         key: The key of the epoch's order.
-        count: How many batches are wanted, at most the loader's length.
+        count: Number of batches, at most the loader's length.
         client: The client's name.
 
     Raises:
-        ValueError: If the loader has fewer batches than its length says.
+        ValueError: If the loader has fewer batches than its length.
     """
     iterator: Iterator[Any] | None = None
     for within in range(count):
         with seeded(derive(key, "fetch", within), everything=True):
-            # Not `iterator or ...`: an iterator's truth is its length, which not all have.
+            # Not `iterator or ...`: the truth of an iterator may be its length, or undefined.
             if iterator is None:
                 iterator = iter(reseed(loader, key))
             try:
@@ -125,8 +125,8 @@ def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterato
             except StopIteration:
                 raise ValueError(
                     f"Expected the DataLoader of client {client!r} to give {len(loader)} batches, "
-                    f"as its length says, but got {within}. Let the `__len__` of its dataset or "
-                    "sampler count what it gives."
+                    f"as its length says, but got {within}. Correct the `__len__` of its dataset "
+                    "or sampler."
                 ) from None
         yield batch
 
@@ -138,7 +138,7 @@ def _move(batch: Any, device: torch.device) -> Any:
 def evaluation_minibatches(
     data: FederatedDataset, client: int, limits: Limits, settings: EngineSettings
 ) -> Iterator[tuple[int, Any]]:
-    """One unshuffled pass over a client's samples: (number, minibatch)."""
+    """Iterate once over a client's samples, unshuffled: (number, minibatch)."""
     if isinstance(data, FederatedTensorDataset):
         batches = data.indices[client].split(data.batch_size)
         number = limits.of_epoch(

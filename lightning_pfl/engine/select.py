@@ -1,7 +1,4 @@
-"""Which engine runs a step of the user's module.
-
-What was asked for, if a probe shows that it can.
-"""
+"""The choice of the engine for each step of the user's module, by a probe."""
 
 from __future__ import annotations
 
@@ -45,35 +42,34 @@ PROBED_SAMPLES = 8
 
 
 def check_engine(engine: str) -> None:
-    """Require a known engine name."""
+    """Raise ValueError for an unknown engine name."""
     if engine not in get_args(EngineName):
         raise ValueError(
             f"Expected `engine` to be one of {', '.join(get_args(EngineName))}, but got "
-            f"engine={engine!r}. Use 'auto' to run vectorized where the module allows it."
+            f"engine={engine!r}. Use 'auto' to run vectorized where possible."
         )
 
 
 class SelectedEngine:
-    """Runs each step with the engine that fits it, decided once by a probe of a real step.
+    """Runs each step with the engine that a probe of a real step has chosen.
 
-    The probe runs the sequential engine and the vectorized one (first ``vmap`` of the forward pass,
-    then ``vmap`` of the gradient) on two clients for one step, and takes the first that raises
-    nothing, needs no hidden loop and agrees with the sequential result. The choice depends on the
-    module alone, never on timing, so that a resumed run makes it again.
+    The probe runs one step of two clients with the sequential engine and with the vectorized one
+    (first ``vmap`` of the forward pass, then of the gradient), and takes the first that raises
+    nothing, has no hidden loop and agrees with the sequential result. The choice depends on the
+    module alone, never on timing, so that a resumed run repeats it.
 
-    A step may do later what it didn't do in the probe. With ``"auto"``, clients on whom the
-    vectorized engine then fails go through the sequential one, in that call and no other: what
-    a round computes depends on the round alone.
+    With ``"auto"``, clients for which the vectorized engine fails later run in the sequential one,
+    in this call only, so that a round's result depends on the round alone.
 
     Args:
-        name: ``"auto"``; ``"vectorized"``: an error if the module can't; ``"sequential"``.
+        name: ``"auto"``, ``"vectorized"`` (an error if impossible) or ``"sequential"``.
         module: The user's module.
-        layout: Its names.
+        parameter_split: Names of the module.
         template: The optimizer that ``configure_optimizers`` returned.
         settings: The Trainer's flags.
 
     Attributes:
-        choices: Per step (``"training_step"``, ...) what runs it and why.
+        choices: Engine and reason per step (``"training_step"``, ...).
     """
 
     def __init__(
@@ -97,7 +93,7 @@ class SelectedEngine:
 
     @property
     def template(self) -> Optimizer | None:
-        """The optimizer that clients get fresh copies of; None where nothing is trained."""
+        """The optimizer that clients get fresh copies of; None without training."""
         return self._optimizer
 
     @template.setter
@@ -111,7 +107,7 @@ class SelectedEngine:
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
     ) -> Tensor:
-        """Optimizer steps that each client will take, int64 ``(clients,)``."""
+        """Count the optimizer steps of each client, int64 ``(clients,)``."""
         return self._sequential.count_steps(data, clients, phases)
 
     def train(
@@ -125,7 +121,7 @@ class SelectedEngine:
         on_clients: OnClients | None = None,
         stream: str = "local",
     ) -> LocalResult:
-        """Local training of a cohort; see :class:`~lightning_pfl.engine.base.Engine`."""
+        """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
         step = "training_step"
         if step not in self._engines and not int(info.steps.sum()):
             return self._sequential.train(
@@ -192,12 +188,12 @@ class SelectedEngine:
         listener: _Listener,
         trees: Tree,
     ) -> Result:
-        """Run the chosen engine, and the sequential one where the vectorized one fails."""
+        """Run the chosen engine, or the sequential one where the vectorized one fails."""
         engine = self._engines[step]
         if engine is not self._sequential:
             try:
                 return run(engine)
-            # Whatever a user's module does under vmap; the sequential engine tells true errors.
+            # Any exception of a user's module under vmap; true errors recur in the other engine.
             except Exception as error:
                 if self.name == "vectorized" or listener.failed or is_out_of_memory(error):
                     raise
@@ -209,7 +205,7 @@ class SelectedEngine:
             return run(self._sequential)
 
     def _checking(self, step: str, trees: Tree) -> AbstractContextManager[None]:
-        """Look, the first time, whether a step writes to what clients have in common."""
+        """Check, the first time, whether a step writes to tensors that clients share."""
         if step in self._checked:
             return nullcontext()
         self._checked.add(step)
@@ -249,7 +245,7 @@ class SelectedEngine:
         if self.name == "vectorized":
             raise ValueError(
                 f"Expected `{step}` of {type(self.module).__name__} to run for many clients at "
-                f"once, as engine='vectorized' says, but it can't: {why}. Use engine='auto' or "
+                f"once with engine='vectorized', but it can't: {why}. Use engine='auto' or "
                 "engine='sequential'."
             )
         self._settle(step, self._sequential, why)
@@ -257,19 +253,18 @@ class SelectedEngine:
     def _problem(
         self, engine: VectorizedEngine, run: Callable[..., Tree], expected: Tree, before: Tree
     ) -> str | None:
-        """Why the vectorized engine can't be used; None if it can."""
+        """Describe why the vectorized engine can't be used, or return None."""
         try:
             with self._undisturbed(), hidden_loops_are_errors():
                 found = run(engine)
-        # Whatever a user's module does under vmap: the reason is reported, and the sequential
-        # engine tells true errors.
+        # Any exception of a user's module under vmap; true errors recur in the other engine.
         except Exception as error:
             return reason_of(error)
         return difference(expected, found, before, mixed=self.settings.autocast is not None)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """A probe must leave no trace in the user's modules and torchmetrics objects."""
+        """Restore the user's modules and torchmetrics objects after a probe."""
         before = snapshot(self.module)
         try:
             yield
@@ -278,10 +273,7 @@ class SelectedEngine:
 
     @contextmanager
     def _plain_sgd(self) -> Iterator[None]:
-        """Step along the bare gradient.
-
-        Adam's first step is its sign, which magnifies rounding without bound.
-        """
+        """Step by plain SGD: Adam's first step, a sign, magnifies rounding without bound."""
         probe = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1.0)
         self._sequential.template = probe
         try:
@@ -315,9 +307,9 @@ _WHAT = {"forward": "forward pass", "grad": "gradient"}
 
 
 class _Listener:
-    """Passes on which clients are done, and remembers whether that failed.
+    """Passes on which clients are done, and records whether that failed.
 
-    Then an error is that of a callback, which fires here, and not of the step.
+    Then the error is a callback's, not the step's.
     """
 
     def __init__(self, on_clients: OnClients | None) -> None:

@@ -1,7 +1,7 @@
-"""The twin to read: one client after another, one minibatch after another, plain torch.
+"""The reference engine: one client and one minibatch after another, in plain torch.
 
-The same functions of the method run here with one client on the client axis. Nothing is padded,
-grouped, cached or batched over clients; the vectorized engine must give the same numbers.
+The method's functions run with one client on the client axis, without padding, grouping, caching
+or batching over clients. The vectorized engine must return the same numbers.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class SequentialEngine:
 
     Args:
         module: The user's module.
-        layout: Its names.
+        parameter_split: Names of the module.
         template: The optimizer that ``configure_optimizers`` returned.
         settings: The Trainer's flags.
 
     Attributes:
-        random_calls: Random calls in the last training step: 0 shows that the step is
+        random_calls: Random calls in the last training step; 0 shows that the step is
             deterministic.
-        draws_elsewhere: Whether the last training step, or a step of the last evaluation, drew from
-            Python's or NumPy's global generator, whose numbers can't differ between clients of one
-            batched program.
+        draws_elsewhere: Whether the last training step, or a step of the last evaluation, used
+            Python's or NumPy's global generator, which can't differ between clients of a batched
+            program.
     """
 
     name = "sequential"
@@ -84,7 +84,7 @@ class SequentialEngine:
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
     ) -> Tensor:
-        """Optimizer steps that each client will take, int64 ``(clients,)``."""
+        """Count the optimizer steps of each client, int64 ``(clients,)``."""
         return phase_steps(data, clients, phases, self.limits)
 
     def train(
@@ -98,7 +98,7 @@ class SequentialEngine:
         on_clients: OnClients | None = None,
         stream: str = "local",
     ) -> LocalResult:
-        """Local training of a cohort; see :class:`~lightning_pfl.engine.base.Engine`."""
+        """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
         results: list[LocalResult] = []
         for row in range(len(info)):
             one = slice(row, row + 1)
@@ -168,7 +168,7 @@ class SequentialEngine:
 
     @contextmanager
     def _leaving_no_trace(self, phase: Phase) -> Iterator[None]:
-        """A measurement must leave no trace in the user's torchmetrics objects."""
+        """Restore the user's torchmetrics objects after an evaluation phase."""
         if not phase.evaluate_only:
             yield
             return
@@ -243,7 +243,7 @@ class SequentialEngine:
 
 
 class SequentialLocalStep:
-    """What one client can do with a batch (:class:`~lightning_pfl.methods.base.LocalStep`)."""
+    """The step interface of one client (:class:`~lightning_pfl.contract.local.LocalStep`)."""
 
     def __init__(
         self, engine: SequentialEngine, client: int, round: int, stream: str, augment: Any
@@ -263,15 +263,15 @@ class SequentialLocalStep:
         )
 
     def _keys(self, number: int) -> tuple[Tensor, int]:
-        """A minibatch's key for random functions, and the seed of the global generators.
+        """Return a minibatch's key for random functions, and the seed of the global generators.
 
-        Both come from the host: to ask the device for the seed would wait for it in every step.
+        Both are computed on the host, without waiting for the device.
         """
         key = mix(self.key + (self.number << 32) + number)
         return key.to(self.engine.settings.device, non_blocking=True), int(key) & (2**63 - 1)
 
     def new_step(self) -> None:
-        """The next gradient is the first of its step, so it logs."""
+        """Start a step, whose first gradient logs."""
         self._logged = False
         if not self.active.phase.evaluate_only:
             self.engine.draws_elsewhere = False
@@ -282,7 +282,7 @@ class SequentialLocalStep:
         return self.optimizer.lr
 
     def grad(self, model: Model, batch: list[tuple[int, Any]], also: tuple[str, ...] = ()) -> Model:
-        """Gradient ``(1, ...)`` of the mean loss over the step's minibatches."""
+        """Compute the gradient ``(1, ...)`` of the mean loss over the step's minibatches."""
         materialize(model, self.active.buffers)
         model = shielded(model, self.engine.parameter_split.buffers)
         names = self.active.trainable + also
@@ -317,7 +317,7 @@ class SequentialLocalStep:
         return {n: leaf.grad[None] for n, leaf in trained.items() if leaf.grad is not None}
 
     def loss(self, model: Model, batch: list[tuple[int, Any]]) -> tuple[Tensor, Tensor]:
-        """Mean loss over the step's samples, and their number, ``(1,)``."""
+        """Compute the mean loss over the step's samples, and their number, ``(1,)``."""
         one = {name: leaf[0] for name, leaf in model.items()}
         one |= {name: one[name].clone() for name in self.active.buffers if name in one}
         total = torch.zeros(1, dtype=torch.float64, device=self.engine.settings.device)
@@ -343,7 +343,7 @@ class SequentialLocalStep:
         return self.optimizer.update(model, grads, slot)
 
     def samples(self, batch: list[tuple[int, Any]]) -> tuple[Any, Tensor]:
-        """The samples of a step's minibatches; all are real."""
+        """Return the samples of a step's minibatches; all are real."""
         data = join_batches([map_batch(one, lambda leaf: leaf[None]) for _, one in batch])
         first = next(batch_leaves(data))
         return data, first.new_ones(first.shape[:2], dtype=torch.bool)
@@ -355,12 +355,12 @@ class SequentialLocalStep:
         self.logs.add({"train_loss": loss, LOSS: loss}, size, None)
 
     def finish(self) -> dict[str, Tensor]:
-        """The client's logged values, ``(1,)`` each."""
+        """Return the client's logged values, ``(1,)`` each."""
         return {**self.logs.compute(), **_computed(self.metrics)}
 
 
 def copy(tree: Tree) -> Tree:
-    """A client's memory to work on: local training updates in place."""
+    """Copy a client's state, as local training updates in place."""
     return tmap(torch.clone, tree)
 
 
@@ -382,7 +382,7 @@ def _computed(metrics: dict[str, Metric]) -> dict[str, Tensor]:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 f"Expected the torchmetrics object logged as {name!r} to compute one number, but "
-                f"got {got}. Let it average, or log each of its numbers under a name of its own."
+                f"got {got}. Average them, or log each under its own name."
             )
         results[name] = value.detach().double().view(1)
         metric.reset()

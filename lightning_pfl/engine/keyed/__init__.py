@@ -1,1 +1,1 @@
-"""torch's random functions under a client's key."""
+"""torch's random functions with a key per client."""

@@ -1,4 +1,4 @@
-"""torch's functions that make random tensors, under a key; what they take is what torch takes."""
+"""torch's functions that make random tensors, with a key and torch's arguments."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_pfl.engine.keyed.draws import Draws
 
 Draw = Callable[["Draws", Any, torch.dtype], Tensor]
 Factory = Callable[..., Tensor]
-# These say where numbers come from and how they lie in memory, not what they are.
+# Options about the generator and the memory, without influence on the values.
 _ELSEWHERE = ("generator", "pin_memory", "device")
 
 
 def _hand_over(values: Tensor, out: Tensor | None, requires_grad: bool) -> Tensor:
-    """The values in the tensor that the caller asked for."""
+    """Return the values in the tensor that the caller asked for."""
     if out is not None:
         if out.shape != values.shape:
             out.resize_(values.shape)
@@ -26,7 +26,7 @@ def _hand_over(values: Tensor, out: Tensor | None, requires_grad: bool) -> Tenso
 
 
 def factory(draw: Draw) -> Factory:
-    """``torch.rand`` or ``torch.randn``: sizes in every form, and all keywords."""
+    """Replace ``torch.rand`` or ``torch.randn``: sizes in every form, and all keywords."""
 
     def make(
         mode: Draws,
@@ -36,7 +36,7 @@ def factory(draw: Draw) -> Factory:
         **options: Any,
     ) -> Tensor:
         options = {name: value for name, value in options.items() if name not in _ELSEWHERE}
-        # torch reads the sizes (and refuses wrong ones) itself; nothing is allocated.
+        # torch parses the sizes (and refuses wrong ones) without allocating memory.
         like = torch.empty(*size, **options, device="meta")
         dtype = like.dtype if out is None else out.dtype
         return _hand_over(draw(mode, like.shape, dtype), out, requires_grad)
@@ -45,7 +45,7 @@ def factory(draw: Draw) -> Factory:
 
 
 def factory_like(draw: Draw) -> Factory:
-    """``torch.rand_like`` or ``torch.randn_like``."""
+    """Replace ``torch.rand_like`` or ``torch.randn_like``."""
 
     def make(
         mode: Draws,
@@ -61,14 +61,14 @@ def factory_like(draw: Draw) -> Factory:
 
 
 def _bounds(given: list[Any], named: dict[str, Any]) -> tuple[int, int]:
-    """``low`` and ``high`` as torch reads them: one number alone is ``high``."""
+    """Parse ``low`` and ``high`` like torch: a single number is ``high``."""
     names = ("low", "high") if "high" in named or len(given) == 2 else ("high",)
     found = {**dict(zip(names, given, strict=False)), **named}
     low, high = int(found.get("low", 0)), int(found["high"])
     if low >= high:
         raise ValueError(
             f"Expected `low` of torch.randint to be below `high`, but got {low=} and {high=}. "
-            "`high` itself is never drawn."
+            "Numbers are drawn from [low, high)."
         )
     return low, high
 
@@ -81,7 +81,7 @@ def randint(
     requires_grad: bool = False,
     **options: Any,
 ) -> Tensor:
-    """``torch.randint``: ``[low,] high, size``, each by position or by name."""
+    """Replace ``torch.randint``: ``[low,] high, size``, each by position or by name."""
     given = list(args)
     size = options["size"] if "size" in options else given.pop()
     named: dict[str, Any] = {name: options[name] for name in ("low", "high") if name in options}
@@ -102,7 +102,7 @@ def randperm(
     requires_grad: bool = False,
     **_: Any,
 ) -> Tensor:
-    """``torch.randperm``: the order of uniform numbers."""
+    """Replace ``torch.randperm`` by the order of uniform numbers."""
     order = mode.draw((int(n),), torch.float64).argsort()
     return _hand_over(order if dtype is None else order.to(dtype), out, requires_grad)
 
@@ -115,6 +115,6 @@ def bernoulli(
     out: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """``torch.bernoulli``: 1 with the probabilities ``input``, or ``p`` in the shape of input."""
+    """Replace ``torch.bernoulli``: 1 with the probabilities ``input``, or ``p``."""
     below = mode.draw(input.shape, torch.float64) < (input if p is None else p)
     return _hand_over(below.to(input.dtype), out, requires_grad=False)

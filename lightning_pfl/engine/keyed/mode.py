@@ -1,10 +1,8 @@
-"""Random numbers as a function of a client's key.
+"""Random functions as hashes of (client key, call number, element).
 
-The same with every engine, chunk size and number of processes.
-
-Native dropout draws from one generator for a whole batched program, so its masks depend on which
-clients share the program. Here every random call of a client's forward pass is replaced by a hash
-of (client key, call number, element).
+torch's dropout draws from one generator for a batched program, so its masks depend on which
+clients share the program. These don't: they are the same for every engine, chunk size and number of
+processes.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from lightning_pfl.engine.keyed.draws import Draws
 
 
 class KeyedRandomness(Draws, TorchFunctionMode):
-    """While active, torch's random functions draw from a hash of ``key``.
+    """A mode in which torch's random functions draw from a hash of ``key``.
 
     The hash is :func:`~lightning_pfl.engine.keyed.draws.uniform`.
 
@@ -33,9 +31,8 @@ class KeyedRandomness(Draws, TorchFunctionMode):
         key: int64 scalar; under ``vmap`` one per client.
 
     Attributes:
-        calls: How many random calls there were: 0 after a forward pass shows that it is
-            deterministic.
-        closed: Whether the forward pass is over: what is drawn later can't be what it was then.
+        calls: Number of random calls; 0 after a forward pass shows that it is deterministic.
+        closed: Whether the forward pass is over, after which draws are refused.
     """
 
     def __init__(self, key: Tensor) -> None:
@@ -44,9 +41,9 @@ class KeyedRandomness(Draws, TorchFunctionMode):
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Run a backward pass, in which random functions are refused.
+        """Refuse random functions during a backward pass.
 
-        No mode is active inside of one, so they are replaced where callers look them up.
+        No mode is active inside of one, so they are replaced in their namespaces.
         """
         self.closed = True
 
@@ -76,7 +73,7 @@ def _keep(
 ) -> Tensor:
     if p >= 1.0:
         return x.mul_(0.0) if inplace else x * 0.0
-    # The bits of a short type would round the rate.
+    # A short type would round the rate.
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     kept = mode.draw(mask_shape, exact) >= p
     return x.mul_(kept).div_(1.0 - p) if inplace else x * kept / (1.0 - p)
@@ -86,7 +83,7 @@ def _check_rate(p: float) -> None:
     if not 0.0 <= p <= 1.0:
         raise ValueError(
             f"Expected the dropout probability `p` to be between 0 and 1, but got {p=}. "
-            "It is the share that is set to zero."
+            "Use 0 for no dropout."
         )
 
 
@@ -156,13 +153,13 @@ def _attention(
     return _keep(mode, weights, dropout_p, weights.shape) @ value
 
 
-# Taken here, because `_multi_head` puts the function above in its place while it runs.
+# Saved here, as `_multi_head` replaces the function while it runs.
 _NATIVE_ATTENTION = F.scaled_dot_product_attention
 
 
 def _multi_head(mode: KeyedRandomness, *args: Any, **kwargs: Any) -> Any:
-    # The function looks its helpers up in the module's namespace, where a mode that is already
-    # inside a call can't see them.
+    # The function looks its helpers up in the module's namespace, out of reach of a mode that is
+    # already inside a call.
     with _replaced(
         F,
         dropout=lambda *a, **k: _dropout(mode, *a, **k),
@@ -209,8 +206,8 @@ def _bernoulli_values(
     return (mode.draw(x.shape, torch.float64) < p).to(x.dtype)
 
 
-# What is not in this table (multinomial, an LSTM's inner dropout, ...) is an error under `vmap` and
-# so runs sequentially.
+# Functions that aren't in this table (multinomial, an LSTM's inner dropout, ...) raise an error
+# under `vmap`, and so run sequentially.
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: lambda mode, input, p, train: _dropout(mode, input, p, train),
@@ -231,7 +228,7 @@ _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.uniform_: _in_place(_uniform_values),
     Tensor.normal_: _in_place(_normal_values),
 }
-# What looks up one of the others in its namespace isn't among them.
+# Without functions that look up others of the table in their namespace.
 _OF_F = {
     function.__name__: handler
     for function, handler in _HANDLERS.items()

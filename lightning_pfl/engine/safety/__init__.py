@@ -1,1 +1,1 @@
-"""Whether a step may run for many clients at once."""
+"""Checks of whether a step may run for many clients at once."""

@@ -1,4 +1,4 @@
-"""Random numbers that a step draws from generators which keys don't reach."""
+"""Detection of draws from global random generators, which client keys don't reach."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_pfl.core.randomness import seeded
 
 @dataclass
 class Elsewhere:
-    """What became of Python's and NumPy's global generators.
+    """A record of draws from Python's and NumPy's global generators.
 
     Attributes:
-        moved: Whether one of them was drawn from.
+        moved: Whether one of them was used.
     """
 
     moved: bool = False
@@ -26,16 +26,16 @@ class Elsewhere:
 
 @contextmanager
 def watch_global_rng(key: int) -> Iterator[Elsewhere]:
-    """Run a step with all global generators seeded by ``key``; their state is put back after it.
+    """Seed all global generators by ``key`` inside a ``with`` block, and restore them after it.
 
-    torch's own for random functions that keys don't reach (an LSTM's dropout, multinomial), and
-    Python's and NumPy's, from which mixup and the like draw.
+    torch's generator serves random functions without keys (an LSTM's dropout, multinomial),
+    Python's and NumPy's serve mixup and similar code.
 
     Args:
         key: A key of :func:`~lightning_pfl.core.randomness.derive`.
 
     Yields:
-        Whether the step drew from Python's or NumPy's generator; known after the block.
+        A record of draws from Python's or NumPy's generator, valid after the block.
     """
     found = Elsewhere()
     with seeded(key, everything=True):
@@ -45,7 +45,7 @@ def watch_global_rng(key: int) -> Iterator[Elsewhere]:
 
 
 def _positions() -> tuple[Any, ...]:
-    """Where both Mersenne twisters stand: a word of the state, the place in it, a spare normal."""
+    """Return positions of both Mersenne twisters: a word, the index, a spare normal."""
     _, words, spare = random.getstate()
     state: Any = np.random.get_state()
     return words[0], words[-1], spare, int(state[1][0]), *state[2:]

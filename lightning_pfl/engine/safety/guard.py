@@ -1,4 +1,4 @@
-"""What a batched program must not do, also in steps that no probe has seen."""
+"""Checks of batched programs in every step."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ DRAWS_ELSEWHERE = "the step draws from Python's or NumPy's random generator"
 
 @contextmanager
 def guarded(module: nn.Module, key: int) -> Iterator[None]:
-    """Run steps of many clients as one program, and require that they leave nothing behind.
+    """Run steps of many clients as one program, and check that they leave no trace.
 
-    Python runs once for all clients: what a step keeps on the module would be one thing, or dead,
-    where each client has its own, and a number from Python's generator would be the same for all.
-    After an error the module is as it was, so that the clients can go through the other engine.
+    Python runs once for all clients: an attribute that a step sets would be shared by them, or
+    invalid, and a number of Python's generator would be the same for all. After an error the module
+    is restored, so that the other engine can run the clients.
 
     Args:
         module: The user's module.
-        key: Seeds the global generators meanwhile; their state is put back.
+        key: Seed of the global generators inside the block.
 
     Raises:
-        NotVectorizableError: If a step has changed an attribute of the module, or has drawn.
+        NotVectorizableError: If a step has changed an attribute of the module, or has used Python's
+            or NumPy's generator.
     """
     before = snapshot(module)
     try:
@@ -46,15 +47,15 @@ def guarded(module: nn.Module, key: int) -> Iterator[None]:
 
 @contextmanager
 def weights_unwritten(module: nn.Module, tree: Tree, step: str) -> Iterator[None]:
-    """Require of steps that they don't write to weights which clients have in common.
+    """Check that steps don't write to weights that clients share.
 
     Args:
-        module: The user's module; its weights with ``requires_grad=False`` are every client's.
-        tree: What clients begin with.
+        module: The user's module; clients share its weights with ``requires_grad=False``.
+        tree: The clients' initial trees.
         step: Name of the step.
 
     Raises:
-        ValueError: If a step has; the weights are then what they were.
+        ValueError: If a step has; the weights are restored.
     """
     shared: Model = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
     shared |= {n.removeprefix("model/"): leaf for n, leaf in _paths(tree) if is_expanded(leaf)}
@@ -70,9 +71,8 @@ def weights_unwritten(module: nn.Module, tree: Tree, step: str) -> Iterator[None
     if written:
         raise ValueError(
             f"Expected weights to be changed by the optimizer alone, but `{step}` of "
-            f"{type(module).__name__} writes to {written[0]!r}, which all clients have in common. "
-            "Register what else a step changes as a buffer (`register_buffer`), and constrain a "
-            "weight where it is used (`torch.nn.utils.parametrize`, no `max_norm`)."
+            f"{type(module).__name__} writes to {written[0]!r}. Use a buffer (`register_buffer`), "
+            "or for constraints `torch.nn.utils.parametrize` instead of `max_norm`."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a step leaves behind on the user's module, beside its parameters and buffers."""
+"""Snapshots of a module's attributes besides its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 Snapshot = dict[tuple[str, str], tuple[Any, Any]]
-"""By submodule and attribute: the value itself, and what it held if it is a collection."""
+"""By submodule and attribute: the value, and a copy of its contents if it is a collection."""
 COLLECTIONS = (list, dict, set)
 CONTENTS = frozenset({"_parameters", "_buffers", "_modules", "log"})
-"""Parameters and buffers are replaced for a step, and so is ``log``."""
+"""Attributes that are replaced for a step: parameters, buffers and ``log``."""
 BOOKS = frozenset(vars(L.LightningModule()))
-"""What Lightning itself writes down on a LightningModule; it enters no step."""
+"""Attributes that Lightning sets on a LightningModule, which no step reads."""
 
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Name of the submodule, name of the attribute, and value, for all that users may have set."""
+    """Iterate over submodule name, attribute name and value of all attributes of users."""
     for name, part in module.named_modules():
-        # The private attributes of torch's own layers follow from their parameters.
+        # The private attributes of torch's layers follow from their parameters.
         torch_owns = type(part).__module__.startswith("torch.")
         books = BOOKS if isinstance(part, L.LightningModule) else frozenset[str]()
         for key, value in list(vars(part).items()):
@@ -32,7 +32,7 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 def snapshot(module: nn.Module) -> Snapshot:
-    """Every attribute of a module and of what is below it."""
+    """Record every attribute of a module and its submodules."""
     return {(name, key): (value, _held(value)) for name, key, value in attributes(module)}
 
 
@@ -43,8 +43,8 @@ def _held(value: Any) -> Any:
 
 
 def _writes(value: Tensor) -> int:
-    # A tensor made in inference mode, as an evaluation leaves them in torchmetrics objects, counts
-    # no writes.
+    # A tensor made in inference mode, as in torchmetrics objects after an evaluation, has no
+    # version counter.
     return -1 if value.is_inference() else value._version
 
 
@@ -55,7 +55,7 @@ def _written(value: Tensor, held: tuple[int, Tensor]) -> bool:
 
 
 def changed(module: nn.Module, before: Snapshot) -> str | None:
-    """The first attribute that is another object than before, or holds other things; or None."""
+    """Find the first attribute that is another object or has other contents, or return None."""
     now = {(name, key): value for name, key, value in attributes(module)}
     for at in [*now, *(at for at in before if at not in now)]:
         if at not in now or at not in before or _differs(now[at], *before[at]):
@@ -81,7 +81,7 @@ def _members(value: Any) -> Iterator[Any]:
 
 
 def restore(module: nn.Module, before: Snapshot) -> None:
-    """Put every attribute back."""
+    """Restore every attribute."""
     parts = dict(module.named_modules())
     for name, key, _ in list(attributes(module)):
         if (name, key) not in before:

@@ -1,4 +1,4 @@
-"""The twin to run: the clients of a chunk as one batched program."""
+"""The fast engine: the clients of a chunk as one batched program."""
 
 from __future__ import annotations
 
@@ -48,27 +48,27 @@ from lightning_pfl.engine.vectorized.trace import Traces, fingerprint
 from lightning_pfl.methods.base import Method, Phase
 
 COPIES = 5
-"""Of a client's model during training: parameters, gradients, two moments, and what is received."""
+"""Copies of a client's model in training: parameters, gradients, two moments, received model."""
 MOST_ON_CPU = 32
-"""Clients per chunk beyond which nothing is won: their activations leave the caches."""
+"""Largest useful number of clients per chunk, beyond which activations exceed the caches."""
 MOST_ON_GPU = 512
 
 
 class VectorizedEngine:
     """Runs a chunk of clients as one program.
 
-    ``vmap`` over the user's step, one backward pass, one optimizer step.
+    It uses ``vmap`` over the user's step, one backward pass and one optimizer step.
 
     Args:
         module: The user's module.
-        layout: Its names.
+        parameter_split: Names of the module.
         template: The optimizer that ``configure_optimizers`` returned.
         settings: The Trainer's flags.
-        transform: ``"forward"``: ``vmap`` the forward pass and run one ordinary backward pass;
-            ``"grad"``: ``vmap`` the gradient, which layers without a batching rule for autograd
-            (LSTM, GRU) need.
-        stochastic: Whether the training step makes random calls. False saves the interception of
-            every torch function.
+        transform: ``"forward"``: ``vmap`` of the forward pass and one ordinary backward pass;
+            ``"grad"``: ``vmap`` of the gradient, for layers without a batching rule for autograd
+            (LSTM, GRU).
+        stochastic: Whether the training step makes random calls; False avoids intercepting every
+            torch function.
     """
 
     name = "vectorized"
@@ -94,28 +94,25 @@ class VectorizedEngine:
         self._settled = fingerprint(module)
 
     def needs_keys(self) -> bool:
-        """Whether steps may draw random numbers.
+        """Whether steps may make random calls.
 
-        One step that drew none settles it only for a module that is known to do the same in every
-        step, and only as long as its settings, such as a dropout rate, stay what they were.
+        One step without random calls settles it only for modules that provably do the same in
+        every step, while their settings, such as a dropout rate, stay the same.
         """
         return self.stochastic or fingerprint(self.module) != self._settled
 
     def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
-        """The user's step.
-
-        Kept, as a replayed step doesn't tell again how its values are logged.
-        """
+        """Return the user's step, cached since a replayed step doesn't log its options again."""
         if self._program is None or self._program.augment is not augment:
             fast = self.transform == "forward"
             self._program = ClientProgram(self.module, self.settings.autocast, augment, fast)
         return self._program
 
     def _fitting(self) -> int:
-        """Clients per chunk whose models, gradients and moments take a quarter of the memory.
+        """Compute the clients per chunk whose models, gradients and moments fill 1/4 of the memory.
 
-        Of the memory that the machine has, not of what is free: a run and its resumption must cut
-        alike, since a batched product may round differently for another number of clients.
+        It uses the machine's total memory, not the free one: a resumed run must cut equally, since
+        a batched product may round differently for another number of clients.
         """
         device = self.settings.device
         if device.type == "cuda":
@@ -128,7 +125,7 @@ class VectorizedEngine:
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
     ) -> Tensor:
-        """Optimizer steps that each client will take, int64 ``(clients,)``."""
+        """Count the optimizer steps of each client, int64 ``(clients,)``."""
         return phase_steps(data, clients, phases, self.limits)
 
     def train(
@@ -142,9 +139,8 @@ class VectorizedEngine:
         on_clients: OnClients | None = None,
         stream: str = "local",
     ) -> LocalResult:
-        """Local training of a cohort; see :class:`~lightning_pfl.engine.base.Engine`."""
-        # Longest first: the clients that are still active at a step are then the first rows of
-        # their chunk.
+        """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
+        # Longest first, so that the clients still active at a step are the first rows of a chunk.
         order = torch.argsort(info.steps, descending=True, stable=True)
         results = []
         for positions in order.split(self.settings.chunk_size or self._fitting()):
@@ -193,7 +189,7 @@ class Chunk:
             self.keys = keys.to(self.device)
 
     def run(self, received: Tree, client_state: Tree, phases: tuple[Phase, ...]) -> LocalResult:
-        """``client_init``, every phase, ``client_final``."""
+        """Run ``client_init``, every phase and ``client_final``."""
         info = self.info
         state = self.method.client_init(unshared(received), client_state, info)
         first_epochs = [0] * len(self.clients)
@@ -220,8 +216,8 @@ class Chunk:
 
         budget, limits = phase_budget(phase), self.engine.limits
         if isinstance(self.data, FederatedTensorDataset):
-            # The mask of a dropout is a function of the shape: a padded batch would get another one
-            # than the client alone where samples aren't the first axis.
+            # A dropout mask is a function of the shape: a padded batch could get another one than
+            # the client alone where samples aren't the first axis.
             random = self.keys is not None
             module = self.engine.module
             pad = is_sample_wise(module) and not random and not couples_samples(module, True)
@@ -260,14 +256,14 @@ class Chunk:
 
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:
-    """Put the new state of some clients back among the others."""
+    """Write the new state of some clients into that of all."""
     result: Tree = {}
     for name, leaf in new.items():
         if isinstance(leaf, dict):
             result[name] = _write(state[name], part[name], leaf, index)
             continue
         base, before = state[name], part[name]
-        # Nothing to do for a view that was written in place, nor for what all clients share.
+        # Nothing to do for a view that was written in place, nor for shared tensors.
         if (isinstance(index, slice) and _same_memory(leaf, base)) or (
             leaf is before and is_expanded(leaf)
         ):
@@ -285,7 +281,7 @@ def _same_memory(view: Tensor, base: Tensor) -> bool:
 
 
 def _in_order(results: list[LocalResult], position: Tensor) -> LocalResult:
-    """Join the chunks' results and bring the clients back into the cohort's order."""
+    """Join the chunks' results in the order of the cohort."""
 
     def join(trees: list[Tree]) -> Tree:
         return rows(stack(trees), position) if any(True for _ in leaves(trees[0])) else trees[0]

@@ -1,7 +1,4 @@
-"""Evaluation of many clients as one program.
-
-Shared layers see all clients' samples as one large batch.
-"""
+"""Evaluation of many clients as one program, with one large batch for shared layers."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
 from lightning_pfl.models.base import PersonalizedModule
 
 SAMPLES = 768
-"""Samples per program on a CPU: enough to fill two cores, little enough to stay in their caches."""
+"""Samples per program on a CPU: enough for two cores, few enough for their caches."""
 ONE_BY_ONE = (
     "Run with FederatedStrategy(engine='sequential') to stop at the first client, or if the step "
     "can't run for many clients at once."
@@ -39,7 +36,7 @@ STAGES = {"validation_step": "val", "test_step": "test"}
 
 
 def evaluates_per_sample(module: Any, step: str) -> bool:
-    """Whether the step is known to log the means of ``per_sample``: any batches will do."""
+    """Whether the step logs the means of ``per_sample`` for certain, in any batches."""
     return (
         step in STAGES
         and isinstance(module, PersonalizedModule)
@@ -55,7 +52,7 @@ def evaluation_batches(
     pad: bool = False,
     batch_size: int | None = None,
 ) -> Batches:
-    """One unshuffled pass over the clients' samples."""
+    """Iterate once over the clients' samples, unshuffled."""
     limits = Limits(1, settings.limit_eval_batches)
     if isinstance(data, FederatedTensorDataset):
         return ResidentBatches(
@@ -74,9 +71,8 @@ class VectorizedEvaluation:
     Args:
         module: The user's module.
         settings: The Trainer's flags.
-        transform: ``"forward"``: plain ``vmap``; ``"grad"``: inside a gradient that nobody asks
-            for, because torch takes some layers (LSTM, GRU) apart into batchable operators only
-            where a gradient is recorded.
+        transform: ``"forward"``: plain ``vmap``; ``"grad"``: inside an unused gradient, because
+            torch decomposes some layers (LSTM, GRU) into batchable operators only then.
     """
 
     def __init__(self, module: Any, settings: EngineSettings, transform: str = "forward") -> None:
@@ -128,8 +124,8 @@ class VectorizedEvaluation:
     def _width(self, data: FederatedDataset, samples: Tensor, per_sample: bool) -> int:
         if not isinstance(data, FederatedTensorDataset):
             return max(int(samples.max()) if len(samples) else 1, 1)
-        # A limit and drop_last are of the user's own batches; the int 1 is one batch, and equals
-        # the float 1.0.
+        # A limit and drop_last refer to the user's batches; the int 1 is one batch, and equals the
+        # float 1.0.
         limit = self.settings.limit_eval_batches
         whole = isinstance(limit, float) and limit == 1.0 and not data.drop_last
         if per_sample and whole:
@@ -152,7 +148,7 @@ class VectorizedEvaluation:
 
     def _per_sample(self, models: Model, minibatch: Minibatch, stage: str) -> dict[str, Tensor]:
         values = self._vmap(models, minibatch.data, self.program.per_sample)
-        for name in values:  # as the step logs them
+        for name in values:  # as in the step
             key = f"{stage}_{name}"
             self.program.log.options.setdefault(key, LogOptions(key in self.module.shown))
         if minibatch.mask is None:
@@ -181,7 +177,7 @@ class VectorizedEvaluation:
 
     def _vmap(self, models: Model, data: Any, function: Any) -> Any:
         if self.transform == "grad":
-            # Recurrent layers write in place into what their weights give, so the weights must have
+            # Recurrent layers write in place into results of their weights, which therefore need
             # the client axis.
             return torch.vmap(inside_gradient(function))(models, data)
         plain, dims = unbatch(models)

@@ -1,4 +1,4 @@
-"""Features of a frozen backbone, computed once per phase instead of once per epoch."""
+"""A cache of a frozen backbone's features, computed once per phase instead of once per epoch."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ log = logging.getLogger(__name__)
 BATCH = 768
 """Samples per forward pass of the backbone."""
 MAX_BYTES = 2**30
-"""Features beyond this size are not kept: computing them again is cheaper than swapping."""
+"""Largest size of cached features; computing them again is cheaper than swapping."""
 
 
 class PrefixCache:
-    """Decides per phase whether the backbone's output can be cached, and caches it.
+    """Caches the backbone's output in phases that allow it.
 
-    It can where the backbone is frozen, the same for all clients and deterministic: the phase
-    trains none of it, its leaves are expanded, the data is resident without augmentation, and the
-    backbone has no active dropout. Before the first use one step is watched: it must call the
-    backbone once, draw no random numbers until then, and get features of a sample that don't
-    depend on the rest of the batch.
+    The backbone must be frozen, the same for all clients and deterministic: the phase trains none
+    of it, its leaves are expanded, the data is resident without augmentation, and it has no active
+    dropout. Before the first use one step is checked: it must call the backbone once, make no
+    random calls until then, and get features of a sample that don't depend on the other samples.
 
     Args:
-        layout: Names of the module.
-        enabled: False switches the cache off.
+        parameter_split: Names of the module.
+        enabled: Whether to use the cache.
 
     Attributes:
         used: Whether the last phase used the cache.
@@ -78,16 +77,13 @@ class PrefixCache:
             self._source = model[self._names[0]].data_ptr()
 
     def _takes_pairs(self, batches: ResidentBatches) -> bool:
-        """Whether a step is known to use ``batch[0]`` for the backbone alone."""
+        """Whether a step uses ``batch[0]`` for the backbone alone for certain."""
         fields = batches.data.fields
         pair = isinstance(fields, (tuple, list)) and len(fields) == 2
         return pair and isinstance(fields[1], Tensor) and is_unmodified(self.parameter_split.module)
 
     def fits(self, model: Model) -> bool:
-        """Whether a model has the backbone that the features come from.
-
-        A method may train a second model.
-        """
+        """Whether a model has the backbone of the features; a method may train a second model."""
         leaf = model[self._names[0]]
         return is_expanded(leaf) and leaf.data_ptr() == self._source
 
@@ -106,16 +102,16 @@ class PrefixCache:
 
 
 def _is_stochastic(module: nn.Module) -> bool:
-    """Layers in training mode with a dropout rate: dropout, LSTM, attention."""
+    """Whether a layer in training mode has a dropout rate: dropout, LSTM, attention."""
     rate = getattr(module, "p", None) or getattr(module, "dropout", None)
     return module.training and isinstance(rate, (int, float)) and rate > 0
 
 
 def _check(batches: ResidentBatches, model: Model, program: ClientProgram) -> bool:
-    """Refuse what the layers can't tell, by a step of the client with the most samples.
+    """Check a step of the client with the most samples.
 
     Returns:
-        Whether there was a step to tell by: not where no client has finite features.
+        Whether a step was checked: False if no client has finite features.
     """
     owned = sorted((batches.data.indices[k] for k in batches.clients), key=len, reverse=True)
     steps = (positions[: batches.batch_size] for positions in owned if len(positions))
@@ -125,7 +121,7 @@ def _check(batches: ResidentBatches, model: Model, program: ClientProgram) -> bo
 def _check_step(
     positions: Tensor, batches: ResidentBatches, model: Model, program: ClientProgram
 ) -> bool:
-    """Refuse what a step on some samples of a client shows; False if their features are broken."""
+    """Check a step on some samples of a client; False if their features aren't finite."""
     data = batches.data
     # A copy, because a step may write to the buffers of the head.
     calls, drawn = program.survey_prefix(_cloned(model), data.gather(positions))
@@ -138,10 +134,10 @@ def _check_step(
         alone = program.prefix_features(model, data.gather(half))
         among = program.prefix_features(model, data.gather(positions))
     _require_rows(among, len(positions))
-    if not among.isfinite().all():  # broken data is not the cache's business
+    if not among.isfinite().all():  # reported elsewhere
         return False
     among = among[: len(half)]
-    # Far above rounding, also that of half precision; far below what a batch statistic does.
+    # Far above rounding, also in half precision; far below the effect of batch statistics.
     if not torch.allclose(alone, among, rtol=0.02, atol=0.02 * float(among.abs().max())):
         raise NotVectorizableError("the features of a sample depend on the rest of its batch")
     _check_loss(model, data.gather(half), alone, program)
@@ -149,7 +145,7 @@ def _check_step(
 
 
 def _check_loss(model: Model, batch: Any, features: Tensor, program: ClientProgram) -> None:
-    """The second minibatch of a phase must have the same loss with cached features."""
+    """Check that the second minibatch of a phase has the same loss with cached features."""
     key = torch.zeros((), dtype=torch.int64, device=features.device)
     with torch.no_grad():
         try:
@@ -159,7 +155,7 @@ def _check_loss(model: Model, batch: Any, features: Tensor, program: ClientProgr
             )
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
             raise NotVectorizableError(f"a step with cached features fails: {error}") from error
-    # NaN agrees with NaN: broken data is not the cache's business.
+    # NaN agrees with NaN: broken data are reported elsewhere.
     if real is None or not torch.allclose(real, cached, rtol=0.02, atol=1e-5, equal_nan=True):
         raise NotVectorizableError("a step uses the backbone for more than its features")
 
@@ -176,9 +172,9 @@ def _require_rows(features: object, samples: int) -> None:
 def _compute(
     batches: ResidentBatches, model: Model, program: ClientProgram, with_targets: bool
 ) -> tuple[Tensor, Any] | None:
-    """Features of every sample, ``(clients, longest, ...)`` in each client's own order.
+    """Compute features of every sample, ``(clients, longest, ...)`` in each client's order.
 
-    With them, where asked for, what follows the inputs in a batch: leaves ``(samples, ...)``.
+    If ``with_targets``, also return the rest of each batch: leaves ``(samples, ...)``.
     """
     data, clients = batches.data, batches.clients
     positions = torch.cat([data.indices[client] for client in clients])
@@ -189,7 +185,7 @@ def _compute(
     with torch.no_grad():
         for some in positions.split(BATCH):
             batch = data.gather(some.unsqueeze(0))
-            if program.fast_kernels:  # they work under vmap: of one client
+            if program.fast_kernels:  # they need vmap: of one client
                 part = torch.vmap(lambda b: program.prefix_features(model, b))(batch)[0]
             else:  # recurrent layers have no batching rule
                 part = program.prefix_features(model, map_batch(batch, lambda leaf: leaf[0]))

@@ -13,10 +13,7 @@ from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
 
 Transform = Literal["forward", "grad"]
 Inputs = dict[str, Any]
-"""``data``, and where there are any ``key``, ``mask`` and ``features``.
-
-Leaves ``(clients, ...)``.
-"""
+"""``data`` and optionally ``key``, ``mask`` and ``features``, leaves ``(clients, ...)``."""
 SKIPS = "`training_step` skips a minibatch"
 Result = tuple[Model, Tensor, dict[str, Tensor]]
 """Gradients ``(clients, ...)``, losses ``(clients,)``, logged values ``(clients,)``."""
@@ -29,7 +26,7 @@ class BatchedGradient:
         program: The user's step as a function.
         transform: ``"forward"``: ``vmap`` of the forward pass and one ordinary backward pass;
             ``"grad"``: ``vmap`` of the gradient.
-        unreached: What to say where the loss depends on nothing that trains.
+        unreached: Error text for a loss that depends on no trainable parameter.
     """
 
     def __init__(
@@ -39,7 +36,7 @@ class BatchedGradient:
         self.number = 0
 
     def __call__(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
-        """Gradients with respect to ``trained``, at ``{**fixed, **trained}``."""
+        """Compute gradients with respect to ``trained``, at ``{**fixed, **trained}``."""
         if self.transform == "forward":
             return self._forward(trained, fixed, inputs)
         return self._grad(trained, fixed, inputs)
@@ -72,12 +69,12 @@ class BatchedGradient:
             if loss.requires_grad:
                 raise
             raise ValueError(self.unreached()) from cause
-        # A parameter that the loss doesn't reach has no gradient, so that no weight decay moves
-        # it: as in torch.
+        # A parameter that the loss doesn't reach has no gradient, so that weight decay doesn't
+        # move it, as in torch.
         return {n: g for n, g in zip(trained, found, strict=True) if g is not None}
 
     def loss(self, model: Model, inputs: Inputs) -> Tensor:
-        """Losses ``(clients,)`` of the minibatches as they are, without gradients."""
+        """Compute the losses ``(clients,)`` of minibatches, without augmentation and gradients."""
         with torch.no_grad():
             losses: Tensor
             if self.transform == "grad":
@@ -100,25 +97,24 @@ class BatchedGradient:
             grads = self._differentiated(loss, trained)
             return torch.zeros_like(loss), (grads, loss.detach(), logged)
 
-        # The gradient of nothing, for the sake of what torch does inside: its own gradient can't
-        # tell a parameter that the loss doesn't reach, which weight decay must not move, from one
-        # with gradient zero. Not unbatched: recurrent layers write in place into what their
-        # weights give.
+        # An outer gradient of zeros, since torch's own inner gradient can't distinguish a parameter
+        # that the loss doesn't reach, which weight decay must not move, from one with gradient
+        # zero. Not unbatched: recurrent layers write in place into results of their weights.
         batched = torch.vmap(torch.func.grad(nothing, has_aux=True))
         result: Result = batched(trained, fixed, inputs)[1]
         return result
 
 
 def unbatch(model: Model) -> tuple[Model, dict[str, int | None]]:
-    """Replace expanded leaves by the one tensor behind them, with the ``in_dims`` for ``vmap``."""
+    """Replace expanded leaves by the tensor behind them, with ``in_dims`` for ``vmap``."""
     dims = {name: None if is_expanded(leaf) else 0 for name, leaf in model.items()}
     return {n: leaf[0] if is_expanded(leaf) else leaf for n, leaf in model.items()}, dims
 
 
 def inside_gradient(function: Callable[[Model, Any], Any]) -> Callable[[Model, Any], Any]:
-    """Run a function of a model and data where a gradient is recorded, which nobody asks for.
+    """Run a function of a model and data inside an unused gradient.
 
-    Only there torch takes some layers (LSTM, GRU) apart into operators that can be batched.
+    Only there torch decomposes some layers (LSTM, GRU) into batchable operators.
     """
 
     def loss(weights: Model, others: Model, data: Any) -> tuple[Tensor, Any]:
@@ -135,7 +131,7 @@ def inside_gradient(function: Callable[[Model, Any], Any]) -> Callable[[Model, A
 
 
 def tensors_only(logged: dict[str, Any]) -> dict[str, Tensor]:
-    """Logged values; a torchmetrics object is refused, as its state can't be batched."""
+    """Check that logged values are tensors: a torchmetrics object's state can't be batched."""
     for name, value in logged.items():
         if not isinstance(value, Tensor):
             raise NotVectorizableError(

@@ -17,7 +17,7 @@ from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick, tick_rows
 
 
 class LoaderBatches:
-    """Minibatches of a chunk drawn from one DataLoader per client, as the user made it."""
+    """Minibatches of a chunk, drawn from the users' DataLoaders."""
 
     def __init__(
         self,
@@ -41,10 +41,7 @@ class LoaderBatches:
         self._iterators: list[Iterator[Any] | None] = [None] * len(self.loaders)
 
     def at(self, step: int) -> Iterator[Tick]:
-        """The ticks of one step number.
-
-        Clients whose minibatches have the same structure and shapes.
-        """
+        """Iterate over the ticks of one step: clients whose minibatches have equal shapes."""
         groups: dict[Any, list[tuple[int, list[Any]]]] = {}
         for row in range(int((self.steps > step).sum())):
             batches = [self._next(row, number) for number in range(*self.bounds[row][step])]
@@ -75,7 +72,7 @@ Batches = ResidentBatches | LoaderBatches
 
 
 def signature(batch: Any) -> Any:
-    """Structure, shapes and dtypes of a batch: batches with equal signatures can be stacked."""
+    """Return structure, shapes and dtypes; batches with equal signatures can be stacked."""
     if isinstance(batch, Tensor):
         return ("tensor", tuple(batch.shape), batch.dtype)
     if isinstance(batch, dict):

@@ -1,4 +1,4 @@
-"""What a client can do with a batch, for all clients of a tick at once."""
+"""The step interface for all clients of a tick at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_pfl.engine.vectorized.trace import fingerprint
 
 
 class VectorizedLocalStep:
-    """What a client can do with a batch, for all clients of a tick at once."""
+    """The :class:`~lightning_pfl.contract.local.LocalStep` of all clients of a tick."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class VectorizedLocalStep:
         self._calls.clear()
 
     def grad(self, model: Model, batch: list[Minibatch], also: tuple[str, ...] = ()) -> Model:
-        """Gradients ``(clients, ...)`` of the mean loss over the step's minibatches."""
+        """Compute gradients ``(clients, ...)`` of the mean loss over the step's minibatches."""
         materialize(model, self.active.buffers)
         model = shielded(model, self.chunk.engine.parameter_split.buffers)
         names = self.active.trainable + also
         total: Model = {}
         for minibatch in batch:
             grads = self._minibatch_grad(model, minibatch, names)
-            # A minibatch may reach other parameters than the one before it.
+            # Minibatches may reach different parameters.
             total |= {k: total[k] + g if k in total else g for k, g in grads.items()}
         self._logged = True
         accumulate = self.chunk.engine.settings.accumulate
         return tmap(lambda g: g / accumulate, total) if accumulate > 1 else total
 
     def loss(self, model: Model, batch: list[Minibatch]) -> tuple[Tensor, Tensor]:
-        """Mean loss over the step's samples, and their number, ``(clients,)``."""
+        """Compute the mean loss over the step's samples, and their number, ``(clients,)``."""
         model = self._unwritten(model)
         sums = []
         for minibatch in batch:
@@ -92,7 +92,7 @@ class VectorizedLocalStep:
         return self.optimizer.update(model, grads, slot, self._tick.rows, call)
 
     def samples(self, batch: list[Minibatch]) -> tuple[Any, Tensor]:
-        """The samples of a step's minibatches, and which of them are real."""
+        """Return the samples of a step's minibatches, and a mask of the real ones."""
         data, masks = [], []
         for minibatch in batch:
             data.append(minibatch.samples())
@@ -108,14 +108,14 @@ class VectorizedLocalStep:
         self.chunk.logs.add({"train_loss": loss, LOSS: loss}, sizes, self._tick.rows)
 
     def _unwritten(self, model: Model) -> Model:
-        """A model whose buffers a forward pass may write to, without a trace in the caller's."""
+        """Copy the buffers of a model that a forward pass may write to."""
         kept = {name: model[name].clone() for name in self.active.buffers if name in model}
         model = {**model, **kept}
         materialize(model, self.chunk.program.throwaway)
         return model
 
     def _inputs(self, minibatch: Minibatch, data: Any) -> dict[str, Any]:
-        """What a client's program takes beside the model, leaves ``(clients, ...)``."""
+        """Collect the inputs of a client's program besides the model, leaves ``(clients, ...)``."""
         inputs: dict[str, Any] = {"data": data}
         keys = self.chunk.keys
         if keys is not None:
@@ -128,9 +128,9 @@ class VectorizedLocalStep:
     def _minibatch_grad(self, model: Model, minibatch: Minibatch, names: tuple[str, ...]) -> Model:
         trained = {name: model[name].detach() for name in names}
         fixed = {name: leaf for name, leaf in model.items() if name not in trained}
-        # What a step may write to needs a row per client, also where it is thrown away.
+        # Buffers that a step may write to need a row per client, also where they are thrown away.
         materialize(fixed, self.chunk.program.throwaway)
-        # A method may train a second model, which the cached features aren't of.
+        # The cached features may not belong to a method's second model.
         cached = minibatch.features is not None and self.chunk.engine.prefix.fits(model)
         inputs = self._inputs(minibatch, minibatch.data if cached else minibatch.samples())
         if cached:

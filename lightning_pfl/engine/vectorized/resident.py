@@ -29,14 +29,14 @@ class ResidentBatches:
     Args:
         data: The federated dataset.
         clients: Client ids of the chunk, in the chunk's order.
-        budget: How far the phase goes.
+        budget: Length of the phase.
         limits: Accumulation and limits.
         key: From (client id, epoch) to the key of its order; None never shuffles (evaluation).
-        pad: Whether minibatches of different sizes may share a padded batch with a mask; else they
-            form groups.
+        pad: Whether minibatches of different sizes may share a padded batch with a mask; otherwise
+            they form groups.
         first_epochs: Number of the phase's first epoch within the client's round, for ``key``; None
-            begins at 0.
-        batch_size: Samples per minibatch; None for the dataset's own.
+            for 0.
+        batch_size: Samples per minibatch; None for the dataset's.
     """
 
     def __init__(
@@ -63,11 +63,9 @@ class ResidentBatches:
         self.step_size = step_size(budget, limits)
         self.steps = torch.tensor([len(b) for b in self.bounds])
         total = max((b[-1][1] for b in self.bounds if b), default=0)
-        # Position within the client's own samples; -1 pads. Local positions index the feature cache
-        # as well.
+        # Positions within each client's samples, which also index the feature cache; -1 pads.
         longest = max(samples, default=0)
-        # A batch size beyond every client's data means full batches; it must not cost the memory
-        # that it says.
+        # A batch size beyond every client's data means full batches, without padding to it.
         width = max(min(self.batch_size, longest), 1)
         local = torch.full((len(clients), total, width), -1)
         for row, client in enumerate(clients):
@@ -106,19 +104,19 @@ class ResidentBatches:
         out[epoch * per_epoch : epoch * per_epoch + minibatches].view(-1)[: len(taken)] = taken
 
     def cache(self, features: Tensor, targets: Any = None) -> None:
-        """Use cached features beside every batch.
+        """Add cached features to every batch.
 
         Args:
             features: ``(clients, longest, ...)`` in the order of each client's samples.
-            targets: The rest of the batch in the same order, where it is known to be all that the
-                step needs; the samples then aren't gathered any more.
+            targets: The rest of the batch in the same order, if a step needs nothing else; the
+                samples are then no longer gathered.
         """
         self.features, self._targets = features.flatten(0, 1), targets
         first = torch.arange(len(features), device=features.device) * features.shape[1]
         self._feature_rows = self.local + first.view(-1, 1, 1)
 
     def at(self, step: int) -> Iterator[Tick]:
-        """The ticks of one step number."""
+        """Iterate over the ticks of one step number."""
         first, last = self.bounds[0][step]
         number = step * self.step_size
         if self._aligned:
@@ -143,10 +141,7 @@ class ResidentBatches:
             )
 
     def _aligned_tick(self, active: int, places: range, number: int) -> Tick:
-        """The usual case.
-
-        Full minibatches, in the same places of the first ``active`` clients.
-        """
+        """Make a tick of full minibatches at equal positions of the first ``active`` clients."""
         minibatches = []
         width = self.local.shape[2]
         for offset, place in enumerate(places):
@@ -160,7 +155,7 @@ class ResidentBatches:
         return Tick(None if active == len(self.steps) else slice(0, active), minibatches)
 
     def _cached(self, rows: slice | Tensor, numbers: Any, width: int) -> tuple[Tensor | None, Any]:
-        """Features, and the batch to go with them if its samples aren't needed."""
+        """Select features, and the rest of the batch if its samples aren't needed."""
         if self.features is None:
             return None, None
         at = self._feature_rows[rows, numbers][:, :width]

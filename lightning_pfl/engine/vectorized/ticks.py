@@ -1,4 +1,4 @@
-"""What the clients of a chunk work on at once."""
+"""The units of work of a chunk's clients."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Minibatch:
     Attributes:
         data: Leaves ``(clients, batch, ...)``.
         sizes: Real samples per client, int64 ``(clients,)`` on the CPU.
-        mask: Which samples are real, float ``(clients, batch)``; None if all are.
+        mask: Mask of real samples, float ``(clients, batch)``; None if all are.
         features: Cached backbone features ``(clients, batch, ...)``; None without a cache.
-        number: The minibatch's number within the phase, were all steps complete: the number of its
-            step times minibatches per step, and so the same for all clients of a tick. It is the
-            step's ``batch_idx``, and random numbers follow from it.
+        number: The minibatch's number within the phase if all steps were complete: the step's
+            number times minibatches per step, equal for all clients of a tick. It is ``batch_idx``
+            and determines random numbers.
         size: Samples of every client's minibatch; None if they differ.
-        gather: Gives the samples where ``data`` holds features in their place; else None.
+        gather: Returns the samples if ``data`` has features instead; else None.
     """
 
     data: Any
@@ -35,7 +35,7 @@ class Minibatch:
     gather: Callable[[], Any] | None = None
 
     def samples(self) -> Any:
-        """The samples themselves, leaves ``(clients, batch, ...)``."""
+        """Return the samples, leaves ``(clients, batch, ...)``."""
         return self.data if self.gather is None else self.gather()
 
 
@@ -44,7 +44,7 @@ class Tick:
     """One optimizer step of some clients of the chunk.
 
     Attributes:
-        rows: Which clients: None for all, else a slice or positions.
+        rows: Positions of the clients: None for all, else a slice or a tensor.
         minibatches: The step's minibatches.
     """
 
@@ -53,7 +53,7 @@ class Tick:
 
 
 def tick_rows(rows: Tensor, clients: int, device: torch.device) -> slice | Tensor | None:
-    """None for all clients, a slice for the first ones, else the positions, beside the models."""
+    """Return None for all clients, a slice for the first ones, else positions on the device."""
     if len(rows) == clients:
         return None
     if int(rows[-1]) == len(rows) - 1:

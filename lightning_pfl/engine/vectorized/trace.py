@@ -1,8 +1,7 @@
-"""Record a gradient once as a list of tensor operators, and replay it without Python in between.
+"""Recording of a gradient as a list of tensor operators, and replay without Python overhead.
 
-A step on cached features is a dozen small operators; what it costs is the way there: ``vmap``,
-``functional_call``, the module's own code. Replaying gives the same operators on the same
-tensors, so the same bits.
+In a step on cached features, a dozen small operators, most time goes to ``vmap``,
+``functional_call`` and the module's code. A replay runs the same operators, with the same bits.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from lightning_pfl.core.tree import is_expanded
 from lightning_pfl.engine.safety.snapshot import attributes
 
 WARM_UP = 2
-"""Calls that run as they are before a gradient of a long phase is recorded."""
+"""Calls without recording, in a long phase."""
 LONG = 150
-"""Steps of a phase from which recording it pays within the phase."""
+"""Steps of a phase from which a recording pays within the phase."""
 PATIENCE = 50
-"""Calls before a gradient of a shorter phase is recorded: it pays over the rounds, if they come."""
+"""Calls without recording, in shorter phases, where it pays over several rounds."""
 LIMIT = 64
-"""Recordings kept; clients with many different batch sizes would fill the memory."""
+"""Largest number of recordings; many different batch sizes would fill the memory."""
 Function = Callable[..., Any]
 log = logging.getLogger(__name__)
 
 
 class Same:
-    """Compares by identity, and keeps its object alive so that the identity stays its own."""
+    """A key that compares by identity, and keeps its object alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -43,9 +42,9 @@ class Same:
 
 
 def fingerprint(module: nn.Module) -> tuple[Any, ...]:
-    """Every setting of a module and of what is below it: a recording holds them as constants.
+    """Collect every setting of a module and its submodules, which recordings treat as constants.
 
-    Plain values count by value, collections by what they print, everything else, such as a loss
+    Plain values are compared by value, collections by ``repr``, other objects, such as a loss
     function or a tensor that is no parameter, by identity.
     """
     found: list[Any] = [(name, type(part)) for name, part in module.named_modules()]
@@ -68,7 +67,7 @@ def _setting(value: Any) -> Any:
 
 
 def flatten(tree: Any, leaves: list[Tensor]) -> Any:
-    """Append the tensors of a tree of dicts, lists and tuples; returns its structure."""
+    """Append the tensors of a tree of dicts, lists and tuples to a list; return its structure."""
     if isinstance(tree, Tensor):
         leaves.append(tree)
         return None
@@ -80,7 +79,7 @@ def flatten(tree: Any, leaves: list[Tensor]) -> Any:
 
 
 def rebuild(tree: Any, leaves: Iterator[Tensor]) -> Any:
-    """The tree with its tensors replaced, in the order of :func:`flatten`."""
+    """Replace the tensors of a tree, in the order of :func:`flatten`."""
     if isinstance(tree, Tensor):
         return next(leaves)
     if isinstance(tree, dict):
@@ -91,12 +90,12 @@ def rebuild(tree: Any, leaves: Iterator[Tensor]) -> Any:
 
 
 class Traces:
-    """Recordings by what they depend on.
+    """Recordings by their dependencies.
 
     Attributes:
-        enabled: Whether steps may be recorded. False where the module's step may read anything but
-            its arguments and its settings.
-        used: Replays so far.
+        enabled: Whether steps may be recorded; False if the module's step may read anything but its
+            arguments and settings.
+        used: Number of replays.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -110,24 +109,24 @@ class Traces:
         """Begin a phase.
 
         Args:
-            context: What its steps depend on besides their arguments; None to record nothing.
+            context: Dependencies of its steps besides their arguments; None to record nothing.
         """
         self._context = context
         self._unverified = set(self._recorded)
 
     def run(self, function: Function, steps: int, *args: Any) -> Any:
-        """``function(*args)``, replayed if it was recorded before.
+        """Return ``function(*args)``, replayed if it was recorded before.
 
         Args:
-            function: Returns a tree of tensors; must not read anything that changes but ``args``.
-            steps: How many steps the phase has.
+            function: Returns a tree of tensors; must only read ``args`` and constants.
+            steps: Number of steps in the phase.
             args: Trees of tensors.
         """
         if not self.enabled or self._context is None:
             return function(*args)
         leaves: list[Tensor] = []
         structure = flatten(args, leaves)
-        # What the recorded operators depend on: shapes, memory layouts, which leaves are expanded.
+        # Recordings depend on shapes, memory layouts and which leaves are expanded.
         shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
         key = (self._context, structure, shapes)
         recorded = self._recorded.get(key)
@@ -146,7 +145,7 @@ class Traces:
     def _verify(
         self, key: Any, recorded: Recording, function: Function, args: Any, leaves: list[Tensor]
     ) -> Any:
-        """Once a phase, run the step itself beside its recording, and believe the step."""
+        """Check the recording once per phase against the step, and return the step's result."""
         replayed: list[Tensor] = []
         real: list[Tensor] = []
         flatten(recorded([_copy(leaf) for leaf in leaves]), replayed)
@@ -156,19 +155,19 @@ class Traces:
         if not _agree(replayed, real):
             self.enabled = False
             log.info(
-                "Steps are no longer recorded: a step gave another result than its recording, so "
-                "it reads something besides its batch, its parameters and its settings."
+                "Steps are no longer recorded: a step differs from its recording, so it reads "
+                "something besides its batch, its parameters and its settings."
             )
         return result
 
 
 def _copy(leaf: Tensor) -> Tensor:
-    # What is expanded is shared by all clients, and no step writes to it.
+    # Expanded leaves are shared by all clients, and no step writes to them.
     return leaf if is_expanded(leaf) else leaf.clone(memory_format=torch.preserve_format)
 
 
 def _agree(replayed: list[Tensor], real: list[Tensor]) -> bool:
-    """Whether two results are the same but for rounding."""
+    """Whether two results agree up to rounding."""
     return len(replayed) == len(real) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
         for a, b in zip(replayed, real, strict=True)
@@ -185,7 +184,7 @@ class Recording:
     """
 
     def __init__(self, function: Function, args: Any, leaves: list[Tensor]) -> None:
-        # Imported here: it takes a second, and short runs never come here.
+        # Imported here: it takes a second, and short runs don't need it.
         from torch.fx.experimental.proxy_tensor import make_fx
 
         def flat(*tensors: Tensor) -> list[Tensor]:
@@ -194,7 +193,7 @@ class Recording:
             flatten(self.result, results)
             return results
 
-        # Recording runs the function once; what it writes, BatchNorm's statistics, is put back.
+        # Recording runs the function once; buffers that it writes to are restored.
         before = [leaf.clone() for leaf in leaves]
         self.replay: Function = simplified(make_fx(flat)(*leaves))
         with torch.no_grad():
@@ -209,9 +208,7 @@ class Recording:
 
 
 def simplified(program: Any) -> Any:
-    """Leave out operators that do nothing: a third of those of a small step.
-
-    That is views that are their tensor once more, and results that nobody reads.
+    """Remove no-op views and unused results, a third of a small step's operators.
 
     Args:
         program: An ``fx.GraphModule`` of tensor operators; changed in place.
@@ -221,7 +218,7 @@ def simplified(program: Any) -> Any:
         if node.target in _VIEWS and _is_same(node.meta.get("val"), node.args[0].meta.get("val")):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    # Backwards: what fed a dead operator may be dead then.
+    # Backwards: inputs of a removed operator may become unused.
     for node in reversed(list(graph.nodes)):
         schema = getattr(node.target, "_schema", None)
         if not node.users and schema is not None and not schema.is_mutable:
@@ -237,7 +234,7 @@ _VIEWS = frozenset(
 
 
 def _is_same(view: object, base: object) -> bool:
-    """Whether a view has the geometry of its base; no if the fake tensors that tell are missing."""
+    """Whether a view has the geometry of its base; False without fake tensors to compare."""
     return (
         isinstance(view, Tensor)
         and isinstance(base, Tensor)
