@@ -128,7 +128,7 @@ def take_over(kind: type[LoopT], old: Loop) -> LoopT:
 # --- hooks ----------------------------------------------------------------------------------------
 
 
-def call_hooks(trainer: Any, name: str, *args: Any, monitoring: bool | None = None) -> None:
+def call_hooks(trainer: L.Trainer, name: str, *args: Any, monitoring: bool | None = None) -> None:
     """Fire a hook on the callbacks and then the module, in Lightning's order.
 
     Args:
@@ -143,7 +143,7 @@ def call_hooks(trainer: Any, name: str, *args: Any, monitoring: bool | None = No
         _call_lightning_module_hook(trainer, name, *args)
 
 
-def call_module_hook(trainer: Any, name: str) -> Any:
+def call_module_hook(trainer: L.Trainer, name: str) -> Any:
     """Fire a hook that only the module has; returns what it returns."""
     return _call_lightning_module_hook(trainer, name)
 
@@ -159,9 +159,11 @@ class ClientHooks:
         name: Name of the hook, such as ``"on_validation_batch_end"``.
     """
 
-    def __init__(self, trainer: Any, name: str) -> None:
+    def __init__(self, trainer: L.Trainer, name: str) -> None:
         self.trainer, self.name = trainer, name
-        self.callbacks: list[Any] = [c for c in trainer.callbacks if overrides(c, name, Callback)]
+        self.callbacks: list[Any] = [
+            c for c in connected(trainer).callbacks if overrides(c, name, Callback)
+        ]
         self.on_module = is_overridden(name, trainer.lightning_module)
 
     def __call__(self, *args: Any) -> Any:
@@ -169,7 +171,9 @@ class ClientHooks:
         module: Any = self.trainer.lightning_module
         before, module._current_fx_name = module._current_fx_name, self.name
         for callback in self.callbacks:
-            with self.trainer.profiler.profile(f"[Callback]{callback.state_key}.{self.name}"):
+            with connected(self.trainer).profiler.profile(
+                f"[Callback]{callback.state_key}.{self.name}"
+            ):
                 getattr(callback, self.name)(self.trainer, module, *args)
         module._current_fx_name = before
         return (
@@ -192,7 +196,7 @@ def set_rank_for_messages(rank: int) -> None:
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
-def notice_termination(trainer: Any) -> None:
+def notice_termination(trainer: L.Trainer) -> None:
     """Remember a SIGTERM until the end of the round, and pass it on to the processes started here.
 
     Lightning's handler also broadcasts, in the middle of whatever the processes are exchanging,
@@ -205,7 +209,7 @@ def notice_termination(trainer: Any) -> None:
             trainer.strategy.launcher.kill(signum)
         connector.received_sigterm = True
 
-    connector._sigterm_notifier_fn = notice
+    connector._sigterm_notifier_fn = notice  # type: ignore[method-assign]
 
 
 # --- counters -------------------------------------------------------------------------------------
@@ -264,7 +268,7 @@ def log_values(
             known.has_reset = False
 
 
-def open_step(trainer: Any, results: ResultCollection, client: int) -> None:
+def open_step(trainer: L.Trainer, results: ResultCollection, client: int) -> None:
     """Begin a "batch", as ``_LoggerConnector.on_batch_start`` does: ``self.log`` works in hooks.
 
     Its own way to the result collection compares strings; per client, that adds up.
@@ -275,7 +279,7 @@ def open_step(trainer: Any, results: ResultCollection, client: int) -> None:
     results.batch_size = 1  # the batch is a client id, from which no size can be read
 
 
-def close_step(trainer: Any, results: ResultCollection) -> None:
+def close_step(trainer: L.Trainer, results: ResultCollection) -> None:
     """End a "batch", and publish what hooks have logged ``on_step``."""
     if any(metric.meta.on_step and not metric.has_reset for metric in results.values()):
         trainer._logger_connector.on_batch_end()
@@ -284,7 +288,7 @@ def close_step(trainer: Any, results: ResultCollection) -> None:
     results.batch = results.batch_size = None
 
 
-def publish_round(trainer: Any) -> None:
+def publish_round(trainer: L.Trainer) -> None:
     """Let ``trainer.callback_metrics`` have what a round has logged, already before its end.
 
     Lightning reduces values of an epoch when its last batch has passed; a round has none of these.
@@ -311,14 +315,14 @@ def stop_if_terminated(terminated: bool) -> None:
         raise SIGTERMException
 
 
-def remember_metrics(trainer: Any, values: Mapping[str, float | Tensor]) -> None:
+def remember_metrics(trainer: L.Trainer, values: Mapping[str, float | Tensor]) -> None:
     """Add values to ``trainer.callback_metrics``, as a resumed run has them from before."""
     trainer._logger_connector._callback_metrics.update(
         {name: torch.as_tensor(value) for name, value in values.items()}
     )
 
 
-def forget_metrics(trainer: Any, names: Iterable[str]) -> None:
+def forget_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
     """Take values out of the Trainer's, where Lightning keeps the last of each name for ever."""
     connector = trainer._logger_connector
     kept = connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics
@@ -328,7 +332,7 @@ def forget_metrics(trainer: Any, names: Iterable[str]) -> None:
 
 
 def log_at_end(
-    trainer: Any, values: Mapping[str, float], logger: Iterable[str] | None = None
+    trainer: L.Trainer, values: Mapping[str, float], logger: Iterable[str] | None = None
 ) -> None:
     """Send values to the loggers and to ``trainer.callback_metrics``, at the end of a fit.
 

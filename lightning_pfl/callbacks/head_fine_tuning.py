@@ -184,7 +184,7 @@ class HeadFineTuning(FederatedCallback):
             found = self._evaluate(federation, data, rows, clients, "validation_step")
         self._report(trainer, found, [data.names[row] for row in rows.tolist()])
 
-    def _report(self, trainer: Any, found: Evaluation, names: list[str]) -> None:
+    def _report(self, trainer: L.Trainer, found: Evaluation, names: list[str]) -> None:
         """Log the values of the end, as the user's step logged them, and extend the table."""
         federation: Federation = require_federation(trainer, self)
         loop: Any = trainer.fit_loop.epoch_loop.val_loop

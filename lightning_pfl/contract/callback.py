@@ -45,14 +45,15 @@ class FederationView(Protocol):
         """Split a list of clients by their architectures."""
 
 
-def require_federation(trainer: Any, callback: object) -> Any:
+def require_federation(trainer: L.Trainer, callback: object) -> Any:
     """Return the federation of a Trainer, a :class:`FederationView`.
 
     Raises:
         MisconfigurationException: If the Trainer has another strategy.
     """
-    if getattr(trainer.strategy, "strategy_name", None) == "federated":
-        return trainer.strategy.federation
+    strategy: Any = trainer.strategy
+    if getattr(strategy, "strategy_name", None) == "federated":
+        return strategy.federation
     raise MisconfigurationException(
         f"Expected a federated run, but {type(callback).__name__} is used with "
         f"{type(trainer.strategy).__name__}. Pass Trainer(strategy=FederatedStrategy(...))."

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_pfl._lightning import connected
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.core.checks import check_whole
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def boards(trainer: Any) -> list[Any]:
+def boards(trainer: L.Trainer) -> list[Any]:
     """Return the ``SummaryWriter`` of each TensorBoard logger."""
     # Imported here, as it would make importing the package slower than importing Lightning.
     from lightning.pytorch.loggers import TensorBoardLogger
@@ -24,7 +25,7 @@ def boards(trainer: Any) -> list[Any]:
     return [log.experiment for log in trainer.loggers if isinstance(log, TensorBoardLogger)]
 
 
-def require_board(trainer: Any, callback: object) -> None:
+def require_board(trainer: L.Trainer, callback: object) -> None:
     """Raise an error before training if there is no TensorBoard logger or no matplotlib.
 
     With ``fast_dev_run`` and ``barebones``, which remove the loggers, nothing is required.
@@ -35,7 +36,7 @@ def require_board(trainer: Any, callback: object) -> None:
     """
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    if trainer.fast_dev_run or trainer.barebones:
+    if connected(trainer).fast_dev_run or trainer.barebones:
         return
     name = type(callback).__name__
     if not any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
@@ -78,7 +79,7 @@ def whole_numbers(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def show(trainer: Any, name: str, figure: Figure, round: int) -> None:
+def show(trainer: L.Trainer, name: str, figure: Figure, round: int) -> None:
     """Send a figure to every TensorBoard logger."""
     for board in boards(trainer):
         board.add_figure(name, figure, global_step=round)

@@ -114,7 +114,7 @@ class ClientHistogram(FederatedCallback):
     def _is_due(self, round: int) -> bool:
         return (round + 1) % self.every_n_rounds == 0
 
-    def _draw(self, trainer: Any, results: Mapping[str, Any], bars: bool) -> None:
+    def _draw(self, trainer: L.Trainer, results: Mapping[str, Any], bars: bool) -> None:
         round = max(require_federation(trainer, self).rounds - 1, 0)
         for name in self._evaluated(results, trainer.testing):
             values, counts, better = _values(results, name)

@@ -117,7 +117,7 @@ class ClusterMonitor(RoundValues):
         super().load_state_dict(state_dict)
         self.rounds, self._last = dict(state_dict["rounds"]), state_dict["last"]
 
-    def _draw(self, trainer: Any) -> None:
+    def _draw(self, trainer: L.Trainer) -> None:
         if self._last == self._drawn or not boards(trainer) or not self.rounds:
             return
         self._drawn = self._last

@@ -85,7 +85,7 @@ class PairwiseDistance(PictureCallback):
         """Draw the last round unless it was drawn."""
         self._draw(trainer)
 
-    def _draw(self, trainer: Any) -> None:
+    def _draw(self, trainer: L.Trainer) -> None:
         federation = require_federation(trainer, self)
         round = federation.rounds - 1
         if round == self._drawn or not boards(trainer):

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.records import Round
 from lightning_pfl.core.tree import Model, Tree, rows, select
+from lightning_pfl.federation.federation import Federation
 from lightning_pfl.inspect.board import (
     boards,
     check_every,
@@ -143,7 +144,7 @@ class PriorMonitor(RoundValues):
 
     # --- the board --------------------------------------------------------------------------------
 
-    def _show_round(self, trainer: Any, number: int) -> None:
+    def _show_round(self, trainer: L.Trainer, number: int) -> None:
         found, names = self.rounds[number], require_federation(trainer, self).client_names
         for board in boards(trainer):
             for measure in (name for name in MEASURES if name in found):
@@ -154,12 +155,12 @@ class PriorMonitor(RoundValues):
                 for client, value in pairs:
                     board.add_scalar(f"prior/{measure}/{names[client]}", value, number)
 
-    def _draw(self, trainer: Any) -> None:
+    def _draw(self, trainer: L.Trainer) -> None:
         last = max(self.rounds, default=-1)
         if last == self._drawn or not boards(trainer):
             return
         self._drawn = last
-        federation: Any = require_federation(trainer, self)
+        federation: Federation = require_federation(trainer, self)
         for measure in (name for name in MEASURES if name in self.rounds[last]):
             matrix = over_rounds(self.rounds, measure, federation.num_clients)
             show(trainer, f"prior/{measure}s/rounds", draw_measure(matrix, MEASURES[measure]), last)
@@ -169,8 +170,9 @@ class PriorMonitor(RoundValues):
                     board.add_histogram(f"prior/{name}/{parameter}", leaf, global_step=last)
             show(trainer, f"prior/{name}", draw_layers(entries, name, last), last)
 
-    def _learned(self, federation: Any) -> dict[str, Model]:
-        method: FedMAP = federation.method
+    def _learned(self, federation: Federation) -> dict[str, Model]:
+        method = federation.method
+        assert isinstance(method, FedMAP)
         return method.prior.learned(method.gamma(federation.server))
 
 

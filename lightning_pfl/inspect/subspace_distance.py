@@ -99,7 +99,7 @@ class SubspaceDistance(FederatedCallback):
             )
         return shared[self.parameter]
 
-    def _basis(self, trainer: Any) -> Tensor:
+    def _basis(self, trainer: L.Trainer) -> Tensor:
         if self.truth is not None:
             return self.truth
         source: Any = getattr(getattr(trainer, "datamodule", None), "source", None)

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl._lightning import is_overridden, log_at_end
+from lightning_pfl._lightning import connected, is_overridden, log_at_end
 from lightning_pfl.callbacks.new_clients.report import (
     PREFIX,
     Adapted,
@@ -242,10 +242,10 @@ class NewClientAdaptation(FederatedCallback):
             return method.personalized_entries(parameter_split)
         return parameter_split.match(self.scope, "scope")
 
-    def _data(self, trainer: Any) -> tuple[FederatedDataset, FederatedDataset]:
+    def _data(self, trainer: L.Trainer) -> tuple[FederatedDataset, FederatedDataset]:
         if self.given is not None:
             return self.given
-        source = getattr(trainer.datamodule, "new_clients", None)
+        source = getattr(connected(trainer).datamodule, "new_clients", None)
         if source is None:
             raise MisconfigurationException(
                 "Expected new clients, but the run has no data module with `new_clients`. Pass "
