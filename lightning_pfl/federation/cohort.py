@@ -39,32 +39,37 @@ class Cohort:
     """The clients of a round, by process and by architecture.
 
     Args:
-        strategy: The federated strategy.
-        info: The whole cohort.
+        federation: The federation.
+        info: All clients of the round.
         received: What the server sends, ``(clients, ...)``.
+        phases: The round's local training.
 
     Attributes:
         info: The clients that count; after the gate the accepted ones.
         exchanged: Bytes of all messages between clients so far.
     """
 
-    def __init__(self, strategy: FederationState, info: ClientInfo, received: Tree) -> None:
-        self.strategy, self.received = strategy, received
+    def __init__(
+        self,
+        federation: FederationState,
+        info: ClientInfo,
+        received: Tree,
+        phases: tuple[Phase, ...],
+    ) -> None:
+        self.federation, self.received, self.phases = federation, received, phases
         self.info, self.exchanged = info, 0
-        self.shard = strategy.shard(info.index)
-        self.device = strategy.settings.device
+        self.shard = federation.shard(info.index)
+        self.device = federation.settings.device
         self.mine = info.rows(self.shard.index)
         self.batches = [
             ArchitectureBatch(
                 architecture, at, architecture.gather(self.mine.index[at], self.device)
             )
-            for architecture, at in strategy.by_architecture(self.mine.index)
+            for architecture, at in federation.by_architecture(self.mine.index)
         ]
 
-    def train(
-        self, data: FederatedDataset, phases: tuple[Phase, ...], on_clients: OnClients
-    ) -> LocalResult:
-        """Local training; the uploads and logged values of the whole cohort."""
+    def train(self, data: FederatedDataset, on_clients: OnClients) -> LocalResult:
+        """Train locally; returns the uploads and logged values of all clients of the round."""
         received = self.shard.slice(self.received)
         for batch in self.batches:
             edges = {
@@ -74,7 +79,7 @@ class Cohort:
             }
             client_state = {k: v for k, v in batch.client_state.items() if k not in edges}
             batch.work = self._train(
-                batch, client_state, split_rows(received, batch.at), data, phases, on_clients
+                batch, client_state, split_rows(received, batch.at), data, on_clients
             )
             batch.client_state = {**batch.work.client_state, **edges}
         return gather_work(self.shard, self._joined())
@@ -85,7 +90,6 @@ class Cohort:
         client_state: Tree,
         received: Tree,
         data: FederatedDataset,
-        phases: tuple[Phase, ...],
         on_clients: OnClients,
     ) -> LocalResult:
         """One architecture's clients; nothing where there are none."""
@@ -97,7 +101,7 @@ class Cohort:
         with naming_architecture(
             batch.architecture, data.names, info.index, "client_step", info.round
         ):
-            return engine.train(method, received, client_state, info, data, phases, listener)
+            return engine.train(method, received, client_state, info, data, self.phases, listener)
 
     def _joined(self) -> LocalResult:
         """The work of this process's clients, in their order."""
@@ -148,18 +152,18 @@ class Cohort:
             if isinstance(batch.at, Tensor):
                 batch.at = position[batch.at[kept]]
         self.info = self.info.keep(accepted)
-        self.shard = self.strategy.shard(self.info.index)
+        self.shard = self.federation.shard(self.info.index)
         self.mine = self.info.rows(self.shard.index)
 
     def exchange(self, when: str) -> None:
         """The method's messages between neighbours, before or after local training."""
-        method = self.strategy.method
+        method = self.federation.method
         for exchange in method.exchanges(self.info.round):
             if exchange.when == when and len(self.info):
                 self._exchange(exchange)
 
     def _exchange(self, exchange: Exchange) -> None:
-        method, count = self.strategy.method, len(self.mine)
+        method, count = self.federation.method, len(self.mine)
         peers = PeerExchange(method.graph, self.info.index, self.device)
         sent = [
             (

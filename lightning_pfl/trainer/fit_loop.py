@@ -201,15 +201,23 @@ class FederatedLoop(FitLoop):
 
     @_no_silent_end
     def advance(self) -> None:
-        """One round: train and aggregate, then validate if due."""
+        """Run one round: train and aggregate, then validate if due."""
+        profile = self.trainer.profiler.profile
         if self.stage == OPEN:
-            with self.trainer.profiler.profile("run_training_epoch"):
-                self._run_round()
+            with profile("run_training_epoch"):
+                round, cohort = self._begin_round()
+                clients = self._progress(round.info.index)
+                with profile(profiled("training_step")):
+                    work = cohort.train(self.require_data(), clients.finished)
+                clients.finish()
+                self._aggregate(round, cohort, work)
+                clients.release()
         self._log()
         if self.stage == TRAINED and self._validation_due():
             self._validate()
 
-    def _run_round(self) -> None:
+    def _begin_round(self) -> tuple[Round, Cohort]:
+        """Draw the clients and send them the server's state."""
         federation, method, data = self.federation, self.federation.method, self.require_data()
         number = self.trainer.current_epoch
         phases = method.phases(number)
@@ -220,13 +228,14 @@ class FederatedLoop(FitLoop):
         self._hook("on_round_start", round)
 
         round.received = federation.download(info)
-        cohort = Cohort(federation, info, round.received)
+        cohort = Cohort(federation, info, round.received, phases)
         cohort.exchange("before")
         self._hook("on_local_training_start", round)
-        clients = self._progress(info.index)
-        with self.trainer.profiler.profile(profiled("training_step")):
-            work = cohort.train(data, phases, clients.finished)
-        clients.finish()
+        return round, cohort
+
+    def _aggregate(self, round: Round, cohort: Cohort, work: LocalResult) -> None:
+        """Update the server from the uploads that are accepted, and store the client states."""
+        federation, method = self.federation, self.federation.method
         round.uploads = work.uploads
         self._hook("on_local_training_end", round)
 
@@ -249,7 +258,6 @@ class FederatedLoop(FitLoop):
         self._hook("on_aggregation_end", round)
         self._measure(round)
         self._hook("on_round_end", round)
-        clients.release()
 
     def _report(self, round: Round, result: LocalResult, accepted: Tensor) -> None:
         """What the round logs: means of the user's values over accepted clients, and traffic."""
