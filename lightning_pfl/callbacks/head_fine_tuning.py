@@ -26,6 +26,7 @@ from lightning_pfl.federation.evaluate import evaluate_clients, join, personal_m
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.metrics.history import headlines
 from lightning_pfl.trainer.client_table import ClientTable, log_folder
+from lightning_pfl.trainer.evaluation_loop import evaluation_limit
 
 When = Literal["end", "evaluation"]
 PREFIX = "ft/"
@@ -165,9 +166,7 @@ class HeadFineTuning(FederatedCallback):
         """Fine-tune and evaluate the clients of a split."""
         if self.when == "end" and trainer.state.fn == TrainerFn.FITTING:
             return {}
-        return {
-            PREFIX: self._evaluate(require_federation(trainer, self), data, rows, clients, step)
-        }
+        return {PREFIX: self._evaluate(trainer, data, rows, clients, step)}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Fine-tune after the last round, and report."""
@@ -179,9 +178,8 @@ class HeadFineTuning(FederatedCallback):
         rows, clients = loop.evaluable()
         if not len(rows):
             return
-        federation.settings.limit_eval_batches = trainer.limit_val_batches
         with evaluating(pl_module), seeded(derive(federation.seed, "evaluation", PREFIX)):
-            found = self._evaluate(federation, data, rows, clients, "validation_step")
+            found = self._evaluate(trainer, data, rows, clients, "validation_step")
         self._report(trainer, found, [data.names[row] for row in rows.tolist()])
 
     def _report(self, trainer: L.Trainer, found: Evaluation, names: list[str]) -> None:
@@ -212,13 +210,14 @@ class HeadFineTuning(FederatedCallback):
 
     def _evaluate(
         self,
-        federation: Federation,
+        trainer: L.Trainer,
         data: FederatedDataset,
         rows: Tensor,
         clients: Tensor,
         step: str,
     ) -> Evaluation:
         """Train and evaluate the clients a group at a time."""
+        federation: Any = require_federation(trainer, self)
         held = self._keep(federation)
         size = max(1, TRAINED_TOGETHER // max(held, 1))
         parts, order = [], list(torch.arange(len(clients)).split(size))
@@ -231,6 +230,7 @@ class HeadFineTuning(FederatedCallback):
                     rows[some],
                     data,
                     step,
+                    evaluation_limit(trainer),
                 )
             )
         return join(parts, order)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from lightning.fabric.utilities.exceptions import (
     MisconfigurationException as MisconfigurationException,  # for files that know no Lightning
 )
+from torch import Tensor
 
 SHOWN = 5
 """Number of clients that an error of several clients names."""
@@ -44,31 +46,42 @@ def format_names(names: Sequence[str], clients: Sequence[int]) -> str:
     return some + (", ..." if len(clients) > SHOWN else "")
 
 
-def client_error(
-    stage: str, client: str, round: int | None, cause: Exception, advice: str = ""
-) -> ClientError:
-    """Make the :class:`ClientError` for an exception of user code.
+@contextmanager
+def naming_clients(
+    stage: str,
+    names: Sequence[str],
+    clients: Sequence[int] | Tensor,
+    round: int | None,
+    advice: str = "",
+) -> Iterator[None]:
+    """Name the clients in what the module's code raises on their data.
 
     Args:
         stage: As in :class:`ClientError`.
-        client: As in :class:`ClientError`.
+        names: The names of all clients.
+        clients: Positions there of those at work; a tensor is read only if there is an error.
         round: As in :class:`ClientError`.
-        cause: One of :data:`FAILURES`.
         advice: What to do; empty where the cause says it.
 
     Raises:
-        torch.OutOfMemoryError: If that is the cause, which isn't about one client.
+        ClientError: For one of :data:`FAILURES`.
 
     Example:
-        >>> client_error("test_step", "ada", 3, KeyError("label"), "Do that.")
-        ClientError("test_step failed for client 'ada' in round 3: KeyError: 'label'. Do that.")
+        >>> with naming_clients("test_step", ["ada"], [0], 3):
+        ...     raise ValueError("Bad.")
+        Traceback (most recent call last):
+        lightning_pfl.core.errors.ClientError: test_step failed for client 'ada' in round 3: Bad.
     """
-    if isinstance(cause, torch.OutOfMemoryError):
-        raise cause
-    # The text of a KeyError is only the key.
-    text = f"{type(cause).__name__}: {cause}" if isinstance(cause, KeyError) else str(cause)
-    text = f"{text.rstrip('. ')}. {advice}" if advice else text
-    return ClientError(stage, client, round, text)
+    try:
+        yield
+    except torch.OutOfMemoryError:  # it isn't about one client
+        raise
+    except FAILURES as cause:
+        # A key alone is no sentence.
+        text = f"{type(cause).__name__}: {cause}" if isinstance(cause, KeyError) else str(cause)
+        text = f"{text.rstrip('. ')}. {advice}" if advice else text
+        at_work = clients.tolist() if isinstance(clients, Tensor) else clients
+        raise ClientError(stage, format_names(names, at_work), round, text) from cause
 
 
 class CheckpointMismatchError(ValueError):

@@ -49,10 +49,7 @@ def values(
 
 def split_rows(tree: Tree, at: slice | Tensor) -> Tree:
     """Return one architecture's rows of a tree; views where there is only one architecture."""
-    if isinstance(at, slice):
-        return tree
-    device = next((leaf.device for leaf in leaves(tree)), None)
-    return rows(tree, at.to(device))
+    return tree if isinstance(at, slice) else rows(tree, at)
 
 
 Tree = dict[str, Any]
@@ -131,7 +128,12 @@ def is_expanded(leaf: Tensor) -> bool:
 
 
 def rows(tree: Tree, index: slice | Tensor) -> Tree:
-    """Select clients of a ``(clients, ...)`` tree: views for a slice, copies for a tensor."""
+    """Select clients of a ``(clients, ...)`` tree: views for a slice, copies for a tensor.
+
+    A tensor of positions may be on another device.
+    """
+    if isinstance(index, Tensor):
+        index = index.to(next((leaf.device for leaf in leaves(tree)), index.device))
 
     def take(leaf: Tensor) -> Tensor:
         if isinstance(index, slice):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
-from lightning_pfl.core.tree import Model, Tree
+from lightning_pfl.core.tree import Model, Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.methods.base import Method, Phase
 
@@ -25,7 +26,6 @@ class EngineSettings:
         clip_algorithm: ``"norm"`` (the client's total norm) or ``"value"``.
         accumulate: ``accumulate_grad_batches``: minibatches per optimizer step.
         limit_train_batches: Per client and epoch: a count (int) or a fraction (float).
-        limit_eval_batches: Per client: a count (int) or a fraction (float).
         overfit_batches: When not 0: this number (or fraction) of unshuffled batches.
         chunk_size: Clients per batched program; None fits the memory.
         autocast: dtype of mixed precision, None for full precision.
@@ -38,11 +38,93 @@ class EngineSettings:
     clip_algorithm: str = "norm"
     accumulate: int = 1
     limit_train_batches: float | int = 1.0
-    limit_eval_batches: float | int = 1.0
     overfit_batches: float | int = 0.0
     chunk_size: int | None = None
     autocast: torch.dtype | None = None
     feature_cache: bool = True
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """The local training of some clients.
+
+    Args:
+        method: The method, whose client functions run.
+        received: What the server sent, ``(clients, ...)``.
+        client_state: The clients' states, ``(clients, ...)``. An engine doesn't change them.
+        info: The clients.
+        data: The training split, of which ``info.index`` names rows.
+        phases: What trains, and for how long.
+        optimizer: What ``configure_optimizers`` returned: the template of which every client gets a
+            fresh copy. It never steps itself.
+        stream: Name of the random stream: two streams in one round draw other numbers.
+    """
+
+    method: Method
+    received: Tree
+    client_state: Tree
+    info: ClientInfo
+    data: FederatedDataset
+    phases: tuple[Phase, ...]
+    optimizer: Optimizer
+    stream: str = "local"
+
+    @property
+    def step(self) -> str:
+        """Name of the module's step function."""
+        return "training_step"
+
+    @property
+    def sent(self) -> Tree:
+        """Trees that the module computes with, ``(clients, ...)``."""
+        return self.received
+
+    def rows(self, index: slice | Tensor) -> LocalWork:
+        """Select the work of some clients; views of their trees for a slice.
+
+        Args:
+            index: A slice, or positions, int64 ``(some,)``.
+        """
+        return replace(
+            self,
+            received=rows(self.received, index),
+            client_state=rows(self.client_state, index),
+            info=self.info.rows(index),
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationWork:
+    """The evaluation of some clients by a validation, test or prediction step.
+
+    Args:
+        models: One model per client, ``(clients, ...)``; expanded leaves run unbatched.
+        clients: Client ids, int64 ``(clients,)``, naming rows of ``data``.
+        data: The split.
+        step: Name of the module's step function.
+        limit: Minibatches per client: a count (int) or a fraction (float).
+        round: The last finished round, for errors; None if it isn't known.
+    """
+
+    models: Model
+    clients: Tensor
+    data: FederatedDataset
+    step: str
+    limit: float | int = 1.0
+    round: int | None = None
+
+    @property
+    def sent(self) -> Tree:
+        """Trees that the module computes with, ``(clients, ...)``."""
+        return self.models
+
+    def rows(self, index: slice | Tensor) -> EvaluationWork:
+        """Select the evaluation of some clients; views of their models for a slice.
+
+        Args:
+            index: A slice, or positions, int64 ``(some,)``.
+        """
+        return replace(self, models=rows(self.models, index), clients=self.clients[index])
 
 
 class Engine(Protocol):
@@ -55,38 +137,8 @@ class Engine(Protocol):
     ) -> Tensor:
         """Count the optimizer steps of each client, int64 ``(clients,)``."""
 
-    def train(
-        self,
-        method: Method,
-        received: Tree,
-        client_state: Tree,
-        info: ClientInfo,
-        data: FederatedDataset,
-        phases: tuple[Phase, ...],
-        on_clients: OnClients | None = None,
-        stream: str = "local",
-    ) -> LocalResult:
-        """Run ``client_init``, the phases' steps and ``client_final`` for every client.
+    def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
+        """Run ``client_init``, the phases' steps and ``client_final`` for every client."""
 
-        ``stream`` names the purpose: two purposes in one round draw other random numbers.
-        """
-
-    def evaluate(
-        self,
-        models: Model,
-        clients: Tensor,
-        data: FederatedDataset,
-        step: str,
-        on_clients: OnClients | None = None,
-        round: int | None = None,
-    ) -> Evaluation:
-        """Run a validation, test or prediction step of the user's module for each client.
-
-        Args:
-            models: One model per client, ``(clients, ...)``; expanded leaves are run unbatched.
-            clients: Client ids, int64 ``(clients,)``, naming rows of ``data``.
-            data: The split.
-            step: Name of the module's step function.
-            on_clients: Progress.
-            round: The last finished round, for errors; None if it isn't known.
-        """
+    def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
+        """Run a step of the user's module on the data of every client."""

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
+from lightning_pfl.contract.records import Evaluation, LocalResult, OnClients
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.tree import Model, Tree, rows
+from lightning_pfl.core.tree import Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.optimizer import check_optimizer, why_not_elementwise
+from lightning_pfl.engine.base import Engine, EngineSettings, EvaluationWork, LocalWork
+from lightning_pfl.engine.optimizer import why_not_elementwise
 from lightning_pfl.engine.safety.compare import (
     difference,
     evaluation_trees,
@@ -33,10 +31,9 @@ from lightning_pfl.engine.safety.snapshot import restore, snapshot
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.engine.vectorized.gradient import Transform
-from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.methods.base import Phase
 
 EngineName = Literal["auto", "vectorized", "sequential"]
-Result = TypeVar("Result")
 PROBED_CLIENTS = 2
 PROBED_SAMPLES = 8
 
@@ -65,7 +62,6 @@ class SelectedEngine:
         name: ``"auto"``, ``"vectorized"`` (an error if impossible) or ``"sequential"``.
         module: The user's module.
         parameter_split: Names of the module.
-        template: The optimizer that ``configure_optimizers`` returned.
         settings: The Trainer's flags.
 
     Attributes:
@@ -77,7 +73,6 @@ class SelectedEngine:
         name: EngineName,
         module: Any,
         parameter_split: ParameterSplit,
-        template: Optimizer | None,
         settings: EngineSettings,
     ) -> None:
         check_engine(name)
@@ -87,22 +82,7 @@ class SelectedEngine:
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
         self._checked: set[str] = set()
         self._said: set[str] = set()
-        # Evaluation needs no optimizer.
-        self._sequential = SequentialEngine(module, parameter_split, template, settings)  # type: ignore[arg-type]
-        self.template = template
-
-    @property
-    def template(self) -> Optimizer | None:
-        """The optimizer that clients get fresh copies of; None without training."""
-        return self._optimizer
-
-    @template.setter
-    def template(self, template: Optimizer | None) -> None:
-        if template is not None:
-            check_optimizer(template)
-        self._optimizer = template
-        for engine in (self._sequential, *self._engines.values()):
-            engine.template = template  # type: ignore[assignment]
+        self._sequential = SequentialEngine(module, parameter_split, settings)
 
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
@@ -110,133 +90,72 @@ class SelectedEngine:
         """Count the optimizer steps of each client, int64 ``(clients,)``."""
         return self._sequential.count_steps(data, clients, phases)
 
-    def train(
-        self,
-        method: Method,
-        received: Tree,
-        client_state: Tree,
-        info: ClientInfo,
-        data: FederatedDataset,
-        phases: tuple[Phase, ...],
-        on_clients: OnClients | None = None,
-        stream: str = "local",
-    ) -> LocalResult:
+    def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
-        step = "training_step"
-        if step not in self._engines and not int(info.steps.sum()):
-            return self._sequential.train(
-                method, received, client_state, info, data, phases, on_clients, stream
-            )
-        if step not in self._engines:
-            some = torch.argsort(info.steps, descending=True, stable=True)[:PROBED_CLIENTS]
-            some = together(data, info.index, some)
-            on_device = some.to(self.settings.device)
-            short = tuple(replace(phase, epochs=None, steps=1, lr=None) for phase in phases)
-            few = replace(info.rows(some), steps=torch.full((len(some),), len(short)))
-            args = (
-                method,
-                rows(received, on_device),
-                rows(client_state, on_device),
-                few,
-                data,
-                short,
-            )
-            before = {"uploads": args[1], "own": args[2]}
-            with self._plain_sgd():
-                self._choose(
-                    step, lambda engine: training_trees(engine.train(*args)), before, args[1]
-                )
-        listener = _Listener(on_clients)
-        all_of_it = (method, received, client_state, info, data, phases, listener, stream)
-        return self._run(step, lambda engine: engine.train(*all_of_it), listener, received)
+        if work.step not in self._engines:
+            if not int(work.info.steps.sum()):
+                return self._sequential.train(work, on_clients)
+            self._choose(self._first_steps(work), why_not_elementwise(work.optimizer))
+        result: LocalResult = self._run(work, on_clients)
+        return result
 
-    def evaluate(
-        self,
-        models: Model,
-        clients: Tensor,
-        data: FederatedDataset,
-        step: str,
-        on_clients: OnClients | None = None,
-        round: int | None = None,
-    ) -> Evaluation:
+    def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
-        if step not in self._engines:
-            some = torch.argsort(data.num_samples[clients], descending=True, stable=True)
-            few: FederatedDataset = data
-            if isinstance(data, FederatedTensorDataset):
-                few = data.take(PROBED_SAMPLES, seed=0)
-            some = together(few, clients, some[:PROBED_CLIENTS])
-            part = rows(models, some.to(self.settings.device))
-            settings = replace(self.settings, limit_eval_batches=1)
-            self._choose(
-                step,
-                lambda engine: evaluation_trees(
-                    _with(engine, settings).evaluate(part, clients[some], few, step, None, round),
-                    part,
-                ),
-                {},
-                part,
-            )
-        listener = _Listener(on_clients)
-        all_of_it = (models, clients, data, step, listener, round)
-        return self._run(step, lambda engine: engine.evaluate(*all_of_it), listener, models)
+        if work.step not in self._engines:
+            self._choose(_first_batches(work))
+        evaluation: Evaluation = self._run(work, on_clients)
+        return evaluation
 
-    def _run(
-        self,
-        step: str,
-        run: Callable[[SequentialEngine | VectorizedEngine], Result],
-        listener: _Listener,
-        trees: Tree,
-    ) -> Result:
+    def _run(self, work: LocalWork | EvaluationWork, on_clients: OnClients | None) -> Any:
         """Run the chosen engine, or the sequential one where the vectorized one fails."""
-        engine = self._engines[step]
+        engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             try:
-                return run(engine)
+                return _do(engine, work, listener)
             # Any exception of a user's module under vmap; true errors recur in the other engine.
             except Exception as error:
                 if self.name == "vectorized" or listener.failed or is_out_of_memory(error):
                     raise
-                why = f"{step} runs sequential here: {reason_of(error)}."
+                why = f"{work.step} runs sequential here: {reason_of(error)}."
             if why not in self._said:
                 self._said.add(why)
                 rank_zero_info(why)
-        with self._checking(step, trees):
-            return run(self._sequential)
+        with self._checking(work):
+            return _do(self._sequential, work, listener)
 
-    def _checking(self, step: str, trees: Tree) -> AbstractContextManager[None]:
+    def _checking(self, work: LocalWork | EvaluationWork) -> AbstractContextManager[None]:
         """Check, the first time, whether a step writes to tensors that clients share."""
-        if step in self._checked:
+        if work.step in self._checked:
             return nullcontext()
-        self._checked.add(step)
-        return weights_unwritten(self.module, rows(trees, slice(0, 1)), step)
+        self._checked.add(work.step)
+        return weights_unwritten(self.module, rows(work.sent, slice(0, 1)), work.step)
 
     # --- the probe ---
 
-    def _choose(
-        self,
-        step: str,
-        run: Callable[[SequentialEngine | VectorizedEngine], Tree],
-        before: Tree,
-        trees: Tree,
-    ) -> None:
+    def _choose(self, work: LocalWork | EvaluationWork, why_not: str | None = None) -> None:
+        """Settle which engine runs a step, by running it on a short piece of work.
+
+        Args:
+            work: One step of a few clients.
+            why_not: Why the vectorized engine can't run it, if that is known.
+        """
+        step = work.step
         if self.name == "sequential":
             self._settle(step, self._sequential, "as asked")
             return
         reasons = []
-        why_not = why_not_elementwise(self._template()) if step == "training_step" else None
         if why_not is not None:
             reasons.append(why_not)
         else:
-            with self._undisturbed(), self._checking(step, trees):
-                expected = run(self._sequential)
+            with self._undisturbed(), self._checking(work):
+                expected = _results(self._sequential, work)
             if getattr(self._sequential, "draws_elsewhere", False):
                 reasons.append(DRAWS_ELSEWHERE)
             stochastic = self._sequential.random_calls > 0
             transforms: tuple[Transform, ...] = ("forward", "grad")
             for transform in transforms if not reasons else ():
                 engine = self._vectorized(transform, stochastic)
-                reason = self._problem(engine, run, expected, before)
+                reason = self._problem(engine, work, expected)
                 if reason is None:
                     self._settle(step, engine, f"vmap over the {_WHAT[transform]}")
                     return
@@ -250,16 +169,33 @@ class SelectedEngine:
             )
         self._settle(step, self._sequential, why)
 
+    def _first_steps(self, work: LocalWork) -> LocalWork:
+        """Cut the work to one step of every phase, of two clients.
+
+        By plain SGD: Adam's first step, a sign, magnifies rounding without bound.
+        """
+        some = torch.argsort(work.info.steps, descending=True, stable=True)[:PROBED_CLIENTS]
+        few = work.rows(together(work.data, work.info.index, some))
+        phases = tuple(replace(phase, epochs=None, steps=1, lr=None) for phase in work.phases)
+        steps = torch.full_like(few.info.steps, len(phases))
+        sgd = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1.0)
+        return replace(few, info=replace(few.info, steps=steps), phases=phases, optimizer=sgd)
+
     def _problem(
-        self, engine: VectorizedEngine, run: Callable[..., Tree], expected: Tree, before: Tree
+        self, engine: VectorizedEngine, work: LocalWork | EvaluationWork, expected: Tree
     ) -> str | None:
         """Describe why the vectorized engine can't be used, or return None."""
         try:
             with self._undisturbed(), hidden_loops_are_errors():
-                found = run(engine)
+                found = _results(engine, work)
         # Any exception of a user's module under vmap; true errors recur in the other engine.
         except Exception as error:
             return reason_of(error)
+        before = (
+            {"uploads": work.received, "own": work.client_state}
+            if isinstance(work, LocalWork)
+            else {}
+        )
         return difference(expected, found, before, mixed=self.settings.autocast is not None)
 
     @contextmanager
@@ -271,31 +207,10 @@ class SelectedEngine:
         finally:
             restore(self.module, before)
 
-    @contextmanager
-    def _plain_sgd(self) -> Iterator[None]:
-        """Step by plain SGD: Adam's first step, a sign, magnifies rounding without bound."""
-        probe = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1.0)
-        self._sequential.template = probe
-        try:
-            yield
-        finally:
-            self._sequential.template = self._template()
-            for engine in self._engines.values():
-                engine.template = self._template()
-
     def _vectorized(self, transform: Transform, stochastic: bool) -> VectorizedEngine:
         return VectorizedEngine(
-            self.module,
-            self.parameter_split,
-            self._sequential.template,
-            self.settings,
-            transform,
-            stochastic,
+            self.module, self.parameter_split, self.settings, transform, stochastic
         )
-
-    def _template(self) -> Optimizer:
-        assert self.template is not None
-        return self.template
 
     def _settle(self, step: str, engine: SequentialEngine | VectorizedEngine, why: str) -> None:
         self._engines[step] = engine
@@ -324,9 +239,24 @@ class _Listener:
         self.failed = False
 
 
-def _with(
-    engine: SequentialEngine | VectorizedEngine, settings: EngineSettings
-) -> SequentialEngine | VectorizedEngine:
-    changed = copy.copy(engine)
-    changed.settings = settings
-    return changed
+def _do(engine: Engine, work: LocalWork | EvaluationWork, on_clients: OnClients | None) -> Any:
+    if isinstance(work, LocalWork):
+        return engine.train(work, on_clients)
+    return engine.evaluate(work, on_clients)
+
+
+def _results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:
+    """Run the work and return what it gives as a tree to compare."""
+    if isinstance(work, LocalWork):
+        return training_trees(engine.train(work))
+    return evaluation_trees(engine.evaluate(work), work.models)
+
+
+def _first_batches(work: EvaluationWork) -> EvaluationWork:
+    """Cut the work to one minibatch of two clients."""
+    data = work.data
+    if isinstance(data, FederatedTensorDataset):
+        data = data.take(PROBED_SAMPLES, seed=0)
+    some = torch.argsort(work.data.num_samples[work.clients], descending=True, stable=True)
+    few = work.rows(together(data, work.clients, some[:PROBED_CLIENTS]))
+    return replace(few, data=data, limit=1)

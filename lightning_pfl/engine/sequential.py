@@ -13,25 +13,23 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_pfl.contract.records import (
-    ClientInfo,
     Evaluation,
     LocalResult,
     LogOptions,
     OnClients,
 )
-from lightning_pfl.core.errors import FAILURES, client_error
+from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
-from lightning_pfl.core.tree import Model, Tree, materialize, rows, select, stack, tmap, unshared
+from lightning_pfl.core.tree import Model, materialize, select, stack, tmap, unshared
 from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.active_phase import ActivePhase, writable
-from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
 from lightning_pfl.engine.keyed.draws import mix, random_keys
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minibatches
@@ -40,7 +38,7 @@ from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import restore, snapshot
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_steps, split_draws
-from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.methods.base import Phase
 
 
 class SequentialEngine:
@@ -49,7 +47,6 @@ class SequentialEngine:
     Args:
         module: The user's module.
         parameter_split: Names of the module.
-        template: The optimizer that ``configure_optimizers`` returned.
         settings: The Trainer's flags.
 
     Attributes:
@@ -66,15 +63,9 @@ class SequentialEngine:
         self,
         module: Any,
         parameter_split: ParameterSplit,
-        template: Optimizer,
         settings: EngineSettings,
     ) -> None:
-        self.module, self.parameter_split, self.template, self.settings = (
-            module,
-            parameter_split,
-            template,
-            settings,
-        )
+        self.module, self.parameter_split, self.settings = module, parameter_split, settings
         self.random_calls = 0
         self.draws_elsewhere = False
         self.limits = Limits(
@@ -87,32 +78,11 @@ class SequentialEngine:
         """Count the optimizer steps of each client, int64 ``(clients,)``."""
         return phase_steps(data, clients, phases, self.limits)
 
-    def train(
-        self,
-        method: Method,
-        received: Tree,
-        client_state: Tree,
-        info: ClientInfo,
-        data: FederatedDataset,
-        phases: tuple[Phase, ...],
-        on_clients: OnClients | None = None,
-        stream: str = "local",
-    ) -> LocalResult:
+    def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
         results: list[LocalResult] = []
-        for row in range(len(info)):
-            one = slice(row, row + 1)
-            results.append(
-                self._client(
-                    method,
-                    rows(received, one),
-                    copy(rows(client_state, one)),
-                    info.rows(one),
-                    data,
-                    phases,
-                    stream,
-                )
-            )
+        for row in range(len(work.info)):
+            results.append(self._client(work.rows(slice(row, row + 1))))
             if on_clients is not None:
                 on_clients([row])
         names = dict.fromkeys(name for result in results for name in result.logs)
@@ -125,26 +95,18 @@ class SequentialEngine:
             torch.cat([result.loss for result in results]),
         )
 
-    def _client(
-        self,
-        method: Method,
-        received: Tree,
-        client_state: Tree,
-        info: ClientInfo,
-        data: FederatedDataset,
-        phases: tuple[Phase, ...],
-        stream: str,
-    ) -> LocalResult:
+    def _client(self, work: LocalWork) -> LocalResult:
+        method, info, data = work.method, work.info, work.data
         client = int(info.index)
-        local_step = SequentialLocalStep(
-            self, client, info.round, stream, getattr(data, "augment", None)
-        )
-        state = method.client_init(unshared(received), client_state, info)
+        local_step = SequentialLocalStep(self, work)
+        # Local training updates in place.
+        client_state = tmap(torch.clone, work.client_state)
+        state = method.client_init(unshared(work.received), client_state, info)
         first_epoch = 0
-        for number, phase in enumerate(phases):
+        for number, phase in enumerate(work.phases):
             active = ActivePhase(phase, self.parameter_split)
             budget = phase_budget(phase)
-            order = (info.round, stream, first_epoch)
+            order = (info.round, work.stream, first_epoch)
             minibatches = ClientMinibatches(
                 data, client, budget, self.limits, self.settings, *order
             )
@@ -153,15 +115,13 @@ class SequentialEngine:
                 local_step.begin(active, number)
                 for step in () if active.idle else minibatches:
                     batch = split_draws(step, phase.batches_per_step)
-                    state = self._step(
-                        method, state, batch, local_step, data.names[client], info.round
-                    )
+                    local_step.new_step()
+                    with naming_clients("client_step", data.names, [client], info.round):
+                        state = method.client_step(state, batch, local_step)
             first_epoch += minibatches.epochs_used
-        upload, client_state = method.client_final(received, client_state, state, info)
-        try:
+        upload, client_state = method.client_final(work.received, client_state, state, info)
+        with naming_clients("training_step", data.names, [client], info.round):
             logs = local_step.finish()
-        except FAILURES as cause:
-            raise client_error("training_step", data.names[client], info.round, cause) from cause
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         loss = logs.pop(LOSS, missing)
         return LocalResult(upload, client_state, logs, dict(local_step.program.log.options), loss)
@@ -178,53 +138,31 @@ class SequentialEngine:
         finally:
             restore(self.module, before)
 
-    def _step(
-        self,
-        method: Method,
-        state: Tree,
-        batch: Any,
-        local_step: SequentialLocalStep,
-        client: str,
-        round: int,
-    ) -> Tree:
-        local_step.new_step()
-        try:
-            return method.client_step(state, batch, local_step)
-        except FAILURES as cause:
-            raise client_error("client_step", client, round, cause) from cause
-
-    def evaluate(
-        self,
-        models: Model,
-        clients: Tensor,
-        data: FederatedDataset,
-        step: str,
-        on_clients: OnClients | None = None,
-        round: int | None = None,
-    ) -> Evaluation:
+    def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
+        clients, data, step = work.clients, work.data, work.step
         program = ClientProgram(self.module, self.settings.autocast)
         program.throwaway = writable(self.module)
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64)
         predictions: list[list[Any]] = [[] for _ in clients]
-        limits = Limits(1, self.settings.limit_eval_batches)
+        limits = Limits(1, work.limit)
         self.draws_elsewhere = False
         with torch.no_grad(), program.capturing():
             for row, client in enumerate(clients.tolist()):
-                model = {name: leaf[row] for name, leaf in models.items()}
+                model = {name: leaf[row] for name, leaf in work.models.items()}
                 metrics: dict[str, Metric] = {}
                 at = torch.tensor([row])
                 minibatches = evaluation_minibatches(data, client, limits, self.settings)
                 for number, batch in minibatches:
                     size = torch.tensor([batch_length(batch)])
-                    with watch_global_rng(
-                        derive(self.settings.seed, step, client, number)
-                    ) as elsewhere:
-                        try:
-                            out, logged = program.evaluation_step(model, step, batch, number)
-                        except FAILURES as cause:
-                            raise client_error(step, data.names[client], round, cause) from cause
+                    with (
+                        watch_global_rng(
+                            derive(self.settings.seed, step, client, number)
+                        ) as elsewhere,
+                        naming_clients(step, data.names, [client], work.round),
+                    ):
+                        out, logged = program.evaluation_step(model, step, batch, number)
                     self.draws_elsewhere |= elsewhere.moved
                     counts[row] += size[0]
                     metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
@@ -233,10 +171,8 @@ class SequentialEngine:
                         predictions[row].append(
                             apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
                         )
-                try:
+                with naming_clients(step, data.names, [client], work.round):
                     logs.add(_computed(metrics), torch.ones(1), at)
-                except FAILURES as cause:
-                    raise client_error(step, data.names[client], round, cause) from cause
                 if on_clients is not None:
                     on_clients([row])
         return Evaluation(logs.compute(), counts, dict(program.log.options), predictions)
@@ -245,21 +181,20 @@ class SequentialEngine:
 class SequentialLocalStep:
     """The step interface of one client (:class:`~lightning_pfl.contract.local.LocalStep`)."""
 
-    def __init__(
-        self, engine: SequentialEngine, client: int, round: int, stream: str, augment: Any
-    ) -> None:
-        self.engine = engine
-        settings = engine.settings
+    def __init__(self, engine: SequentialEngine, work: LocalWork) -> None:
+        self.engine, self.template = engine, work.optimizer
+        settings, client, round = engine.settings, int(work.info.index), work.info.round
+        augment = getattr(work.data, "augment", None)
         self.program = ClientProgram(engine.module, settings.autocast, augment)
         self.logs = ClientLogs(1, settings.device)
         self.metrics: dict[str, Metric] = {}
-        self.key = random_keys(settings.seed, stream, round, [client])[0]
+        self.key = random_keys(settings.seed, work.stream, round, [client])[0]
 
     def begin(self, active: ActivePhase, number: int) -> None:
         """Start a phase with a fresh optimizer."""
         self.active, self.number, self.phase = active, number, active.phase.name
         self.optimizer = ClientOptimizer(
-            self.engine.template, self.engine.parameter_split, 1, active.phase.lr, stacked=False
+            self.template, self.engine.parameter_split, 1, active.phase.lr, stacked=False
         )
 
     def _keys(self, number: int) -> tuple[Tensor, int]:
@@ -357,11 +292,6 @@ class SequentialLocalStep:
     def finish(self) -> dict[str, Tensor]:
         """Return the client's logged values, ``(1,)`` each."""
         return {**self.logs.compute(), **_computed(self.metrics)}
-
-
-def copy(tree: Tree) -> Tree:
-    """Copy a client's state, as local training updates in place."""
-    return tmap(torch.clone, tree)
 
 
 # --- logged values ---

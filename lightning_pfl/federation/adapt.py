@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Model, Tree, tmap
 from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.engine.base import LocalWork
 from lightning_pfl.federation.architectures import one_architecture
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.methods.base import LocalStep, Method, Phase
@@ -87,8 +88,8 @@ def adapt(
     data = federation.training_data() if data is None else data
     home = next(module.parameters()).device
     method = Adaptation(step)
-    if architecture.engine.template is None:
-        architecture.engine.template = federation.client_optimizer(architecture)
+    if architecture.optimizer is None:
+        architecture.optimizer = federation.client_optimizer(architecture)
     # Evaluation runs without gradients; after a run the module has left the device.
     with torch.inference_mode(False), torch.enable_grad():
         module.to(settings.device)
@@ -100,7 +101,8 @@ def adapt(
         weights = method.aggregation_weights(samples)
         round = max(federation.rounds - 1, 0)
         info = ClientInfo(clients, samples, steps, weights, round, data.num_clients)
-        result = architecture.engine.train(method, received, {}, info, data, phases, stream=stream)
+        work = LocalWork(method, received, {}, info, data, phases, architecture.optimizer, stream)
+        result = architecture.engine.train(work)
         for shard, training in modes.items():
             shard.training = training
         module.to(home)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo
@@ -46,11 +47,14 @@ class Architecture:
             group.
         bank: What its clients remember.
         engine: What runs its clients.
+        optimizer: The template of its clients' optimizers, from ``configure_optimizers``; None
+            before one was needed.
     """
 
     method: Method
     client_states: ClientStateStore
     engine: SelectedEngine
+    optimizer: Optimizer | None = None
 
     def __init__(
         self, name: str, module: Any, parameter_split: ParameterSplit, clients: Tensor | None

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_pfl.contract.records import ClientInfo, LocalResult, OnClients, as_positions_of
 from lightning_pfl.core.tree import Tree, merge, rows, split_rows, values
 from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.engine.base import LocalWork
 from lightning_pfl.federation.architectures import Architecture, naming_architecture
 from lightning_pfl.federation.gate import accept_cohort, accept_uploads
 from lightning_pfl.federation.ranks import gather_work
@@ -97,11 +98,19 @@ class Cohort:
         if not len(info):
             nothing = torch.empty(0, dtype=torch.float64, device=self.device)
             return LocalResult({}, client_state, loss=nothing)
-        engine, method = batch.architecture.engine, batch.architecture.method
-        with naming_architecture(
-            batch.architecture, data.names, info.index, "client_step", info.round
-        ):
-            return engine.train(method, received, client_state, info, data, self.phases, listener)
+        architecture = batch.architecture
+        assert architecture.optimizer is not None  # a fit has made it
+        with naming_architecture(architecture, data.names, info.index, "client_step", info.round):
+            work = LocalWork(
+                architecture.method,
+                received,
+                client_state,
+                info,
+                data,
+                self.phases,
+                architecture.optimizer,
+            )
+            return architecture.engine.train(work, listener)
 
     def _joined(self) -> LocalResult:
         """The work of this process's clients, in their order."""

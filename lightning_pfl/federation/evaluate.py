@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.records import Evaluation, LogOptions, as_positions_of
+from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients, as_positions_of
 from lightning_pfl.core.tree import Model, is_expanded, whole_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.engine.base import EvaluationWork
 from lightning_pfl.federation.adapt import adapt
 from lightning_pfl.federation.architectures import Architecture, naming_architecture
 from lightning_pfl.federation.ranks import gather_evaluation
@@ -70,7 +71,8 @@ def evaluate_clients(
     rows: Tensor,
     data: FederatedDataset,
     step: str,
-    on_clients: Callable[[list[int]], None] | None = None,
+    limit: float | int,
+    on_clients: OnClients | None = None,
 ) -> Evaluation:
     """Run a step of the module for clients, building their models a chunk at a time.
 
@@ -84,6 +86,7 @@ def evaluate_clients(
         rows: Their rows in ``data``.
         data: The split.
         step: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+        limit: Minibatches per client: a count (int) or a fraction (float).
         on_clients: Told the positions in ``clients`` that are done.
     """
     shard = federation.shard(clients)
@@ -95,9 +98,11 @@ def evaluate_clients(
         for architecture, at in federation.by_architecture(clients) if len(clients) else ():
             positions = torch.arange(len(clients))[at]
             for some in positions.split(models_at_a_time(architecture)):
-                work = (rows[some], data, step, as_positions_of(on_clients, some), round)
                 with naming_architecture(architecture, data.names, rows[some], step, round):
-                    found.append(architecture.engine.evaluate(models_of(clients[some]), *work))
+                    models = models_of(clients[some])
+                    work = EvaluationWork(models, rows[some], data, step, limit, round)
+                    listener = as_positions_of(on_clients, some)
+                    found.append(architecture.engine.evaluate(work, listener))
                 order.append(some)
     return gather_evaluation(shard, join(found, order))
 

@@ -103,7 +103,7 @@ def load_clients(
     )
     for architecture in architectures:
         architecture.engine = SelectedEngine(
-            "sequential", architecture.module, architecture.parameter_split, None, clients.settings
+            "sequential", architecture.module, architecture.parameter_split, clients.settings
         )
     clients.load_state_dict(saved)
     return clients

@@ -161,9 +161,7 @@ class FederationState:
         samples = self.num_samples[clients]
         steps = torch.zeros_like(samples) if steps is None else steps
         weights = self.method.aggregation_weights(samples)
-        found = (
-            learning_rates(architecture.engine.template) for architecture in self.architectures
-        )
+        found = (learning_rates(architecture.optimizer) for architecture in self.architectures)
         rates = tuple(dict.fromkeys(rate for rates in found for rate in rates))
         return ClientInfo(clients, samples, steps, weights, round, self.num_clients, rates)
 

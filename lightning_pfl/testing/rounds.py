@@ -14,7 +14,7 @@ from lightning_pfl.contract.records import ClientInfo, LocalResult
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, repeat, rows, tmap
 from lightning_pfl.data.datasets import FederatedDataset
-from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.base import EngineSettings, LocalWork
 from lightning_pfl.engine.optimizer import learning_rates
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
@@ -84,11 +84,11 @@ def local_round(
     parameter_split = ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))
     method.bind(Known.of(parameter_split, data.num_clients, 0, data.num_samples))
     index = torch.arange(data.num_clients) if clients is None else torch.tensor(list(clients))
+    optimizer = module.configure_optimizers()
     kind = VectorizedEngine if engine == "vectorized" else SequentialEngine
     runner = kind(
         module,
         parameter_split,
-        module.configure_optimizers(),
         settings or EngineSettings(),
         **options,
     )
@@ -104,7 +104,7 @@ def local_round(
         method.aggregation_weights(samples),
         round,
         data.num_clients,
-        learning_rates(runner.template),
+        learning_rates(optimizer),
     )
     received = expand(method.download(server, info), len(index))
     received = {**received, **method.download_rows(server, info)}
@@ -114,7 +114,7 @@ def local_round(
         else repeat(method.init_client_state(model), len(index))
     )
     kept = tmap(Tensor.clone, before)
-    result = runner.train(method, received, before, info, data, phases)
+    result = runner.train(LocalWork(method, received, before, info, data, phases, optimizer))
     updated = method.server_update(server, result.uploads, info)
     return LocalRound(info, received, kept, result, updated, runner)
 

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from lightning_pfl._lightning import connected, is_overridden, overrides
 from lightning_pfl.core.checks import check_choice, check_number, check_whole, is_number, is_whole
+from lightning_pfl.engine.optimizer import check_optimizer
 from lightning_pfl.engine.select import check_engine
 from lightning_pfl.methods.base import Method
 
@@ -327,6 +328,7 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
 
     Raises:
         MisconfigurationException: If there are several.
+        TypeError: If clients can't have copies of it; see :func:`check_optimizer`.
     """
     if len(optimizers) != 1:
         raise MisconfigurationException(
@@ -334,6 +336,7 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
             f"{len(optimizers)} optimizers. "
             "Use one optimizer with several parameter groups."
         )
+    check_optimizer(optimizers[0])
 
 
 def check_schedulers(configs: list[Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -145,7 +146,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         count = int(self.max_batches[0])
         rows, clients, data = self.rows[:count], self.clients[:count], self.load()
         step = "test_step" if trainer.testing else "validation_step"
-        federation.settings.limit_eval_batches = self._limit()
+        limit = evaluation_limit(trainer)
         shared = federation.method.global_model(federation.server)
         same = shared is not None
 
@@ -160,7 +161,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         with trainer.profiler.profile(profiled(step)):
             results = {
                 "": evaluate_clients(
-                    federation, personal, clients, rows, data, step, progress.finished
+                    federation, personal, clients, rows, data, step, limit, progress.finished
                 )
             }
             progress.finish()
@@ -170,7 +171,13 @@ class FederatedEvaluationLoop(EvaluationLoop):
             elif shared is not None:
                 everybody = shared  # a name that mypy knows to be a model
                 results[GLOBAL] = evaluate_clients(
-                    federation, lambda ids: expand(everybody, len(ids)), clients, rows, data, step
+                    federation,
+                    lambda ids: expand(everybody, len(ids)),
+                    clients,
+                    rows,
+                    data,
+                    step,
+                    limit,
                 )
         if not trainer.sanity_checking:
             self._has_run = True
@@ -190,13 +197,6 @@ class FederatedEvaluationLoop(EvaluationLoop):
                         trainer, trainer.lightning_module, self.load(), rows, clients, step
                     )
         return found
-
-    def _limit(self) -> float | int:
-        trainer = self.trainer
-        if trainer.sanity_checking:
-            limit = trainer.num_sanity_val_steps
-            return 1.0 if limit == float("inf") else int(limit)
-        return trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
 
     def _report(self, results: dict[str, Evaluation], names: list[str]) -> None:
         """Log the statistics, extend the per-client table, and remember the round."""
@@ -255,3 +255,11 @@ class FederatedEvaluationLoop(EvaluationLoop):
         if self._trainer_fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
             self.on_validated()
         super()._on_evaluation_end(*args, **kwargs)
+
+
+def evaluation_limit(trainer: L.Trainer) -> float | int:
+    """Return the minibatches per client in the running evaluation: a count or a fraction."""
+    if trainer.sanity_checking:
+        limit = trainer.num_sanity_val_steps
+        return 1.0 if limit == float("inf") else int(limit)
+    return trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches

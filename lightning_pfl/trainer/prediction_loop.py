@@ -77,7 +77,6 @@ class FederatedPredictionLoop(PredictionLoop):
 
     def _predict(self, data: FederatedDataset) -> None:
         federation = self.federation
-        federation.settings.limit_eval_batches = self.trainer.limit_predict_batches
         with self.trainer.profiler.profile(profiled("predict_step")):
             found = evaluate_clients(
                 federation,
@@ -86,6 +85,7 @@ class FederatedPredictionLoop(PredictionLoop):
                 self.rows,
                 data,
                 "predict_step",
+                self.trainer.limit_predict_batches,
             )
         start = ClientHooks(self.trainer, "on_predict_batch_start")
         end = ClientHooks(self.trainer, "on_predict_batch_end")

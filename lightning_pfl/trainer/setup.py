@@ -164,16 +164,13 @@ class StageSetup:
             if restored:
                 for architecture in federation.architectures:
                     # `Federation.client_optimizer` then makes the checkpoint's.
-                    architecture.engine.template = None
+                    architecture.optimizer = None
             return
         federation.settings = settings
         for number, architecture in enumerate(federation.architectures):
+            architecture.optimizer = optimizers[number] if fitting else None
             architecture.engine = SelectedEngine(
-                self.engine,
-                architecture.module,
-                architecture.parameter_split,
-                optimizers[number] if fitting else None,
-                settings,
+                self.engine, architecture.module, architecture.parameter_split, settings
             )
 
     def _report(self, trainer: L.Trainer) -> None:
@@ -305,7 +302,6 @@ def engine_settings(
         clip_algorithm="norm" if algorithm is None else str(algorithm.value),
         accumulate=trainer.accumulate_grad_batches,
         limit_train_batches=trainer.limit_train_batches,
-        limit_eval_batches=trainer.limit_val_batches,
         overfit_batches=connected(trainer).overfit_batches,
         chunk_size=chunk_size,
         autocast=autocast_dtype(trainer.precision_plugin),

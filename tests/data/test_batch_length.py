@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.batch import batch_length
 from lightning_pfl.data.datasets import FederatedLoaders
-from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.sequential import SequentialEngine
 
 X = torch.zeros(3, 5)
@@ -91,9 +91,8 @@ def test_strings_before_tensors_do_not_change_the_weights_of_batches() -> None:
     """Batches of 4 and 1, and one of 3: means over 0..4 and 0..2, whatever comes first."""
     data = FederatedLoaders([DataLoader(Named(size), batch_size=4) for size in (5, 3)])
     module = Mean()
-    optimizer, settings = module.configure_optimizers(), EngineSettings()
-    engine = SequentialEngine(module, ParameterSplit(module), optimizer, settings)
+    engine = SequentialEngine(module, ParameterSplit(module), EngineSettings())
     models = {"w": torch.zeros(2, 1, dtype=torch.float64)}
-    found = engine.evaluate(models, torch.arange(2), data, "validation_step")
+    found = engine.evaluate(EvaluationWork(models, torch.arange(2), data, "validation_step"))
     assert found.counts.tolist() == [5, 3]
     assert found.values["val_x"].tolist() == [2.0, 1.0]

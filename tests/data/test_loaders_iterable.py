@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedLoaders
-from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg
@@ -47,11 +47,13 @@ def evaluate(engine: str, data: Any) -> Any:
     module = cnn().eval()
     parameter_split = ParameterSplit(module)
     kind: Any = ENGINES[engine]
-    runner = kind(module, parameter_split, module.configure_optimizers(), EngineSettings())
+    runner = kind(module, parameter_split, EngineSettings())
     models = {
         n: leaf.expand(len(SIZES), *leaf.shape) for n, leaf in parameter_split.model().items()
     }
-    return runner.evaluate(models, torch.arange(len(SIZES)), data, "validation_step")
+    return runner.evaluate(
+        EvaluationWork(models, torch.arange(len(SIZES)), data, "validation_step")
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)

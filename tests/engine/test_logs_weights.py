@@ -14,7 +14,7 @@ from lightning_pfl.contract.records import Evaluation
 from lightning_pfl.core.errors import ClientError
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.logs import ClientLogs, LogCapture, Reduction
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
@@ -76,9 +76,11 @@ def expected() -> dict[str, list[float]]:
 
 def evaluate(engine: str, module: Logging) -> Evaluation:
     kind: Any = ENGINES[engine]
-    runner = kind(module, ParameterSplit(module), module.configure_optimizers(), EngineSettings())
+    runner = kind(module, ParameterSplit(module), EngineSettings())
     models = {"w": torch.zeros(len(SIZES), dtype=torch.float64)}
-    found: Evaluation = runner.evaluate(models, torch.arange(len(SIZES)), data(), "validation_step")
+    found: Evaluation = runner.evaluate(
+        EvaluationWork(models, torch.arange(len(SIZES)), data(), "validation_step")
+    )
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.program import call_step
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
@@ -136,8 +136,8 @@ def test_decorated_steps_run_in_both_engines(engine: Any) -> None:
     outcome = local_round(FedAvg(), Decorated(), data, engine)
     assert outcome.models["w"].tolist() == [[1.0], [4.0]]
     module, kind = Decorated(), SequentialEngine if engine == "sequential" else VectorizedEngine
-    runner: Any = kind(
-        module, ParameterSplit(module), module.configure_optimizers(), EngineSettings()
+    runner: Any = kind(module, ParameterSplit(module), EngineSettings())
+    found = runner.evaluate(
+        EvaluationWork(outcome.models, torch.arange(2), data, "validation_step")
     )
-    found = runner.evaluate(outcome.models, torch.arange(2), data, "validation_step")
     assert found.values["val_x"].tolist() == [2.0, 8.0]

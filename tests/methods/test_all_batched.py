@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.select import PROBED_CLIENTS
 from lightning_pfl.methods.base import Method
@@ -33,16 +34,22 @@ def cohort_sizes(method: Method, data: FederatedTensorDataset, module: Any) -> l
     step = method.client_step
 
     def counted(state: Any, minibatches: Any, client: Any) -> Any:
-        # A probe may have each of its clients twice.
-        if type(client).__name__ == "VectorizedLocalStep" and len(set(client.chunk.clients)) == len(
-            client.chunk.clients
-        ):
+        if type(client).__name__ == "VectorizedLocalStep" and not probing:
             _, real = client.samples(
                 minibatches[0] if isinstance(minibatches, tuple) else minibatches
             )
             sizes.append(len(real))
         return step(state, minibatches, client)
 
+    init, probing = method.client_init, False
+
+    def watched(received: Any, client_state: Any, info: ClientInfo) -> Any:
+        nonlocal probing
+        # A probe may have each of its clients twice.
+        probing = len(info.index.unique()) < len(info)
+        return init(received, client_state, info)
+
+    method.client_init = watched  # type: ignore[method-assign]
     method.client_step = counted  # type: ignore[method-assign]
     fit(method, data, module)
     return [size for size in sizes if size != PROBED_CLIENTS]

@@ -33,6 +33,7 @@ from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
+from lightning_pfl.engine.base import EvaluationWork
 from lightning_pfl.federation.adapt import adapt, evaluating
 from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.federation import Federation
@@ -156,7 +157,6 @@ class NewClientAdaptation(FederatedCallback):
         """Train and evaluate the new clients for every number of samples."""
         federation = require_federation(trainer, self)
         train, test = (move_to_device(data, trainer) for data in self._data(trainer))
-        federation.settings.limit_eval_batches = trainer.limit_test_batches
         module = federation.require_module()
         evaluate = "test_step" if is_overridden("test_step", module) else "validation_step"
         method, names = federation.method, self._resolved(federation)
@@ -166,7 +166,9 @@ class NewClientAdaptation(FederatedCallback):
         with torch.inference_mode(False), torch.no_grad(), evaluating(module):
             for samples in self.samples:
                 data = take_samples(train, samples, self.seed) if samples else train
-                clients = self._trainable(federation, data, test, samples)
+                clients = self._trainable(
+                    federation, data, test, samples, trainer.limit_test_batches
+                )
                 begin = rows(starting_models(federation, train.num_clients, self.start), clients)
                 trained_on = data.num_samples[clients] * bool(samples)
                 for phase in self.phases if samples else self.phases[:1]:
@@ -180,14 +182,20 @@ class NewClientAdaptation(FederatedCallback):
                             federation, begin, clients, (phase,), data, "new clients", step
                         )
                     with seeded(derive(federation.seed, "evaluation", PREFIX, samples)):
-                        evaluation = federation.engine.evaluate(
-                            models, clients, test, evaluate, round=round
+                        work = EvaluationWork(
+                            models, clients, test, evaluate, trainer.limit_test_batches, round
                         )
+                        evaluation = federation.engine.evaluate(work)
                     found.append(Adapted(samples, epochs, clients, trained_on, models, evaluation))
         return tuple(found)
 
     def _trainable(
-        self, federation: Federation, data: FederatedDataset, test: FederatedDataset, samples: int
+        self,
+        federation: Federation,
+        data: FederatedDataset,
+        test: FederatedDataset,
+        samples: int,
+        limit: float | int,
     ) -> Tensor:
         """Rows of the clients with test data that take at least one step."""
         everyone = torch.arange(data.num_clients)
@@ -211,9 +219,7 @@ class NewClientAdaptation(FederatedCallback):
                 "Expected new clients with test data, but none that can train has any. Give them "
                 "test samples."
             )
-        return clients[
-            can_be_evaluated(test, clients, "test", federation.settings.limit_eval_batches)
-        ]
+        return clients[can_be_evaluated(test, clients, "test", limit)]
 
     def _resolved(self, federation: Federation) -> frozenset[str]:
         method, parameter_split = federation.method, federation.parameter_split

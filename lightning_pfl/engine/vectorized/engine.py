@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
-from lightning_pfl.core.errors import FAILURES, client_error, format_names
+from lightning_pfl.contract.records import Evaluation, LocalResult, OnClients
+from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import (
-    Model,
     Tree,
     is_expanded,
     leaves,
@@ -31,7 +29,7 @@ from lightning_pfl.engine.active_phase import (
     is_sample_wise,
     is_unmodified,
 )
-from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
 from lightning_pfl.engine.keyed.draws import random_keys
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer
@@ -40,12 +38,12 @@ from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.steps import Limits, order_key, phase_budget, phase_steps, split_draws
 from lightning_pfl.engine.vectorized.evaluation import ONE_BY_ONE, VectorizedEvaluation
 from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
-from lightning_pfl.engine.vectorized.gradient import Transform
+from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Transform
 from lightning_pfl.engine.vectorized.loaders import Batches, LoaderBatches
 from lightning_pfl.engine.vectorized.local import VectorizedLocalStep
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
 from lightning_pfl.engine.vectorized.trace import Traces, fingerprint
-from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.methods.base import Phase
 
 COPIES = 5
 """Copies of a client's model in training: parameters, gradients, two moments, received model."""
@@ -62,7 +60,6 @@ class VectorizedEngine:
     Args:
         module: The user's module.
         parameter_split: Names of the module.
-        template: The optimizer that ``configure_optimizers`` returned.
         settings: The Trainer's flags.
         transform: ``"forward"``: ``vmap`` of the forward pass and one ordinary backward pass;
             ``"grad"``: ``vmap`` of the gradient, for layers without a batching rule for autograd
@@ -77,12 +74,11 @@ class VectorizedEngine:
         self,
         module: Any,
         parameter_split: ParameterSplit,
-        template: Optimizer,
         settings: EngineSettings,
         transform: Transform = "forward",
         stochastic: bool = True,
     ) -> None:
-        self.module, self.parameter_split, self.template = module, parameter_split, template
+        self.module, self.parameter_split = module, parameter_split
         self.settings, self.transform = settings, transform
         self.limits = Limits(
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
@@ -128,72 +124,46 @@ class VectorizedEngine:
         """Count the optimizer steps of each client, int64 ``(clients,)``."""
         return phase_steps(data, clients, phases, self.limits)
 
-    def train(
-        self,
-        method: Method,
-        received: Tree,
-        client_state: Tree,
-        info: ClientInfo,
-        data: FederatedDataset,
-        phases: tuple[Phase, ...],
-        on_clients: OnClients | None = None,
-        stream: str = "local",
-    ) -> LocalResult:
+    def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
         # Longest first, so that the clients still active at a step are the first rows of a chunk.
-        order = torch.argsort(info.steps, descending=True, stable=True)
+        order = torch.argsort(work.info.steps, descending=True, stable=True)
         results = []
         for positions in order.split(self.settings.chunk_size or self._fitting()):
-            chunk = Chunk(self, method, data, info.rows(positions), stream)
-            at = positions.to(self.settings.device)
-            with guarded(self.module, derive(self.settings.seed, "guard", info.round)):
-                results.append(chunk.run(rows(received, at), rows(client_state, at), phases))
+            with guarded(self.module, derive(self.settings.seed, "guard", work.info.round)):
+                results.append(Chunk(self, work.rows(positions)).run())
             if on_clients is not None:
                 on_clients(positions.tolist())
         return _in_order(results, torch.argsort(order).to(self.settings.device))
 
-    def evaluate(
-        self,
-        models: Model,
-        clients: Tensor,
-        data: FederatedDataset,
-        step: str,
-        on_clients: OnClients | None = None,
-        round: int | None = None,
-    ) -> Evaluation:
+    def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
-        evaluation = VectorizedEvaluation(self.module, self.settings, self.transform)
-        return evaluation.run(models, clients, data, step, on_clients, round)
+        return VectorizedEvaluation(self.module, self.settings, self.transform).run(
+            work, on_clients
+        )
 
 
 class Chunk:
     """One chunk of a cohort through all phases of a round."""
 
-    def __init__(
-        self,
-        engine: VectorizedEngine,
-        method: Method,
-        data: FederatedDataset,
-        info: ClientInfo,
-        stream: str,
-    ) -> None:
-        self.engine, self.method, self.data, self.info = engine, method, data, info
-        self.stream = stream
+    def __init__(self, engine: VectorizedEngine, work: LocalWork) -> None:
+        self.engine, self.work = engine, work
+        self.method, self.data, self.info = work.method, work.data, work.info
         self.device = engine.settings.device
-        self.clients = [int(client) for client in info.index]
-        self.program = engine.program(getattr(data, "augment", None))
+        self.clients = [int(client) for client in self.info.index]
+        self.program = engine.program(getattr(self.data, "augment", None))
         self.logs = ClientLogs(len(self.clients), self.device)
         self.keys: Tensor | None = None
         if engine.needs_keys():
-            keys = random_keys(engine.settings.seed, stream, info.round, self.clients)
+            keys = random_keys(engine.settings.seed, work.stream, self.info.round, self.clients)
             self.keys = keys.to(self.device)
 
-    def run(self, received: Tree, client_state: Tree, phases: tuple[Phase, ...]) -> LocalResult:
+    def run(self) -> LocalResult:
         """Run ``client_init``, every phase and ``client_final``."""
-        info = self.info
+        info, received, client_state = self.info, self.work.received, self.work.client_state
         state = self.method.client_init(unshared(received), client_state, info)
         first_epochs = [0] * len(self.clients)
-        for number, phase in enumerate(phases):
+        for number, phase in enumerate(self.work.phases):
             active = ActivePhase(phase, self.engine.parameter_split)
             with active.modes(), batchable_kernels(self.engine.transform), self.program.capturing():
                 self.program.throwaway = active.throwaway()
@@ -212,7 +182,9 @@ class Chunk:
 
     def _batches(self, phase: Phase, active: ActivePhase, first_epochs: list[int]) -> Batches:
         def key(client: int, epoch: int) -> int:
-            return order_key(self.engine.settings.seed, self.stream, self.info.round, client, epoch)
+            return order_key(
+                self.engine.settings.seed, self.work.stream, self.info.round, client, epoch
+            )
 
         budget, limits = phase_budget(phase), self.engine.limits
         if isinstance(self.data, FederatedTensorDataset):
@@ -229,13 +201,10 @@ class Chunk:
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
         if active.idle or not len(batches.steps):
             return state
-        draws = active.phase.batches_per_step
-        optimizer = ClientOptimizer(
-            self.engine.template, self.engine.parameter_split, len(self.clients), active.phase.lr
-        )
-        local_step = VectorizedLocalStep(self, active, optimizer, number, int(batches.steps.max()))
-        for step in range(int(batches.steps.max())):
-            optimizer.new_tick()
+        draws, steps = active.phase.batches_per_step, int(batches.steps.max())
+        local_step = self._local_step(active, number, steps)
+        for step in range(steps):
+            local_step.optimizer.new_tick()
             for tick in batches.at(step):
                 local_step.begin(tick)
                 batch = split_draws(tick.minibatches, draws)
@@ -247,12 +216,32 @@ class Chunk:
                 state = _write(state, part, new, tick.rows)
         return state
 
+    def _local_step(self, active: ActivePhase, number: int, steps: int) -> VectorizedLocalStep:
+        engine, program = self.engine, self.program
+        if engine.traces.enabled:
+            recordable = program.augment is None
+            settings = fingerprint(engine.module)
+            engine.traces.enter(
+                (active.trainable, program, settings) if recordable else None, steps
+            )
+        return VectorizedLocalStep(
+            engine.settings,
+            active,
+            program,
+            BatchedGradient(program, engine.transform, active.unreached),
+            engine.traces,
+            engine.prefix,
+            ClientOptimizer(
+                self.work.optimizer, engine.parameter_split, len(self.clients), active.phase.lr
+            ),
+            self.logs,
+            None if self.keys is None else self.keys + (number << 32),
+        )
+
     def _step(self, state: Tree, batch: Any, local_step: VectorizedLocalStep) -> Tree:
-        try:
+        at_work = (self.data.names, self.clients, self.info.round)
+        with naming_clients("client_step", *at_work, ONE_BY_ONE):
             return self.method.client_step(state, batch, local_step)
-        except FAILURES as cause:
-            names, round = format_names(self.data.names, self.clients), self.info.round
-            raise client_error("client_step", names, round, cause, ONE_BY_ONE) from cause
 
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:

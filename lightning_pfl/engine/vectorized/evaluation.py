@@ -9,13 +9,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients
-from lightning_pfl.core.errors import FAILURES, client_error, format_names
+from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, rows
-from lightning_pfl.data.batch import batch_length
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import couples_samples, writable
-from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.safety.guard import guarded
@@ -49,11 +48,12 @@ def evaluation_batches(
     data: FederatedDataset,
     clients: list[int],
     settings: EngineSettings,
-    pad: bool = False,
-    batch_size: int | None = None,
+    limit: float | int,
+    pad: bool,
+    batch_size: int,
 ) -> Batches:
     """Iterate once over the clients' samples, unshuffled."""
-    limits = Limits(1, settings.limit_eval_batches)
+    limits = Limits(1, limit)
     if isinstance(data, FederatedTensorDataset):
         return ResidentBatches(
             data, clients, Budget(1, None), limits, None, pad, batch_size=batch_size
@@ -80,71 +80,65 @@ class VectorizedEvaluation:
         self.program = ClientProgram(module, settings.autocast, fast_kernels=transform == "forward")
         self.program.throwaway = writable(module)
 
-    def run(
-        self,
-        models: Model,
-        clients: Tensor,
-        data: FederatedDataset,
-        step: str,
-        on_clients: OnClients | None = None,
-        round: int | None = None,
-    ) -> Evaluation:
-        """Evaluate ``clients``; see :class:`~lightning_pfl.engine.base.Engine`."""
+    def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
+        """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
+        clients, data, step = work.clients, work.data, work.step
         samples = data.num_samples[clients]
         per_sample = evaluates_per_sample(self.module, step) and not couples_samples(
             self.module, training=False
         )
-        width = self._width(data, samples, per_sample)
+        width = self._width(data, samples, per_sample, work.limit)
         order = torch.argsort(samples, descending=True, stable=True)
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64, device=self.settings.device)
         predictions: list[list[Any]] = [[] for _ in clients]
         with torch.no_grad(), batchable_kernels(self.transform), self.program.capturing():
             for positions in order.split(max(1, SAMPLES // width)):
-                ids = clients[positions].tolist()
+                ids = clients[positions]
                 with guarded(self.module, derive(self.settings.seed, "guard", step)):
-                    batches = evaluation_batches(data, ids, self.settings, per_sample, width)
-                    here = positions.to(self.settings.device)
-                    part = rows(models, here)
+                    batches = evaluation_batches(
+                        data, ids.tolist(), self.settings, work.limit, per_sample, width
+                    )
+                    here, ids = (t.to(self.settings.device) for t in (positions, ids))
+                    part = rows(work.models, here)
                     for number in range(int(batches.steps.max()) if len(ids) else 0):
                         for tick in batches.at(number):
-                            at = here if tick.rows is None else here[tick.rows]
-                            counts[at] += tick.minibatches[0].sizes.to(counts.device)
-                            try:
-                                output = self._tick(part, tick, step, per_sample, logs, at)
-                            except FAILURES as cause:
-                                names = format_names(data.names, clients[at.cpu()].tolist())
-                                raise client_error(step, names, round, cause, ONE_BY_ONE) from cause
+                            some = slice(None) if tick.rows is None else tick.rows
+                            at = here[some]
+                            sizes = tick.minibatches[0].sizes.to(counts)
+                            counts[at] += sizes
+                            with naming_clients(
+                                step, data.names, ids[some], work.round, ONE_BY_ONE
+                            ):
+                                output, values = self._tick(part, tick, step, per_sample)
+                                logs.add(values, sizes, at, self.program.log.reductions)
                             if step == "predict_step":
                                 _keep(predictions, output, at)
                 if on_clients is not None:
                     on_clients(positions.tolist())
         return Evaluation(logs.compute(), counts.cpu(), dict(self.program.log.options), predictions)
 
-    def _width(self, data: FederatedDataset, samples: Tensor, per_sample: bool) -> int:
+    def _width(
+        self, data: FederatedDataset, samples: Tensor, per_sample: bool, limit: float | int
+    ) -> int:
         if not isinstance(data, FederatedTensorDataset):
             return max(int(samples.max()) if len(samples) else 1, 1)
         # A limit and drop_last refer to the user's batches; the int 1 is one batch, and equals the
         # float 1.0.
-        limit = self.settings.limit_eval_batches
         whole = isinstance(limit, float) and limit == 1.0 and not data.drop_last
         if per_sample and whole:
             return max(1, min(SAMPLES, int(samples.max()) if len(samples) else 1))
         return data.batch_size
 
     def _tick(
-        self, models: Model, tick: Tick, step: str, per_sample: bool, logs: ClientLogs, at: Tensor
-    ) -> Any:
+        self, models: Model, tick: Tick, step: str, per_sample: bool
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Run the step; returns its output and what it logs."""
         part = models if tick.rows is None else rows(models, tick.rows)
         minibatch = tick.minibatches[0]
         if per_sample:
-            values = self._per_sample(part, minibatch, STAGES[step])
-            output = None
-        else:
-            output, values = self._step(part, minibatch, step)
-        reductions = self.program.log.reductions
-        logs.add(values, minibatch.sizes, at, reductions)
-        return output
+            return None, self._per_sample(part, minibatch, STAGES[step])
+        return self._step(part, minibatch, step)
 
     def _per_sample(self, models: Model, minibatch: Minibatch, stage: str) -> dict[str, Tensor]:
         values = self._vmap(models, minibatch.data, self.program.per_sample)
@@ -189,6 +183,3 @@ def _keep(predictions: list[list[Any]], outputs: Any, at: Tensor) -> None:
         predictions[client].append(
             apply_to_collection(outputs, Tensor, lambda leaf, row=row: leaf[row].cpu())
         )
-
-
-__all__ = ["VectorizedEvaluation", "batch_length", "evaluates_per_sample", "evaluation_batches"]

@@ -12,34 +12,53 @@ from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.tree import Model, materialize, select, tmap
 from lightning_pfl.data.batch import batch_leaves, join_batches
 from lightning_pfl.engine.active_phase import ActivePhase
+from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.keyed.draws import mix
-from lightning_pfl.engine.logs import LOSS
+from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
+from lightning_pfl.engine.program import ClientProgram
+from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
 from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Result
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
-from lightning_pfl.engine.vectorized.trace import fingerprint
+from lightning_pfl.engine.vectorized.trace import Traces
 
 
 class VectorizedLocalStep:
-    """The :class:`~lightning_pfl.contract.local.LocalStep` of all clients of a tick."""
+    """The :class:`~lightning_pfl.contract.local.LocalStep` of all clients of a tick.
+
+    Args:
+        settings: The Trainer's flags.
+        active: The phase.
+        program: The user's step as a function.
+        gradient: The gradient of its loss.
+        traces: Recordings of the gradient, for this phase.
+        prefix: The features that the minibatches may have.
+        optimizer: The clients' optimizer of this phase.
+        logs: Where logged values go.
+        keys: A key per client of the chunk for the random numbers of this phase, int64
+            ``(clients,)``; None if steps draw none.
+    """
 
     def __init__(
         self,
-        chunk: Any,
+        settings: EngineSettings,
         active: ActivePhase,
+        program: ClientProgram,
+        gradient: BatchedGradient,
+        traces: Traces,
+        prefix: PrefixCache,
         optimizer: ClientOptimizer,
-        number: int,
-        steps: int,
+        logs: ClientLogs,
+        keys: Tensor | None,
     ) -> None:
-        self.chunk, self.active, self.optimizer, self.number = chunk, active, optimizer, number
-        self.steps = steps
-        engine = chunk.engine
-        self.gradient = BatchedGradient(chunk.program, engine.transform, active.unreached)
-        if engine.traces.enabled:
-            augmented = chunk.program.augment is not None
-            engine.traces.enter(
-                None if augmented else (active.trainable, chunk.program, fingerprint(engine.module))
-            )
+        self.settings, self.active, self.program, self.gradient = (
+            settings,
+            active,
+            program,
+            gradient,
+        )
+        self.traces, self.prefix, self.optimizer = traces, prefix, optimizer
+        self.logs, self.keys = logs, keys
         self.phase = active.phase.name
         self._tick = Tick(None, [])
         self._logged = False
@@ -58,7 +77,7 @@ class VectorizedLocalStep:
     def grad(self, model: Model, batch: list[Minibatch], also: tuple[str, ...] = ()) -> Model:
         """Compute gradients ``(clients, ...)`` of the mean loss over the step's minibatches."""
         materialize(model, self.active.buffers)
-        model = shielded(model, self.chunk.engine.parameter_split.buffers)
+        model = shielded(model, self.active.parameter_split.buffers)
         names = self.active.trainable + also
         total: Model = {}
         for minibatch in batch:
@@ -66,7 +85,7 @@ class VectorizedLocalStep:
             # Minibatches may reach different parameters.
             total |= {k: total[k] + g if k in total else g for k, g in grads.items()}
         self._logged = True
-        accumulate = self.chunk.engine.settings.accumulate
+        accumulate = self.settings.accumulate
         return tmap(lambda g: g / accumulate, total) if accumulate > 1 else total
 
     def loss(self, model: Model, batch: list[Minibatch]) -> tuple[Tensor, Tensor]:
@@ -83,7 +102,7 @@ class VectorizedLocalStep:
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
         """Clip each client's gradients and step the optimizer."""
-        settings = self.chunk.engine.settings
+        settings = self.settings
         if settings.clip_value:
             grads = select(grads, self.optimizer.names)
             grads = clip(grads, settings.clip_value, settings.clip_algorithm)
@@ -98,29 +117,28 @@ class VectorizedLocalStep:
             data.append(minibatch.samples())
             width = next(batch_leaves(data[-1])).shape[1]
             real = torch.arange(width) < minibatch.sizes.unsqueeze(1)
-            masks.append(real.to(self.chunk.device))
+            masks.append(real.to(self.settings.device))
         return join_batches(data), torch.cat(masks, 1)
 
     def report(self, loss: Tensor, batch: list[Minibatch]) -> None:
         """Log a loss ``(clients,)``, weighted by samples."""
-        self.chunk.program.log.options.setdefault("train_loss", LogOptions())
+        self.program.log.options.setdefault("train_loss", LogOptions())
         sizes = torch.stack([minibatch.sizes for minibatch in batch]).sum(0)
-        self.chunk.logs.add({"train_loss": loss, LOSS: loss}, sizes, self._tick.rows)
+        self.logs.add({"train_loss": loss, LOSS: loss}, sizes, self._tick.rows)
 
     def _unwritten(self, model: Model) -> Model:
         """Copy the buffers of a model that a forward pass may write to."""
         kept = {name: model[name].clone() for name in self.active.buffers if name in model}
         model = {**model, **kept}
-        materialize(model, self.chunk.program.throwaway)
+        materialize(model, self.program.throwaway)
         return model
 
     def _inputs(self, minibatch: Minibatch, data: Any) -> dict[str, Any]:
         """Collect the inputs of a client's program besides the model, leaves ``(clients, ...)``."""
         inputs: dict[str, Any] = {"data": data}
-        keys = self.chunk.keys
-        if keys is not None:
-            keys = keys if self._tick.rows is None else keys[self._tick.rows]
-            inputs["key"] = mix(keys + (self.number << 32) + minibatch.number)
+        if self.keys is not None:
+            keys = self.keys if self._tick.rows is None else self.keys[self._tick.rows]
+            inputs["key"] = mix(keys + minibatch.number)
         if minibatch.mask is not None:
             inputs["mask"] = minibatch.mask
         return inputs
@@ -129,20 +147,17 @@ class VectorizedLocalStep:
         trained = {name: model[name].detach() for name in names}
         fixed = {name: leaf for name, leaf in model.items() if name not in trained}
         # Buffers that a step may write to need a row per client, also where they are thrown away.
-        materialize(fixed, self.chunk.program.throwaway)
+        materialize(fixed, self.program.throwaway)
         # The cached features may not belong to a method's second model.
-        cached = minibatch.features is not None and self.chunk.engine.prefix.fits(model)
+        cached = minibatch.features is not None and self.prefix.fits(model)
         inputs = self._inputs(minibatch, minibatch.data if cached else minibatch.samples())
         if cached:
             inputs["features"] = minibatch.features
         self.gradient.number = minibatch.number
-        traces = self.chunk.engine.traces
-        result: Result = traces.run(self.gradient, self.steps, trained, fixed, inputs)
+        result: Result = self.traces.run(self.gradient, trained, fixed, inputs)
         grads, loss, logged = result
         if not self._logged:
             values = {**logged, LOSS: loss}
-            log = self.chunk.program.log
-            self.chunk.logs.add(
-                values, minibatch.sizes, self._tick.rows, log.reductions, minibatch.size
-            )
+            reductions = self.program.log.reductions
+            self.logs.add(values, minibatch.sizes, self._tick.rows, reductions, minibatch.size)
         return grads

@@ -103,23 +103,25 @@ class Traces:
         self._calls: dict[Any, int] = {}
         self._recorded: dict[Any, Recording] = {}
         self._context: Any = None
+        self._patience = PATIENCE
         self._unverified: set[Any] = set()
 
-    def enter(self, context: Any) -> None:
+    def enter(self, context: Any, steps: int) -> None:
         """Begin a phase.
 
         Args:
             context: Dependencies of its steps besides their arguments; None to record nothing.
+            steps: Number of steps in the phase.
         """
         self._context = context
+        self._patience = WARM_UP if steps >= LONG else PATIENCE
         self._unverified = set(self._recorded)
 
-    def run(self, function: Function, steps: int, *args: Any) -> Any:
+    def run(self, function: Function, *args: Any) -> Any:
         """Return ``function(*args)``, replayed if it was recorded before.
 
         Args:
             function: Returns a tree of tensors; must only read ``args`` and constants.
-            steps: Number of steps in the phase.
             args: Trees of tensors.
         """
         if not self.enabled or self._context is None:
@@ -132,8 +134,7 @@ class Traces:
         recorded = self._recorded.get(key)
         if recorded is None:
             calls = self._calls[key] = self._calls.get(key, 0) + 1
-            patience = WARM_UP if steps >= LONG else PATIENCE
-            if calls <= patience or len(self._recorded) >= LIMIT:
+            if calls <= self._patience or len(self._recorded) >= LIMIT:
                 return function(*args)
             recorded = self._recorded[key] = Recording(function, args, leaves)
             self._unverified.add(key)

@@ -21,7 +21,7 @@ def momentum(federation: FederationView) -> float | None:
 
     An adaptive step has no such bound.
     """
-    optimizers = [architecture.engine.template for architecture in federation.architectures]
+    optimizers = [architecture.optimizer for architecture in federation.architectures]
     plain = [one for one in optimizers if isinstance(one, torch.optim.SGD)]
     if len(plain) < len(optimizers):
         return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_pfl.contract.records import Evaluation
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.methods import FedAvg
@@ -81,11 +81,9 @@ def evaluate(draw: Callable[[], float], clients: list[int], step: str, seed: int
     disturb()
     module = Drawing(draw)
     settings = EngineSettings(seed=seed)
-    engine = SequentialEngine(
-        module, ParameterSplit(module), module.configure_optimizers(), settings
-    )
+    engine = SequentialEngine(module, ParameterSplit(module), settings)
     models = {"w": torch.zeros(len(clients), dtype=torch.float64)}
-    found = engine.evaluate(models, torch.tensor(clients), data(), step)
+    found = engine.evaluate(EvaluationWork(models, torch.tensor(clients), data(), step))
     assert engine.draws_elsewhere
     return found
 

@@ -16,7 +16,7 @@ from lightning_pfl.core.errors import ClientError
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, expand
 from lightning_pfl.data.datasets import FederatedLoaders
-from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized import evaluation
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
@@ -46,17 +46,14 @@ def evaluate(
     data: Any = None,
     step: str = "validation_step",
     clients: Any = None,
-    **settings: Any,
+    limit: float | int = 1.0,
 ) -> Evaluation:
     module.eval()
     kind = ENGINES[engine]
-    runner = kind(
-        module, ParameterSplit(module), module.configure_optimizers(), EngineSettings(**settings)
-    )
+    runner = kind(module, ParameterSplit(module), EngineSettings())
     index = torch.arange(len(SIZES)) if clients is None else torch.tensor(clients)
-    found: Evaluation = runner.evaluate(
-        models, index, image_clients() if data is None else data, step
-    )
+    data = image_clients() if data is None else data
+    found: Evaluation = runner.evaluate(EvaluationWork(models, index, data, step, limit))
     return found
 
 
@@ -89,7 +86,7 @@ class TestEvaluation:
     def test_limits_count_the_users_batches(self, engine: str, limit: float) -> None:
         module = cnn().eval()
         models = personal_models(module)
-        found = evaluate(engine, cnn(), models, limit_eval_batches=limit)
+        found = evaluate(engine, cnn(), models, limit=limit)
         full = [-(-size // 4) for size in SIZES]
         used = [min(limit, n) if isinstance(limit, int) else int(limit * n) for n in full]
         assert found.counts.tolist() == [
@@ -118,12 +115,11 @@ class TestEvaluation:
 
     def test_progress_names_every_client_once(self, engine: str) -> None:
         module = cnn().eval()
-        runner = ENGINES[engine](
-            module, ParameterSplit(module), module.configure_optimizers(), EngineSettings()
-        )
+        runner = ENGINES[engine](module, ParameterSplit(module), EngineSettings())
         done: list[int] = []
         index = torch.arange(len(SIZES))
-        runner.evaluate(personal_models(module), index, image_clients(), "test_step", done.extend)
+        work = EvaluationWork(personal_models(module), index, image_clients(), "test_step")
+        runner.evaluate(work, done.extend)
         assert sorted(done) == list(range(len(SIZES)))
 
 

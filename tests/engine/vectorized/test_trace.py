@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pfl.contract.known import Known
+from lightning_pfl.engine.base import LocalWork
 from lightning_pfl.engine.vectorized import trace
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg, FedProx, FedRep
@@ -111,9 +112,16 @@ def test_what_a_user_overrides_is_not_recorded(kind: type[OwnSample]) -> None:
     module.scales.append(0.0)  # type: ignore[operator, union-attr]
     engine, method = first.engine, FedAvg()
     method.bind(Known.of(engine.parameter_split, 5))
-    again = engine.train(
-        method, first.received, {"model": {}}, first.info, image_clients(), method.phases(1)
+    work = LocalWork(
+        method,
+        first.received,
+        {"model": {}},
+        first.info,
+        image_clients(),
+        method.phases(1),
+        module.configure_optimizers(),
     )
+    again = engine.train(work)
     # Nothing moves the first layer: no gradient, and biases have no weight decay.
     assert torch.equal(
         again.uploads["model"]["backbone.1.bias"], first.received["model"]["backbone.1.bias"]
