@@ -80,13 +80,18 @@ def leaves(tree: Tree) -> Iterator[Tensor]:
             yield leaf
 
 
-def shapes(tree: Tree, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """Return the leaves' shapes by path, such as ``"model/head.weight"``."""
-    found: dict[str, tuple[int, ...]] = {}
+def named_leaves(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
+    """Return the leaves by path, such as ``"model/head.weight"``."""
+    found: dict[str, Tensor] = {}
     for name, leaf in tree.items():
-        key = f"{prefix}{name}"
-        found |= shapes(leaf, f"{key}/") if isinstance(leaf, dict) else {key: tuple(leaf.shape)}
+        path = f"{prefix}{name}"
+        found |= named_leaves(leaf, f"{path}/") if isinstance(leaf, dict) else {path: leaf}
     return found
+
+
+def shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
+    """Return the leaves' shapes by path, such as ``"model/head.weight"``."""
+    return {path: tuple(leaf.shape) for path, leaf in named_leaves(tree).items()}
 
 
 def select(model: Model, names: Iterable[str]) -> Model:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import math
+import pathlib
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -15,11 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.core.errors import CheckpointMismatchError
-from lightning_pfl.core.tree import Tree, shapes
+from lightning_pfl.core.tree import Tree, as_rows, named_leaves, shapes
 
+FORMAT = 2
+"""Version of the federation's part of a checkpoint; raised when older readers can't read it."""
 PARTS = (
     "method",
     "settings",
+    "structure",
     "parameter_split",
     "clients",
     "num_samples",
@@ -30,6 +36,33 @@ PARTS = (
     "history",
 )
 """What the federation's part of every checkpoint has."""
+
+
+def check_file(path: Any) -> None:
+    """Compare a checkpoint on this machine with its own checksums, before anything in it is used.
+
+    ``torch.save`` writes a zip archive with a CRC-32 for each entry, which ``torch.load`` doesn't
+    look at. Other files, and those behind a URL, are left to the reader.
+
+    Raises:
+        RuntimeError: If a byte of the file has changed since it was written.
+    """
+    if not pathlib.Path(path).is_file() or not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, ValueError, LookupError, EOFError, RuntimeError) as cause:
+        raise _damaged(path, _first_line(cause)) from cause
+    if damaged is not None:
+        raise _damaged(path, f"the checksum of {damaged} is wrong")
+
+
+def _damaged(path: Any, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"Expected {str(path)!r} to be a checkpoint as it was written, but it has changed on the "
+        f"disk ({what}). Use another checkpoint, or copy this one again."
+    )
 
 
 @contextmanager
@@ -88,11 +121,12 @@ def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """The federation's part of a checkpoint.
 
     Raises:
-        CheckpointMismatchError: If the run that wrote it wasn't federated, or if something is
-        missing in it.
+        CheckpointMismatchError: If the run that wrote it wasn't federated, if another version wrote
+        it, or if something is missing in it.
     """
     if "federated" in checkpoint:
         saved: Mapping[str, Any] = checkpoint["federated"]
+        _check_format(saved)
         found = saved.keys() if isinstance(saved, Mapping) else ()
         if missing := [name for name in PARTS if name not in found]:
             raise CheckpointMismatchError(
@@ -105,6 +139,18 @@ def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         "Expected a checkpoint of a federated run, but got one that was written without "
         "FederatedStrategy. To start from its weights, load them with "
         "`Module.load_from_checkpoint(path)` and call trainer.fit without ckpt_path."
+    )
+
+
+def _check_format(saved: Any) -> None:
+    found = saved.get("format", 1) if isinstance(saved, Mapping) else FORMAT
+    if found == FORMAT:
+        return
+    age = "an earlier" if isinstance(found, int) and found < FORMAT else "a later"
+    raise CheckpointMismatchError(
+        f"Expected a checkpoint in format {FORMAT}, but got one in format {found}, which {age} "
+        "version of lightning_pfl wrote. Read it with that version, or start from its shared "
+        "weights with `module.load_state_dict(torch.load(path)['state_dict'])`."
     )
 
 
@@ -213,6 +259,8 @@ def load_optimizer(
             f"{len(template.param_groups)} parameter groups, but got one of {kind or name} in "
             f"{len(architectures)}. Return the optimizer of the run that wrote it."
         )
+    if any(not math.isfinite(theirs.get("lr", 0.0)) for theirs in architectures):
+        raise _not_finite(f"the learning rate of {name} is {architectures[0].get('lr')}")
     # Schedulers keep the rate that they began with.
     keys = {"initial_lr"} if scheduled else template.defaults.keys()
     pairs = zip(template.param_groups, architectures, strict=True)
@@ -274,13 +322,13 @@ def check_structure(saved: Mapping[str, Any], structure: Mapping[str, Tensor]) -
     """Require the relations between clients on which server and memories depend.
 
     Args:
-        saved: The federation's part of the checkpoint; one of an earlier version doesn't say.
+        saved: The federation's part of the checkpoint.
         structure: What the method's ``structure`` says now.
 
     Raises:
         CheckpointMismatchError: Names both sides.
     """
-    known, none = saved.get("structure", structure), torch.empty(0)
+    known, none = saved["structure"], torch.empty(0)
     for name in {**known, **structure}:
         theirs, ours = (held.get(name, none).cpu().double() for held in (known, structure))
         if theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=1e-6, atol=0.0):
@@ -338,24 +386,52 @@ def check_checkpoint_clients(
         )
 
 
-def check_memories(saved: Tree, memory: Tree) -> None:
-    """Require that the clients remember the same things.
+def check_client_states(saved: Tree, ours: Tree) -> None:
+    """Require client states with the same entries and shapes.
 
     Args:
-        saved: What they remember in the checkpoint.
-        memory: The bank's tree now; in this process it may hold some of the clients only.
+        saved: Those of the checkpoint, ``(clients, ...)``.
+        ours: Those of this process now; some of the clients if there are several processes.
 
     Raises:
         CheckpointMismatchError: Names both sides.
     """
-    if (held := _shapes(saved)) != (needed := _shapes(memory)):
+    if (held := _shapes(saved)) != (needed := _shapes(ours)):
         raise CheckpointMismatchError(
-            f"Expected clients that remember {sorted(needed)}, but those of the checkpoint "
-            f"remember {sorted(held)} or other shapes. Use the method's settings of the run that "
-            "wrote it."
+            f"Expected client states that hold {sorted(needed)}, but those of the checkpoint hold "
+            f"{sorted(held)} or other shapes. Use the method's settings of the run that wrote it."
         )
 
 
+def check_numbers(saved: Mapping[str, Any], client_names: Sequence[str]) -> None:
+    """Require a server without NaN and client states of finite numbers.
+
+    A server may hold infinities: IFCA's losses of models that weren't tried yet.
+
+    Args:
+        saved: The federation's part of the checkpoint.
+        client_names: The clients' names.
+
+    Raises:
+        CheckpointMismatchError: Names the entry, and the client.
+    """
+    for name, leaf in named_leaves(saved["server"]).items():
+        if leaf.isnan().any():
+            raise _not_finite(f"the server's `{name}` holds NaN")
+    for name, leaf in named_leaves(saved["client_states"]).items():
+        bad = (~as_rows(leaf.isfinite()).all(1)).nonzero().flatten().tolist()
+        if bad:
+            of = f" of {client_names[bad[0]]!r}" if len(leaf) == len(client_names) else ""
+            raise _not_finite(f"the client state `{name}`{of} holds NaN or infinity")
+
+
+def _not_finite(what: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"Expected a checkpoint of finite numbers, but {what}. Resume from an earlier checkpoint, "
+        "and train with a smaller learning rate or with gradient_clip_val."
+    )
+
+
 def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
-    """What one client remembers: shapes without the client axis."""
+    """Shapes of one client's state, without the client axis."""
     return {path: shape[1:] for path, shape in shapes(tree).items()}

@@ -18,6 +18,7 @@ from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.federation.architectures import describe, make_architectures, parameter_splits
 from lightning_pfl.federation.checkpoint import (
+    check_file,
     check_parameter_split,
     check_settings,
     explain_read_errors,
@@ -65,7 +66,7 @@ def load_clients(
     Raises:
         TypeError: If module or method are not instances of theirs.
         FileNotFoundError: If there is no such file.
-        RuntimeError: If the file is truncated, is no checkpoint, or holds code.
+        RuntimeError: If the file is truncated or damaged, is no checkpoint, or holds code.
         CheckpointMismatchError: If it was written by something else, or by a run of another method,
             module, split or graph; names both sides.
 
@@ -83,6 +84,7 @@ def load_clients(
                 f"Expected `{name}` to be an instance of {kind.__name__}, but got "
                 f"{name}={given!r}. Call load_clients(path, MyModule(), FedRep()), say."
             )
+    check_file(path)
     with explain_read_errors(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     saved = require_federated(require_lightning(checkpoint, path))

@@ -30,8 +30,10 @@ from lightning_pfl.federation.architectures import (
     one_architecture,
 )
 from lightning_pfl.federation.checkpoint import (
+    FORMAT,
     check_checkpoint_clients,
-    check_memories,
+    check_client_states,
+    check_numbers,
     check_structure,
     fit_server,
 )
@@ -272,6 +274,7 @@ class FederationState:
         Several processes call it together; process 0 has all clients' memories.
         """
         return {
+            "format": FORMAT,
             "method": type(self.method).__name__,
             "settings": self.method.settings(),
             "structure": self.method.structure(),
@@ -286,7 +289,7 @@ class FederationState:
             "seed": self.seed,
             "rounds": self.rounds,
             "server": self.server,
-            "client_states": self._memories(lambda client_states: client_states.state_dict()),
+            "client_states": self._client_states(lambda store: store.state_dict()),
             "history": self.history.state_dict(),
         }
 
@@ -299,9 +302,8 @@ class FederationState:
         """
         check_checkpoint_clients(saved, self.client_names, self.num_samples)
         check_structure(saved, self.method.structure())
-        check_memories(
-            saved["client_states"], self._memories(lambda client_states: client_states.tree)
-        )
+        check_client_states(saved["client_states"], self._client_states(lambda store: store.tree))
+        check_numbers(saved, self.client_names)
         model = self.architectures[0].parameter_split.model()
         device = next((leaf.device for leaf in model.values()), torch.device("cpu"))
         self.server = fit_server(saved["server"], self.server, device)
@@ -319,8 +321,8 @@ class FederationState:
             self.num_samples = saved["num_samples"].clone()
         self._load_shared()
 
-    def _memories(self, of: Callable[[ClientStateStore], Tree]) -> Tree:
-        """All memories: of the one group, or by the group's name."""
+    def _client_states(self, of: Callable[[ClientStateStore], Tree]) -> Tree:
+        """All client states: of the one architecture, or by the architecture's name."""
         if len(self.architectures) == 1:
             return of(self.architectures[0].client_states)
         return {

@@ -26,6 +26,7 @@ from lightning_pfl.federation.architectures import (
     parameter_splits,
 )
 from lightning_pfl.federation.checkpoint import (
+    check_file,
     check_parameter_split,
     check_settings,
     explain_read_errors,
@@ -285,6 +286,7 @@ class FederatedStrategy(ProcessesStrategy):
         """Read a checkpoint; by default without running code from it (``weights_only=True``)."""
         # Lightning's own default is another one for remote paths.
         safely = True if weights_only is None else weights_only
+        check_file(checkpoint_path)
         with explain_read_errors(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, safely)
         return require_lightning(checkpoint, checkpoint_path)

@@ -228,7 +228,7 @@ def test_other_numbers_of_samples_are_said(tmp_path: Path) -> None:
         run.fit(Quadratic(), points((4, 5, 3, 6)), points(), ckpt_path=path)
 
 
-@pytest.mark.parametrize("part", ["client_states", "seed", "history", "everything"])
+@pytest.mark.parametrize("part", ["client_states", "structure", "seed", "history", "everything"])
 def test_a_checkpoint_that_lacks_something_is_refused(part: str, tmp_path: Path) -> None:
     path = saved(FedAvg(), tmp_path)
     checkpoint = torch.load(path, weights_only=True)
