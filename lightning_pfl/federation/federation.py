@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import lightning as L
@@ -24,10 +25,10 @@ class Federation(FederationState):
     """A federation, with what users ask of it; ``trainer.strategy.federation``."""
 
     def client_state_dict(self, client: int | str) -> dict[str, Any]:
-        """A client's personal model, as a ``state_dict`` of the user's module.
+        """Return a client's personal model as a ``state_dict`` of the user's module.
 
         Args:
-            client: Its id or its name.
+            client: Its id or its name; where clients are named by integers, an int is a name.
 
         Raises:
             RuntimeError: If nothing was trained or loaded yet, or if another process holds what
@@ -84,23 +85,27 @@ class Federation(FederationState):
         return self._state_dict(one_architecture(self.architectures), model)
 
     def client_id(self, client: int | str) -> int:
-        """The id of a client given by id or name."""
+        """Return the id of a client given by id or name.
+
+        Where clients have integers as names, an int is a name: client 1 is ``"1"``, wherever it
+        stands.
+
+        Raises:
+            KeyError: If there is no such client.
+        """
         self.require_module()
-        if isinstance(client, str) and client in self.client_names:
-            return self.client_names.index(client)
-        if (
-            isinstance(client, int)
-            and not isinstance(client, bool)
-            and 0 <= client < self.num_clients
-        ):
-            return client
-        some = ", ".join(map(repr, self.client_names[:5])) + (
-            ", ..." if self.num_clients > 5 else ""
-        )
+        names = self.client_names
+        if not isinstance(client, bool) and isinstance(client, (int, str)):
+            by_name = isinstance(client, str) or _integers_are_names(names)
+            if by_name and str(client) in names:
+                return names.index(str(client))
+            if not by_name and 0 <= int(client) < len(names):
+                return int(client)
+        some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+        ids = "" if _integers_are_names(names) else f"an id in 0..{len(names) - 1} or "
         raise KeyError(
-            f"Expected `client` to be an id in 0..{self.num_clients - 1} or one of the names "
-            f"{some}, but got "
-            f"client={client!r}. Use one of these."
+            f"Expected `client` to be {ids}one of the names {some}, but got client={client!r}. Use "
+            "one of these."
         )
 
     def _state_dict(self, architecture: Architecture, model: Model) -> dict[str, Any]:
@@ -110,3 +115,12 @@ class Federation(FederationState):
         return {
             name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in full.items()
         }
+
+
+@lru_cache
+def _integers_are_names(names: tuple[str, ...]) -> bool:
+    """Whether a client has an integer as its name that isn't its id."""
+    return any(
+        name.removeprefix("-").isdecimal() and name != str(client)
+        for client, name in enumerate(names)
+    )

@@ -84,7 +84,7 @@ def model_features(models: Sequence[Mapping[str, Tensor]]) -> Tensor:
 
     Args:
         models: A ``state_dict`` per client, such as
-            ``[strategy.client_state_dict(k) for k in range(strategy.num_clients)]`` after a run of
+            ``[strategy.client_state_dict(name) for name in strategy.client_names]`` after a run of
             LocalOnly.
 
     Raises:

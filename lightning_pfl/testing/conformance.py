@@ -236,7 +236,7 @@ def check_trains_through_the_trainer(make_method: MakeMethod, problem: Problem) 
     run = problem.fit(make_method(), data=data, rounds=4, val_data=data)
     assert run.trainer.global_step == 4
     assert torch.tensor(list(run.metrics.values())).isfinite().all()
-    for client in range(data.num_clients):
+    for client in data.names:
         problem.make_module(torch.float64).load_state_dict(run.federation.client_state_dict(client))
     # A round in which nobody trains has no loss.
     losses = [r.metrics["train_loss"] for r in run.recorder.rounds if "train_loss" in r.metrics]

@@ -92,7 +92,7 @@ class Fit:
     @property
     def models(self) -> Model:
         """All clients' personal models, ``(num_clients, ...)``."""
-        each = [self.federation.client_state_dict(k) for k in range(self.federation.num_clients)]
+        each = [self.federation.client_state_dict(name) for name in self.federation.client_names]
         return {name: torch.stack([one[name] for one in each]) for name in each[0]}
 
     @property

@@ -153,6 +153,19 @@ def test_clients_are_found_by_id_and_by_name() -> None:
             strategy.client_state_dict(wrong)
 
 
+def test_where_names_are_integers_an_int_is_a_name() -> None:
+    """A dict with the keys 1 to 4, or a column of integers in a table."""
+    run = trainer(LocalOnly(), max_epochs=1)
+    run.fit(Quadratic(), points(names=list("1234")))
+    strategy: Any = run.strategy
+    each = [strategy.client_state_dict(name)["w"] for name in strategy.client_names]
+    for number in (1, 2, 3, 4):
+        assert torch.equal(strategy.client_state_dict(number)["w"], each[number - 1])
+    match = "Expected `client` to be one of the names '1', '2', '3', '4', but got client=0"
+    with pytest.raises(KeyError, match=match):
+        strategy.client_state_dict(0)
+
+
 def test_a_state_dict_loads_into_the_users_module_and_is_a_copy() -> None:
     run = trainer(FedRep(), max_epochs=1)
     module = network()
