@@ -23,12 +23,12 @@ from lightning_pfl.data import EllipseClusters, FederatedDataModule
 from lightning_pfl.methods import ConvexClustering, SquaredPenalty
 from lightning_pfl.metrics import adjusted_rand_index, clusters_of_models, within_cluster_distance
 from lightning_pfl.models import SquaredHingeClassifier
-from lightning_pfl.solvers.centralized.losses import ClientLosses, Grouped
-from lightning_pfl.solvers.centralized.newtons_method import newton, proximal_newton
-from lightning_pfl.solvers.centralized.recovery import consensus_weight, recovery_interval
-from lightning_pfl.solvers.centralized.sum_of_norms import SumOfNorms, solve_squared
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.testing import fit
+from recipes.centralized.losses import ClientLosses, Grouped
+from recipes.centralized.newtons_method import newton, proximal_newton
+from recipes.centralized.recovery import consensus_weight, recovery_interval
+from recipes.centralized.sum_of_norms import SumOfNorms, solve_squared
 from recipes.experiments.convex_clustering_report import TOLERANCE, Cells, draw_all, section
 from recipes.experiments.setting import parser
 from recipes.plan import Plan

@@ -17,7 +17,6 @@ from lightning_pfl.methods.convex_clustering import canonical_weight
 from lightning_pfl.methods.support import memory
 from lightning_pfl.models import SquaredHingeClassifier
 from lightning_pfl.solvers.blocks import damping
-from lightning_pfl.solvers.centralized.newtons_method import proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import solve
 from lightning_pfl.testing import (
@@ -28,6 +27,7 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
+from recipes.centralized.newtons_method import proximal_newton
 from tests.methods.case import DEGREE, Bytes, Case, D
 from tests.methods.graphs import PATH
 from tests.methods.networks import cohorts

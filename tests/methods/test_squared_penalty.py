@@ -8,7 +8,6 @@ import torch
 
 from lightning_pfl.methods import LocalOnly, SquaredPenalty
 from lightning_pfl.models import SquaredHingeClassifier
-from lightning_pfl.solvers.centralized.sum_of_norms import solve_squared
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.testing import (
     QuadraticModule,
@@ -17,6 +16,7 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
+from recipes.centralized.sum_of_norms import solve_squared
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import ENGINES, LR, A, C, close, ragged

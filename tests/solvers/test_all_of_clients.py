@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.models import SquaredHingeClassifier
 from lightning_pfl.models.base import PersonalizedModule
-from lightning_pfl.solvers.centralized.losses import ClientLosses, Grouped
-from lightning_pfl.solvers.centralized.newtons_method import newton, proximal_newton
-from lightning_pfl.solvers.centralized.sum_of_norms import SumOfNorms, regularization_path
 from lightning_pfl.solvers.lbfgs import minimise
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import solve
+from recipes.centralized.losses import ClientLosses, Grouped
+from recipes.centralized.newtons_method import newton, proximal_newton
+from recipes.centralized.sum_of_norms import SumOfNorms, regularization_path
 from tests.solvers.problems import L4, Hinges, Quadratics, conic_optimum, ellipses, l4_solution
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_pfl.core.randomness import derive, permutation
 from lightning_pfl.solvers.blocks import BlockDraws, check_block_share, damping
-from lightning_pfl.solvers.centralized.newtons_method import proximal_newton
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import PDMMState, objective, solve
 from lightning_pfl.solvers.proximal import block_soft_threshold
+from recipes.centralized.newtons_method import proximal_newton
 from tests.methods.references.convex_clustering import Draw, pdmm
 from tests.solvers.problems import L4, Hinges, Quadratics, conic_optimum, ellipses, l4_solution
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.solvers.centralized.newtons_method import proximal_newton
-from lightning_pfl.solvers.centralized.sum_of_norms import SumOfNorms
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import PDMMState, objective, solve
+from recipes.centralized.newtons_method import proximal_newton
+from recipes.centralized.sum_of_norms import SumOfNorms
 from tests.solvers.problems import L4, Hinges, Quadratics, ellipses, l4_solution
 
 ZEROS = torch.zeros(4, 1, dtype=torch.float64)

@@ -11,8 +11,8 @@ import torch
 from lightning_pfl.data import EllipseClusters, FederatedDataModule
 from lightning_pfl.data.sources.ellipses import SETTINGS
 from lightning_pfl.metrics import within_cluster_distance
-from lightning_pfl.solvers.centralized.losses import Grouped
-from lightning_pfl.solvers.centralized.newtons_method import newton, proximal_newton
+from recipes.centralized.losses import Grouped
+from recipes.centralized.newtons_method import newton, proximal_newton
 from tests.solvers.problems import Hinges
 
 

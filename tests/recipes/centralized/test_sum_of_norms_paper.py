@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.solvers.centralized.recovery import cluster_models, recovery_bounds
-from lightning_pfl.solvers.centralized.sum_of_norms import Solution, SumOfNorms, solve_squared
 from lightning_pfl.solvers.pairs import Pairs
+from recipes.centralized.recovery import cluster_models, recovery_bounds
+from recipes.centralized.sum_of_norms import Solution, SumOfNorms, solve_squared
 from recipes.experiments.convex_clustering import SETTINGS, Problem
 
 RESULTS = Path(__file__).parents[3] / "recipes" / "results" / "convex_clustering.jsonl"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_pfl.solvers.centralized.losses import Losses
+from recipes.centralized.losses import Losses
 
 Function = Callable[[Tensor], Tensor]
 HALVINGS = 40

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pfl.solvers.centralized.newtons_method import proximal_newton
-from lightning_pfl.solvers.centralized.recovery import (
+from lightning_pfl.solvers.pairs import Pairs
+from recipes.centralized.newtons_method import proximal_newton
+from recipes.centralized.recovery import (
     Bounds,
     cluster_models,
     consensus_weight,
     recovery_bounds,
     recovery_interval,
 )
-from lightning_pfl.solvers.centralized.sum_of_norms import SumOfNorms
-from lightning_pfl.solvers.pairs import Pairs
+from recipes.centralized.sum_of_norms import SumOfNorms
 from tests.solvers.problems import L4, Hinges, Quadratics, ellipses
 
 TWO = torch.tensor([0, 0, 1, 1])

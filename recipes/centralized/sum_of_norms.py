@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_pfl.solvers.centralized.losses import Losses
-from lightning_pfl.solvers.centralized.newtons_method import newton
 from lightning_pfl.solvers.clusters import components
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.proximal import block_soft_threshold
+from recipes.centralized.losses import Losses
+from recipes.centralized.newtons_method import newton
 
 RELAXATION = 1.6
 """Over-relaxation of ADMM, usually between 1.5 and 1.8."""

@@ -36,11 +36,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_pfl.solvers.centralized.losses import Grouped, Losses
-from lightning_pfl.solvers.centralized.newtons_method import newton
-from lightning_pfl.solvers.centralized.sum_of_norms import SumOfNorms
 from lightning_pfl.solvers.clusters import Labels, number_labels
 from lightning_pfl.solvers.pairs import Pairs
+from recipes.centralized.losses import Grouped, Losses
+from recipes.centralized.newtons_method import newton
+from recipes.centralized.sum_of_norms import SumOfNorms
 
 SHARES = tuple(10 ** (-2 + step / 12) for step in range(25))
 """Default weights of :func:`recovery_interval`, relative to :func:`consensus_weight`."""

@@ -1,1 +1,0 @@
-"""Solvers that see all clients' losses at once, to compare methods with."""
