@@ -163,9 +163,27 @@ def put_rows(tree: Tree, index: Tensor, new: Tree) -> Tree:
     return tmap(lambda old, rows: old.index_copy(0, index.to(old.device), rows), tree, new)
 
 
-def unshared(tree: Tree) -> Tree:
-    """Copy the leaves that aren't expanded, so that local training may change them in place."""
-    return tmap(lambda leaf: leaf if is_expanded(leaf) else leaf.clone(), tree)
+def separated(tree: Tree, *others: Tree) -> Tree:
+    """Copy the leaves whose memory is also that of another leaf, of ``tree`` or of ``others``.
+
+    Local training writes into what it trains, and nothing else may change along with it. Expanded
+    leaves stay what they are: whoever trains one gives it memory first.
+    """
+    taken = {memory for other in others for leaf in leaves(other) if (memory := _memory(leaf))}
+
+    def own(leaf: Tensor) -> Tensor:
+        if is_expanded(leaf):
+            return leaf
+        if _memory(leaf) in taken:
+            leaf = leaf.clone()
+        taken.add(_memory(leaf))
+        return leaf
+
+    return tmap(own, tree)
+
+
+def _memory(leaf: Tensor) -> tuple[torch.device, int]:
+    return leaf.device, leaf.untyped_storage().data_ptr()
 
 
 def stack(trees: list[Tree]) -> Tree:

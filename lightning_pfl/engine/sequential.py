@@ -25,7 +25,7 @@ from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
-from lightning_pfl.core.tree import Model, materialize, select, stack, tmap, unshared
+from lightning_pfl.core.tree import Model, materialize, select, separated, stack
 from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.active_phase import ActivePhase, writable
@@ -99,9 +99,9 @@ class SequentialEngine:
         method, info, data = work.method, work.info, work.data
         client = int(info.index)
         local_step = SequentialLocalStep(self, work)
-        # Local training updates in place.
-        client_state = tmap(torch.clone, work.client_state)
-        state = method.client_init(unshared(work.received), client_state, info)
+        received, client_state = work.received, work.client_state
+        state = method.client_init(received, client_state, info)
+        state = separated(state, received, client_state)
         first_epoch = 0
         for number, phase in enumerate(work.phases):
             active = ActivePhase(phase, self.parameter_split)

@@ -240,7 +240,10 @@ class Method(FederatedCallback):
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """The state in which local training begins.
 
-        Default: the shared part as received, the personal part as kept.
+        Default: the shared part as received, the personal part as kept. Training writes into the
+        models of the state. Of what the state, ``received`` and ``client_state`` have in common
+        each gets memory of its own before that, so an anchor ``received["model"]`` stays where it
+        is, and :meth:`client_final` sees both arguments as they are here.
         """
         return {"model": {**received["model"], **client_state.get("model", {})}}
 

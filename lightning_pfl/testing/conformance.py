@@ -25,7 +25,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_pfl.core.tree import Tree, expand, leaves, nbytes, rows, tmap
+from lightning_pfl.core.tree import Tree, expand, is_expanded, leaves, nbytes, rows, tmap
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods.base import Method
@@ -121,6 +121,43 @@ def check_received_is_not_changed(make_method: MakeMethod, problem: Problem) -> 
     start |= method.download_rows(server, outcome.info)
     for received in (outcome.received, fresh.received):
         assert_trees_equal(received, start)
+
+
+def check_what_is_kept_is_not_trained(make_method: MakeMethod, problem: Problem) -> None:
+    """What a client keeps of what it received or remembered isn't trained along with its model.
+
+    When training begins, no two entries of the state share memory; when it ends, the client's
+    functions see what was received and remembered bit for bit as at the beginning.
+    """
+    method, data = make_method(), problem.make_data(torch.float64, True)
+    init, step, final = method.client_init, method.client_step, method.client_final
+    begun: list[tuple[Tree, Tree]] = []
+
+    def watched_init(received: Tree, client_state: Tree, info: Any) -> Tree:
+        begun.append((_copy(received), _copy(client_state)))
+        return init(received, client_state, info)
+
+    def watched_step(state: Tree, minibatches: Any, client: Any) -> Tree:
+        if not stepped:
+            memory = [
+                leaf.untyped_storage().data_ptr() for leaf in leaves(state) if not is_expanded(leaf)
+            ]
+            assert len(set(memory)) == len(memory), "entries of the state share memory"
+        stepped.append(len(begun))
+        return step(state, minibatches, client)
+
+    def watched_final(received: Tree, client_state: Tree, state: Tree, info: Any) -> Any:
+        before = begun.pop()
+        assert_trees_equal(received, before[0])
+        assert_trees_equal(client_state, before[1])
+        return final(received, client_state, state, info)
+
+    stepped: list[int] = []
+    vars(method).update(
+        client_init=watched_init, client_step=watched_step, client_final=watched_final
+    )
+    _round(method, problem, data, problem.engine)
+    assert not begun
 
 
 def check_relabelling_permutes_the_result(make_method: MakeMethod, problem: Problem) -> None:
@@ -267,6 +304,7 @@ def check_broken_data_stop_nobody(make_method: MakeMethod, problem: Problem) -> 
 CHECKS: tuple[Callable[[MakeMethod, Problem], None], ...] = (
     check_engines_agree,
     check_received_is_not_changed,
+    check_what_is_kept_is_not_trained,
     check_relabelling_permutes_the_result,
     check_not_sampled_keeps_its_memory,
     check_upload_is_what_the_method_declares,

@@ -173,6 +173,18 @@ class WritesToItsRow(RemembersClients):
         return super().client_final(received, client_state, state, info)
 
 
+class PullsItsAnchorAlong(RemembersClients):
+    """Moves what it keeps of what was sent."""
+
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
+        self.anchor = received["model"]
+        return super().client_init(received, client_state, info)
+
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        self.anchor["head.bias"].add_(1.0)
+        return super().client_step(state, minibatches, client)
+
+
 class SpeaksOfSomethingElse(Method):
     """Silent in every other round, and then it sends another kind of thing."""
 
@@ -246,6 +258,7 @@ CASES: list[tuple[type[Method], Callable[..., None]]] = [
     (SendsTheFirstRow, conformance.check_relabelling_permutes_the_result),
     (HidesItsClients, conformance.check_relabelling_permutes_the_result),
     (WritesToItsRow, conformance.check_received_is_not_changed),
+    (PullsItsAnchorAlong, conformance.check_what_is_kept_is_not_trained),
     (SpeaksOfSomethingElse, conformance.check_upload_is_what_the_method_declares),
     (SaysThatItSendsMore, conformance.check_upload_is_what_the_method_declares),
     (NeverTrains, conformance.check_trains_through_the_trainer),

@@ -18,8 +18,8 @@ from lightning_pfl.core.tree import (
     is_expanded,
     leaves,
     rows,
+    separated,
     stack,
-    unshared,
     whole_nbytes,
 )
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
@@ -161,7 +161,8 @@ class Chunk:
     def run(self) -> LocalResult:
         """Run ``client_init``, every phase and ``client_final``."""
         info, received, client_state = self.info, self.work.received, self.work.client_state
-        state = self.method.client_init(unshared(received), client_state, info)
+        state = self.method.client_init(received, client_state, info)
+        state = separated(state, received, client_state)
         first_epochs = [0] * len(self.clients)
         for number, phase in enumerate(self.work.phases):
             active = ActivePhase(phase, self.engine.parameter_split)
