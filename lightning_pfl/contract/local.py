@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.parameters import ParameterSpec
-from lightning_pfl.core.tree import Model
+from lightning_pfl.core.tree import Model, Tree
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,13 @@ class LocalStep(Protocol):
 
         Returns:
             The mean over the step's samples and their number, float64 ``(clients,)`` each.
+        """
+
+    def noise(self, like: Tree, key: str = "noise") -> Tree:
+        """Draw standard normal numbers, with the shapes and types of ``like``, ``(clients, ...)``.
+
+        They follow from the seed, the client, the round, the step and ``key``, and from nothing
+        else: engines and resumed runs draw the same ones. Two draws in a step need two keys.
         """
 
     def samples(self, batch: Any) -> tuple[Any, Tensor]:

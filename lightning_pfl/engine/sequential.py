@@ -21,6 +21,7 @@ from lightning_pfl.contract.records import (
     LogOptions,
     OnClients,
 )
+from lightning_pfl.core.draws import mix, noise, random_keys
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.parameters import ParameterSplit
@@ -30,7 +31,6 @@ from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, m
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.active_phase import ActivePhase, writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
-from lightning_pfl.engine.keyed.draws import mix, random_keys
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minibatches
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
@@ -193,6 +193,7 @@ class SequentialLocalStep:
     def begin(self, active: ActivePhase, number: int) -> None:
         """Start a phase with a fresh optimizer."""
         self.active, self.number, self.phase = active, number, active.phase.name
+        self.step = -1
         self.optimizer = ClientOptimizer(
             self.template, self.engine.parameter_split, 1, active.phase.lr, stacked=False
         )
@@ -208,6 +209,7 @@ class SequentialLocalStep:
     def new_step(self) -> None:
         """Start a step, whose first gradient logs."""
         self._logged = False
+        self.step += 1
         if not self.active.phase.evaluate_only:
             self.engine.draws_elsewhere = False
 
@@ -276,6 +278,10 @@ class SequentialLocalStep:
             grads = select(grads, self.optimizer.names)
             grads = clip(grads, settings.clip_value, settings.clip_algorithm)
         return self.optimizer.update(model, grads, slot)
+
+    def noise(self, like: Tree, key: str = "noise") -> Tree:
+        """Normal numbers of the client's step, ``(1, ...)``."""
+        return noise(self._keys(self.step)[0].view(1), like, key)
 
     def samples(self, batch: list[tuple[int, Any]]) -> tuple[Any, Tensor]:
         """Return the samples of a step's minibatches; all are real."""

@@ -20,8 +20,9 @@ from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.local import LocalStep, Phase
 from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
 from lightning_pfl.core.checks import check_budget, check_choice
+from lightning_pfl.core.draws import noise, random_keys
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
-from lightning_pfl.core.tree import Model, Tree, select, weighted_mean
+from lightning_pfl.core.tree import Model, Tree, expand, select, tmap, weighted_mean
 from lightning_pfl.graphs import Graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
 
@@ -297,6 +298,30 @@ class Method(FederatedCallback):
     def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor | None:
         """Bytes of each message, int64 ``(clients, slots)``, where ``sent`` is filled up."""
         return None
+
+    # --- random numbers outside of steps ---
+
+    def client_noise(self, like: Tree, info: ClientInfo, key: str = "noise") -> Tree:
+        """Draw standard normal numbers in :meth:`client_init` or :meth:`client_final`.
+
+        Args:
+            like: Leaves ``(clients, ...)`` whose shapes and types are taken.
+            info: The clients; a row depends on its client and on ``info.round``.
+            key: Two draws in a round need two keys.
+        """
+        clients = [int(client) for client in info.index]
+        return noise(random_keys(self.seed, "client noise", info.round, clients), like, key)
+
+    def server_noise(self, like: Tree, round: int, key: str = "noise") -> Tree:
+        """Draw standard normal numbers on the server, for leaves without a client axis.
+
+        Args:
+            like: Leaves whose shapes and types are taken.
+            round: The round.
+            key: Two draws in a round need two keys.
+        """
+        drawn = noise(random_keys(self.seed, "server noise", round, [0]), expand(like, 1), key)
+        return tmap(lambda leaf: leaf[0], drawn)
 
     # --- what travels, where it is less than the trees ---
 

@@ -56,11 +56,11 @@ def test_padded_batches_give_what_each_client_gives_alone(
     masks: list[torch.Tensor] = []
     begin = VectorizedLocalStep.begin
 
-    def watch_global_rng(self: VectorizedLocalStep, tick: Tick) -> None:
+    def watch_begin(self: VectorizedLocalStep, tick: Tick, step: int) -> None:
         masks.extend(m.mask for m in tick.minibatches if m.mask is not None)
-        begin(self, tick)
+        begin(self, tick, step)
 
-    monkeypatch.setattr(VectorizedLocalStep, "begin", watch_global_rng)
+    monkeypatch.setattr(VectorizedLocalStep, "begin", watch_begin)
     for got, want in zip(
         two_rounds(name, "vectorized"), two_rounds(name, "sequential"), strict=True
     ):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pfl.engine.keyed.draws import Draws
+from lightning_pfl.core.draws import Draws
 
 Draw = Callable[["Draws", Any, torch.dtype], Tensor]
 Factory = Callable[..., Tensor]

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_pfl.core.draws import Draws
 from lightning_pfl.engine.keyed import factories
-from lightning_pfl.engine.keyed.draws import Draws
 
 
 class KeyedRandomness(Draws, TorchFunctionMode):
     """A mode in which torch's random functions draw from a hash of ``key``.
 
-    The hash is :func:`~lightning_pfl.engine.keyed.draws.uniform`.
+    The hash is :func:`~lightning_pfl.core.draws.uniform`.
 
     Args:
         key: int64 scalar; under ``vmap`` one per client.

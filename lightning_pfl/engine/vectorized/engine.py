@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import Evaluation, LocalResult, OnClients
+from lightning_pfl.core.draws import random_keys
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
@@ -30,7 +32,6 @@ from lightning_pfl.engine.active_phase import (
     is_unmodified,
 )
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
-from lightning_pfl.engine.keyed.draws import random_keys
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
@@ -153,10 +154,12 @@ class Chunk:
         self.clients = [int(client) for client in self.info.index]
         self.program = engine.program(getattr(self.data, "augment", None))
         self.logs = ClientLogs(len(self.clients), self.device)
-        self.keys: Tensor | None = None
-        if engine.needs_keys():
-            keys = random_keys(engine.settings.seed, work.stream, self.info.round, self.clients)
-            self.keys = keys.to(self.device)
+        self.keys = self.noise_keys() if engine.needs_keys() else None
+
+    def noise_keys(self) -> Tensor:
+        """A key for each client, int64 ``(clients,)``, also where its steps draw nothing."""
+        seed, work = self.engine.settings.seed, self.work
+        return random_keys(seed, work.stream, work.info.round, self.clients).to(self.device)
 
     def run(self) -> LocalResult:
         """Run ``client_init``, every phase and ``client_final``."""
@@ -207,7 +210,7 @@ class Chunk:
         for step in range(steps):
             local_step.optimizer.new_tick()
             for tick in batches.at(step):
-                local_step.begin(tick)
+                local_step.begin(tick, step)
                 batch = split_draws(tick.minibatches, draws)
                 if tick.rows is None:
                     state = self._step(state, batch, local_step)
@@ -237,6 +240,7 @@ class Chunk:
             ),
             self.logs,
             None if self.keys is None else self.keys + (number << 32),
+            lambda: self.noise_keys() + (number << 32),
         )
 
     def _step(self, state: Tree, batch: Any, local_step: VectorizedLocalStep) -> Tree:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import LogOptions
+from lightning_pfl.core.draws import mix, noise
 from lightning_pfl.core.mixture import shielded
-from lightning_pfl.core.tree import Model, materialize, select, tmap
+from lightning_pfl.core.tree import Model, Tree, materialize, select, tmap
 from lightning_pfl.data.batch import batch_leaves, join_batches
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.keyed.draws import mix
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram
@@ -37,6 +39,7 @@ class VectorizedLocalStep:
         logs: Where logged values go.
         keys: A key per client of the chunk for the random numbers of this phase, int64
             ``(clients,)``; None if steps draw none.
+        noise_keys: Gives such keys also where steps draw none.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class VectorizedLocalStep:
         optimizer: ClientOptimizer,
         logs: ClientLogs,
         keys: Tensor | None,
+        noise_keys: Callable[[], Tensor],
     ) -> None:
         self.settings, self.active, self.program, self.gradient = (
             settings,
@@ -58,7 +62,7 @@ class VectorizedLocalStep:
             gradient,
         )
         self.traces, self.prefix, self.optimizer = traces, prefix, optimizer
-        self.logs, self.keys = logs, keys
+        self.logs, self.keys, self._make_noise_keys = logs, keys, noise_keys
         self.phase = active.phase.name
         self._tick = Tick(None, [])
         self._logged = False
@@ -69,9 +73,9 @@ class VectorizedLocalStep:
         """Learning rate of the phase."""
         return self.optimizer.lr
 
-    def begin(self, tick: Tick) -> None:
-        """Start a tick."""
-        self._tick, self._logged = tick, False
+    def begin(self, tick: Tick, step: int) -> None:
+        """Start a tick, in which each of its clients takes the step of this number."""
+        self._tick, self._logged, self.step = tick, False, step
         self._calls.clear()
 
     def grad(self, model: Model, batch: list[Minibatch], also: tuple[str, ...] = ()) -> Model:
@@ -109,6 +113,16 @@ class VectorizedLocalStep:
         call = self._calls.get(slot, 0)
         self._calls[slot] = call + 1
         return self.optimizer.update(model, grads, slot, self._tick.rows, call)
+
+    def noise(self, like: Tree, key: str = "noise") -> Tree:
+        """Draw normal numbers of the clients' steps, ``(clients, ...)``."""
+        keys = self._noise_keys
+        keys = keys if self._tick.rows is None else keys[self._tick.rows]
+        return noise(mix(keys + self.step), like, key)
+
+    @cached_property
+    def _noise_keys(self) -> Tensor:
+        return self._make_noise_keys()
 
     def samples(self, batch: list[Minibatch]) -> tuple[Any, Tensor]:
         """Return the samples of a step's minibatches, and a mask of the real ones."""

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_pfl.core.draws import mix, uniform
 from lightning_pfl.core.randomness import derive
-from lightning_pfl.engine.keyed.draws import mix, uniform
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 
 N = 20_000

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.tree import Tree
 
 
 def random_keys(seed: int, stream: str, round: int, clients: list[int]) -> Tensor:
@@ -94,3 +96,33 @@ class Draws:
             return torch.view_as_complex(real * 0.5**0.5)
         radius = torch.sqrt(-2 * torch.log1p(-self.draw(shape, torch.float64)))
         return (radius * torch.cos(2 * math.pi * self.draw(shape, torch.float64))).to(dtype)
+
+
+@lru_cache(1024)
+def _purpose(purpose: str, name: str) -> int:
+    return derive(0, "noise", purpose, name)
+
+
+def noise(keys: Tensor, like: Tree, purpose: str) -> Tree:
+    """Standard normal numbers, a row for each key.
+
+    Args:
+        keys: int64 ``(clients,)``; a row depends on its key alone.
+        like: Leaves ``(clients, ...)`` of a float or complex type, whose shapes and types are
+            taken.
+        purpose: Two purposes give independent numbers for the same keys.
+    """
+
+    def draw(tree: Tree, path: str) -> Tree:
+        drawn: Tree = {}
+        for name, leaf in tree.items():
+            at = f"{path}/{name}"
+            if isinstance(leaf, dict):
+                drawn[name] = draw(leaf, at)
+                continue
+            shape, dtype = tuple(leaf.shape[1:]), leaf.dtype
+            of_leaf = mix(keys.to(leaf.device) ^ _purpose(purpose, at))
+            drawn[name] = torch.vmap(lambda key, s=shape, d=dtype: Draws(key).normal(s, d))(of_leaf)
+        return drawn
+
+    return draw(like, "")
