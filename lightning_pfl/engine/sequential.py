@@ -26,7 +26,7 @@ from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
-from lightning_pfl.core.tree import Model, materialize, select, separated, stack
+from lightning_pfl.core.tree import Model, Tree, materialize, select, separated, stack
 from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.active_phase import ActivePhase, writable
