@@ -6,13 +6,15 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
+# One thread a worker: the tensors are small, and more threads than cores only get in each other's way.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 # Written after a complete installation, so that an interrupted one is repeated.
 STAMP := $(VENV)/.lightning-pfl-installed
 
 DIGITS := recipes/fedrep_digits.yaml recipes/fedavg_digits.yaml recipes/local_digits.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check lint types unit format tables slow reproduce clean
+.PHONY: help env demo quick test check slow lint types unit format tables reproduce clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -27,7 +29,14 @@ $(STAMP): pyproject.toml
 demo: env  ## Train FedRep, FedAvg and LocalOnly on the digits and compare them
 	$(BIN)/python -m recipes.reproduce $(DIGITS) --seeds 0 --logs logs/demo --results logs/demo --fresh
 
-test: lint types unit  ## Check format, lint and types, then run the tests
+quick: env  ## Check the layers and run the quick tests: each method and the core, in a minute
+	$(BIN)/lint-imports --no-cache
+	$(PYTEST) -m quick $(PYTEST_ARGS)
+
+test: lint types unit  ## Check format, lint, layers and types, then run all tests but the slow ones
+
+slow: env  ## Run the slow tests: processes, kills, experiments
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 check: test  ## The same as `make test`
 
@@ -39,12 +48,8 @@ lint: env  ## Check format, lint and layers
 types: env  ## Check the types
 	$(BIN)/mypy
 
-# One thread a worker: the tensors are small, and more threads than cores only get in each other's way.
-unit: env  ## Run the tests alone
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
-
-slow: env  ## Run the tests that take longer than ten seconds
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m slow $(PYTEST_ARGS)
+unit: env  ## Run the tests of `make test` alone
+	$(PYTEST) $(PYTEST_ARGS)
 
 format: env  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .

@@ -17,6 +17,11 @@ TRAIN_PER_CLASS, TEST_PER_CLASS = 60, 20
 pretended_device.register()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run of the tests of methods choose the engine."""
+    parser.addoption("--engine", choices=("vectorized", "sequential"), default="vectorized")
+
+
 @pytest.fixture(autouse=True)
 def _isolated() -> Iterator[None]:
     """Start from the same seed, and leave no seed behind for the next test."""

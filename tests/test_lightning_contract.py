@@ -35,6 +35,8 @@ from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.methods import FedAvg
 from tests.trainer.setting import Quadratic, points, trainer
 
+pytestmark = pytest.mark.quick
+
 
 def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)

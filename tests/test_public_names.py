@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -55,3 +58,22 @@ def test_callbacks_has_every_monitor() -> None:
     }
     assert len(monitors) >= 8
     assert monitors <= set(callbacks.__all__)
+
+
+HEAVY = {"torchvision", "datasets", "tensorboard", "sklearn", "matplotlib", "scipy", "networkx"}
+HEAVY_IMPORTS = """
+import json, sys
+import lightning
+before = set(sys.modules)
+import lightning_pfl, lightning_pfl.methods, lightning_pfl.data
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_importing_the_package_loads_nothing_heavy_that_lightning_does_not() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", HEAVY_IMPORTS], check=True, capture_output=True, text=True
+    )
+    loaded = {name.split(".")[0] for name in json.loads(result.stdout.splitlines()[-1])}
+    assert "lightning_pfl" in loaded
+    assert sorted(loaded & HEAVY) == []

@@ -11,6 +11,8 @@ from torch import nn
 
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 
+pytestmark = pytest.mark.quick
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

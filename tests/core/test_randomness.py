@@ -7,6 +7,7 @@ import random
 from itertools import product
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_pfl.core.randomness import (
@@ -15,6 +16,8 @@ from lightning_pfl.core.randomness import (
     permutation,
     seeded,
 )
+
+pytestmark = pytest.mark.quick
 
 
 def test_a_key_is_the_hash_of_its_path() -> None:

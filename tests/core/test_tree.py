@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lightning_pfl.core import tree
 
+pytestmark = pytest.mark.quick
+
 
 def sample(clients: int = 3) -> tree.Tree:
     generator = torch.Generator().manual_seed(0)

@@ -94,6 +94,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.quick
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(

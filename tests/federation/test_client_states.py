@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lightning_pfl.core.tree import Tree, is_expanded, leaves
 from lightning_pfl.federation.client_states import ClientStateStore
+
+pytestmark = pytest.mark.quick
 
 
 def make_bank(clients: int = 5) -> ClientStateStore:

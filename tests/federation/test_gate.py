@@ -31,6 +31,8 @@ from tests.trainer.setting import (
     trainer,
 )
 
+pytestmark = pytest.mark.quick
+
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
 ZERO = torch.zeros(2, dtype=torch.float64)
 

@@ -7,6 +7,8 @@ import torch
 
 from lightning_pfl.federation.sampling import check_participation, cohort_size, sample_cohort
 
+pytestmark = pytest.mark.quick
+
 ELIGIBLE = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 23, 29])
 
 

@@ -7,6 +7,10 @@ an epoch; the fourth client has no samples and is never sampled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,11 +18,22 @@ from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.testing import quadratic_clients
 
 ENGINES = ("vectorized", "sequential")
+Test = TypeVar("Test", bound=Callable[..., Any])
 A = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
 C = torch.tensor([[0.0, 1.0], [1.0, -2.0], [3.0, 0.5], [-1.0, 2.0]], dtype=torch.float64)
 SAMPLES = torch.tensor([4, 1, 7, 0])
 STEPS = torch.tensor([2, 1, 3, 0])
 LR = 0.1
+
+
+def closed_form(test: Test) -> Test:
+    """Mark a method's first test: both engines run it, and `make quick` does.
+
+    The method's other tests take the vectorized engine from the fixture ``engine``:
+    that the sequential one gives the same is what `check_engines_agree` proves.
+    """
+    marked: Test = pytest.mark.quick(pytest.mark.parametrize("engine", ENGINES)(test))
+    return marked
 
 
 def ragged() -> FederatedTensorDataset:

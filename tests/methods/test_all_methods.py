@@ -1,4 +1,4 @@
-"""The conformance suite over all methods and both engines."""
+"""The conformance suite over all methods."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_pfl import methods
+from lightning_pfl.methods.base import Method
+from lightning_pfl.priors import DiagonalGaussianPrior, GaussianPrior, LaplacePrior
 from lightning_pfl.testing.conformance import (
     CHECKS,
     MakeMethod,
     Problem,
     check_engines_agree,
+    check_received_is_not_changed,
 )
 from lightning_pfl.testing.rounds import EngineName, assert_trees_close, local_round
 from tests.methods import test_fedper
@@ -21,6 +25,46 @@ from tests.methods.cases import CASES, PROBLEMS, case_of
 ENGINES: tuple[EngineName, ...] = ("vectorized", "sequential")
 # Runs both engines by itself.
 OTHERS = [check for check in CHECKS if check is not check_engines_agree]
+VARIANTS: dict[str, Callable[[], Method]] = {
+    "APFL, fixed": lambda: methods.APFL(mixing=0.3),
+    "APFL, outputs": lambda: methods.APFL(mixing=0.3, adaptive=True, mix="outputs"),
+    "ConvexClustering, printed": lambda: methods.ConvexClustering(
+        0.2, step="printed", proximal_weight=0.3
+    ),
+    "ConvexClustering, blocks": lambda: methods.ConvexClustering(0.2, blocks=0.4, graph="ring"),
+    "Ditto, separate epochs": lambda: methods.Ditto(personal_epochs=2),
+    "Ditto, separate steps": lambda: methods.Ditto(
+        personal_steps=5, local_epochs=None, local_steps=2
+    ),
+    "FedAvg, steps": lambda: methods.FedAvg(local_epochs=None, local_steps=3),
+    "FedMAP, exact": lambda: methods.FedMAP(DiagonalGaussianPrior(), "exact", prior_lr=0.1),
+    "FedMAP, Laplace": lambda: methods.FedMAP(LaplacePrior(), "per_sample", prior_lr=0.1),
+    "FedMAP, sum over the head": lambda: methods.FedMAP(
+        GaussianPrior(2.0, parameters="head"), "uniform", data_term="sum"
+    ),
+    "FedMTL, asrun": lambda: methods.FedMTL(0.05, "asrun"),
+    "FedMTL, none": lambda: methods.FedMTL(0.05, "none"),
+    "FedRep, steps and rates": lambda: methods.FedRep(
+        head_steps=4, body_steps=2, head_lr=0.1, body_lr=0.02
+    ),
+    "FedU, decentralized": lambda: methods.FedU("complete", 0.3, decentralized=True),
+    "GTVMin, l1": lambda: methods.GTVMin("complete", 0.05, "l1", step_ratio=2.0),
+    "GTVMin, squared": lambda: methods.GTVMin("complete", 0.05, "squared"),
+    "IFCA, gradients": lambda: methods.IFCA(2, averaging="gradients"),
+    "IFCA, restarts": lambda: methods.IFCA(2, restarts=2, trial_rounds=1),
+    "LGFedAvg, backbone": lambda: methods.LGFedAvg("backbone"),
+    "LinearFedRep, gradients": lambda: methods.LinearFedRep(
+        "module", "gradient", head_steps=3, body_lr=0.02, head_lr=0.03
+    ),
+    "MOCHA, own bounds": lambda: methods.MOCHA(0.05, local_fraction=2.0, bound="own"),
+    "PFedMe, over-mixed": lambda: methods.PFedMe(15.0, server_mixing=1.4),
+    "PerFedAvg, first order": lambda: methods.PerFedAvg(0.1),
+    "SCAFFOLD, option II": lambda: methods.SCAFFOLD("II"),
+    "SheafFMTL, separate": lambda: methods.SheafFMTL(
+        "complete", 0.05, 0.1, 0.3, laplacian="separate"
+    ),
+}
+"""Settings that change what clients compute, beyond those of the cases."""
 
 
 def test_a_test_file_without_a_case_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,9 +75,15 @@ def test_a_test_file_without_a_case_is_named(monkeypatch: pytest.MonkeyPatch) ->
         case_of("FedPer")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_engines_agree(name: str) -> None:
-    check_engines_agree(CASES[name], Problem(**PROBLEMS.get(name, {})))
+    check_engines_agree(CASES[name], Problem(**PROBLEMS[name]))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_engines_agree_on_other_settings(name: str) -> None:
+    check_engines_agree(VARIANTS[name], Problem(**PROBLEMS[name.split(",")[0]]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -52,11 +102,15 @@ def test_engines_agree_in_single_precision(name: str) -> None:
         assert_trees_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("check", OTHERS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("name", CASES)
 def test_conformance(
     name: str, check: Callable[[MakeMethod, Problem], None], engine: str, tmp_path: Path
 ) -> None:
-    problem = Problem(engine=engine, folder=tmp_path, **PROBLEMS.get(name, {}))
-    check(CASES[name], problem)
+    check(CASES[name], Problem(engine, tmp_path, **PROBLEMS[name]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sequential_engine_does_not_change_what_was_received(name: str) -> None:
+    """It hands methods the rows themselves, where the vectorized engine hands them copies."""
+    check_received_is_not_changed(CASES[name], Problem("sequential", **PROBLEMS[name]))

@@ -15,7 +15,6 @@ from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing import Fit, assert_trees_close, fit
 from lightning_pfl.testing.conformance import small_clients, small_module
-from tests.methods.quadratics import ENGINES
 from tests.methods.references.fedrep import fedrep
 from tests.methods.references.training import State, batches, load, train
 
@@ -67,7 +66,6 @@ PLAIN: dict[str, tuple[Callable[[], Method], Callable[[Fit], Model]]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", PLAIN)
 def test_one_client_is_plain_sgd(name: str, engine: str) -> None:
     make, model = PLAIN[name]
@@ -75,7 +73,6 @@ def test_one_client_is_plain_sgd(name: str, engine: str) -> None:
     assert_trees_close(model(run), sgd())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestOneClient:
     def test_fedrep_is_its_schedule(self, engine: str) -> None:
         method = methods.FedRep(head_epochs=2, body_epochs=1)

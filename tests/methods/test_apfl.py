@@ -20,7 +20,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, ragged
 from tests.methods.references.apfl import apfl
 
 CASE = Case(
@@ -56,8 +56,8 @@ def by_formula(
     return x, client_state, alphas
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestAPFL:
+    @closed_form
     @pytest.mark.parametrize("adaptive", [False, True])
     @pytest.mark.parametrize("participation", [3, 2])
     def test_rounds_match_the_equations(

@@ -66,8 +66,8 @@ def reference(
     return server, client_state, alphas
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestMixedOutputs:
+    @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("adaptive", [False, True])
     def test_matches_the_reference(self, engine: str, adaptive: bool) -> None:
         data = small_clients()
@@ -113,6 +113,7 @@ class TestMixedOutputs:
         b = fit(LocalOnly(), small_clients(), small_module(), 3, engine)
         assert_trees_close(a.client_state["personal"], b.models)
 
+    @pytest.mark.parametrize("engine", ENGINES)
     def test_clients_are_evaluated_and_handed_out_as_mixtures(self, engine: str) -> None:
         data, module = small_clients(shuffle=False), plain_module(0.3)
         run = fit(APFL(0.4, **OUTPUTS), data, module, 2, engine, val_data=data)

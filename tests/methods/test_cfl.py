@@ -24,7 +24,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR
+from tests.methods.quadratics import LR, closed_form
 from tests.methods.references.cfl import cfl_round, complete_linkage
 
 CASE = Case(
@@ -61,7 +61,7 @@ def run_cfl(method: CFL, rounds: int, engine: str = "vectorized", **settings: An
     return fit(method, quadratics(), QuadraticModule(dim=2, lr=LR), rounds, engine, **settings)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@closed_form
 def test_rounds_follow_the_algorithm_box(engine: str) -> None:
     """Two splits: the lonely client leaves, then the others part by sign."""
     run = run_cfl(CFL(0.2, 0.4, start_round=3), 40, engine)
@@ -85,7 +85,6 @@ def test_rounds_follow_the_algorithm_box(engine: str) -> None:
             np.testing.assert_allclose(found[k], model, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_without_splits_it_is_fedavg(engine: str) -> None:
     method = CFL(eps_mean=0.0, start_round=0)
     assert method.notes(ParameterSplit(small_module())) == [
@@ -125,7 +124,6 @@ class Norms(L.Callback):
         self.rounds.append([float(found[f"cfl/{name}_norm"]) for name in ("mean", "max")])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_round_logs_the_norms_of_the_largest_cluster(engine: str) -> None:
     """From one model w all move by (1 - (1 - lr)^2) (c - w); the last split leaves four of six."""
     centers = np.array([[1.0], [-1.0], [1.1], [-0.9], [1.2], [0.9]])

@@ -17,7 +17,7 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from tests.methods.networks import cohorts
-from tests.methods.quadratics import ENGINES, LR
+from tests.methods.quadratics import LR
 from tests.methods.references.cfl import cfl_with_absence
 
 QUARTERS = np.array([[10.0, 4.0], [-10.0, 4.0], [10.0, -4.0], [-10.0, -4.0]] * 2)
@@ -43,7 +43,6 @@ def expected_rounds() -> list[Any]:
     return list(cfl_with_absence(descended, some, np.zeros(2), 8, THRESHOLDS))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_after_a_split_all_of_a_cluster_report_again_before_the_next(engine: str) -> None:
     run = in_quarters(engine)
     splits, reported_before = [], []
@@ -86,7 +85,6 @@ def test_a_gap_at_the_threshold_is_none(min_gap: float, parts: int) -> None:
     assert len(run.server["together"].unique(dim=0)) == parts
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("batches", [0, 1])
 def test_nobody_waits_for_a_client_that_never_trains(engine: str, batches: int) -> None:
     """Without samples, or with one that drop_last leaves out; it stays with the larger part."""

@@ -18,7 +18,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, even_clients, plain_module
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, ragged
 from tests.methods.references.cluster_oracle import cluster_oracle
 
 CASE = Case(
@@ -34,8 +34,8 @@ CASE = Case(
 LABELS = [7, 2, 7, 2]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestClusterOracle:
+    @closed_form
     @pytest.mark.parametrize("participation", [3, 2, 1])
     def test_rounds_match_the_reference(self, engine: str, participation: int) -> None:
         method = ClusterOracle(LABELS)

@@ -31,7 +31,7 @@ from recipes.centralized.newtons_method import proximal_newton
 from tests.methods.case import DEGREE, Bytes, Case, D
 from tests.methods.graphs import PATH
 from tests.methods.networks import cohorts
-from tests.methods.quadratics import ENGINES, LR, A, C, close, ragged
+from tests.methods.quadratics import ENGINES, LR, A, C, close, closed_form, ragged
 from tests.methods.references.convex_clustering import pdmm
 from tests.solvers.problems import L4, Hinges, ellipses, l4_solution
 from tests.solvers.test_pdmm import documented_draws
@@ -74,8 +74,8 @@ def hinge_clients(points: torch.Tensor, labels: torch.Tensor) -> FederatedTensor
     )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestConvexClustering:
+    @closed_form
     @pytest.mark.parametrize("step", ["full", "printed"])
     @pytest.mark.parametrize(("blocks", "duals"), [(9, 6), (4, 3)])
     def test_rounds_are_the_papers_iterations(
@@ -120,6 +120,7 @@ class TestConvexClustering:
                 assert same != bool(drawn.models[client]) or (same and SIZES[client] == 0)
             assert torch.equal(new["split"][~drawn.pairs], old["split"][~drawn.pairs])
 
+    @pytest.mark.parametrize("engine", ENGINES)
     def test_exact_rounds_are_those_of_the_solver(self, engine: str) -> None:
         """On the squared hinge loss, with its Newton steps from the formulas."""
         points, labels = ellipses("separable", 2)

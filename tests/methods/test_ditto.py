@@ -21,7 +21,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, mean, ragged
 from tests.methods.references.ditto import ditto
 
 CASE = Case(
@@ -36,8 +36,8 @@ CASE = Case(
 W0 = torch.full((2,), 0.5, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestDitto:
+    @closed_form
     @pytest.mark.parametrize("prox_weight", [0.0, 0.7, 5.0])
     @pytest.mark.parametrize("separate", [None, 3])
     def test_rounds_match_the_closed_form(

@@ -23,7 +23,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.case import WITH_BATCHNORM, Bytes, Case, D
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, mean, ragged
 from tests.methods.references.fedavg import fedavg
 
 CASE = Case(
@@ -53,8 +53,8 @@ def fixed_point(steps: int) -> float:
     return float((r * np.array([0.0, 1.0])).sum() / r.sum())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestFedAvg:
+    @closed_form
     @pytest.mark.parametrize("rounds", [1, 3])
     @pytest.mark.parametrize("weighting", ["samples", "uniform"])
     def test_rounds_match_the_closed_form(self, engine: str, rounds: int, weighting: Any) -> None:
@@ -189,7 +189,6 @@ def deltas(w: Tensor) -> Tensor:
     return w - mean(descend(w, A, C, LR, STEPS), SAMPLES)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestServerOptimizers:
     def run(self, engine: str, make: Any, rounds: int = 4) -> Tensor:
         found: Tensor = fit(

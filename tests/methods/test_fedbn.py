@@ -18,7 +18,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import BATCHNORM, WITH_BATCHNORM, Bytes, Case
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, mean, ragged
 from tests.methods.references.split import split
 
 CASE = Case(
@@ -44,8 +44,8 @@ def without_norm() -> PersonalizedModule:
     return PersonalizedModule(backbone, nn.Linear(18, 3), lr=0.05, momentum=0.9).double()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestFedBN:
+    @closed_form
     def test_rounds_without_batchnorm_match_the_closed_form(self, engine: str) -> None:
         run = fit(FedBN(local_epochs=2), ragged(), QuadraticModule(2, LR, 0.5), 2, engine)
         w = torch.full((2,), 0.5, dtype=torch.float64)

@@ -33,7 +33,18 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import WITH_BATCHNORM, Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
+from tests.methods.quadratics import (
+    ENGINES,
+    LR,
+    SAMPLES,
+    STEPS,
+    A,
+    C,
+    close,
+    closed_form,
+    mean,
+    ragged,
+)
 from tests.methods.references.fedmap import fedmap
 from tests.methods.split_quadratic import SplitQuadraticModule
 
@@ -84,7 +95,6 @@ def fixed_point(variance: float) -> tuple[float, list[float]]:
     ]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestQ2:
     @pytest.mark.parametrize(
         ("variance", "printed"),
@@ -172,8 +182,8 @@ def by_formula(in_rounds: list[Tensor], variance: float) -> tuple[Tensor, Tensor
     return gamma, client_state
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestFedMAP:
+    @closed_form
     @pytest.mark.parametrize("participation", [3, 2, 1])
     def test_rounds_match_the_closed_form(self, engine: str, participation: int) -> None:
         """Also those of clients that weren't there: theirs wait, and begin at the prior's mean."""
@@ -336,7 +346,6 @@ class Anywhere(Prior):
         return penalty / 2
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_prior_of_the_users_own_needs_no_mean(engine: str) -> None:
     """One step by lr = 0.1 of (a + 1) theta - a c; then half the factor's slope is 1 - theta^2."""
     method = FedMAP(Anywhere(), "uniform", prior_lr=0.2)
@@ -364,8 +373,8 @@ def test_an_infinite_variance_is_said() -> None:
     assert FedMAP().notes(parameter_split) == []
 
 
-@pytest.mark.parametrize(("data_term", "scope"), [("mean", "all"), ("sum", "personal")])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("data_term", "scope"), [("mean", "all"), ("sum", "personal")])
 def test_a_new_client_adapts_under_the_prior(engine: Any, data_term: Any, scope: Any) -> None:
     """Many steps from the prior's mean m end at (a c + r m) / (a + r), r = 1 / (variance [N]).
     Personal is what is under the prior, here all."""

@@ -35,7 +35,6 @@ from lightning_pfl.testing import (
     local_round,
     quadratic_clients,
 )
-from tests.methods.quadratics import ENGINES
 from tests.methods.references.fedmap import learn_prior, local_line, pooled_fit, shifted_lines
 
 A = torch.tensor([[2.0], [3.0], [2.5]], dtype=torch.float64)
@@ -79,7 +78,6 @@ ENVELOPES: dict[str, tuple[Callable[[], Prior], Callable[[Tree], Tensor]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ENVELOPES)
 def test_the_server_descends_on_the_envelope(name: str, engine: str, tmp_path: Path) -> None:
     make, envelope = ENVELOPES[name]

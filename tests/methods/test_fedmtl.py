@@ -23,7 +23,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, ragged
 from tests.methods.references.fedmtl import fedmtl, penalty
 
 CASE = Case(
@@ -56,8 +56,8 @@ def by_formula(in_rounds: list[Tensor], r: float, mode: str) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("engine", ENGINES)
 class TestFedMTL:
+    @closed_form
     @pytest.mark.parametrize("participation", [3, 2, 1])
     def test_rounds_match_the_closed_form(self, engine: str, mode: Any, participation: int) -> None:
         method, module = FedMTL(0.4, mode), QuadraticModule(2, LR, 0.5)

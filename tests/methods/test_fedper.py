@@ -19,7 +19,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import BODY, Bytes, Case
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, mean, ragged
 from tests.methods.references.split import split
 from tests.methods.split_quadratic import SplitQuadraticModule
 
@@ -48,8 +48,8 @@ def halves(epochs: int, rounds: int) -> tuple[Tensor, Tensor]:
     return body, head
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestFedPer:
+    @closed_form
     @pytest.mark.parametrize("rounds", [1, 3])
     def test_rounds_match_the_closed_form(self, engine: str, rounds: int) -> None:
         run = fit(FedPer(local_epochs=2), ragged(), split_quadratic(), rounds, engine)

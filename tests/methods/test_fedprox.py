@@ -21,7 +21,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, mean, ragged
 from tests.methods.references.fedprox import fedprox
 
 CASE = Case(
@@ -44,8 +44,8 @@ def fixed_point(prox_weight: float, steps: int) -> float:
     return float((r * np.array([0.0, 1.0])).sum() / r.sum())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestFedProx:
+    @closed_form
     @pytest.mark.parametrize("prox_weight", [0.0, 0.7, 5.0])
     def test_rounds_match_the_closed_form(self, engine: str, prox_weight: float) -> None:
         run = fit(

@@ -26,7 +26,18 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.case import BODY, Bytes, Case
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
+from tests.methods.quadratics import (
+    ENGINES,
+    LR,
+    SAMPLES,
+    STEPS,
+    A,
+    C,
+    close,
+    closed_form,
+    mean,
+    ragged,
+)
 from tests.methods.references.fedrep import fedrep
 from tests.methods.split_quadratic import SplitQuadraticModule
 
@@ -55,8 +66,8 @@ def halves(
     return body, head
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestFedRep:
+    @closed_form
     @pytest.mark.parametrize("rounds", [1, 3])
     def test_rounds_match_the_closed_form(self, engine: str, rounds: int) -> None:
         run = fit(FedRep(head_epochs=3, body_epochs=2), ragged(), split_quadratic(), rounds, engine)
@@ -135,8 +146,8 @@ def everything_that_drifts() -> PersonalizedModule:
     return PersonalizedModule(backbone, head, **settings).double()
 
 
-@pytest.mark.parametrize("feature_cache", [True, False])
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("feature_cache", [True, False])
 @pytest.mark.parametrize(("phase", "frozen"), [(0, "backbone"), (1, "head")])
 def test_frozen_means_frozen(engine: Any, phase: int, frozen: str, feature_cache: bool) -> None:
     method = FedRep(head_epochs=3, body_epochs=3)

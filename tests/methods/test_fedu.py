@@ -21,7 +21,7 @@ from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import DEGREE, Bytes, Case, D
 from tests.methods.graphs import PATH
 from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, STEPS, A, C, ragged
+from tests.methods.quadratics import LR, STEPS, A, C, closed_form, ragged
 from tests.methods.references.fedu import combine, objective_gradient
 from tests.methods.references.training import batches, load, train
 
@@ -56,8 +56,8 @@ def close(actual: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-12)
 
 
+@closed_form
 @pytest.mark.parametrize("decentralized", FORMS)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_round_on_ragged_quadratics_is_training_and_one_combination(
     engine: Any, decentralized: bool
 ) -> None:
@@ -72,7 +72,6 @@ def test_a_round_on_ragged_quadratics_is_training_and_one_combination(
     close(models(run), w)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("decentralized", FORMS)
 def test_a_network_trains_as_the_reference(engine: Any, decentralized: bool) -> None:
     """Partial participation: edges with an absent end are skipped."""

@@ -24,7 +24,7 @@ from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import DEGREE, Bytes, Case, D
 from tests.methods.graphs import PATH, RAGGED, edges_among
 from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES
+from tests.methods.quadratics import closed_form
 from tests.methods.references.gtvmin import gtvmin, resolvent
 
 CASE = Case(
@@ -78,8 +78,8 @@ def test_the_square_shrinks_towards_the_mean() -> None:
     assert expected.tolist() == pytest.approx([0.24444, 0.3, 0.8, 0.85556], abs=1e-5)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestGTVMin:
+    @closed_form
     @pytest.mark.parametrize("norm", NORMS)
     @pytest.mark.parametrize(("participation", "ratio"), [(5, 1.0), (3, 4.0)])
     def test_matches_the_reference(
@@ -176,7 +176,6 @@ def test_a_client_without_neighbours_is_trained_with_a_proximal_term() -> None:
     assert run.models["w"][2].item() == pytest.approx(1.5, abs=1e-6)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("norm", "ends"), [("l2", 1 / 2), ("l1", 1 / 2), ("squared", 1 / 3)])
 def test_a_client_without_samples_passes_the_pull_on(engine: str, norm: Any, ends: float) -> None:
     """A path 0 - 1 - 2 whose middle has no loss, centres 0 and 2, weight 1/2.

@@ -33,7 +33,7 @@ from tests.methods.graphs import (
     two_clients,
 )
 from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES
+from tests.methods.quadratics import closed_form
 from tests.methods.references.homological import homological, kkt
 from tests.trainer.setting import trainer
 
@@ -55,8 +55,8 @@ CASE = Case(
 EPOCH: dict[str, Any] = {"local_epochs": 1, "local_steps": None}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestHomologicalConstraints:
+    @closed_form
     @pytest.mark.filterwarnings(r"ignore:Expected a \* m")
     @pytest.mark.parametrize("participation", [5, 3])
     def test_matches_the_reference(self, engine: str, participation: int) -> None:
@@ -108,7 +108,6 @@ def test_identity_maps_on_a_connected_graph_make_consensus() -> None:
     assert run.models["w"].flatten().tolist() == pytest.approx([expected] * 4, abs=1e-7)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_client_without_samples_carries_the_constraint_on(engine: str) -> None:
     """A path whose middle has no loss; rounds go to consensus at the ends' mean, (0 + 2) / 2."""
     data = quadratic_clients([1.0] * 3, [0.0, 9.0, 2.0], [2, 0, 2])

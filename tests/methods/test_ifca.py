@@ -27,7 +27,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR
+from tests.methods.quadratics import ENGINES, LR, closed_form
 from tests.methods.references.ifca import ifca_gradient_round, ifca_round
 from tests.methods.references.training import batches, load, train
 
@@ -63,8 +63,8 @@ def descended(k: int, w: Any) -> Any:
     return C[k] + (1 - LR * A[k]) ** steps * (w - C[k])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestIFCA:
+    @closed_form
     @pytest.mark.parametrize("participation", [5, 3])
     def test_rounds_follow_the_algorithm_box(self, engine: str, participation: int) -> None:
         method = IFCA(3, initial=given(*STARTS))
@@ -240,7 +240,6 @@ def planted() -> Any:
     return quadratic_clients([1.0] * 4, PLANTED)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("averaging", ["models", "gradients"])
 def test_restarts_find_what_an_unfortunate_start_misses(engine: str, averaging: Any) -> None:
     module, rounds = QuadraticModule(lr=0.5), 16

@@ -25,7 +25,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Case, D, bytes_of_rounds
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, ragged
 from tests.methods.references.apfl import gradient
 from tests.methods.references.l2gd import l2gd
 from tests.methods.references.training import batches
@@ -58,8 +58,8 @@ def test_the_reference_finds_the_optimum() -> None:
     assert average == pytest.approx((L4 + 2 * L4.mean()) / 3, abs=4e-3)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestL2GD:
+    @closed_form
     @pytest.mark.parametrize("p", [0.5, 0.65])
     def test_rounds_are_the_papers_iterations(self, engine: str, p: float) -> None:
         alpha, lam = 0.4, 2.0

@@ -19,7 +19,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import HEAD, Bytes, Case
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, mean, ragged
 from tests.methods.references.split import split
 from tests.methods.split_quadratic import SplitQuadraticModule
 
@@ -33,8 +33,8 @@ CASE = Case(
 )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestLGFedAvg:
+    @closed_form
     @pytest.mark.parametrize("rounds", [1, 3])
     def test_rounds_match_the_closed_form(self, engine: str, rounds: int) -> None:
         """Both halves have the gradient a (body + head - c): the sum descends at twice the rate,

@@ -28,7 +28,7 @@ from lightning_pfl.models import LinearRepresentation as Model
 from lightning_pfl.testing import Fit, fit
 from tests.methods.case import Bytes, Case
 from tests.methods.networks import two_matrices
-from tests.methods.quadratics import ENGINES, close
+from tests.methods.quadratics import ENGINES, close, closed_form
 from tests.methods.references import linear_fedrep as reference
 
 CASE = Case(
@@ -79,8 +79,8 @@ def of_client(fields: Any, client: int, samples: int) -> tuple[Any, Any]:
     return fields[0][rows].numpy(), fields[1][rows].numpy()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestAlgorithm2:
+    @closed_form
     @pytest.mark.parametrize("steps", [None, 1, 10])
     @pytest.mark.parametrize("samples", [5, 1])  # more samples than dimensions, and fewer
     def test_matches_the_reference(self, engine: str, steps: int | None, samples: int) -> None:

@@ -17,7 +17,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.case import Bytes, Case
-from tests.methods.quadratics import ENGINES, LR, STEPS, A, C, close, ragged
+from tests.methods.quadratics import LR, STEPS, A, C, close, closed_form, ragged
 from tests.methods.references.local import local
 
 CASE = Case(
@@ -37,8 +37,8 @@ class Momentum(QuadraticModule):
 W0 = torch.tensor([0.5, 0.5], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestLocalOnly:
+    @closed_form
     def test_rounds_match_the_closed_form(self, engine: str) -> None:
         run = fit(LocalOnly(local_epochs=2), ragged(), QuadraticModule(2, LR, 0.5), 3, engine)
         close(run.client_state["model"]["w"], descend(W0, A, C, LR, 6 * STEPS))

@@ -22,7 +22,7 @@ from lightning_pfl.testing import Fit, fit
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.case import LINEAR, Bytes, Case
 from tests.methods.networks import cohorts, linear_module
-from tests.methods.quadratics import ENGINES, close
+from tests.methods.quadratics import close, closed_form
 from tests.methods.references.mocha import mocha, objectives
 
 CASE = Case(
@@ -119,8 +119,8 @@ def reference_svm(x: np.ndarray, y: np.ndarray, weight: float) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestMOCHA:
+    @closed_form
     @pytest.mark.parametrize("fraction", [0.5, 2.0])
     @pytest.mark.parametrize(("participation", "bound"), [(3, "common"), (2, "common"), (2, "own")])
     def test_matches_the_reference(

@@ -27,7 +27,18 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, mean, ragged
+from tests.methods.quadratics import (
+    ENGINES,
+    LR,
+    SAMPLES,
+    STEPS,
+    A,
+    C,
+    close,
+    closed_form,
+    mean,
+    ragged,
+)
 from tests.methods.references.per_fedavg import per_fedavg
 
 CASE = Case(
@@ -44,8 +55,8 @@ ALPHA = 0.2
 ORDERS = [("first", 1), ("hessian-free", 2)]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestPerFedAvg:
+    @closed_form
     @pytest.mark.parametrize(("order", "power"), ORDERS)
     def test_rounds_match_the_closed_form(self, engine: str, order: Any, power: int) -> None:
         method = PerFedAvg(ALPHA, order, local_epochs=4)
@@ -77,6 +88,7 @@ class TestPerFedAvg:
         run = fit(method, q2(), QuadraticModule(lr=0.9), 35, engine)
         assert float(run.server["model"]["w"]) == pytest.approx((r * c).sum() / r.sum(), abs=1e-9)
 
+    @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("steps", [1, 3])
     def test_clients_are_evaluated_after_inner_steps(self, engine: str, steps: int) -> None:
         method = PerFedAvg(ALPHA, evaluation_steps=steps)
@@ -86,6 +98,7 @@ class TestPerFedAvg:
         close(run.models["w"], expected)
         assert torch.equal(run.strategy.global_state_dict()["w"], x)
 
+    @pytest.mark.parametrize("engine", ENGINES)
     def test_adaptation_sees_training_data_alone(self, engine: str) -> None:
         """The validation clients have other centres: adapting on them would give another loss."""
         elsewhere = quadratic_clients(A, C + 7, [2, 3, 1, 0])

@@ -19,7 +19,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, ragged
 from tests.methods.references.pfedme import pfedme
 
 CASE = Case(
@@ -57,8 +57,8 @@ def long(weight: float, inner_lr: float, **settings: Any) -> PFedMe:
     return PFedMe(weight, 60, inner_lr, local_epochs=None, local_steps=1, **settings)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestPFedMe:
+    @closed_form
     @pytest.mark.parametrize("participation", [3, 2])
     @pytest.mark.parametrize("beta", [1.0, 0.6, 1.4])
     def test_rounds_match_the_closed_form(

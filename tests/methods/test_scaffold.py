@@ -21,7 +21,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, SAMPLES, STEPS, A, C, close, ragged
+from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, ragged
 from tests.methods.references.scaffold import scaffold
 from tests.trainer.setting import classes, network, trainer
 
@@ -63,8 +63,8 @@ class HeavyBall(QuadraticModule):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("engine", ENGINES)
 class TestSCAFFOLD:
+    @closed_form
     @pytest.mark.parametrize("server_lr", [1.0, 0.6])
     def test_rounds_match_the_closed_form(self, engine: str, option: Any, server_lr: float) -> None:
         method = SCAFFOLD(option, server_lr, local_epochs=2)

@@ -36,7 +36,7 @@ from tests.methods.graphs import (
     two_clients,
 )
 from tests.methods.networks import EVERYBODY, SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, A, C, close
+from tests.methods.quadratics import LR, A, C, close, closed_form
 from tests.methods.references.sheaf_fmtl import sheaf_fmtl
 from tests.trainer.setting import trainer
 
@@ -66,8 +66,8 @@ def start_of_maps(rank: int = 6, dim: int = SCALARS) -> dict[Any, Tensor]:
     return random_maps(RAGGED, [dim] * 5, rank)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestSheafFMTL:
+    @closed_form
     @pytest.mark.parametrize("laplacian", ["combined", "separate"])
     @pytest.mark.parametrize("participation", [5, 3])
     def test_matches_the_reference(self, engine: str, laplacian: Any, participation: int) -> None:

@@ -19,7 +19,7 @@ from lightning_pfl.testing.conformance import small_clients, small_module
 from recipes.centralized.sum_of_norms import solve_squared
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, A, C, close, ragged
+from tests.methods.quadratics import LR, A, C, close, closed_form, ragged
 from tests.methods.references.squared_penalty import squared_penalty
 from tests.methods.test_convex_clustering import hinge_clients
 from tests.solvers.problems import L4, Hinges, Quadratics, ellipses
@@ -40,8 +40,8 @@ def exact(weight: float) -> SquaredPenalty:
     return SquaredPenalty(weight, local_solver="exact")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 class TestSquaredPenalty:
+    @closed_form
     def test_rounds_match_the_reference(self, engine: str) -> None:
         def prox(i: int, b: np.ndarray, c: float) -> np.ndarray:
             a = float(A[i])

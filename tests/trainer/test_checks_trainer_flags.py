@@ -24,6 +24,7 @@ def test_the_table_has_every_argument_of_the_trainer() -> None:
     assert set(TABLE) == set(inspect.signature(L.Trainer.__init__).parameters) - {"self"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("flag", TABLE)
 def test_flag(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -28,6 +28,7 @@ from tests.trainer.setting import (
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
 
 
+@pytest.mark.quick
 def test_rounds_of_fedavg_match_the_closed_form() -> None:
     module = Quadratic()
     trainer(max_epochs=3).fit(module, points())

@@ -16,6 +16,8 @@ from lightning_pfl.data import (
     QuadraticClients,
 )
 
+pytestmark = pytest.mark.quick
+
 
 class Given(Partition):
     """Gives what it is given, from `split` and, unless told otherwise, from `apply`."""

@@ -1,0 +1,10 @@
+"""The engine that the tests of methods run on."""
+
+import pytest
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> str:
+    """The vectorized one, unless ``pytest tests/methods --engine sequential`` asks otherwise."""
+    name: str = request.config.getoption("--engine")
+    return name
