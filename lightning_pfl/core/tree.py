@@ -54,11 +54,13 @@ def split_rows(tree: Tree, at: slice | Tensor) -> Tree:
 
 Tree = dict[str, Any]
 """A nested dict whose leaves are tensors."""
+Path = tuple[str, ...]
+"""Where a leaf is: the names on the way from the root, such as ``("model", "head.weight")``."""
 Model = dict[str, Tensor]
 """A flat tree: tensors by parameter or buffer name, as in the module's ``state_dict()``."""
 
 
-def tmap(fn: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
+def tmap(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     """Apply ``fn`` to the leaves of ``tree`` and to the leaves of ``others`` of the same names.
 
     ``others`` may have more names than ``tree``, never fewer.
@@ -71,22 +73,50 @@ def tmap(fn: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
     }
 
 
+def map_items(fn: Callable[[Path, Any], Any], tree: Tree, root: Path = ()) -> Tree:
+    """Apply ``fn`` to the path and the leaf of every entry; ``root`` is where the tree begins."""
+    return {
+        name: map_items(fn, leaf, (*root, name))
+        if isinstance(leaf, dict)
+        else fn((*root, name), leaf)
+        for name, leaf in tree.items()
+    }
+
+
+def items(tree: Tree, root: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Iterate over the paths and the leaves of a tree, in its order.
+
+    Args:
+        tree: The tree.
+        root: Where it begins.
+
+    Example:
+        >>> list(items({"model": {"weight": 1}, "count": 2}))
+        [(('model', 'weight'), 1), (('count',), 2)]
+    """
+    for name, leaf in tree.items():
+        if isinstance(leaf, dict):
+            yield from items(leaf, (*root, name))
+        else:
+            yield (*root, name), leaf
+
+
 def leaves(tree: Tree) -> Iterator[Tensor]:
     """Iterate over the tensors of a tree, in its order."""
-    for leaf in tree.values():
-        if isinstance(leaf, dict):
-            yield from leaves(leaf)
-        else:
-            yield leaf
+    return (leaf for _, leaf in items(tree))
 
 
-def named_leaves(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
+def named_leaves(tree: Tree) -> dict[str, Tensor]:
     """Return the leaves by path, such as ``"model/head.weight"``."""
-    found: dict[str, Tensor] = {}
-    for name, leaf in tree.items():
-        path = f"{prefix}{name}"
-        found |= named_leaves(leaf, f"{path}/") if isinstance(leaf, dict) else {path: leaf}
-    return found
+    return {"/".join(path): leaf for path, leaf in items(tree)}
+
+
+def leaf_at(tree: Tree, path: Path) -> Tensor | None:
+    """Return the leaf at a path; None where there is none."""
+    found: Any = tree
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, Tensor) else None
 
 
 def shapes(tree: Tree) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.core.errors import CheckpointMismatchError
-from lightning_pfl.core.tree import Tree, as_rows, named_leaves, shapes
+from lightning_pfl.core.tree import Path, Tree, as_rows, leaf_at, map_items, named_leaves, shapes
 
 FORMAT = 2
 """Version of the federation's part of a checkpoint; raised when older readers can't read it."""
@@ -303,19 +303,12 @@ def fit_server(saved: Tree, server: Tree, device: torch.device) -> Tree:
                 f"checkpoint has {theirs[name]}. Use the method's settings of the run that wrote "
                 "it."
             )
-    return _like(saved, server, device)
 
+    def like(path: Path, leaf: Tensor) -> Tensor:
+        ours = leaf_at(server, path)
+        return leaf.to(device, None if ours is None else ours.dtype)
 
-def _like(saved: Tree, tree: Tree, device: torch.device) -> Tree:
-    """On the device, with the dtypes that the entries of ``tree`` have."""
-    found: Tree = {}
-    for name, leaf in saved.items():
-        ours = tree.get(name)
-        if isinstance(leaf, dict):
-            found[name] = _like(leaf, ours if isinstance(ours, dict) else {}, device)
-        else:
-            found[name] = leaf.to(device, ours.dtype if isinstance(ours, Tensor) else None)
-    return found
+    return map_items(like, saved)
 
 
 def check_structure(saved: Mapping[str, Any], structure: Mapping[str, Tensor]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo, LocalResult
-from lightning_pfl.core.tree import Tree, finite
+from lightning_pfl.core.tree import Path, Tree, as_rows, finite, items, leaf_at
 from lightning_pfl.federation.ranks import RankShard
 
 
@@ -93,21 +94,26 @@ def update_norm(uploads: Tree, received: Tree, like: Tensor) -> Tensor:
         received: What they received, ``(clients, ...)``.
         like: A tensor ``(clients,)`` on the device, for uploads without any entry.
     """
-    return _squares(
-        uploads, received, torch.zeros(len(like), dtype=torch.float64, device=like.device)
-    ).sqrt()
+    total = torch.zeros(len(like), dtype=torch.float64, device=like.device)
+    for _, change in changes(uploads, received):
+        total = total + as_rows(change).double().square().sum(1)
+    return total.sqrt()
 
 
-def _squares(uploads: Tree, received: Tree, total: Tensor) -> Tensor:
-    for name, leaf in uploads.items():
-        before = received.get(name)
-        if isinstance(leaf, dict):
-            total = _squares(leaf, before if isinstance(before, dict) else {}, total)
-        elif leaf.is_floating_point():
-            known = isinstance(before, Tensor) and before.shape == leaf.shape
-            if not known and leaf.ndim == 1:
-                continue
-            change = leaf - before if known else leaf
-            # One more axis: a number per client has none to flatten.
-            total = total + change.unsqueeze(-1).flatten(1).double().square().sum(1)
-    return total
+def changes(uploads: Tree, received: Tree) -> Iterator[tuple[Path, Tensor]]:
+    """Iterate over the paths and the changes of floating-point entries, ``(clients, ...)`` each.
+
+    An entry that wasn't received changes from zero; a number per client, such as a loss, is none.
+
+    Args:
+        uploads: Trees that clients send, ``(clients, ...)``.
+        received: Trees that they received, ``(clients, ...)``.
+    """
+    for path, leaf in items(uploads):
+        before = leaf_at(received, path)
+        if not leaf.is_floating_point():
+            continue
+        if before is not None and before.shape == leaf.shape:
+            yield path, leaf - before
+        elif leaf.ndim > 1:
+            yield path, leaf

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
-from lightning_pfl.core.tree import Tree, rows
+from lightning_pfl.core.tree import Tree, leaf_at, map_items, rows, tmap
 from lightning_pfl.engine.logs import LOSS
 
 
@@ -101,9 +101,13 @@ class RankShard:
         """
         if self.alone:
             return tree
-        form = _form(tree) if len(self._shards[self.ranks.rank]) else None
-        known = [found for found in self.ranks.all_gather_objects(form) if found is not None]
-        return self._gather_tree(tree, known[0]) if known else tree
+        # Names, shapes without the client axis, and dtypes.
+        form = tmap(lambda leaf: (tuple(leaf.shape[1:]), leaf.dtype), tree)
+        mine = form if len(self._shards[self.ranks.rank]) else None
+        known = [found for found in self.ranks.all_gather_objects(mine) if found is not None]
+        if not known:
+            return tree
+        return map_items(lambda path, kind: self._gather(leaf_at(tree, path), *kind), known[0])
 
     def all_gather_values(self, values: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
         """All clients' logged values, float64 ``(clients,)``; NaN where a process has no such name.
@@ -132,14 +136,6 @@ class RankShard:
                 found[position] = value
         return found
 
-    def _gather_tree(self, tree: Tree, form: dict[str, Any]) -> Tree:
-        return {
-            name: self._gather_tree(tree.get(name, {}), known)
-            if isinstance(known, dict)
-            else self._gather(tree.get(name), *known)
-            for name, known in form.items()
-        }
-
     def _gather(self, leaf: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """One leaf from all processes. It is sent as bytes: backends don't know every dtype."""
         counts = [len(share) for share in self._shards]
@@ -157,14 +153,6 @@ class RankShard:
         for rank, share in enumerate(self._shards):
             place[share] = rank * width + torch.arange(len(share))
         return received.index_select(0, place.to(device)).view(self.total, *shape)
-
-
-def _form(tree: Tree) -> dict[str, Any]:
-    """Names, shapes without the client axis, and dtypes."""
-    return {
-        name: _form(leaf) if isinstance(leaf, dict) else (tuple(leaf.shape[1:]), leaf.dtype)
-        for name, leaf in tree.items()
-    }
 
 
 # --- results --------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import lightning as L
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -11,7 +9,8 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.records import Round
-from lightning_pfl.core.tree import Tree, rows
+from lightning_pfl.core.tree import Tree, as_rows, rows
+from lightning_pfl.federation.gate import changes
 from lightning_pfl.inspect.board import boards
 
 
@@ -64,7 +63,7 @@ class DriftMonitor(RoundValues):
         buffers = frozenset(require_federation(trainer, self).parameter_split.buffers)
         uploads = _without(round.uploads or {}, buffers)
         at = accepted.nonzero().flatten()
-        device = next((leaf.device for _, leaf in _named(uploads, {})), None)
+        device = next((leaf.device for _, leaf in changes(uploads, {})), None)
         if not len(info) or device is None:
             return
         received = rows(round.received or {}, at.to(device))
@@ -101,26 +100,14 @@ def drift(uploads: Tree, received: Tree, weights: Tensor) -> tuple[Tensor, Tenso
     squares = torch.zeros(len(weights), dtype=torch.float64)
     products, mean_square = torch.zeros_like(squares), 0.0
     # Leaf by leaf: one matrix of all updates would double the memory of a round.
-    for _, change in _named(uploads, received):
-        flat = change.reshape(len(weights), -1).double()
+    for _, change in changes(uploads, received):
+        flat = as_rows(change).double()
         mean = weights.to(flat) @ flat
         squares += flat.square().sum(1).cpu()
         products += (flat @ mean).cpu()
         mean_square += float(mean.square().sum())
     norm = squares.sqrt()
     return norm, products / (norm * mean_square**0.5), mean_square**0.5
-
-
-def _named(uploads: Tree, received: Tree) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the changes of floating-point entries, by name."""
-    for name, leaf in uploads.items():
-        before = received.get(name)
-        if isinstance(leaf, dict):
-            yield from _named(leaf, before if isinstance(before, dict) else {})
-        elif leaf.is_floating_point():
-            known = isinstance(before, Tensor) and before.shape == leaf.shape
-            if known or leaf.ndim > 1:
-                yield name, leaf - before if known else leaf
 
 
 def _without(tree: Tree, names: frozenset[str]) -> Tree:

@@ -25,7 +25,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_pfl.core.tree import Tree, expand, is_expanded, leaves, nbytes, rows, tmap
+from lightning_pfl.core.tree import Tree, expand, is_expanded, items, leaves, nbytes, rows, tmap
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods.base import Method
@@ -197,11 +197,11 @@ def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: P
     shapes = {name: leaf.shape for name, leaf in parameter_split.model().items()}
     for round in run.recorder.rounds:
         uploads = round.uploads or {}
-        for name, leaf in _named(uploads):
+        for (*_, name), leaf in items(uploads):
             assert name not in parameter_split.personal, f"personal {name} is uploaded"
             assert leaf.shape[0] == len(round.info)
             assert name not in shapes or leaf.shape[1:] == shapes[name]
-        for name, _ in _named(round.received or {}):
+        for (*_, name), _ in items(round.received or {}):
             assert name not in parameter_split.personal, f"personal {name} is sent to the clients"
         sizes = [leaf[0].numel() * leaf.element_size() for leaf in leaves(uploads)]
         # A method may say that it sends less than its trees hold, never more.
@@ -376,17 +376,6 @@ def _copy(tree: Tree) -> Tree:
     return tmap(lambda leaf: leaf.clone(), tree)
 
 
-def _named(tree: Tree) -> list[tuple[str, torch.Tensor]]:
-    """Last names and leaves."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for name, leaf in tree.items():
-        found += _named(leaf) if isinstance(leaf, dict) else [(name, leaf)]
-    return found
-
-
 def _kinds(tree: Tree) -> dict[str, Any]:
     """Names with shape, type and device."""
-    return {
-        name: _kinds(leaf) if isinstance(leaf, dict) else (leaf.shape, leaf.dtype, leaf.device)
-        for name, leaf in tree.items()
-    }
+    return tmap(lambda leaf: (leaf.shape, leaf.dtype, leaf.device), tree)

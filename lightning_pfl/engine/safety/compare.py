@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.records import Evaluation, LocalResult
 from lightning_pfl.core.errors import ClientError
-from lightning_pfl.core.tree import Model, Tree, leaves
+from lightning_pfl.core.tree import Model, Tree, items, leaf_at, leaves
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -162,10 +162,7 @@ def _moves_otherwise(expected: Tree, found: Tree, before: Tree) -> bool:
 
 def _together(expected: Tree, found: Tree, before: Tree) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Leaves of both results with the one that they were before."""
-    for name, start in before.items():
-        want, got = expected.get(name), found.get(name)
-        if isinstance(start, dict):
-            if isinstance(want, dict) and isinstance(got, dict):
-                yield from _together(want, got, start)
-        elif isinstance(want, Tensor) and isinstance(got, Tensor) and want.shape == start.shape:
+    for path, start in items(before):
+        want, got = leaf_at(expected, path), leaf_at(found, path)
+        if want is not None and got is not None and want.shape == start.shape:
             yield want, got, start

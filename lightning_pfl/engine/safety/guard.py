@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from lightning_pfl.core.tree import Model, Tree, is_expanded
+from lightning_pfl.core.tree import Model, Tree, is_expanded, named_leaves
 from lightning_pfl.engine.program import NotVectorizableError
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import changed, restore, snapshot
@@ -58,7 +58,8 @@ def weights_unwritten(module: nn.Module, tree: Tree, step: str) -> Iterator[None
         ValueError: If a step has; the weights are restored.
     """
     shared: Model = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
-    shared |= {n.removeprefix("model/"): leaf for n, leaf in _paths(tree) if is_expanded(leaf)}
+    named = named_leaves(tree).items()
+    shared |= {name.removeprefix("model/"): leaf for name, leaf in named if is_expanded(leaf)}
     before = {name: leaf.clone() for name, leaf in shared.items()}
     yield
     written = [
@@ -74,11 +75,3 @@ def weights_unwritten(module: nn.Module, tree: Tree, step: str) -> Iterator[None
             f"{type(module).__name__} writes to {written[0]!r}. Use a buffer (`register_buffer`), "
             "or for constraints `torch.nn.utils.parametrize` instead of `max_norm`."
         )
-
-
-def _paths(tree: Tree, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    for name, leaf in tree.items():
-        if isinstance(leaf, dict):
-            yield from _paths(leaf, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", leaf

@@ -21,6 +21,7 @@ from lightning_pfl.core.tree import (
     rows,
     separated,
     stack,
+    tmap,
     whole_nbytes,
 )
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
@@ -250,23 +251,18 @@ class Chunk:
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:
     """Write the new state of some clients into that of all."""
-    result: Tree = {}
-    for name, leaf in new.items():
-        if isinstance(leaf, dict):
-            result[name] = _write(state[name], part[name], leaf, index)
-            continue
-        base, before = state[name], part[name]
-        # Nothing to do for a view that was written in place, nor for shared tensors.
-        if (isinstance(index, slice) and _same_memory(leaf, base)) or (
-            leaf is before and is_expanded(leaf)
-        ):
-            result[name] = base
-            continue
+
+    def put(leaf: Tensor, base: Tensor, before: Tensor) -> Tensor:
+        # Nothing to do for a view that was written in place, nor for a leaf that clients share.
+        written = isinstance(index, slice) and _same_memory(leaf, base)
+        if written or (leaf is before and is_expanded(leaf)):
+            return base
         if is_expanded(base):
             base = base.clone(memory_format=torch.contiguous_format)
         base[index] = leaf
-        result[name] = base
-    return result
+        return base
+
+    return tmap(put, new, state, part)
 
 
 def _same_memory(view: Tensor, base: Tensor) -> bool:
