@@ -41,6 +41,9 @@ class ClientInfo:
         num_clients: Number of clients in the federation, sampled or not.
         rates: The different learning rates of the clients' optimizer now; empty where nobody
             trains.
+        travel: How far a constant gradient of 1 would have moved the clients in this round, in
+            units of the learning rate, float64; for plain SGD the number of steps. Known in
+            ``client_final`` of a method with ``measures_travel``, else None.
     """
 
     index: Tensor
@@ -50,6 +53,7 @@ class ClientInfo:
     round: int
     num_clients: int
     rates: tuple[float, ...] = ()
+    travel: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.index)

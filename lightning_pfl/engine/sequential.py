@@ -38,6 +38,7 @@ from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import restore, snapshot
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_steps, split_draws
+from lightning_pfl.engine.travel import Travel
 from lightning_pfl.methods.base import Phase
 
 
@@ -119,6 +120,8 @@ class SequentialEngine:
                     with naming_clients("client_step", data.names, [client], info.round):
                         state = method.client_step(state, batch, local_step)
             first_epoch += minibatches.epochs_used
+        if local_step.travel is not None:
+            info.travel = local_step.travel.total
         upload, client_state = method.client_final(work.received, client_state, state, info)
         with naming_clients("training_step", data.names, [client], info.round):
             logs = local_step.finish()
@@ -189,6 +192,7 @@ class SequentialLocalStep:
         self.logs = ClientLogs(1, settings.device)
         self.metrics: dict[str, Metric] = {}
         self.key = random_keys(settings.seed, work.stream, round, [client])[0]
+        self.travel = Travel(1, settings.device) if work.method.measures_travel else None
 
     def begin(self, active: ActivePhase, number: int) -> None:
         """Start a phase with a fresh optimizer."""
@@ -197,6 +201,8 @@ class SequentialLocalStep:
         self.optimizer = ClientOptimizer(
             self.template, self.engine.parameter_split, 1, active.phase.lr, stacked=False
         )
+        if self.travel is not None and not active.phase.evaluate_only:
+            self.travel.begin(self.template, active.phase.lr)
 
     def _keys(self, number: int) -> tuple[Tensor, int]:
         """Return a minibatch's key for random functions, and the seed of the global generators.
@@ -274,6 +280,8 @@ class SequentialLocalStep:
         settings = self.engine.settings
         if not grads:
             return model
+        if self.travel is not None and slot == "model":
+            self.travel.step()
         if settings.clip_value:
             grads = select(grads, self.optimizer.names)
             grads = clip(grads, settings.clip_value, settings.clip_algorithm)

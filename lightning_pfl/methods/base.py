@@ -75,6 +75,8 @@ class Method(FederatedCallback):
             order of their ids, and how many such axes: ``{"models": 1, "relationship": 2}``.
         state_settings: Settings on which the server's state depends: a checkpoint with another
             value is refused.
+        measures_travel: Whether :meth:`client_final` needs ``info.travel``; the optimizer must be
+            SGD. Updates of the slot ``"model"`` count.
         edge_state: Entries of a client's memory about its edges, leaves ``(clients, slots, ...)``.
             Only :meth:`send` and :meth:`receive` see them: local training and personal models do
             without, as these entries may be large.
@@ -89,6 +91,7 @@ class Method(FederatedCallback):
     include_clients_without_data: ClassVar[bool] = False
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
     state_settings: ClassVar[tuple[str, ...]] = ()
+    measures_travel: ClassVar[bool] = False
     edge_state: ClassVar[tuple[str, ...]] = ()
 
     known: Known

@@ -37,6 +37,7 @@ from lightning_pfl.engine.optimizer import ClientOptimizer
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
 from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.steps import Limits, order_key, phase_budget, phase_steps, split_draws
+from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.vectorized.evaluation import ONE_BY_ONE, VectorizedEvaluation
 from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
 from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Transform
@@ -155,6 +156,8 @@ class Chunk:
         self.program = engine.program(getattr(self.data, "augment", None))
         self.logs = ClientLogs(len(self.clients), self.device)
         self.keys = self.noise_keys() if engine.needs_keys() else None
+        measured = self.method.measures_travel
+        self.travel = Travel(len(self.clients), self.device) if measured else None
 
     def noise_keys(self) -> Tensor:
         """A key for each client, int64 ``(clients,)``, also where its steps draw nothing."""
@@ -176,6 +179,8 @@ class Chunk:
                 state = self._phase(state, active, batches, number)
             used = zip(first_epochs, batches.epochs_used, strict=True)
             first_epochs = [first + epochs for first, epochs in used]
+        if self.travel is not None:
+            info.travel = self.travel.total
         upload, client_state = self.method.client_final(received, client_state, state, info)
         logs = self.logs.compute()
         missing = torch.full(
@@ -222,6 +227,8 @@ class Chunk:
 
     def _local_step(self, active: ActivePhase, number: int, steps: int) -> VectorizedLocalStep:
         engine, program = self.engine, self.program
+        if self.travel is not None and not active.phase.evaluate_only:
+            self.travel.begin(self.work.optimizer, active.phase.lr)
         if engine.traces.enabled:
             recordable = program.augment is None
             settings = fingerprint(engine.module)
@@ -241,6 +248,7 @@ class Chunk:
             self.logs,
             None if self.keys is None else self.keys + (number << 32),
             lambda: self.noise_keys() + (number << 32),
+            self.travel,
         )
 
     def _step(self, state: Tree, batch: Any, local_step: VectorizedLocalStep) -> Tree:

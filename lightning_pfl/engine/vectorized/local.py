@@ -19,6 +19,7 @@ from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram
+from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
 from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Result
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
@@ -40,6 +41,7 @@ class VectorizedLocalStep:
         keys: A key per client of the chunk for the random numbers of this phase, int64
             ``(clients,)``; None if steps draw none.
         noise_keys: Gives such keys also where steps draw none.
+        travel: Counts the way of the chunk's clients; None if the method doesn't need it.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class VectorizedLocalStep:
         logs: ClientLogs,
         keys: Tensor | None,
         noise_keys: Callable[[], Tensor],
+        travel: Travel | None,
     ) -> None:
         self.settings, self.active, self.program, self.gradient = (
             settings,
@@ -63,6 +66,7 @@ class VectorizedLocalStep:
         )
         self.traces, self.prefix, self.optimizer = traces, prefix, optimizer
         self.logs, self.keys, self._make_noise_keys = logs, keys, noise_keys
+        self.travel = travel
         self.phase = active.phase.name
         self._tick = Tick(None, [])
         self._logged = False
@@ -107,6 +111,8 @@ class VectorizedLocalStep:
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
         """Clip each client's gradients and step the optimizer."""
         settings = self.settings
+        if self.travel is not None and slot == "model" and grads:
+            self.travel.step(self._tick.rows)
         if settings.clip_value:
             grads = select(grads, self.optimizer.names)
             grads = clip(grads, settings.clip_value, settings.clip_algorithm)
