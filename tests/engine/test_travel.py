@@ -78,7 +78,7 @@ def brute_force(steps: int, start: float = 0.0, lr: float = 0.1, **options: Any)
     for _ in range(steps):
         x.grad = torch.ones_like(x)
         optimizer.step()
-    return sign * (start - float(x)) / lr
+    return sign * (start - x.item()) / lr
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ class TwoRates(QuadraticModule):
         self.other = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": [self.w]}, {"params": [self.other], "lr": 0.2}]
+        groups: list[dict[str, Any]] = [{"params": [self.w]}, {"params": [self.other], "lr": 0.2}]
         return torch.optim.SGD(groups, lr=0.1)
 
 
