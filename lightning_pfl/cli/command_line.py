@@ -18,10 +18,16 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_pfl import __version__
+from lightning_pfl.cli.catalogue import COMMANDS, run_catalogue
 from lightning_pfl.cli.parser import Parser, in_a_line
 from lightning_pfl.cli.results import print_results
 from lightning_pfl.methods.base import Method
 from lightning_pfl.trainer.client_table import log_folder
+
+OTHER_COMMANDS = (
+    "Also: `methods list`, `methods show NAME`, `recipes list|show NAME|copy NAME [TO]`."
+)
 
 
 class PFLCLI(LightningCLI):
@@ -57,6 +63,13 @@ class PFLCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Make a parser that takes no abbreviations: ``--trainer.max_epoch`` is a misspelling."""
         return super().init_parser(**{"allow_abbrev": False, **kwargs})
+
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Add ``--version`` and the other commands to the help of the first level."""
+        first = {"version": __version__, "epilog": OTHER_COMMANDS, **main_kwargs}
+        super().setup_parser(add_subcommands, first, subparser_kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the ``method`` key; the method joins the callbacks."""
@@ -148,6 +161,10 @@ def main(args: ArgsType = None) -> None:
     # Python itself has `safe_path` (`python -P`) since 3.11.
     if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
         sys.path.insert(0, here)
+    words = sys.argv[1:] if args is None else args
+    if isinstance(words, list) and words and words[0] in COMMANDS:
+        run_catalogue(words)
+        return
     PFLCLI(args)
 
 
