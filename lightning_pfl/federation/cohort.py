@@ -12,7 +12,13 @@ from lightning_pfl.core.tree import Tree, merge, rows, split_rows, values
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import LocalWork
 from lightning_pfl.federation.architectures import Architecture, naming_architecture
-from lightning_pfl.federation.gate import accept_cohort, accept_uploads
+from lightning_pfl.federation.gate import (
+    MaxNorm,
+    Verdict,
+    accept_cohort,
+    accept_uploads,
+    find_outliers,
+)
 from lightning_pfl.federation.ranks import gather_work
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.graphs.messages import Exchange, PeerExchange
@@ -126,31 +132,32 @@ class Cohort:
             values([(at, {"": work.loss}) for at, work in done], count)[""],
         )
 
-    def accept_uploads(
-        self, work: LocalResult, max_norm: float | None
-    ) -> tuple[Tensor, dict[int, str]]:
-        """Whose work counts, and why that of the others doesn't; see ``gate.py``.
-
-        From here on the cohort is the accepted clients.
-        """
+    def accept_uploads(self, work: LocalResult, max_norm: MaxNorm) -> Verdict:
+        """Decide whose work counts; see ``gate.py``. From here on the cohort is the accepted."""
         if len(self.batches) == 1:
-            accepted, rejected = accept_cohort(self.shard, work, self.received, self.info, max_norm)
+            verdict = accept_cohort(self.shard, work, self.received, self.info, max_norm)
         else:
-            accepted, rejected = self._accept_by_architecture(max_norm)
-        if rejected:
-            self._keep(accepted)
-        return accepted, rejected
+            verdict = self._accept_by_architecture(max_norm)
+        if verdict.rejected:
+            self._keep(verdict.accepted)
+        return verdict
 
-    def _accept_by_architecture(self, max_norm: float | None) -> tuple[Tensor, dict[int, str]]:
-        accepted = torch.ones(len(self.info), dtype=torch.bool)
+    def _accept_by_architecture(self, max_norm: MaxNorm) -> Verdict:
+        """Compare clients of one architecture with each other; one process has all of them."""
+        count = len(self.info)
+        accepted, norms = torch.ones(count, dtype=torch.bool), torch.zeros(count).double()
+        verdict = Verdict(accepted, {}, norms)
         reasons: dict[int, str] = {}
         for batch in self.batches:
             assert batch.work is not None
-            received = split_rows(self.received, batch.at)
-            found, why = accept_uploads(batch.work, received, self.mine.rows(batch.at), max_norm)
-            accepted[batch.at] = found
-            reasons |= why
-        return accepted, {k: reasons[k] for k in self.info.index.tolist() if k in reasons}
+            received, info = split_rows(self.received, batch.at), self.mine.rows(batch.at)
+            found = accept_uploads(batch.work, received, info, max_norm)
+            found = find_outliers(found, info, max_norm)
+            accepted[batch.at], norms[batch.at] = found.accepted, found.norms
+            verdict.outliers |= found.outliers
+            reasons |= found.rejected
+        verdict.rejected = {k: reasons[k] for k in self.info.index.tolist() if k in reasons}
+        return verdict
 
     def _keep(self, accepted: Tensor) -> None:
         mine = accepted[self.shard.index]

@@ -3,87 +3,196 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo, LocalResult
-from lightning_pfl.core.tree import Path, Tree, as_rows, finite, items, leaf_at
+from lightning_pfl.core.tree import (
+    Model,
+    Path,
+    Tree,
+    as_rows,
+    finite,
+    items,
+    leaf_at,
+    named_leaves,
+)
 from lightning_pfl.federation.ranks import RankShard
+
+MaxNorm = float | Literal["auto"] | None
+OUTLIER = 100.0
+"""Times the median of the round from which on an update is far too large."""
+ABSURD = 1e4
+"""Times the model, and the median update, from which on a step of the server is refused."""
+FEWEST = 3
+"""Clients from which on a median says what is usual."""
+
+
+@dataclass
+class Verdict:
+    """Which uploads of a round count.
+
+    Attributes:
+        accepted: Who is accepted, bool ``(clients,)``, on the CPU.
+        rejected: The reason by client id for those who aren't.
+        norms: Norm of each client's update, float64 ``(clients,)``, on the CPU.
+        outliers: Accepted clients whose update is far larger than usual: by how much, by client id.
+    """
+
+    accepted: Tensor
+    rejected: dict[int, str]
+    norms: Tensor
+    outliers: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def median(self) -> float:
+        """Median norm of the accepted updates; 0 where there are none."""
+        known = self.norms[self.accepted]
+        return float(known.median()) if len(known) else 0.0
 
 
 def accept_uploads(
-    result: LocalResult, received: Tree, info: ClientInfo, max_norm: float | None
-) -> tuple[Tensor, dict[int, str]]:
-    r"""Decide whose work counts in this round.
+    result: LocalResult, received: Tree, info: ClientInfo, max_norm: MaxNorm
+) -> Verdict:
+    r"""Decide whose work counts, each client by itself.
 
-    A client is left out if its upload, its memory or its training loss isn't finite, or if
+    A client is left out if its upload, its state or its training loss isn't finite, or if
     :math:`\lVert \text{upload} - \text{received} \rVert_2` is above ``max_norm``. Entries of an
     upload that have no counterpart in what was received count as they are, but for those of one
     number per client, such as the logarithm of a weight.
 
     Args:
-        result: The cohort's work.
+        result: The clients' work.
         received: What the clients started from, ``(clients, ...)``.
-        info: The cohort.
-        max_norm: Largest norm of an update; None for no bound.
-
-    Returns:
-        Who is accepted, bool ``(clients,)`` on the CPU, and the reason by client id for those who
-        aren't.
+        info: The clients.
+        max_norm: Largest norm of an update; None or ``"auto"`` for no fixed bound.
     """
     loss = result.loss
     everyone = torch.ones(len(info), dtype=torch.bool, device=loss.device)
-    norm = update_norm(result.uploads, received, everyone)
+    norms = update_norm(result.uploads, received, everyone)
     checks = {
         "upload is not finite": everyone & finite(result.uploads),
-        "memory is not finite": everyone & finite(result.client_state),
+        "client state is not finite": everyone & finite(result.client_state),
         # NaN says that no loss was computed: by a client that took no step, or by a method that
         # solves in closed form.
         "loss is not finite": ~loss.isinf(),
     }
-    if max_norm is not None:
-        checks[f"update norm above max_update_norm={max_norm}"] = norm <= max_norm
-    passed = torch.stack(list(checks.values())).cpu()  # the round's one wait for the device
-    accepted = passed.all(0)
+    if isinstance(max_norm, (int, float)):
+        checks[f"update norm above max_update_norm={max_norm}"] = norms <= max_norm
+    # The round's one wait for the device.
+    *passed, norms = torch.stack([*(ok.double() for ok in checks.values()), norms]).cpu()
+    accepted = torch.stack(passed).bool().all(0)
     rejected = {}
     for position in (~accepted).nonzero().flatten().tolist():
-        failed = [
-            reason
-            for reason, ok in zip(checks, passed[:, position].tolist(), strict=True)
-            if not ok
-        ]
+        failed = [reason for reason, ok in zip(checks, passed, strict=True) if not ok[position]]
         rejected[int(info.index[position])] = failed[0]
-    return accepted, rejected
+    return Verdict(accepted, rejected, norms)
 
 
 def accept_cohort(
-    shard: RankShard, work: LocalResult, received: Tree, info: ClientInfo, max_norm: float | None
-) -> tuple[Tensor, dict[int, str]]:
-    """Decide about a whole cohort: every process judges its own clients, and hears of all.
+    shard: RankShard, work: LocalResult, received: Tree, info: ClientInfo, max_norm: MaxNorm
+) -> Verdict:
+    """Decide about all clients of a round: every process judges its own, and hears of all.
 
     Args:
         shard: This process's share of the cohort.
-        work: All clients' uploads, and what this process's clients remember and lost.
+        work: All clients' uploads, and the states and losses of this process's clients.
         received: What the cohort started from, ``(clients, ...)``.
         info: The cohort.
-        max_norm: As in :func:`accept_uploads`.
-
-    Returns:
-        As :func:`accept_uploads`, for the cohort.
+        max_norm: As in :func:`accept_uploads`; ``"auto"`` leaves out what :func:`find_outliers`
+            finds.
     """
     mine = replace(work, uploads=shard.slice(work.uploads), loss=shard.slice({"": work.loss})[""])
-    accepted, rejected = accept_uploads(
-        mine, shard.slice(received), info.rows(shard.index), max_norm
-    )
+    found = accept_uploads(mine, shard.slice(received), info.rows(shard.index), max_norm)
     reasons = {
-        k: reason
-        for found in shard.ranks.all_gather_objects(rejected)
-        for k, reason in found.items()
+        client: reason
+        for rejected in shard.ranks.all_gather_objects(found.rejected)
+        for client, reason in rejected.items()
     }
-    accepted = shard.all_gather({"": accepted})[""].cpu()
-    return accepted, {k: reasons[k] for k in info.index.tolist() if k in reasons}
+    known = shard.all_gather({"accepted": found.accepted, "norms": found.norms})
+    ordered = {client: reasons[client] for client in info.index.tolist() if client in reasons}
+    verdict = Verdict(known["accepted"].cpu(), ordered, known["norms"].cpu())
+    return find_outliers(verdict, info, max_norm)
+
+
+def find_outliers(verdict: Verdict, info: ClientInfo, max_norm: MaxNorm) -> Verdict:
+    """Look for accepted updates that are far larger than usual.
+
+    That is :data:`OUTLIER` times the median of the accepted, times as many local steps as the
+    client took more than the median client. With fewer than three clients nothing is usual.
+
+    Args:
+        verdict: What was decided about each client by itself.
+        info: The clients.
+        max_norm: ``"auto"`` leaves the outliers out.
+    """
+    accepted, median = verdict.accepted, verdict.median
+    if int(accepted.sum()) < FEWEST or median == 0:
+        return verdict
+    steps = info.steps.cpu().double()
+    further = (steps / steps[accepted].median().clamp_min(1)).clamp_min(1)
+    large = accepted & (verdict.norms > OUTLIER * median * further)
+    found = {
+        int(info.index[at]): f"update norm {float(verdict.norms[at]):.3g} is "
+        f"{float(verdict.norms[at]) / median:.3g} times the median of the round"
+        for at in large.nonzero().flatten().tolist()
+    }
+    if max_norm != "auto":
+        return replace(verdict, outliers=found)
+    reasons = {**verdict.rejected, **found}
+    ordered = {client: reasons[client] for client in info.index.tolist() if client in reasons}
+    return replace(verdict, accepted=accepted & ~large, rejected=ordered)
+
+
+def refuse_step(before: Tree, after: Tree, models: tuple[Model, Model], median: float) -> str:
+    """Say why the server must not take a step, although all uploads were accepted.
+
+    Args:
+        before: The server's tree.
+        after: What ``server_update`` returned.
+        models: What the server knows of the module, before and after.
+        median: Median norm of the accepted updates.
+
+    Returns:
+        The reason; empty for a step that may be taken.
+    """
+    known = {name: leaf for name, leaf in named_leaves(before).items() if _is_float(leaf)}
+    broken: dict[str, Tensor] = {}
+    for name, leaf in named_leaves(after).items():
+        if _is_float(leaf):
+            old = known.get(name)
+            # A method may hold infinities on purpose, where nothing is known yet.
+            held = torch.ones((), dtype=torch.bool) if old is None else old.isfinite().all()
+            broken[name] = ~leaf.isfinite().all() & held.to(leaf.device)
+    old_model, new_model = models
+    pairs = [
+        (old_model[name].double(), leaf.double())
+        for name, leaf in new_model.items()
+        if _is_float(leaf) and name in old_model
+    ]
+    moved = [(new - old).square().sum() for old, new in pairs]
+    size = [old.square().sum() for old, _ in pairs]
+    if not broken:
+        return ""
+    numbers = torch.stack([leaf.double() for leaf in (*broken.values(), *moved, *size)]).cpu()
+    flags, moved_sum, size_sum = numbers.split([len(broken), len(moved), len(size)])
+    if flags.any():
+        name = [*broken][int(flags.argmax())]
+        return f"`{name}` would hold NaN or infinity"
+    step, usual = float(moved_sum.sum().sqrt()), max(float(size_sum.sum().sqrt()), median)
+    if usual and not step <= ABSURD * usual:
+        return (
+            f"it would move the model by {step:.3g}, {step / usual:.3g} times its own norm and the "
+            "median update"
+        )
+    return ""
+
+
+def _is_float(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() and leaf.numel() > 0
 
 
 def update_norm(uploads: Tree, received: Tree, like: Tensor) -> Tensor:

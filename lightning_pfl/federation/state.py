@@ -38,6 +38,7 @@ from lightning_pfl.federation.checkpoint import (
     fit_server,
 )
 from lightning_pfl.federation.client_states import ClientStateStore
+from lightning_pfl.federation.gate import MaxNorm, Verdict, refuse_step
 from lightning_pfl.federation.ranks import Ranks, RankShard
 from lightning_pfl.federation.sampling import check_participation
 from lightning_pfl.methods.base import Method, Phase
@@ -53,8 +54,8 @@ class FederationState:
             each. Most federations have one; ``parameter_split``, ``client_states`` and ``engine``
             are then those of it.
         server: The server's tree.
-        max_update_norm: Uploads whose update has a larger Euclidean norm are left out; None for no
-            bound.
+        max_update_norm: Uploads whose update has a larger Euclidean norm are left out; ``"auto"``:
+            those that are far larger than usual in their round; None for no bound.
         client_names: Names, in the order of the client ids.
         num_samples: Training samples of each client, int64 ``(clients,)``; 0 where unknown.
         rounds: Finished communication rounds.
@@ -71,7 +72,7 @@ class FederationState:
     server: Tree
     settings: EngineSettings
     seed: int = 0
-    max_update_norm: float | None = None
+    max_update_norm: MaxNorm = None
     client_optimizer: Callable[[Architecture], Optimizer]
     training_data: Callable[[], FederatedDataset]
 
@@ -172,11 +173,17 @@ class FederationState:
         received = expand(self.method.download(self.server, info), len(info))
         return _merge(received, self.method.download_rows(self.server, info))
 
-    def shared_model(self) -> Model:
+    def shared_model(self, server: Tree | None = None) -> Model:
         """What the server knows of the module: the global model, or its shared part."""
-        model = self.method.global_model(self.server)
-        known = self.server.get("model", {}) if model is None else model
+        server = self.server if server is None else server
+        model = self.method.global_model(server)
+        known = server.get("model", {}) if model is None else model
         return select(known, self.architectures[0].parameter_split.names)
+
+    def refuse_step(self, server: Tree, verdict: Verdict) -> str:
+        """Say why the server must not become ``server``; empty if it may."""
+        models = self.shared_model(), self.shared_model(server)
+        return refuse_step(self.server, server, models, verdict.median)
 
     def changed_outside(self) -> list[str]:
         """Shared entries of the module that somebody else has written since the last round."""

@@ -33,6 +33,7 @@ from lightning_pfl._lightning import connected, is_overridden, overrides
 from lightning_pfl.core.checks import check_choice, check_number, check_whole, is_number, is_whole
 from lightning_pfl.engine.optimizer import check_optimizer
 from lightning_pfl.engine.select import check_engine
+from lightning_pfl.federation.gate import MaxNorm
 from lightning_pfl.methods.base import Method
 
 LOCAL_HOOKS = (
@@ -72,7 +73,7 @@ def check_strategy(
     engine: str,
     seed: int | None,
     chunk_size: int | None,
-    max_update_norm: float | None,
+    max_update_norm: MaxNorm,
     client_state_device: str,
 ) -> None:
     """Check the arguments of :class:`~lightning_pfl.FederatedStrategy`.
@@ -94,8 +95,8 @@ def check_strategy(
         check_whole("seed", seed, 0, "Use None for that of seed_everything.")
     if chunk_size is not None:
         check_whole("chunk_size", chunk_size, 1, "Use None to fit the memory.")
-    if max_update_norm is not None:
-        advice = "Use None for no bound."
+    if max_update_norm is not None and max_update_norm != "auto":
+        advice = "Use 'auto' for one that follows the round, or None for no bound."
         check_number("max_update_norm", max_update_norm, advice, positive=True, infinite=True)
 
 

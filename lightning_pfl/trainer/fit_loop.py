@@ -36,6 +36,7 @@ from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.federation.cohort import Cohort
 from lightning_pfl.federation.eligibility import learners, require_samples
 from lightning_pfl.federation.federation import Federation
+from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.metrics.history import without_summary
 from lightning_pfl.trainer.data import due_reload, move_to_device
@@ -95,6 +96,7 @@ class FederatedLoop(FitLoop):
     _logger: tuple[str, ...] = ()
     _restored: dict[str, Any] | None = None
     _warned: frozenset[str] = frozenset()
+    _left_out: str | None = ""  # why the last round left out all clients; None once one did not
 
     # --- data -------------------------------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class FederatedLoop(FitLoop):
         torch.set_grad_enabled(True)
         if self._restored is not None:
             remember_metrics(self.trainer, without_summary(self._restored["callback_metrics"]))
-        self._restored = None
+        self._restored, self._left_out = None, ""
         updates = self.epoch_loop.global_step
         inside = self.stage in (TRAINED, VALIDATED)
         set_rounds(self, finished=updates - inside, begun=updates)
@@ -239,18 +241,30 @@ class FederatedLoop(FitLoop):
         round.uploads = work.uploads
         self._hook("on_local_training_end", round)
 
-        accepted, round.rejected = cohort.accept_uploads(work, federation.max_update_norm)
-        self._report(round, work, accepted)
+        verdict = cohort.accept_uploads(work, federation.max_update_norm)
+        round.rejected = verdict.rejected
+        self._report(round, work, verdict)
         if round.rejected:
-            round.uploads = rows(work.uploads, accepted.nonzero().flatten().to(cohort.device))
+            accepted = verdict.accepted.nonzero().flatten()
+            round.uploads = rows(work.uploads, accepted.to(cohort.device))
         self._hook("on_aggregation_start", round)
-        server = federation.server
+        server, refused = federation.server, ""
         if len(cohort.info):
             with self.trainer.profiler.profile("aggregation"):
                 server = method.server_update(server, round.uploads, cohort.info)
-                cohort.exchange("after")
+                refused = federation.refuse_step(server, verdict)
+                if not refused:
+                    cohort.exchange("after")
         self._report_messages(round, cohort.exchanged)
-        cohort.store()
+        if refused:
+            self._refuse_server(round, verdict, refused)
+            server = federation.server
+        else:
+            cohort.store()
+        if len(round.rejected) < len(round.info):
+            self._left_out = None
+        elif round.rejected and self._left_out is not None:
+            self._left_out = next(iter(round.rejected.values()))
         federation.commit(server)
         count_server_update(self)
         step_schedulers(self, plateau=False)
@@ -259,8 +273,9 @@ class FederatedLoop(FitLoop):
         self._measure(round)
         self._hook("on_round_end", round)
 
-    def _report(self, round: Round, result: LocalResult, accepted: Tensor) -> None:
-        """What the round logs: means of the user's values over accepted clients, and traffic."""
+    def _report(self, round: Round, result: LocalResult, verdict: Verdict) -> None:
+        """Log means of the user's values over accepted clients, and traffic; warn."""
+        accepted = verdict.accepted
         cohort = len(round.info)
         method, server = self.federation.method, self.federation.server
         down = _total(method.download_nbytes(server, round.info), round.received or {}, cohort)
@@ -287,16 +302,53 @@ class FederatedLoop(FitLoop):
         silent = {name for name in names if not result.options[name].logger}
         self._logger = tuple(name for name in self.logged if name not in silent)
         if round.rejected:
-            known = self.federation.client_names
-            listed = "; ".join(
-                f"{known[client]!r}: {reason}"
-                for client, reason in list(round.rejected.items())[:10]
-            )
             rank_zero_warn(
                 f"Round {round.number} left out {len(round.rejected)} of {cohort} clients "
-                f"({listed}). They keep what they "
+                f"({self._listed(round.rejected)}). They keep what they "
                 f"remembered{'; the server is unchanged' if len(round.rejected) == cohort else ''}."
             )
+
+        new = [k for k in verdict.outliers if f"outlier {k}" not in self._warned]
+        self._warned |= {f"outlier {k}" for k in new}
+        if new:
+            rank_zero_warn(
+                f"Round {round.number} has clients with far too large updates: "
+                f"{self._listed({k: verdict.outliers[k] for k in new})}. Look at their data, or "
+                "set max_update_norm='auto' to leave such clients out."
+            )
+        training = int(round.info.steps.sum()) and nbytes(result.uploads)
+        if training and result.loss.isnan().all() and not verdict.norms.any():
+            self._warn(
+                {
+                    "no loss": f"No client has changed anything in round {round.number}, and none "
+                    "has computed a loss. Return the loss from `training_step`."
+                }
+            )
+
+    def _listed(self, reasons: Mapping[int, str]) -> str:
+        """Name the first ten clients with their reasons."""
+        names = self.federation.client_names
+        return "; ".join(f"{names[k]!r}: {reason}" for k, reason in list(reasons.items())[:10])
+
+    def _refuse_server(self, round: Round, verdict: Verdict, why: str) -> None:
+        """Count a round as one that left out all clients, and name the likely cause."""
+        norms = torch.where(verdict.accepted, verdict.norms, -1.0)
+        largest, median = int(norms.argmax()), verdict.median
+        client = int(round.info.index[largest])
+        for each in round.info.index.tolist():
+            round.rejected.setdefault(each, f"the server refused its step: {why}")
+        self.logged = {**self.logged, "round/rejected": float(len(round.rejected))}
+        remedy = (
+            "Look at the data of this client, or set max_update_norm='auto' to leave such clients "
+            "out."
+            if client in verdict.outliers
+            else "Use smaller learning rates of the clients, or of the server's optimizer."
+        )
+        rank_zero_warn(
+            f"Round {round.number}: the server refused its step and stays as it was: {why}. The "
+            f"largest update is that of {self.federation.client_names[client]!r} "
+            f"({float(norms[largest]):.3g}; the median is {median:.3g}). {remedy}"
+        )
 
     def _report_messages(self, round: Round, exchanged: int) -> None:
         """Add the traffic between clients, each message as sent and as received."""
@@ -388,6 +440,12 @@ class FederatedLoop(FitLoop):
 
     def on_run_end(self) -> None:
         """Report the last ten rounds and the best one, and end the training."""
+        if self._left_out:
+            raise RuntimeError(
+                "Expected a round that accepts a client, but all rounds of this fit left out all "
+                f"clients; in the last one: {self._left_out}. Look at the warnings above, use a "
+                "smaller learning rate, or clean the data."
+            )
         on_test = getattr(self.trainer.datamodule, "val_split", "train") == "test"
         history = self.federation.history
         if summary := history.summary(on_test):

@@ -36,6 +36,7 @@ from lightning_pfl.federation.checkpoint import (
     saved_optimizers,
 )
 from lightning_pfl.federation.federation import Federation
+from lightning_pfl.federation.gate import MaxNorm
 from lightning_pfl.methods.base import Method
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.trainer import checks
@@ -65,7 +66,8 @@ class FederatedStrategy(ProcessesStrategy):
             resumed run keeps its own.
         chunk_size: Clients per batched program. None: as many as fit the memory.
         max_update_norm: Uploads that differ from what was received by more than this Euclidean norm
-            are left out of the round. None: no bound.
+            are left out of the round. ``"auto"``: those more than 100 times as large as the median
+            of the round. None: no bound; such clients are named all the same.
         feature_cache: Whether features of a frozen shared backbone are computed once per phase.
         client_state_device: Where the client states live: on the ``"device"``, on the ``"host"``,
             or ``"auto"``: on the device if they take at most a quarter of it.
@@ -98,7 +100,7 @@ class FederatedStrategy(ProcessesStrategy):
         engine: EngineName = "auto",
         seed: int | None = None,
         chunk_size: int | None = None,
-        max_update_norm: float | None = None,
+        max_update_norm: MaxNorm = None,
         feature_cache: bool = True,
         client_state_device: ClientStateDevice = "auto",
         accelerator: Accelerator | None = None,

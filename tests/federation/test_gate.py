@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_pfl import PersonalizedModule
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import ClientInfo, LocalResult, Round
-from lightning_pfl.federation.gate import accept_uploads, update_norm
+from lightning_pfl.federation.gate import Verdict, accept_uploads, find_outliers, update_norm
 from lightning_pfl.methods import FedAvg, FedPer, LocalOnly
 from tests.trainer.setting import (
     BATCH,
@@ -50,24 +50,22 @@ BAD = (torch.nan, torch.inf, -torch.inf)
 
 
 @pytest.mark.parametrize(
-    ("where", "bad"), [*product(("upload", "memory"), BAD), ("loss", torch.inf)]
+    ("where", "bad"), [*product(("upload", "client state"), BAD), ("loss", torch.inf)]
 )
 def test_what_is_not_finite_is_rejected_with_its_reason(where: str, bad: float) -> None:
-    parts = {"upload": torch.zeros(3, 2), "memory": torch.zeros(3, 4), "loss": torch.zeros(3)}
+    parts = {"upload": torch.zeros(3, 2), "client state": torch.zeros(3, 4), "loss": torch.zeros(3)}
     parts[where].view(3, -1)[1, 0] = bad
-    accepted, rejected = accept_uploads(result(*parts.values()), {}, info(3), None)
-    assert accepted.tolist() == [True, False, True]
-    assert rejected == {11: f"{where} is not finite"}
+    verdict = accept_uploads(result(*parts.values()), {}, info(3), None)
+    assert verdict.accepted.tolist() == [True, False, True]
+    assert verdict.rejected == {11: f"{where} is not finite"}
 
 
 def test_a_client_without_a_loss_is_accepted() -> None:
     # NaN: no step taken, or a step that solves without a loss. Inf: a loss that wasn't finite.
     loss = torch.tensor([torch.nan, torch.inf])
-    accepted, rejected = accept_uploads(
-        result(torch.zeros(2, 1), torch.zeros(2, 1), loss), {}, info(2), None
-    )
-    assert accepted.tolist() == [True, False]
-    assert list(rejected.values()) == ["loss is not finite"]
+    verdict = accept_uploads(result(torch.zeros(2, 1), torch.zeros(2, 1), loss), {}, info(2), None)
+    assert verdict.accepted.tolist() == [True, False]
+    assert list(verdict.rejected.values()) == ["loss is not finite"]
 
 
 def test_the_norm_is_that_of_the_change() -> None:
@@ -78,11 +76,9 @@ def test_the_norm_is_that_of_the_change() -> None:
     received = {"model": {"w": torch.tensor([[0.0, 0.0], [0.0, 1.0]])}}
     # Client 0: (3, 4) changed and 12 new: sqrt(9 + 16 + 144); client 1 changed nothing.
     assert update_norm(uploads, received, torch.ones(2)).tolist() == [13.0, 0.0]
-    accepted, rejected = accept_uploads(
-        LocalResult(uploads, {}, loss=torch.zeros(2)), received, info(2), 12.9
-    )
-    assert accepted.tolist() == [False, True]
-    assert rejected == {10: "update norm above max_update_norm=12.9"}
+    verdict = accept_uploads(LocalResult(uploads, {}, loss=torch.zeros(2)), received, info(2), 12.9)
+    assert verdict.accepted.tolist() == [False, True]
+    assert verdict.rejected == {10: "update norm above max_update_norm=12.9"}
 
 
 def test_a_number_beside_the_model_is_no_part_of_the_update() -> None:
@@ -93,11 +89,9 @@ def test_a_number_beside_the_model_is_no_part_of_the_update() -> None:
 
 
 def test_methods_that_send_nothing_pass() -> None:
-    accepted, rejected = accept_uploads(
-        LocalResult({"model": {}}, {}, loss=torch.zeros(2)), {}, info(2), 1.0
-    )
-    assert accepted.tolist() == [True, True]
-    assert rejected == {}
+    verdict = accept_uploads(LocalResult({"model": {}}, {}, loss=torch.zeros(2)), {}, info(2), 1.0)
+    assert verdict.accepted.tolist() == [True, True]
+    assert verdict.rejected == {}
 
 
 def test_if_those_that_are_left_have_no_weight_they_count_alike() -> None:
@@ -145,7 +139,7 @@ def test_a_poisoned_client_never_reaches_the_aggregate() -> None:
 
 def test_a_poisoned_client_keeps_its_memory() -> None:
     run = trainer(LocalOnly(), max_epochs=1)
-    with pytest.warns(UserWarning, match="'cem': memory is not finite"):
+    with pytest.warns(UserWarning, match="'cem': client state is not finite"):
         run.fit(Quadratic(), poisoned(2))
     assert torch.equal(run.strategy.client_state_dict("cem")["w"], ZERO)
     torch.testing.assert_close(
@@ -156,7 +150,10 @@ def test_a_poisoned_client_keeps_its_memory() -> None:
 def test_if_all_are_rejected_the_server_is_unchanged() -> None:
     module = Quadratic()
     run = trainer(max_epochs=2)
-    with pytest.warns(UserWarning, match="left out 4 of 4 clients .* the server is unchanged"):
+    with (
+        pytest.warns(UserWarning, match="left out 4 of 4 clients .* the server is unchanged"),
+        pytest.raises(RuntimeError, match=r"all rounds of this fit left out all .*: upload is not"),
+    ):
         run.fit(module, poisoned(0, 1, 2, 3))
     assert torch.equal(module.w.data, ZERO)
     assert run.global_step == 2
@@ -216,6 +213,96 @@ def test_accepted_clients_are_weighted_among_themselves() -> None:
         trainer(FedAvg(weighting="uniform"), max_epochs=1).fit(module, poisoned(0))
     want = mean([trained(ZERO, k) for k in (1, 2, 3)], [1, 1, 1])
     torch.testing.assert_close(module.w.data, want, rtol=0, atol=1e-12)
+
+
+# --- updates that are far too large, and steps of the server that can't be taken
+
+
+class Sends(FederatedCallback):
+    """Adds a number to the upload of some clients in one round."""
+
+    def __init__(self, size: float, round: int = 1, clients: tuple[int, ...] = (2,)) -> None:
+        self.size, self.round, self.clients = size, round, clients
+
+    def on_local_training_end(self, trainer: Any, module: Any, round: Round) -> None:
+        if round.number == self.round:
+            assert round.uploads is not None
+            for client in self.clients:
+                round.uploads["model"]["w"][client] += self.size
+
+
+def outlier_names(norms: list[float], steps: list[int]) -> list[int]:
+    known = info(len(norms))
+    known.steps = torch.tensor(steps)
+    everyone = torch.ones(len(norms), dtype=torch.bool)
+    verdict = Verdict(everyone, {}, torch.tensor(norms, dtype=torch.float64))
+    left = find_outliers(verdict, known, "auto")
+    assert [*left.rejected] == [*find_outliers(verdict, known, None).outliers]
+    assert left.accepted.tolist() == [k not in left.rejected for k in known.index.tolist()]
+    return [client - 10 for client in left.rejected]
+
+
+def test_an_outlier_is_a_hundred_medians_away_for_equal_steps() -> None:
+    assert outlier_names([1.0, 2.0, 3.0, 201.0, 199.0], [4] * 5) == []  # the median is 3
+    assert outlier_names([1.0, 2.0, 3.0, 301.0, 299.0], [4] * 5) == [3]
+    # Ten times the steps may lead ten times as far.
+    assert outlier_names([1.0, 2.0, 3.0, 301.0, 3001.0], [4, 4, 4, 40, 40]) == [4]
+    # Two clients say nothing about what is usual, nor do clients that send what they got.
+    assert outlier_names([1.0, 1e9], [1, 1]) == []
+    assert outlier_names([0.0, 0.0, 0.0, 1e9], [1] * 4) == []
+
+
+def test_a_huge_update_is_named_and_with_auto_left_out() -> None:
+    module, clean = Quadratic(), Quadratic()
+    with pytest.warns(UserWarning, match=r"Round 1 has clients .* '2': update norm .* times the"):
+        trainer(max_epochs=2, callbacks=[Sends(1000.0)]).fit(module, points())
+    run = trainer(max_epochs=2, callbacks=[Sends(1000.0)], max_update_norm="auto")
+    with pytest.warns(UserWarning, match="Round 1 left out 1 of 4 clients .*'2': update norm"):
+        run.fit(clean, points())
+    first = mean([trained(ZERO, k) for k in range(4)], list(SIZES))
+    others = (0, 1, 3)
+    want = mean([trained(first, k) for k in others], [SIZES[k] for k in others])
+    torch.testing.assert_close(clean.w.data, want, rtol=0, atol=1e-12)
+    assert module.w.data.abs().min() > 100
+
+
+@pytest.mark.parametrize("size", [1e9, 1e200])
+def test_a_server_that_would_be_useless_stays_as_it_was(size: float) -> None:
+    """1e200 overflows in the norm; the mean of three honest clients and one such is absurd."""
+    module = Quadratic()
+    run = trainer(max_epochs=3, callbacks=[Sends(size)])
+    with (
+        pytest.warns(UserWarning, match="Round 1 has clients with far too large updates: '2'"),
+        pytest.warns(UserWarning, match="Round 1: the server refused its step .* that of '2'"),
+    ):
+        run.fit(module, points())
+    want = ZERO
+    for _ in range(2):
+        want = mean([trained(want, k) for k in range(4)], list(SIZES))
+    torch.testing.assert_close(module.w.data, want, rtol=0, atol=1e-12)
+    assert run.global_step == 3
+
+
+def test_a_rate_of_nan_on_the_server_is_its_own_fault() -> None:
+    method = FedAvg(server_optimizer=lambda p: torch.optim.SGD(p, lr=torch.nan))
+    module = Quadratic()
+    with (
+        pytest.warns(UserWarning, match="`model/w` would hold NaN .* or of the server's optimizer"),
+        pytest.raises(RuntimeError, match=r"all rounds of this fit .* the server refused its step"),
+    ):
+        trainer(method, max_epochs=2).fit(module, points())
+    assert torch.equal(module.w.data, ZERO)
+
+
+class Silent(Quadratic):
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def test_a_step_without_loss_is_warned_of(engine: str) -> None:
+    with pytest.warns(UserWarning, match="No client has changed anything in round 0, and none has"):
+        trainer(max_epochs=1, engine=engine).fit(Silent(), points())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
