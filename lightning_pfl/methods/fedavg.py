@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -84,6 +85,8 @@ class FedAvg(Method):
                 f"server_optimizer={server_optimizer!r}. Use `lambda p: torch.optim.SGD(p, "
                 "lr=1.0, momentum=0.9)`."
             )
+        if server_optimizer is not None:
+            _check_optimizer(server_optimizer([torch.zeros(1, requires_grad=True)]))
         self.server_optimizer = server_optimizer
 
     def settings(self) -> dict[str, str]:
@@ -113,3 +116,19 @@ class FedAvg(Method):
             self.server_optimizer, old, pseudo_gradient, server["optimizer"]
         )
         return {"model": {**mean, **new}, "optimizer": state}
+
+
+def _check_optimizer(made: object) -> None:
+    """Require a torch optimizer that steps once along a gradient."""
+    if not isinstance(made, Optimizer) or isinstance(made, torch.optim.LBFGS):
+        raise TypeError(
+            "Expected `server_optimizer` to make a torch optimizer that takes one step along a "
+            f"gradient, but it made {made!r}. Use `lambda p: torch.optim.SGD(p, lr=1.0, "
+            "momentum=0.9)`."
+        )
+    rates = [group["lr"] for group in made.param_groups if "lr" in group]
+    if not all(math.isfinite(rate) for rate in rates):
+        raise ValueError(
+            f"Expected `server_optimizer` to have a finite learning rate, but got lr={rates[0]}. "
+            "Use lr=1.0 for plain averaging."
+        )

@@ -340,6 +340,22 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
     check_optimizer(optimizers[0])
 
 
+def check_trains(module: L.LightningModule, optimizer: Optimizer) -> None:
+    """Require an optimizer that holds parameters of the module.
+
+    Raises:
+        MisconfigurationException: If it holds none that trains.
+    """
+    trained = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
+    ours = [leaf for leaf in module.parameters() if leaf.requires_grad]
+    if ours and not any(id(leaf) in trained for leaf in ours):
+        raise MisconfigurationException(
+            f"Expected `configure_optimizers` of {type(module).__name__} to return an optimizer of "
+            f"its parameters, but {type(optimizer).__name__} holds none of them. Make it with "
+            "self.parameters()."
+        )
+
+
 def check_schedulers(configs: list[Any]) -> None:
     """Require schedulers that step once a round.
 

@@ -256,7 +256,9 @@ class FederatedStrategy(ProcessesStrategy):
                 "returned None. Return one, for example "
                 "torch.optim.SGD(self.parameters(), lr=0.01)."
             )
-        return read_optimizers(module, configured, checks.check_optimizers)
+        optimizers, schedulers = read_optimizers(module, configured, checks.check_optimizers)
+        checks.check_trains(module, optimizers[0])
+        return optimizers, schedulers
 
     def teardown(self) -> None:
         """Leave the device; the federation moves to the host, where users can ask for models."""

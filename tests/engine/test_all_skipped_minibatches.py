@@ -152,6 +152,7 @@ def test_a_skipped_minibatch_might_as_well_not_be_there(name: str) -> None:
     assert found.metrics["train_loss"] == pytest.approx(expected.metrics["train_loss"], rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:No client has changed anything in round 0")
 @pytest.mark.parametrize("make", [FedAvg, FedProx, LocalOnly])
 def test_a_round_whose_minibatches_are_all_skipped(make: type[Method]) -> None:
     """Nobody moves, and nobody has a loss."""

@@ -283,8 +283,15 @@ def test_a_server_that_would_be_useless_stays_as_it_was(size: float) -> None:
     assert run.global_step == 3
 
 
-def test_a_rate_of_nan_on_the_server_is_its_own_fault() -> None:
-    method = FedAvg(server_optimizer=lambda p: torch.optim.SGD(p, lr=torch.nan))
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for leaf in group["params"]:
+                leaf.data.fill_(torch.nan)
+
+
+def test_nan_of_the_server_is_its_own_fault() -> None:
+    method = FedAvg(server_optimizer=lambda p: Broken(p, lr=1.0))
     module = Quadratic()
     with (
         pytest.warns(UserWarning, match="`model/w` would hold NaN .* or of the server's optimizer"),

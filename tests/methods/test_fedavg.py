@@ -275,3 +275,22 @@ def test_a_server_optimizer_is_a_factory() -> None:
         match=r"Expected `server_optimizer` to be a callable .* but got server_optimizer='adam'",
     ):
         FedAvg(server_optimizer="adam")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda p: None, TypeError, "takes one step along a gradient, but it made None"),
+        (torch.optim.LBFGS, TypeError, "takes one step along a gradient, but it made LBFGS"),
+        (
+            lambda p: torch.optim.SGD(p, lr=float("nan")),
+            ValueError,
+            "a finite learning rate, but got lr=nan",
+        ),
+    ],
+)
+def test_a_server_optimizer_that_cannot_step_is_refused(
+    make: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        FedAvg(server_optimizer=make)

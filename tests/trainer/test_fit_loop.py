@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import Round
@@ -257,3 +258,16 @@ def test_results_do_not_depend_on_the_chunks_or_the_global_generator() -> None:
     for other in states[1:]:
         for name, value in states[0].items():
             torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-6)
+
+
+class Elsewhere(Quadratic):
+    """Its optimizer holds the parameters of another module."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    match = "of Elsewhere to return an optimizer of its parameters, but SGD holds none of them"
+    with pytest.raises(MisconfigurationException, match=match):
+        trainer(max_epochs=1).fit(Elsewhere(), points())
