@@ -1,4 +1,4 @@
-"""Callbacks that work with any method: fine-tuning, new clients, monitors and pictures."""
+"""Callbacks for any method: fine-tuning and new clients."""
 
 from lightning_pfl.callbacks.head_fine_tuning import HeadFineTuning
 from lightning_pfl.callbacks.new_clients.callback import NewClientAdaptation

@@ -1,4 +1,4 @@
-"""HeadFineTuning: every client adapts the trained model to its own data ("+FT")."""
+"""HeadFineTuning: adaptation of the trained model to each client's data ("+FT")."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from lightning_pfl.trainer.evaluation_loop import evaluation_limit
 When = Literal["end", "evaluation"]
 PREFIX = "ft/"
 TRAINED_TOGETHER = 2**27
-"""Bytes of trained parameters in a batched program; gradients and momentum come on top."""
+"""Largest size in bytes of trained parameters in a batched program, without optimizer state."""
 KEPT = 2**30
-"""Bytes of fine-tuned parameters that are kept after an evaluation; more are trained anew."""
+"""Largest size in bytes of fine-tuned parameters to keep after an evaluation."""
 
 
 class HeadFineTuning(FederatedCallback):
-    r"""Fine-tunes the head (or more) for every client, and evaluates the result.
+    r"""Fine-tunes the head (or other parts) for every client, and evaluates the result.
 
     .. math::
         h_k \leftarrow \text{SGD on } F_k(\cdot, \phi) \text{ from the global head } h,
         \quad \phi \text{ frozen}
 
-    Each client starts from the global model, or from its personal model where the method has no
-    global one, and trains on its own training data with the optimizer of ``configure_optimizers``.
-    What doesn't train is unchanged bit for bit, and its normalisation layers run in eval mode.
-    Clients that were never sampled take part like all others. Server and clients' memories stay
-    as they are: fine-tuned models are evaluated and handed out, never trained on.
+    Each client starts from the global model, or from its personal model if the method has no global
+    one, and trains on its training data with the optimizer of ``configure_optimizers``. Other
+    parameters stay unchanged bit for bit, with their normalisation layers in eval mode. Clients
+    that were never sampled are fine-tuned too. Server and client states stay as they are.
 
-    The values have the names of the evaluation with ``ft/`` before them (``ft/val_acc``,
-    ``ft/val_acc/worst_decile``, ...), in the loggers, in ``trainer.callback_metrics`` and as
-    columns of the per-client table. Validation data are used in a fit and in ``trainer.validate``,
-    test data in ``trainer.test``; this works from a checkpoint alone, with the same numbers.
+    Values have the names of the evaluation with the prefix ``ft/`` (``ft/val_acc``,
+    ``ft/val_acc/worst_decile``, ...), in the loggers, in ``trainer.callback_metrics`` and in the
+    per-client table. Validation data are used in a fit and in ``trainer.validate``, test data in
+    ``trainer.test``, which only needs a checkpoint and has the same results.
 
     Args:
-        scope: What trains: ``"head"``, ``"full"`` (everything), or names, globs and module types.
+        scope: Parameters that train: ``"head"``, ``"full"`` (all), or names, globs and module
+            types.
         epochs: Passes over a client's training data. Exactly one of ``epochs`` and ``steps``; 0
             evaluates the starting model.
         steps: Optimizer steps instead.
@@ -66,7 +66,7 @@ class HeadFineTuning(FederatedCallback):
     Raises:
         ValueError: If an argument is out of its range.
         MisconfigurationException: At the start of a run without FederatedStrategy, without
-            training data, or with two of these callbacks.
+            training data, or with several of these callbacks.
 
     Deviation from the paper: none. Each client's optimizer starts afresh.
 
@@ -95,7 +95,7 @@ class HeadFineTuning(FederatedCallback):
             )
         if not scope:
             raise ValueError(
-                f"Expected `scope` to name what trains, but got scope={scope!r}. "
+                f"Expected `scope` to name parameters, but got scope={scope!r}. "
                 "Use 'head', or epochs=0 to train nothing."
             )
         budget = budget_phase(epochs, steps, default_epochs=10)
@@ -108,22 +108,22 @@ class HeadFineTuning(FederatedCallback):
     # --- what users ask for -----------------------------------------------------------------------
 
     def client_state_dict(self, client: int | str) -> dict[str, Any]:
-        """A client's fine-tuned model, as a ``state_dict`` of the user's module.
+        """Return a client's fine-tuned model, as a ``state_dict`` of the user's module.
 
-        The model of the last evaluation, if nothing was trained since; else it is trained now.
+        It is that of the last evaluation if no round came after it; otherwise it is trained now.
 
         Args:
             client: Its id or its name.
 
         Raises:
             RuntimeError: If nothing was trained or loaded yet.
-            KeyError: If there is no such client.
+            KeyError: If the client is unknown.
         """
         federation = self._federation
         if federation is None:
             raise RuntimeError(
-                "Expected a federation to fine-tune, but nothing was trained or loaded yet. Call "
-                "`trainer.fit`, or `trainer.test(ckpt_path=...)`, first."
+                "Expected a trained or loaded federation, but got none. Call `trainer.fit` or "
+                "`trainer.test(ckpt_path=...)` first."
             )
         state = federation.client_state_dict(client)
         model = self._models(federation, torch.tensor([federation.client_id(client)]))
@@ -134,24 +134,24 @@ class HeadFineTuning(FederatedCallback):
     # --- hooks ------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Begin a run; models of an earlier one are forgotten where they may differ."""
+        """Begin a run, and clear models of an earlier run if they may differ."""
         self._federation = require_federation(trainer, self)
         if sum(isinstance(c, HeadFineTuning) for c in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise MisconfigurationException(
-                "Expected one HeadFineTuning, but got several, which would log under the same "
-                "names. Run them one after another: trainer.test with a checkpoint is enough."
+                "Expected one HeadFineTuning, but got several, whose values would have the same "
+                "names. Use one per run, for example in trainer.test with a checkpoint."
             )
         if stage == "fit" or trainer.ckpt_path is not None:
             self._forget()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check the scope before the training, not after it."""
+        """Check scope and training data before training."""
         federation = require_federation(trainer, self)
         self._resolved(federation)
         self._training_data(federation)
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Any) -> None:
-        """What was fine-tuned is out of date from now on."""
+        """Clear the fine-tuned models, which are now out of date."""
         self._forget()
 
     def further_evaluations(
@@ -169,7 +169,7 @@ class HeadFineTuning(FederatedCallback):
         return {PREFIX: self._evaluate(trainer, data, rows, clients, step)}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Fine-tune after the last round, and report."""
+        """Fine-tune after the last round, and log the results."""
         federation: Federation = require_federation(trainer, self)
         if self.when != "end" or not trainer.enable_validation or not federation.rounds:
             return
@@ -183,7 +183,7 @@ class HeadFineTuning(FederatedCallback):
         self._report(trainer, found, [data.names[row] for row in rows.tolist()])
 
     def _report(self, trainer: L.Trainer, found: Evaluation, names: list[str]) -> None:
-        """Log the values of the end, as the user's step logged them, and extend the table."""
+        """Log the final values with the user's options, and extend the table."""
         federation: Federation = require_federation(trainer, self)
         loop: Any = trainer.fit_loop.epoch_loop.val_loop
         round = federation.rounds - 1
@@ -216,7 +216,7 @@ class HeadFineTuning(FederatedCallback):
         clients: Tensor,
         step: str,
     ) -> Evaluation:
-        """Train and evaluate the clients a group at a time."""
+        """Train and evaluate the clients in groups."""
         federation: Any = require_federation(trainer, self)
         held = self._keep(federation)
         size = max(1, TRAINED_TOGETHER // max(held, 1))
@@ -236,7 +236,7 @@ class HeadFineTuning(FederatedCallback):
         return join(parts, order)
 
     def _keep(self, federation: Federation) -> int:
-        """Make room for the clients' fine-tuned parameters; returns the bytes of one client's."""
+        """Allocate the clients' fine-tuned parameters; return the bytes of one client's."""
         with torch.inference_mode(False):
             row = select(federation.parameter_split.model(), self._resolved(federation))
             held = whole_nbytes(row)
@@ -248,7 +248,7 @@ class HeadFineTuning(FederatedCallback):
         return held
 
     def _models(self, federation: Federation, clients: Tensor) -> Model:
-        """Fine-tuned models, ``(clients, ...)``; what doesn't train is the starting model's own."""
+        """Return fine-tuned models, ``(clients, ...)``; other entries are the starting model's."""
         # Models that are trained, or kept, must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             start = self._start(federation, clients)
@@ -279,7 +279,7 @@ class HeadFineTuning(FederatedCallback):
         return federation.parameter_split.match(spec, "scope")
 
     def _training_data(self, federation: Federation) -> FederatedDataset | None:
-        """The clients' training data; those of the last fit where this run has none."""
+        """Load the clients' training data, or take those of the last fit if this run has none."""
         if not (self.phase.epochs or self.phase.steps):
             return None
         try:
@@ -287,15 +287,15 @@ class HeadFineTuning(FederatedCallback):
         except MisconfigurationException as cause:
             if self._data is None:
                 raise MisconfigurationException(
-                    "Expected training data to fine-tune on, but none were given. Pass a data "
-                    "module to `trainer.test`, not the test data alone."
+                    "Expected training data to fine-tune on, but got none. Pass a data module to "
+                    "`trainer.test`, not only the test data."
                 ) from cause
             data = self._data
         if tuple(data.names) != federation.client_names:
             raise MisconfigurationException(
-                f"Expected the training data of the {federation.num_clients} clients that the "
-                f"model was trained for, but got {data.num_clients} clients or other names. "
-                "Fine-tune with the data of that run; for new clients see NewClientAdaptation."
+                f"Expected the training data of the {federation.num_clients} clients of the "
+                f"trained model, but got {data.num_clients} clients or other names. Use the data "
+                "of that run, or NewClientAdaptation for new clients."
             )
         self._data = data
         return data

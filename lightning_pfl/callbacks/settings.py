@@ -1,4 +1,4 @@
-"""Arguments that the callbacks share, and their checks."""
+"""Checks of the callbacks' common arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def budget_phase(epochs: int | None, steps: int | None, default_epochs: int | No
         A phase of that length.
 
     Raises:
-        ValueError: If both or neither are given, or one isn't a whole number of at least 0.
+        ValueError: If both or neither are given, or one isn't an integer >= 0.
     """
     if steps is not None and epochs == default_epochs:
         epochs = None
@@ -30,11 +30,7 @@ def budget_phase(epochs: int | None, steps: int | None, default_epochs: int | No
 
 
 def check_lr(lr: float | None) -> None:
-    """Require a positive learning rate, or None.
-
-    Raises:
-        ValueError: If it isn't.
-    """
+    """Raise ValueError unless the learning rate is positive or None."""
     if lr is not None and not (is_number(lr) and 0 < lr < math.inf):
         raise ValueError(
             f"Expected `lr` to be a finite number > 0 or None, but got lr={lr!r}. "

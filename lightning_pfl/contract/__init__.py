@@ -1,1 +1,1 @@
-"""What a method, an engine and a callback say to each other."""
+"""The interfaces between methods, engines and callbacks."""

@@ -1,4 +1,4 @@
-"""What the tables of the documentation and the command line print about a method."""
+"""Descriptions of methods for tables in the documentation and on the command line."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ Family = Literal[
     "a graph",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
-"""The order of the tables."""
+"""Families of methods, in the order of the tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    r"""Describe a method in words, once for all tables.
+    r"""A method's cells in the tables of methods.
 
-    Each text is a cell of a Markdown table: one line, formulas between ``$``. Write what holds for
-    this method without "the same as above", as a table may show the method alone. In formulas
-    :math:`d` counts the model's trainable numbers, :math:`d_B` and :math:`d_H` those of backbone
-    and head; bytes are for single precision, per client that takes part in a round.
+    Each text is a cell of a Markdown table: one line, formulas between ``$``, without reference to
+    other methods. In formulas :math:`d` is the number of the model's trainable parameters,
+    :math:`d_B` and :math:`d_H` those of backbone and head; bytes are for single precision, per
+    participating client.
 
     Args:
-        family: Where the tables put the method.
-        personal: What is personal, and in a few words how it comes about.
-        assumes: What has to hold for the method to help.
+        family: Family of the method, a section of the tables.
+        personal: The personal part, and how it comes about.
+        assumes: Assumption under which the method helps.
         down: Bytes that a client receives in a round.
         up: Bytes that a client sends in a round.
-        keeps: What a client keeps between rounds, and the server, if it is much.
+        keeps: State of a client between rounds, and of the server, if it is large.
         gradients: Gradients per minibatch, and other work of a client.
         personal_model: The model that a client is evaluated with.
-        global_model: The one model for all that is evaluated too; None where there is none.
-        paper: Authors and year, as in ``References:``; None where there is none.
+        global_model: The global model that is evaluated too; None without one.
+        paper: Authors and year, as in ``References:``; None without a paper.
 
     Raises:
-        ValueError: If a text is empty, or can't be a cell of a table.
+        ValueError: If a text is empty or can't be a table's cell.
     """
 
     family: Family
@@ -66,11 +66,11 @@ class About:
             if not isinstance(text, str) or not text.strip() or set(text) & {"|", "\n"}:
                 raise ValueError(
                     f"Expected `{field.name}` to be one line of text without '|', but got "
-                    f"{field.name}={text!r}. Write what the tables should show."
+                    f"{field.name}={text!r}. Give the text of the table's cell."
                 )
 
     @property
     def place(self) -> tuple[int, str]:
-        """The place in tables: the family, then the year of the paper."""
+        """Sort key in tables: the family, then the paper's year."""
         year = re.search(r"\d{4}", self.paper or "")
         return FAMILIES.index(self.family), year[0] if year else ""

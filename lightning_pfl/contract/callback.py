@@ -1,4 +1,4 @@
-"""The hooks of a federated round, beside Lightning's own."""
+"""The hooks of a communication round, in addition to Lightning's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_pfl.data.datasets import FederatedDataset
 
 
 class FederationView(Protocol):
-    """What callbacks and methods may ask of the running federation."""
+    """The part of a running federation that callbacks and methods may use."""
 
     method: Any
     server: Tree
@@ -28,21 +28,21 @@ class FederationView(Protocol):
 
     @property
     def parameter_split(self) -> ParameterSplit:
-        """Which parameters are shared, personal or static."""
+        """The split of parameters into shared, personal and static ones."""
 
     @property
     def client_states(self) -> Any:
-        """What the clients remember between rounds."""
+        """The clients' states between rounds."""
 
     @property
     def num_clients(self) -> int:
         """Number of clients in the federation, sampled or not."""
 
     def shard(self, clients: Tensor) -> Any:
-        """This process's share of some clients."""
+        """Return this process's shard of some clients."""
 
     def by_architecture(self, clients: Tensor) -> Iterator[tuple[Any, slice | Tensor]]:
-        """Split a list of clients by their architectures."""
+        """Split a list of clients by architecture."""
 
 
 def require_federation(trainer: L.Trainer, callback: object) -> Any:
@@ -61,43 +61,43 @@ def require_federation(trainer: L.Trainer, callback: object) -> Any:
 
 
 class FederatedCallback(Callback):
-    """A Lightning callback that also hears the stages of a round.
+    """A Lightning callback with hooks for the stages of a round.
 
-    Every Lightning hook fires at its normal place.
+    All Lightning hooks run as usual.
 
     Raises:
         MisconfigurationException: At the start of a run whose strategy isn't a federated one.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Require a federated run: in any other there are no rounds, and nothing would say so."""
+        """Require a federated run, as others have no rounds."""
         require_federation(trainer, self)
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
-        """The cohort is drawn; nothing was sent yet."""
+        """Called when the cohort is drawn, before anything is sent."""
 
     def on_local_training_start(
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
-        """The clients received ``round.received`` and begin to train."""
+        """Called when the clients have received ``round.received``, before they train."""
 
     def on_local_training_end(
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
-        """The clients are done; ``round.uploads`` holds what they send, before the gate."""
+        """Called when clients have trained; ``round.uploads`` are the uploads before the gate."""
 
     def on_aggregation_start(
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
-        """The gate has removed bad uploads; the server is about to update."""
+        """Called when the gate has removed bad uploads, before the server's update."""
 
     def on_aggregation_end(
         self, trainer: L.Trainer, module: L.LightningModule, round: Round
     ) -> None:
-        """The server has updated."""
+        """Called after the server's update."""
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
-        """The clients' memories are stored; evaluation has not run yet."""
+        """Called when the clients' states are stored, before evaluation."""
 
     def further_evaluations(
         self,
@@ -108,11 +108,9 @@ class FederatedCallback(Callback):
         clients: Tensor,
         step: str,
     ) -> Mapping[str, Evaluation]:
-        """Models to evaluate beside the personal and the global ones.
+        """Return further models' evaluations, which are logged and tabulated like the others.
 
-        Logged and tabulated like them.
-
-        Called in every evaluation but the sanity check, with the module in eval mode.
+        Called in every evaluation except the sanity check, with the module in eval mode.
 
         Args:
             trainer: The running Trainer.
@@ -129,10 +127,10 @@ class FederatedCallback(Callback):
 
 
 class RoundValues(FederatedCallback):
-    """Logs at the end of a round what was measured inside it; resumes between the two.
+    """A callback that logs values at the end of the round in which they are measured.
 
     Attributes:
-        _values: The round's values by name; set anew in every round.
+        _values: The round's values by name; replaced in every round.
     """
 
     _values: Mapping[str, float] = MappingProxyType({})
@@ -142,9 +140,9 @@ class RoundValues(FederatedCallback):
         pl_module.log_dict(self._values, on_step=False, on_epoch=True, batch_size=1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The round's values, for a run that is resumed before they are logged."""
+        """Return the round's values, for a run resumed before they are logged."""
         return {"values": dict(self._values)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore the values of `state_dict`."""
         self._values = dict(state_dict["values"])

@@ -1,4 +1,4 @@
-"""What a method may know of the federation that it works for."""
+"""Facts about the federation that a method may use."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from lightning_pfl.core.parameters import ParameterSplit
 
 @dataclass(frozen=True)
 class Known:
-    """What a method may know of the federation, before the first round.
+    """Facts about the federation that a method may use, before the first round.
 
     Attributes:
-        parameter_split: Which parameters are shared, personal or static.
-        num_clients: Clients in the federation, sampled or not.
+        parameter_split: The split of parameters into shared, personal and static ones.
+        num_clients: Number of clients in the federation, sampled or not.
         seed: Seed of every random choice of the run.
-        num_samples: Training samples of each client, int64 ``(num_clients,)``; 0 where nobody
-            trains.
-        has_training_data: Which clients have a minibatch to train on, bool ``(num_clients,)``;
-            until the loop has counted, those with samples.
+        num_samples: Training samples of each client, int64 ``(num_clients,)``; 0 without training.
+        has_training_data: Clients with a minibatch to train on, bool ``(num_clients,)``; clients
+            with samples, until the loop has counted minibatches.
         model_sizes: Trainable scalars of each client's model, int64 ``(num_clients,)``.
     """
 
@@ -41,14 +40,14 @@ class Known:
         num_samples: Tensor | None = None,
         model_sizes: Tensor | None = None,
     ) -> Known:
-        """Fill in what follows from the rest.
+        """Fill in attributes that follow from others.
 
         Args:
             parameter_split: As above.
             num_clients: As above.
             seed: As above.
-            num_samples: As above; None where nobody trains.
-            model_sizes: As above; None where all clients have the model of ``parameter_split``.
+            num_samples: As above; None without training.
+            model_sizes: As above; None if all clients have the model of ``parameter_split``.
         """
         if num_samples is None:
             num_samples = torch.zeros(num_clients, dtype=torch.int64)

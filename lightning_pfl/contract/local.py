@@ -1,4 +1,4 @@
-"""Local training as methods see it: its phases, and what a client can do in a step."""
+"""Local training: its phases, and the step interface for methods."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from lightning_pfl.core.tree import Model, Tree
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of local training with one set of trainable parameters and a fresh optimizer.
+    """A part of local training with one set of trainable parameters and a fresh optimizer.
 
     Args:
-        train: What trains (:data:`~lightning_pfl.core.parameters.ParameterSpec`); everything else
-            is frozen bit for bit, and normalisation layers that don't train run in eval mode.
+        train: Parameters that train (:data:`~lightning_pfl.core.parameters.ParameterSpec`); all
+            others are frozen bit for bit, and normalisation layers that don't train run in eval
+            mode.
         epochs: Passes over the client's data. Exactly one of ``epochs`` and ``steps``.
         steps: Optimizer steps; the client's data is cycled through.
-        lr: Learning rate for all parameter groups; None keeps what ``configure_optimizers`` says.
-        name: What ``client.phase`` says inside ``client_step``.
+        lr: Learning rate of all parameter groups; None keeps those of ``configure_optimizers``.
+        name: Value of ``client.phase`` inside ``client_step``.
         batches_per_step: Independent minibatches per step. From 2 on, ``client_step`` receives a
-            tuple of that many batches, consecutive ones of the client's order, which runs on into
-            the next epoch; ``epochs`` then says how much data the steps see together.
+            tuple of consecutive batches of the client's order, which continues into the next epoch;
+            ``epochs`` is then the data of all minibatches together.
         full_batch: Whether the client's samples are one minibatch, in their stored order. Not for
-            DataLoaders that users bring, whose order is their own.
-        evaluate_only: Whether nothing trains: every layer runs in eval mode, nothing is augmented
-            or logged, and ``client_step`` looks at the data by ``client.loss``. Its steps count.
+            users' DataLoaders.
+        evaluate_only: Whether nothing trains: every layer runs in eval mode without augmentation
+            and logs, and ``client_step`` calls ``client.loss``. Its steps count.
     """
 
     train: ParameterSpec = "all"
@@ -44,13 +45,13 @@ class Phase:
 
 
 def without_data(phases: Iterable[Phase], steps: Tensor) -> Tensor:
-    """Clients that took no step though the phases have some, bool ``(clients,)``.
+    """Find clients that took no step although the phases have some, bool ``(clients,)``.
 
-    With a budget of 0 nobody steps, and it says nothing about a client's data.
+    In phases with a budget of 0, that is no client.
 
     Args:
         phases: A round's local training.
-        steps: How many steps each client took, int64 ``(clients,)``.
+        steps: Number of steps of each client, int64 ``(clients,)``.
 
     Example:
         >>> steps = torch.tensor([0, 3])
@@ -62,7 +63,7 @@ def without_data(phases: Iterable[Phase], steps: Tensor) -> Tensor:
 
 
 class LocalStep(Protocol):
-    """What a client can do inside ``client_step``; supplied by the engine."""
+    """The functions of ``client_step``, supplied by the engine."""
 
     @property
     def phase(self) -> str:
@@ -70,31 +71,28 @@ class LocalStep(Protocol):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the running phase.
-
-        An error if the parameter groups have different ones.
-        """
+        """Learning rate of the running phase; an error if the parameter groups differ."""
 
     def grad(self, model: Model, batch: Any, also: tuple[str, ...] = ()) -> Model:
-        """Gradient of the training loss at ``model`` for what trains now, ``(clients, ...)``.
+        """Compute the training loss's gradient at ``model``, ``(clients, ...)``.
 
-        The forward pass updates the buffers of ``model`` (BatchNorm statistics) in place. The first
-        call of a step logs the module's ``self.log`` values; further calls don't. ``also`` names
-        further entries of ``model`` to differentiate by, such as the share of a mixture.
+        It has the parameters that train in this phase and the entries in ``also``, such as a
+        mixture's weight. The forward pass updates the buffers of ``model`` (BatchNorm statistics)
+        in place. The first call of a step logs the module's ``self.log`` values.
         """
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
-        """One step of the user's optimizer. The result replaces ``model``, whose memory it reuses.
+        """Take one step of the user's optimizer; the result reuses the memory of ``model``.
 
-        ``slot`` names the optimizer state (momentum, moments): one slot per model that the method
+        ``slot`` names the optimizer state (momentum, moments), one per model that the method
         trains.
         """
 
     def loss(self, model: Model, batch: Any) -> tuple[Tensor, Tensor]:
-        """The training loss at ``model``, for a phase that measures; the model is not changed.
+        """Compute the training loss at ``model`` in an evaluation phase, without changing it.
 
         Returns:
-            The mean over the step's samples and their number, float64 ``(clients,)`` each.
+            The mean over the step's samples and their number, each float64 ``(clients,)``.
         """
 
     def noise(self, like: Tree, key: str = "noise") -> Tree:
@@ -105,15 +103,15 @@ class LocalStep(Protocol):
         """
 
     def samples(self, batch: Any) -> tuple[Any, Tensor]:
-        """The step's samples themselves, for a method that computes on them without the module.
+        """Return the step's samples, for a method that computes on them without the module.
 
         Returns:
-            The batch before any augmentation, leaves ``(clients, samples, ...)``, and which samples
-            are real, bool ``(clients, samples)``: the others only fill up the shorter clients.
+            The batch before augmentation, leaves ``(clients, samples, ...)``, and the mask of real
+            samples, bool ``(clients, samples)``; the others are padding.
         """
 
     def report(self, loss: Tensor, batch: Any) -> None:
-        """Log as ``train_loss`` what a method has computed itself, ``(clients,)``.
+        """Log as ``train_loss`` a loss that the method has computed without :meth:`grad`.
 
-        For a step without :meth:`grad`.
+        ``loss`` has the shape ``(clients,)``.
         """

@@ -1,4 +1,4 @@
-"""What travels in a round: who takes part, what they gave, and how they were evaluated."""
+"""Records of a round: the cohort, its results and its evaluation."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from lightning_pfl.core.tree import Tree, rows
 
 
 def one_rate(rates: Collection[float]) -> float:
-    """The one learning rate of an optimizer's parameter groups.
+    """Return the single learning rate of an optimizer's parameter groups.
 
     Raises:
-        ValueError: If there are several.
+        ValueError: If they have several.
     """
     if len(rates) != 1:
         raise ValueError(
             f"Expected one learning rate for all parameter groups, but got {sorted(rates)}. "
-            "This method uses the learning rate in its update; give all groups of "
-            "`configure_optimizers` the same `lr`."
+            "Give all groups of `configure_optimizers` the same `lr`, which this method's update "
+            "uses."
         )
     return next(iter(rates))
 
 
 @dataclass
 class ClientInfo:
-    """What is known of the clients that a function works on; every tensor has shape ``(clients,)``.
+    """Facts about the clients that a function works on; tensors have the shape ``(clients,)``.
 
     Attributes:
         index: Client ids, int64.
-        num_samples: Training samples that the loop counted itself, int64.
+        num_samples: Training samples, as counted by the loop, int64.
         steps: Local optimizer steps of this round, all phases together, int64.
         weights: Aggregation weights of the method's ``weighting``, float64, summing to 1 over the
-            whole cohort.
+            cohort.
         round: The communication round, from 0.
         num_clients: Number of clients in the federation, sampled or not.
         rates: The different learning rates of the clients' optimizer now; empty where nobody
@@ -62,18 +62,18 @@ class ClientInfo:
     def lr(self) -> float:
         """The learning rate, for updates outside of ``client_step``.
 
-        An error if the parameter groups have different ones.
+        An error if the parameter groups differ.
         """
         return one_rate(self.rates)
 
     def rows(self, index: slice | Tensor) -> ClientInfo:
-        """The same for some of the clients; the weights are not renormalised."""
+        """Select some of the clients, without renormalising the weights."""
         tensors = {k: getattr(self, k) for k in ("index", "num_samples", "steps", "weights")}
         same = {k: getattr(self, k) for k in ("round", "num_clients", "rates")}
         return ClientInfo(**rows(tensors, index), **same)
 
     def keep(self, accepted: Tensor) -> ClientInfo:
-        """The accepted clients (bool ``(clients,)``), their weights renormalised to sum to 1."""
+        """Select accepted clients, bool ``(clients,)``, with weights renormalised to sum to 1."""
         kept = self.rows(accepted.nonzero().flatten())
         total = kept.weights.sum()
         kept.weights = (
@@ -86,11 +86,11 @@ class ClientInfo:
 
 @dataclass(frozen=True)
 class FitPlan:
-    """What is known of a fit before its first round.
+    """Facts about a fit before its first round.
 
     Attributes:
-        max_rounds: The round in which the fit ends at the latest; None without such a limit.
-        reload_every: After how many rounds the training data are loaded anew; 0 for never.
+        max_rounds: Number of the round at which the fit ends at the latest; None without a limit.
+        reload_every: Number of rounds between loads of the training data; 0 for never.
     """
 
     max_rounds: int | None
@@ -99,22 +99,22 @@ class FitPlan:
 
 @dataclass
 class Round:
-    """One communication round, as the hooks see it. Filled as the round goes on.
+    """One communication round, filled in as it proceeds.
 
-    `None` means not yet.
+    Fields are None until their stage is reached.
 
     Attributes:
         number: The round, from 0; equal to ``trainer.current_epoch``.
         info: The cohort.
-        received: What the server sent, ``(clients, ...)``.
-        uploads: What the clients sent, ``(clients, ...)``; after the gate only the accepted ones.
-        rejected: Ids of the clients whose upload the gate refused, with the reason.
+        received: Trees that the server sent, ``(clients, ...)``.
+        uploads: Trees that the clients sent, ``(clients, ...)``; after the gate only accepted ones.
+        rejected: Reasons by id of the clients whose upload the gate rejected.
         metrics: Values logged by the clients' training steps, averaged over clients and steps; at
-            the end also what the method measured.
+            the end also the method's values.
         bytes_down: Bytes sent to one client. ``bytes_up``: bytes sent by one client. Where clients
             differ, their mean, rounded down.
-        bytes_exchanged: Bytes of all messages between clients together.
-        server: The server's tree as the round began.
+        bytes_exchanged: Bytes of all messages between clients.
+        server: The server's tree at the start of the round.
     """
 
     number: int
@@ -130,19 +130,17 @@ class Round:
 
     @property
     def accepted(self) -> Tensor:
-        """Which clients of the cohort the gate accepted, bool ``(clients,)``, on the CPU."""
+        """Clients of the cohort that the gate accepted, bool ``(clients,)``, on the CPU."""
         return torch.tensor([k not in self.rejected for k in self.info.index.tolist()])
 
 
 @dataclass
 class LogOptions:
-    """How the user logged a value.
-
-    The arguments of ``self.log`` that matter after averaging over clients.
+    """The options of a logged value that matter after averaging over clients.
 
     Attributes:
-        prog_bar, logger: Where it is shown.
-        higher_is_better: What a torchmetrics object says of itself; None where nothing is known.
+        prog_bar, logger: Whether to show and log it, as in ``self.log``.
+        higher_is_better: That of a torchmetrics object; None if unknown.
     """
 
     prog_bar: bool = False
@@ -152,18 +150,18 @@ class LogOptions:
 
 @dataclass
 class LocalResult:
-    """What a cohort's local training gave.
+    """The results of a cohort's local training.
 
     Every tensor has a leading client axis in the order of ``info.index``.
 
     Attributes:
-        uploads: What leaves the clients.
-        own: What they remember.
+        uploads: Trees that leave the clients.
+        client_state: The clients' new states.
         logs: Values logged in ``training_step``: mean over each client's minibatches, weighted by
             batch size, ``(clients,)``; NaN where a client logged nothing.
-        options: How each value was logged.
-        loss: Mean training loss over each client's minibatches, ``(clients,)``; Inf where it
-            wasn't finite, NaN where none was computed.
+        options: Options of each value.
+        loss: Mean training loss over each client's minibatches, ``(clients,)``; Inf if it wasn't
+            finite, NaN if none was computed.
     """
 
     uploads: Tree
@@ -178,12 +176,12 @@ class Evaluation:
     """Per-client results of an evaluation.
 
     Attributes:
-        values: What ``validation_step`` or ``test_step`` logged, by the user's key: mean over each
+        values: Values logged by ``validation_step`` or ``test_step``, by key: mean over each
             client's batches, weighted by batch size, ``(clients,)``; NaN for a client without
-            samples. A torchmetrics object that was logged is computed per client.
+            samples. Logged torchmetrics objects are computed per client.
         counts: Samples evaluated, int64 ``(clients,)``.
-        options: How each value was logged.
-        predictions: For ``predict_step``: per client, the list of what it returned for each batch.
+        options: Options of each value.
+        predictions: For ``predict_step``: per client, the list of results of its batches.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -193,15 +191,15 @@ class Evaluation:
 
 
 OnClients = Callable[[list[int]], None]
-"""Called with the positions in the cohort of the clients that have just finished."""
+"""A function that is called with the positions in the cohort of clients that have finished."""
 
 
 def as_positions_of(on_clients: OnClients | None, at: slice | Tensor) -> OnClients | None:
-    """Report positions of a whole list, where an engine works on a part of it.
+    """Convert positions in a part of a list of clients to positions in the list.
 
     Args:
-        on_clients: Told positions of the whole list; None where nobody listens.
-        at: The part's positions there.
+        on_clients: Called with positions in the list; None without a listener.
+        at: Positions of the part's clients in the list.
     """
     if on_clients is None or isinstance(at, slice):
         return on_clients

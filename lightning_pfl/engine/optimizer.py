@@ -1,8 +1,7 @@
-"""The user's torch optimizer, stepping the stacked parameters of many clients at once.
+"""The user's torch optimizer on the stacked parameters of many clients.
 
-``SGD`` with momentum, ``Adam`` and the like are elementwise: a step on tensors ``(clients,
-*shape)`` is the step of each client. So the user's own optimizer class runs unmodified; only its
-parameters and its state are swapped underneath it.
+``SGD``, ``Adam`` and others are elementwise: a step on tensors ``(clients, *shape)`` is the step of
+each client. So the user's optimizer class runs unmodified, with its parameters and state replaced.
 """
 
 from __future__ import annotations
@@ -34,33 +33,24 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.Rprop,
     }
 )
-"""Optimizers whose update of an entry depends on that entry's history alone. Exact types.
-
-A subclass may do anything.
-"""
+"""Optimizers that update each entry by its own history alone; exact types, without subclasses."""
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""Optimizers with a kernel that reads and writes each parameter once.
-
-Used unless the user chose otherwise.
-"""
+"""Optimizers with a fused kernel, used unless the user chose otherwise."""
 
 
 def clip(grads: Model, value: float, algorithm: str) -> Model:
-    """Clip each client's gradients as ``gradient_clip_val`` says.
-
-    By the client's total norm, or by value.
-    """
+    """Clip each client's gradients by ``gradient_clip_val``: by the total norm, or by value."""
     if not grads:
         return grads
     if algorithm == "value":
         return tmap(lambda g: g.clamp(-value, value), grads)
-    # The same constant as torch.nn.utils.clip_grad_norm_, so that one client gives the same bits.
+    # The constant of torch.nn.utils.clip_grad_norm_, so that one client has the same bits.
     factor = (value / (sqnorm(grads).sqrt() + 1e-6)).clamp(max=1.0)
     return tmap(lambda g: g * per_client(factor, g), grads)
 
 
 def learning_rates(optimizer: Optimizer | None) -> tuple[float, ...]:
-    """The different learning rates of an optimizer's parameter groups, ascending."""
+    """Return the distinct learning rates of an optimizer's parameter groups, ascending."""
     groups = optimizer.param_groups if optimizer is not None else ()
     return tuple(sorted({float(group["lr"]) for group in groups}))
 
@@ -69,13 +59,13 @@ class ClientOptimizer:
     """A fresh optimizer for every client of a chunk, for one phase.
 
     Args:
-        template: What ``configure_optimizers`` returned; its parameter groups say the options of
-            each parameter.
-        layout: Names of the module's parameters.
-        clients: Clients in the chunk.
+        template: The optimizer that ``configure_optimizers`` returned, with the options of each
+            parameter.
+        parameter_split: Names of the module's parameters.
+        clients: Number of clients in the chunk.
         lr: Learning rate for all groups; None keeps the template's.
-        stacked: Whether the optimizer sees ``(clients, *shape)``; False shows it the one client's
-            ``(*shape)``, which any optimizer can handle.
+        stacked: Whether the optimizer gets ``(clients, *shape)``; otherwise it gets one client's
+            ``(*shape)``, as any optimizer can handle.
 
     Attributes:
         names: The parameters that it steps.
@@ -94,7 +84,7 @@ class ClientOptimizer:
         names = {id(p): name for name, p in parameter_split.module.named_parameters()}
         self._groups: list[list[str]] = []
         self._initial: dict[str, dict[str, Any]] = {}
-        # Not the constructor: its arguments are the class's own affair (AdamW's defaults don't fit
+        # Not the constructor, whose arguments differ between classes (AdamW's defaults don't fit
         # its signature).
         self._optimizer: Optimizer = object.__new__(type(template))
         self._optimizer.__dict__.update(template.__dict__)
@@ -127,11 +117,11 @@ class ClientOptimizer:
 
     @property
     def lr(self) -> float:
-        """The one learning rate of all groups."""
+        """Return the single learning rate of all groups."""
         return one_rate(learning_rates(self._optimizer))
 
     def new_tick(self) -> None:
-        """Forget the step counters that the groups of the last tick started from."""
+        """Clear the step counters from which the groups of the last tick started."""
         self._before.clear()
 
     def update(
@@ -142,17 +132,16 @@ class ClientOptimizer:
         rows: slice | Tensor | None = None,
         call: int = 0,
     ) -> Model:
-        """One step.
+        """Take one step.
 
-        Trained leaves are changed in place, or copied first where they are expanded views.
+        Trained leaves are changed in place, or copied first if they are expanded.
 
         Args:
-            model: Models of the chunk, or of the clients ``rows`` of it.
-            grads: Gradients; a name without gradient is left alone, as torch leaves parameters with
-                ``grad=None``.
-            slot: Which of the method's models this is: each has a state of its own.
-            rows: Which clients of the chunk these are; None for all.
-            call: How many updates of this slot the tick had before; clients of several groups share
+            model: Models of the chunk, or of its clients ``rows``.
+            grads: Gradients; names without gradient are skipped, as torch skips ``grad=None``.
+            slot: Name of the optimizer state, one per model of the method.
+            rows: Positions of these clients in the chunk; None for all.
+            call: Number of updates of this slot in the tick so far; clients of several groups share
                 step counters.
         """
         new = dict(model)
@@ -170,8 +159,7 @@ class ClientOptimizer:
                     leaf = leaf.clone(memory_format=torch.contiguous_format)
                 new[name] = leaf
                 param = leaf if self.stacked else leaf[0]
-                # torch's fused CPU kernels take the gradient's memory to be laid out as the
-                # parameter's.
+                # torch's fused CPU kernels need gradients with the parameters' memory layout.
                 grad = (
                     grads[name]
                     if grads[name].stride() == leaf.stride()
@@ -183,8 +171,8 @@ class ClientOptimizer:
                 state[param] = self._gather(slot, name, leaf, rows, call)
                 begun += bool(state[param])
             if group.get("fused") and "momentum" in group:
-                # torch's fused SGD wants all momentum buffers or none, and a parameter may have
-                # its first gradient later than others.
+                # torch's fused SGD needs all momentum buffers or none, but a parameter may have its
+                # first gradient later than others.
                 group["fused"] = begun in (0, len(group["params"]))
                 slow += [] if group["fused"] else [group]
         self._optimizer.state = defaultdict(dict, state)
@@ -199,10 +187,7 @@ class ClientOptimizer:
     def _gather(
         self, slot: str, name: str, leaf: Tensor, rows: slice | Tensor | None, call: int
     ) -> dict[str, Any]:
-        """The state of some clients.
-
-        Views or copies of the stacked tensors, and the shared counters.
-        """
+        """Return the state of some clients: views or copies, and the shared counters."""
         state = self._state[slot]
         if name not in state:
             state[name] = {
@@ -217,7 +202,7 @@ class ClientOptimizer:
             counters = {k: _copy(v) for k, v in entries.items() if not _is_stacked(v, leaf)}
             self._before[key] = counters if entries else None
         before = self._before[key]
-        if before is None:  # this tick is the first step: torch creates the state
+        if before is None:  # the first step: torch creates the state
             return {}
         counters = {k: _copy(v) for k, v in before.items()}
         return {k: v[rows] for k, v in entries.items() if _is_stacked(v, leaf)} | counters
@@ -248,32 +233,27 @@ def _copy(value: Any) -> Any:
 
 
 def check_optimizer(template: Optimizer) -> None:
-    """Refuse optimizers that re-evaluate the loss, or whose step isn't that of their class.
-
-    Raises:
-        TypeError: For LBFGS, and for an optimizer with a ``step`` of its own.
-    """
+    """Raise TypeError for LBFGS, and for an optimizer whose ``step`` is replaced on the object."""
     step = vars(template).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise TypeError(
             f"Expected `configure_optimizers` to return an optimizer with the `step` of its class, "
             f"but got {type(template).__name__} with `step` replaced on the object. Write a "
-            "subclass: every client gets an optimizer of its own."
+            "subclass instead."
         )
     if isinstance(template, torch.optim.LBFGS):
         raise TypeError(
-            "Expected `configure_optimizers` to return an optimizer that steps on given "
-            "gradients, but got LBFGS, which "
-            "re-evaluates the loss inside its step. Use SGD or Adam."
+            "Expected `configure_optimizers` to return an optimizer that steps on given gradients, "
+            "but got LBFGS. Use SGD or Adam."
         )
 
 
 def why_not_elementwise(template: Optimizer) -> str | None:
-    """Why the optimizer can't run on stacked parameters; None if it can."""
+    """Describe why the optimizer can't run on stacked parameters, or return None."""
     name = type(template).__name__
     if type(template) not in ELEMENTWISE:
         return f"{name} is not known to be elementwise"
-    # They see the parameters of many clients as one, of which they may take a norm.
+    # Hooks get the parameters of many clients as one, of which they may take a norm.
     hooks = (template._optimizer_step_pre_hooks, template._optimizer_step_post_hooks)
     return f"{name} has step hooks" if any(hooks) else None
 

@@ -24,19 +24,19 @@ from lightning_pfl.engine.logs import LogCapture, Reduction
 
 
 class NotVectorizableError(RuntimeError):
-    """A step that can't run for many clients at once; says why."""
+    """A step that can't run for many clients at once, with the reason."""
 
 
 @contextmanager
 def batchable_kernels(transform: str) -> Iterator[None]:
-    """Keep torch from fusing layers into kernels that have no batching rule.
+    """Disable fused kernels without batching rules.
 
-    Fused attention and the fused TransformerEncoderLayer of inference would run in a loop over
-    clients under ``vmap``, if at all; so would oneDNN's LSTM, which only ``"grad"`` can batch. For
-    the transform ``"forward"`` oneDNN stays on: an unbatched convolution needs it.
+    Under ``vmap``, fused attention and the fused TransformerEncoderLayer of inference would run in
+    a loop over clients, if at all; so would oneDNN's LSTM, which only ``"grad"`` can batch. For
+    ``"forward"`` oneDNN stays on, as an unbatched convolution needs it.
     """
     fused = torch.backends.mha.get_fastpath_enabled()
-    # The attribute; `mkldnn.flags()` also sets, and warns of, a flag for other hardware.
+    # `mkldnn.flags()` would also set a flag of other hardware, and warn of it.
     backend: Any = torch.backends.mkldnn
     onednn = backend.enabled
     torch.backends.mha.set_fastpath_enabled(False)
@@ -50,7 +50,7 @@ def batchable_kernels(transform: str) -> Iterator[None]:
 
 
 class _StepCaller(nn.Module):
-    """``functional_call`` reaches ``forward`` only; this forwards to the module's step."""
+    """A module whose ``forward``, reached by ``functional_call``, calls the user's step."""
 
     def __init__(self, module: L.LightningModule) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _StepCaller(nn.Module):
 
 
 class ClientProgram:
-    """Calls the user's steps with a given model, batch and key; logged values come back as outputs.
+    """Calls the user's steps with a given model, batch and key, and returns logged values.
 
     Args:
         module: The user's module, attached to the Trainer.
@@ -78,7 +78,7 @@ class ClientProgram:
         augment: Callable[[Any], Any] | None = None,
         fast_kernels: bool = False,
     ) -> None:
-        # Not every module has `per_sample` or `backbone`; who asks for them has checked.
+        # Any, as not every module has `per_sample` or `backbone`; callers have checked.
         self.module: Any = module
         self.caller = _StepCaller(module)
         self.autocast = autocast
@@ -97,7 +97,7 @@ class ClientProgram:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Replace the module's ``log`` for the duration of local work."""
+        """Replace the module's ``log`` inside a ``with`` block."""
         self.module.__dict__["log"] = self.log
         try:
             yield
@@ -105,7 +105,7 @@ class ClientProgram:
             del self.module.__dict__["log"]
 
     def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function of the module with its parameters and buffers replaced by ``model``."""
+        """Call a function of the module with its parameters and buffers replaced by ``model``."""
         model, other, share = parts(model)
         named = {place: leaf for name, leaf in model.items() for place in self._places[name]}
         if self.throwaway:
@@ -124,7 +124,7 @@ class ClientProgram:
         return result
 
     def _keep_assigned(self, model: Model, named: dict[str, Tensor]) -> None:
-        """Write what a step has assigned to a buffer, ``self.average = ...``, into the model's."""
+        """Copy buffers that a step has assigned, ``self.average = ...``, to the model's."""
         for name in self._buffers.difference(self.throwaway):
             if name in model and (new := named[self._places[name][0]]) is not model[name]:
                 model[name].copy_(new.detach())
@@ -147,17 +147,17 @@ class ClientProgram:
         features: Tensor | None,
         backward: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Loss and logged values of one client's minibatch; the loss is None if it is skipped.
+        """Compute loss and logged values of one client's minibatch; the loss is None if skipped.
 
         Args:
             model: One client's parameters and buffers, without client axis.
             batch: Leaves ``(batch, ...)``.
-            key: int64 scalar for random calls; None if the step is known to have none.
+            key: int64 scalar for random calls; None if the step makes none.
             number: ``batch_idx``.
             mask: 1 for real samples, ``(batch,)``; None if all are.
             features: Output of the module's backbone for this batch, which then isn't run.
-            backward: Called with the loss while the module still has the client's model, which
-                ``torch.utils.checkpoint`` computes with a second time.
+            backward: Called with the loss while the module has the client's model, which
+                ``torch.utils.checkpoint`` needs again.
         """
 
         def run() -> Tensor | None:
@@ -192,7 +192,7 @@ class ClientProgram:
     def measured_loss(
         self, model: Model, batch: Any, key: Tensor | None, number: int, mask: Tensor | None
     ) -> Tensor | None:
-        """Training loss of one client's minibatch as it is, without augmentation.
+        """Compute the training loss of one client's minibatch, without augmentation.
 
         None where ``training_step`` skips the minibatch.
         """
@@ -217,13 +217,13 @@ class ClientProgram:
     def evaluation_step(
         self, model: Model, step: str, batch: Any, number: int
     ) -> tuple[Any, dict[str, Any]]:
-        """What a validation, test or prediction step returns and logs, for one client's batch."""
+        """Run a validation, test or prediction step on one client's batch, and return its logs."""
         self.log.begin(batch)
         out = self.call(model, call_step(getattr(self.module, step), batch, number))
         return out, self.log.take()
 
     def per_sample(self, model: Model, batch: Any) -> dict[str, Tensor]:
-        """The per-sample values of one client's batch, each ``(batch,)``."""
+        """Compute the per-sample values of one client's batch, each ``(batch,)``."""
         values: dict[str, Tensor] = self.call(model, self.module.per_sample, batch)
         return values
 
@@ -231,7 +231,7 @@ class ClientProgram:
 
     @contextmanager
     def _prefix(self, features: Tensor | None) -> Iterator[None]:
-        """Let the backbone return cached features instead of running."""
+        """Make the backbone return cached features instead of running."""
         if features is None:
             yield
             return
@@ -248,10 +248,7 @@ class ClientProgram:
             del backbone.__dict__["forward"]
 
     def prefix_features(self, model: Model, batch: Any) -> Tensor:
-        """Output of the backbone in a training step, ``(batch, ...)``.
-
-        The rest of the step isn't run.
-        """
+        """Compute the backbone's output in a training step, ``(batch, ...)``, and stop there."""
         backbone: Any = self.module.backbone
         original = backbone.forward
 
@@ -267,11 +264,11 @@ class ClientProgram:
         raise NotVectorizableError("`training_step` doesn't call `self.backbone`")
 
     def survey_prefix(self, model: Model, batch: Any) -> tuple[int, int]:
-        """Run a whole training step and watch the backbone.
+        """Run a complete training step and count the backbone's calls.
 
         Returns:
-            How often the step calls the backbone, and how many random functions run until the last
-            of these calls returns.
+            The number of calls of the backbone, and the number of random calls until the last of
+            them returns.
         """
         backbone: Any = self.module.backbone
         original, seen = backbone.forward, [0, 0]
@@ -297,7 +294,7 @@ class _PrefixReachedError(Exception):
 
 
 def call_step(step: Callable[..., Any], batch: Any, number: int) -> Callable[[], Any]:
-    """A step with its arguments bound: ``batch``, and ``batch_idx`` where the signature has it."""
+    """Bind a step's arguments: ``batch``, and ``batch_idx`` if the signature has it."""
     index = _index_kind(step)
     if index is None:
         return lambda: step(batch)
@@ -306,12 +303,12 @@ def call_step(step: Callable[..., Any], batch: Any, number: int) -> Callable[[],
     return lambda: step(batch, number)
 
 
-# Reading a signature takes longer than a small step; methods are the usual case.
+# Cached, as reading a signature takes longer than a small step.
 _INDEX_KINDS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def _index_kind(step: Callable[..., Any]) -> Any:
-    """How a step takes the batch's number, as a kind of parameter; None if it doesn't."""
+    """Return the kind of a step's parameter for the batch's number; None without one."""
     function = getattr(step, "__func__", None)
     if function is None:
         return _read_index_kind(step)
@@ -321,7 +318,7 @@ def _index_kind(step: Callable[..., Any]) -> Any:
 
 
 def _read_index_kind(step: Callable[..., Any]) -> Any:
-    # The signature, not the code: of a decorated step it is that of the function inside.
+    # The signature of the function inside a decorated step.
     found = signature(step).parameters.values()
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     if sum(p.kind in positional for p in found) >= 2:

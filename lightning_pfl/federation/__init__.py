@@ -1,1 +1,1 @@
-"""A federation between rounds: server, clients' memories, and who does what in a round."""
+"""A federation between rounds: server, client states and the clients' tasks in a round."""

@@ -1,4 +1,4 @@
-"""Local training from given models, outside the rounds: personalization at test time."""
+"""Local training outside of rounds, for personalization at test time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Step = Callable[[Model, Any, LocalStep, Tensor], Model]
 
 
 class Adaptation(Method):
-    """Clients train what they are given, and hand it back.
+    """A method whose clients train given models and return them.
 
     Args:
         step: One step of a model on a batch; None for the user's optimizer.
@@ -35,19 +35,19 @@ class Adaptation(Method):
         )
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Begin with the given model."""
+        """Start with the given model."""
         model: Model = received["model"]
         device = next(iter(model.values())).device
         return {"model": model, "samples": info.num_samples.to(device).double()}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """One step."""
+        """Take one step."""
         return {**state, "model": self.step(state["model"], minibatches, client, state["samples"])}
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Hand back the whole model."""
+        """Return the model."""
         return {"model": state["model"]}, {}
 
 
@@ -60,20 +60,20 @@ def adapt(
     stream: str = "adaptation",
     step: Step | None = None,
 ) -> Model:
-    """Train copies of models on the clients' training data; the federation's state stays untouched.
+    """Train copies of models on the clients' training data, without changing the federation.
 
     Args:
-        federation: The strategy of a Trainer.
+        federation: The federation.
         models: One model per client, ``(clients, ...)``.
-        clients: Ids, int64 ``(clients,)``; of ``data`` if that is given.
-        phases: What trains, and for how long.
-        data: What they train on, with ``clients`` as rows; None for the training data.
+        clients: Ids, int64 ``(clients,)``; rows of ``data`` if that is given.
+        phases: Phases of the training.
+        data: Other data to train on; None for the training data.
         stream: Name of the random stream, so that several adaptations in a round draw different
             numbers.
         step: One step of a model on a batch; None for the user's optimizer.
 
     Returns:
-        The trained models, ``(clients, ...)``. A client without samples keeps what it was given.
+        The trained models, ``(clients, ...)``. A client without samples keeps its model.
 
     Raises:
         MisconfigurationException: If the Trainer has no training data.
@@ -112,7 +112,7 @@ def adapt(
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module in eval mode, and every part of it back into the mode that it had."""
+    """Put a module in eval mode inside a ``with`` block, and restore the mode of each part."""
     modes = {shard: shard.training for shard in module.modules()}
     module.eval()
     try:

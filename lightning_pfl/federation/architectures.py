@@ -1,7 +1,7 @@
-"""Clients of one architecture: their module, their memories and their engine.
+"""Clients of one architecture: their module, their states and their engine.
 
-Most federations have one group. Several come from :class:`~lightning_pfl.ClientModules`; each group
-is batched on its own, and only what has the same shape in all of them can meet on a server.
+Most federations have one architecture; :class:`~lightning_pfl.ClientModules` have several, each
+batched separately. Only trees with the same shapes in all of them can be aggregated on a server.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from lightning_pfl.methods.base import Method
 from lightning_pfl.models.client_modules import ClientModules
 
 INITIAL_ROWS = 64
-"""Clients whose first memories are made at a time, where they differ."""
+"""Number of clients whose initial states are made at once, where they differ."""
 
 
 class Architecture:
-    """Clients that share one architecture.
+    """The clients that share an architecture.
 
     Args:
-        name: The group's name; empty where it is the only one.
+        name: The architecture's name; empty if it is the only one.
         module: The module of its clients.
-        layout: Who holds which of its parameters.
-        clients: Their ids, int64 ``(clients,)``, ascending; None for all clients.
+        parameter_split: The split of the module's parameters.
+        clients: Ids of its clients, int64 ``(clients,)``, ascending; None for all clients.
 
     Attributes:
-        method: The method, bound to this group's layout; the federation's own where there is one
-            group.
-        bank: What its clients remember.
-        engine: What runs its clients.
+        method: The method, bound to this parameter split; the federation's own if there is only one
+            architecture.
+        client_states: The states of its clients.
+        engine: The engine of its clients.
         optimizer: The template of its clients' optimizers, from ``configure_optimizers``; None
-            before one was needed.
+            until it is needed.
     """
 
     method: Method
@@ -67,7 +67,7 @@ class Architecture:
         )
 
     def count(self, num_clients: int) -> int:
-        """How many of the federation's clients it has."""
+        """Count its clients in the federation."""
         return num_clients if self.clients is None else len(self.clients)
 
     def begin(
@@ -79,13 +79,13 @@ class Architecture:
         ranks: Ranks,
         info: ClientInfo,
     ) -> None:
-        """Fill the bank with what the clients remember before round 0.
+        """Fill the store with the clients' states before round 0.
 
         Args:
-            method: Bound to this group.
-            row: What one client remembers, by the method's ``init_client_state``.
-            num_clients: Clients of the federation.
-            device: Where the bank lives.
+            method: The method, bound to this architecture.
+            row: One client's state, from the method's ``init_client_state``.
+            num_clients: Number of clients in the federation.
+            device: Device of the store.
             ranks: The processes that share the clients.
             info: All clients of the federation.
         """
@@ -106,19 +106,19 @@ class Architecture:
     def gather(
         self, clients: Tensor, device: torch.device | str | None = None, edges: bool = True
     ) -> Tree:
-        """Copies of what some of its clients remember, ``(clients, ...)``.
+        """Copy the states of some of its clients, ``(clients, ...)``.
 
-        ``edges=False`` leaves out what only messages need (``edge_state``).
+        ``edges=False`` leaves out entries that only messages use (``edge_state``).
         """
         without = () if edges else self.method.edge_state
         return self.client_states.gather(self.positions(clients), device, without)
 
     def scatter(self, clients: Tensor, memories: Tree) -> None:
-        """Store what some of its clients remember."""
+        """Store the states of some of its clients."""
         self.client_states.scatter(self.positions(clients), memories)
 
     def positions(self, clients: Tensor) -> Tensor:
-        """Rows of the bank of some of its clients."""
+        """Find the rows of some of its clients in the store."""
         return clients if self.clients is None else torch.searchsorted(self.clients, clients)
 
 
@@ -126,14 +126,14 @@ class Architecture:
 def naming_architecture(
     architecture: Architecture, names: Sequence[str], rows: Tensor, stage: str, round: int | None
 ) -> Iterator[None]:
-    """Say in an error of a group's module which group of ``ClientModules`` it is, and whose.
+    """Add the architecture's name in ``ClientModules`` to errors of its module.
 
     Args:
-        architecture: The group.
+        architecture: The architecture.
         names: The names of all clients of the data.
-        rows: Which of them are at work, int64 ``(clients,)``.
-        stage: What they do, such as ``"client_step"``.
-        round: The round; None if there is none.
+        rows: Clients at work, int64 ``(clients,)``.
+        stage: Name of the function, such as ``"client_step"``.
+        round: The round; None outside of rounds.
     """
     try:
         yield
@@ -147,18 +147,17 @@ def naming_architecture(
             known.client if known else shown,
             round,
             f"{(known and known.__cause__) or cause}. They have the module {architecture.name!r} "
-            "of "
-            "ClientModules: check that `groups` gives each client the module that fits its data.",
+            "of ClientModules: check that `groups` gives each client a module that fits its data.",
         ) from cause
 
 
 def modules_by_name(module: Any) -> dict[str, Any]:
-    """The modules that clients train, by name: the user's, or those of ``ClientModules``."""
+    """Map names to the modules that clients train: the user's, or those of ``ClientModules``."""
     return module.groups if isinstance(module, ClientModules) else {"": module}
 
 
 def parameter_splits(module: Any, method: Method) -> dict[str, ParameterSplit]:
-    """Who holds which parameter, for every architecture."""
+    """Split the parameters of every architecture."""
     return {
         name: ParameterSplit(part, method.resolve_personal(ParameterSplit(part)))
         for name, part in modules_by_name(module).items()
@@ -168,11 +167,11 @@ def parameter_splits(module: Any, method: Method) -> dict[str, ParameterSplit]:
 def make_architectures(
     module: Any, split: Mapping[str, ParameterSplit], names: Sequence[str]
 ) -> list[Architecture]:
-    """The groups of a module: one, or those of :class:`~lightning_pfl.ClientModules`.
+    """Make the architectures of a module: one, or those of :class:`~lightning_pfl.ClientModules`.
 
     Args:
         module: The user's module.
-        split: As :func:`parameter_splits` gives it.
+        split: Result of :func:`parameter_splits`.
         names: The clients' names.
     """
     if not isinstance(module, ClientModules):
@@ -184,7 +183,7 @@ def make_architectures(
 
 
 def describe(split: Mapping[str, ParameterSplit]) -> dict[str, object]:
-    """What a checkpoint must agree on: the shape and the holder of every entry."""
+    """Return the shape and kind of every entry, for checkpoints."""
     return {
         f"{architecture}: {name}" if architecture else name: entry
         for architecture, parameter_split in split.items()
@@ -193,7 +192,7 @@ def describe(split: Mapping[str, ParameterSplit]) -> dict[str, object]:
 
 
 def table(architectures: Sequence[Architecture]) -> str:
-    """Who holds which parameters, for the log."""
+    """Format the parameter splits for the log."""
     return "\n".join(
         (f"  {architecture.name}\n" if architecture.name else "")
         + architecture.parameter_split.table(
@@ -206,13 +205,13 @@ def table(architectures: Sequence[Architecture]) -> str:
 def bound(
     method: Method, architecture: Architecture, architectures: Sequence[Architecture], known: Known
 ) -> Method:
-    """Bind a method to one architecture: itself where there is one architecture, else a copy.
+    """Bind a method to one architecture: itself if there is only one, else a copy.
 
     Args:
         method: The method.
         architecture: The architecture.
         architectures: All of them.
-        known: What there is to know, with the parameter split of any architecture.
+        known: Facts about the federation, with the parameter split of any architecture.
     """
     mine = method if len(architectures) == 1 else copy.copy(method)
     mine.bind(replace(known, parameter_split=architecture.parameter_split))
@@ -220,7 +219,7 @@ def bound(
 
 
 def model_sizes(architectures: Sequence[Architecture], num_clients: int) -> Tensor:
-    """Trainable scalars of each client's model, int64 ``(num_clients,)``."""
+    """Count the trainable scalars of each client's model, int64 ``(num_clients,)``."""
     sizes = torch.zeros(num_clients, dtype=torch.int64)
     for architecture in architectures:
         clients = slice(None) if architecture.clients is None else architecture.clients
@@ -231,7 +230,7 @@ def model_sizes(architectures: Sequence[Architecture], num_clients: int) -> Tens
 def by_architecture(
     architectures: Sequence[Architecture], clients: Tensor
 ) -> Iterator[tuple[Architecture, slice | Tensor]]:
-    """Split a list of clients: each group with the positions of its clients in the list."""
+    """Split a list of clients: each architecture with the positions of its clients."""
     if len(architectures) == 1:
         yield architectures[0], slice(None)
         return
@@ -245,10 +244,10 @@ def by_architecture(
 def one_architecture(
     architectures: Sequence[Architecture], clients: Tensor | None = None
 ) -> Architecture:
-    """The group of all these clients; of all clients of the federation for None.
+    """Return the only architecture of some clients, or of all clients for None.
 
     Raises:
-        MisconfigurationException: If they are of several groups.
+        MisconfigurationException: If they have several.
     """
     found = (
         architectures
@@ -260,51 +259,50 @@ def one_architecture(
     raise MisconfigurationException(
         "Expected clients of one architecture, but got clients of "
         f"{', '.join(repr(architecture.name) for architecture in found) or 'no architecture'}. "
-        "Ask for the clients of "
-        "one group at a time; callbacks that compare or change the parameters of all clients need "
-        "one module for all of them."
+        "Use the clients of one architecture at a time, and only callbacks that don't compare "
+        "parameters of all clients."
     )
 
 
 def check_server_trees(
     method: Method, architectures: Sequence[Architecture], trees: Sequence[Tree]
 ) -> None:
-    """Require that what the server holds has the same shapes in all groups.
+    """Require that the server's tree has the same shapes for all architectures.
 
     Args:
         method: The method.
-        architectures: The groups.
-        trees: What ``init_server`` makes of the module of each.
+        architectures: The architectures.
+        trees: Result of ``init_server`` for the module of each.
 
     Raises:
-        MisconfigurationException: Names the entry, both shapes, and what works across them.
+        MisconfigurationException: If shapes differ.
     """
     if difference := _difference(architectures, trees):
         settings = inspect.signature(type(method)).parameters
         split = next((name for name in ("shared", "personal") if name in settings), "")
-        what = {"shared": "a part that all groups have", "personal": "every part that differs"}
+        what = {"shared": "a part with equal shapes", "personal": "every part that differs"}
         advice = (
-            f"Name {what[split]} in `{split}=`, or across architectures use LocalOnly, SheafFMTL "
-            "or HomologicalConstraints."
+            f"Name {what[split]} in `{split}=`, or use LocalOnly, SheafFMTL or "
+            "HomologicalConstraints."
             if split
-            else "Across architectures use LocalOnly, SheafFMTL or HomologicalConstraints; or "
-            "FedPer, FedRep or LGFedAvg with a split whose shared part is the same in all groups."
+            else "Use LocalOnly, SheafFMTL or HomologicalConstraints, or FedPer, FedRep or "
+            "LGFedAvg with a shared part of equal shapes."
         )
         raise MisconfigurationException(
-            f"Expected what {type(method).__name__} holds on the server to have one shape for all "
-            f"clients, but {difference}. {advice}"
+            f"Expected the server of {type(method).__name__} to have one shape for all clients, "
+            f"but {difference}. {advice}"
         )
 
 
 def check_messages(architectures: Sequence[Architecture], everyone: ClientInfo) -> None:
-    """Require that messages between neighbours have the same shapes in all groups.
+    """Require that messages between neighbours have the same shapes for all architectures.
 
     Args:
-        architectures: The groups, with what their clients remember before round 0.
+        architectures: The architectures, with their clients' states before round 0.
         everyone: All clients of the federation.
 
     Raises:
-        MisconfigurationException: Names the entry, both shapes, and what works across them.
+        MisconfigurationException: If shapes differ.
     """
     architectures = [
         architecture
@@ -323,25 +321,23 @@ def check_messages(architectures: Sequence[Architecture], everyone: ClientInfo) 
             )
         if difference := _difference(architectures, sent):
             raise MisconfigurationException(
-                f"Expected what clients of {type(architectures[0].method).__name__} write to each "
-                "other "
-                f"to have one shape, but {difference}. Across architectures use SheafFMTL or "
-                "HomologicalConstraints, whose messages are projections to common spaces; or "
-                "LocalOnly."
+                f"Expected messages between clients of {type(architectures[0].method).__name__} "
+                f"to have one shape, but {difference}. Use SheafFMTL, HomologicalConstraints or "
+                "LocalOnly across architectures."
             )
 
 
 def _difference(architectures: Sequence[Architecture], trees: Sequence[Tree]) -> str:
-    """The first entry that has another shape than in the first group; empty if there is none."""
+    """Describe the first entry with another shape than in the first architecture, or return ""."""
     first = shapes(trees[0])
     for architecture, tree in zip(architectures[1:], trees[1:], strict=True):
         other = shapes(tree)
         for name in {**first, **other}:
             if first.get(name) != other.get(name):
                 return (
-                    f"`{name}` is {_shape_text(first.get(name))} in group "
-                    f"{architectures[0].name!r} and "
-                    f"{_shape_text(other.get(name))} in group {architecture.name!r}"
+                    f"`{name}` is {_shape_text(first.get(name))} in architecture "
+                    f"{architectures[0].name!r} and {_shape_text(other.get(name))} in architecture "
+                    f"{architecture.name!r}"
                 )
     return ""
 

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment, and that say why they don't fit."""
+"""Reading and checking of checkpoints."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ PARTS = (
     "client_states",
     "history",
 )
-"""What the federation's part of every checkpoint has."""
+"""Keys of the federation's part of a checkpoint."""
 
 
 def check_file(path: Any) -> None:
-    """Compare a checkpoint on this machine with its own checksums, before anything in it is used.
+    """Compare a local checkpoint with its checksums.
 
-    ``torch.save`` writes a zip archive with a CRC-32 for each entry, which ``torch.load`` doesn't
-    look at. Other files, and those behind a URL, are left to the reader.
+    ``torch.save`` writes a zip archive with a CRC-32 for each entry, which ``torch.load`` ignores.
+    Other files and URLs aren't checked.
 
     Raises:
         RuntimeError: If a byte of the file has changed since it was written.
@@ -67,21 +67,21 @@ def _damaged(path: Any, what: str) -> RuntimeError:
 
 @contextmanager
 def explain_read_errors(path: Any) -> Iterator[None]:
-    """Turn the errors of reading a broken or foreign file into sentences; the file stays as it is.
+    """Explain the errors of reading a broken or foreign file.
 
     Raises:
-        RuntimeError: If the file is truncated, is no checkpoint, or holds code that isn't run by
-        default.
+        RuntimeError: If the file is truncated, is no checkpoint, or has code that isn't run by
+            default.
     """
     try:
         yield
     except pickle.UnpicklingError as cause:
-        # torch says so for an object that needs code; for bytes that are no pickle it doesn't.
+        # torch's text for an object that needs code; bytes that are no pickle have another.
         if "unsupported global" not in str(cause).lower():
             raise _broken(path, cause) from cause
         raise RuntimeError(
             f"Expected the checkpoint {str(path)!r} to hold tensors and plain values, but reading "
-            "it would run code that it names. If you trust the file, pass weights_only=False."
+            "it would run code. If you trust the file, pass weights_only=False."
         ) from cause
     except (RuntimeError, EOFError, ValueError, LookupError) as cause:
         raise _broken(path, cause) from cause
@@ -94,7 +94,7 @@ def explain_read_errors(path: Any) -> Iterator[None]:
 def _broken(path: Any, cause: BaseException) -> RuntimeError:
     return RuntimeError(
         f"Expected {str(path)!r} to be a checkpoint, but it is truncated or of another format "
-        f"({_first_line(cause)}). The file was left as it is. Resume from another checkpoint."
+        f"({_first_line(cause)}). Resume from another checkpoint."
     )
 
 
@@ -103,26 +103,22 @@ def _first_line(error: BaseException) -> str:
 
 
 def require_lightning(checkpoint: Any, path: Any) -> dict[str, Any]:
-    """Require a Lightning checkpoint and not just any saved object.
-
-    Raises:
-        CheckpointMismatchError: If it is something else.
-    """
+    """Return a Lightning checkpoint, or raise CheckpointMismatchError for any other object."""
     if isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint:
         return checkpoint
     raise CheckpointMismatchError(
         f"Expected {str(path)!r} to be a checkpoint of a Trainer, but it holds a "
-        f"{type(checkpoint).__name__} saved by something else. Load weights alone with "
+        f"{type(checkpoint).__name__}. Load weights alone with "
         "`module.load_state_dict(torch.load(path))`."
     )
 
 
 def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The federation's part of a checkpoint.
+    """Return the federation's part of a checkpoint.
 
     Raises:
-        CheckpointMismatchError: If the run that wrote it wasn't federated, if another version wrote
-        it, or if something is missing in it.
+        CheckpointMismatchError: If the run wasn't federated, the format is another one, or a part
+            is missing.
     """
     if "federated" in checkpoint:
         saved: Mapping[str, Any] = checkpoint["federated"]
@@ -131,14 +127,13 @@ def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         if missing := [name for name in PARTS if name not in found]:
             raise CheckpointMismatchError(
                 f"Expected a checkpoint whose `federated` part has {', '.join(PARTS)}, but "
-                f"{', '.join(missing)} is not there. Resume from a file that this version of "
-                "lightning_pfl wrote and nobody has changed."
+                f"{', '.join(missing)} is missing. Use an unchanged file of this version of "
+                "lightning_pfl."
             )
         return saved
     raise CheckpointMismatchError(
-        "Expected a checkpoint of a federated run, but got one that was written without "
-        "FederatedStrategy. To start from its weights, load them with "
-        "`Module.load_from_checkpoint(path)` and call trainer.fit without ckpt_path."
+        "Expected a checkpoint of a federated run, but got one without FederatedStrategy. Load its "
+        "weights with `Module.load_from_checkpoint(path)` and call trainer.fit without ckpt_path."
     )
 
 
@@ -155,15 +150,15 @@ def _check_format(saved: Any) -> None:
 
 
 def check_parameter_split(saved: Mapping[str, Any], method: str, ours: Mapping[str, Any]) -> None:
-    """Require a checkpoint of this method and of this module, split in this way.
+    """Require a checkpoint of this method, module and parameter split.
 
     Args:
         saved: The federation's part of the checkpoint.
         method: The method's name.
-        ours: Shape and holder of every entry of the module now.
+        ours: Shape and kind of every entry of the module now.
 
     Raises:
-        CheckpointMismatchError: Names both sides.
+        CheckpointMismatchError: If one of them differs.
     """
     if saved["method"] != method:
         raise CheckpointMismatchError(
@@ -196,16 +191,16 @@ def check_settings(
     state: Sequence[str],
     doing: str = "The run continues",
 ) -> None:
-    """Require the settings on which the server's state depends; warn of others that changed.
+    """Require equal settings that the server's state depends on; warn of others that changed.
 
     Args:
         saved: The federation's part of the checkpoint.
         settings: The method's settings now.
-        state: Names of those on which the state depends.
+        state: Names of the settings that the state depends on.
         doing: Beginning of the warning.
 
     Raises:
-        CheckpointMismatchError: Names both sides.
+        CheckpointMismatchError: If one of these differs.
     """
     theirs: Mapping[str, str] = saved["settings"]
     changed = [n for n in {**settings, **theirs} if settings.get(n) != theirs.get(n)]
@@ -217,8 +212,7 @@ def check_settings(
             )
     if changed:
         listed = "; ".join(
-            f"{n} was {theirs.get(n, 'not there')}, is {settings.get(n, 'not there')}"
-            for n in changed
+            f"{n} was {theirs.get(n, 'missing')}, is {settings.get(n, 'missing')}" for n in changed
         )
         rank_zero_warn(
             f"{doing} with other settings of {saved['method']} than the checkpoint's: {listed}."
@@ -226,7 +220,7 @@ def check_settings(
 
 
 def saved_optimizers(checkpoint: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Kind and state of each architecture's optimizer; the kind is empty where it isn't known.
+    """Return class name (empty if unknown) and state of each architecture's optimizer.
 
     A checkpoint of weights alone has none.
     """
@@ -238,19 +232,19 @@ def saved_optimizers(checkpoint: Mapping[str, Any]) -> list[tuple[str, dict[str,
 def load_optimizer(
     template: Optimizer, kind: str, state: Mapping[str, Any], scheduled: bool = True
 ) -> None:
-    """Give the template of the clients' optimizers the settings of a checkpoint.
+    """Load a checkpoint's settings into the template of the clients' optimizers.
 
-    They count, as in every Lightning run, and not what ``configure_optimizers`` says now, as
-    schedulers may have changed them. Where no scheduler has, differences are said.
+    As in every Lightning run they replace those of ``configure_optimizers``, since schedulers may
+    have changed them. Without schedulers, differences are reported.
 
     Args:
-        template: What ``configure_optimizers`` returned.
-        kind: Name of the class that was saved; empty where it isn't known.
+        template: The optimizer that ``configure_optimizers`` returned.
+        kind: Name of the saved class; empty if unknown.
         state: Its ``state_dict``.
-        scheduled: Whether something may have changed the settings since.
+        scheduled: Whether schedulers may have changed the settings.
 
     Raises:
-        CheckpointMismatchError: If it is another optimizer, or has other parameter groups.
+        CheckpointMismatchError: If the class or the parameter groups differ.
     """
     name, architectures = type(template).__name__, state["param_groups"]
     if (kind or name, len(architectures)) != (name, len(template.param_groups)):
@@ -261,7 +255,7 @@ def load_optimizer(
         )
     if any(not math.isfinite(theirs.get("lr", 0.0)) for theirs in architectures):
         raise _not_finite(f"the learning rate of {name} is {architectures[0].get('lr')}")
-    # Schedulers keep the rate that they began with.
+    # Schedulers store the initial rate.
     keys = {"initial_lr"} if scheduled else template.defaults.keys()
     pairs = zip(template.param_groups, architectures, strict=True)
     changed = [
@@ -280,28 +274,28 @@ def load_optimizer(
 
 
 def fit_server(saved: Tree, server: Tree, device: torch.device) -> Tree:
-    """The server's state of a checkpoint, in the precision of this run.
+    """Convert a checkpoint's server tree to the precision of this run.
 
     Args:
-        saved: What the checkpoint has.
-        server: The server now.
-        device: Where it is to be.
+        saved: The checkpoint's tree.
+        server: The current tree.
+        device: Device of the result.
 
     Raises:
-        CheckpointMismatchError: If entries or shapes differ; names both sides.
+        CheckpointMismatchError: If entries or shapes differ.
     """
     if saved.keys() != server.keys():
         raise CheckpointMismatchError(
-            f"Expected a server that holds {sorted(server)}, but that of the checkpoint holds "
+            f"Expected a server with the entries {sorted(server)}, but the checkpoint's has "
             f"{sorted(saved)}. Use the method's settings of the run that wrote it."
         )
     theirs, ours = shapes(saved), shapes(server)
     for name in theirs.keys() & ours.keys():
         if theirs[name] != ours[name]:
             raise CheckpointMismatchError(
-                f"Expected a server whose `{name}` has the shape {ours[name]}, but that of the "
-                f"checkpoint has {theirs[name]}. Use the method's settings of the run that wrote "
-                "it."
+                f"Expected a server whose `{name}` has the shape {ours[name]}, but the "
+                f"checkpoint's has {theirs[name]}. Use the method's settings of the run that "
+                "wrote it."
             )
 
     def like(path: Path, leaf: Tensor) -> Tensor:
@@ -312,14 +306,14 @@ def fit_server(saved: Tree, server: Tree, device: torch.device) -> Tree:
 
 
 def check_structure(saved: Mapping[str, Any], structure: Mapping[str, Tensor]) -> None:
-    """Require the relations between clients on which server and memories depend.
+    """Require equal relations between clients, on which server and client states depend.
 
     Args:
         saved: The federation's part of the checkpoint.
-        structure: What the method's ``structure`` says now.
+        structure: The method's current ``structure``.
 
     Raises:
-        CheckpointMismatchError: Names both sides.
+        CheckpointMismatchError: If they differ.
     """
     known, none = saved["structure"], torch.empty(0)
     for name in {**known, **structure}:
@@ -329,9 +323,8 @@ def check_structure(saved: Mapping[str, Any], structure: Mapping[str, Tensor]) -
         pairs = zip_longest(theirs.tolist(), ours.tolist())
         one, other = next(pair for pair in pairs if pair[0] != pair[1])
         raise CheckpointMismatchError(
-            f"Expected a checkpoint of a run with the same `{name}`, but at the first difference "
-            f"it has {_listed(one)} in the checkpoint and {_listed(other)} now. Use the `{name}` "
-            "of the run that wrote it."
+            f"Expected a checkpoint of a run with the same `{name}`, but got {_listed(one)} in the "
+            f"checkpoint and {_listed(other)} now. Use the `{name}` of the run that wrote it."
         )
 
 
@@ -343,22 +336,21 @@ def _listed(entry: Any) -> str:
 def check_checkpoint_clients(
     saved: Mapping[str, Any], names: Sequence[str], samples: Tensor
 ) -> None:
-    """Require a checkpoint of the same clients; warn if they hold more or fewer samples now.
+    """Require the same clients; warn if their numbers of samples differ.
 
     Args:
         saved: The federation's part of the checkpoint.
         names: The clients' names now.
-        samples: Their numbers of training samples now, int64 ``(clients,)``; 0 where unknown.
+        samples: Their numbers of training samples now, int64 ``(clients,)``; 0 if unknown.
 
     Raises:
-        CheckpointMismatchError: Names both sides.
+        CheckpointMismatchError: If number or names differ.
     """
     theirs = list(saved["clients"])
     if len(theirs) != len(names):
         raise CheckpointMismatchError(
-            f"Expected a checkpoint of {len(names)} clients, but got one of {len(theirs)}. Resume "
-            "with the data of the run that wrote it; new clients are adapted with "
-            "NewClientAdaptation."
+            f"Expected a checkpoint of {len(names)} clients, but got one of {len(theirs)}. Use the "
+            "data of the run that wrote it, and NewClientAdaptation for new clients."
         )
     if theirs != list(names):
         client = next(
@@ -366,8 +358,7 @@ def check_checkpoint_clients(
         )
         raise CheckpointMismatchError(
             f"Expected a checkpoint of the same clients, but client {client} is {theirs[client]!r} "
-            f"in the checkpoint and {names[client]!r} now. Give the clients in the order of the "
-            "run that wrote it."
+            f"in the checkpoint and {names[client]!r} now. Use the order of the run that wrote it."
         )
     held = saved["num_samples"].cpu()
     if samples.any() and len(others := (held != samples.cpu()).nonzero().flatten()):
@@ -383,15 +374,15 @@ def check_client_states(saved: Tree, ours: Tree) -> None:
     """Require client states with the same entries and shapes.
 
     Args:
-        saved: Those of the checkpoint, ``(clients, ...)``.
-        ours: Those of this process now; some of the clients if there are several processes.
+        saved: The checkpoint's client states, ``(clients, ...)``.
+        ours: The current ones in this process, perhaps of some clients only.
 
     Raises:
-        CheckpointMismatchError: Names both sides.
+        CheckpointMismatchError: If they differ.
     """
     if (held := _shapes(saved)) != (needed := _shapes(ours)):
         raise CheckpointMismatchError(
-            f"Expected client states that hold {sorted(needed)}, but those of the checkpoint hold "
+            f"Expected client states with {sorted(needed)}, but the checkpoint's have "
             f"{sorted(held)} or other shapes. Use the method's settings of the run that wrote it."
         )
 
@@ -426,5 +417,5 @@ def _not_finite(what: str) -> CheckpointMismatchError:
 
 
 def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
-    """Shapes of one client's state, without the client axis."""
+    """Return one client's shapes, without the client axis."""
     return {path: shape[1:] for path, shape in shapes(tree).items()}

@@ -1,4 +1,4 @@
-"""The bank: what every client remembers between rounds, stacked."""
+"""ClientStateStore: the stacked states of all clients between rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_pfl.federation.ranks import Ranks
 
 
 def choose_device(place: str, device: torch.device, size: int) -> torch.device:
-    """Where so many bytes live: as asked, or on the device if they take at most a quarter of it."""
+    """Choose the device of ``size`` bytes: ``place``, or the GPU if they take up to 1/4 of it."""
     if place == "host" or device.type == "cpu":
         return torch.device("cpu")
     fits = device.type != "cuda" or size <= torch.cuda.mem_get_info(device)[1] / 4
@@ -20,25 +20,24 @@ def choose_device(place: str, device: torch.device, size: int) -> torch.device:
 
 
 BLOCK = 2**26
-"""Bytes of memories that processes send at a time."""
+"""Largest size in bytes of client states that processes send at once."""
 
 
 class ClientStateStore:
-    """All clients' memories: one tensor ``(clients, *shape)`` per leaf.
+    """The states of all clients: one tensor ``(clients, *shape)`` per leaf.
 
-    With several processes each holds the memories of its own clients: those whose id, modulo the
-    number of processes, is its rank.
+    With several processes each has the states of the clients whose id, modulo the number of
+    processes, is its rank.
 
     Args:
-        row: One client's memory at the start; every client starts with a copy.
+        row: One client's initial state; every client starts with a copy.
         num_clients: Number of clients.
-        device: Where the bank lives. A cohort's rows are copied to the training device and back, so
-            a bank on the host costs one transfer of the cohort a round, whatever the number of
-            clients.
+        device: Device of the store. A cohort's rows are copied to the training device and back, so
+            a store on the host costs one transfer of the cohort per round.
         ranks: The processes that share the clients; None for this one alone.
 
     Attributes:
-        complete: Whether all clients' memories are in this process.
+        complete: Whether this process has the states of all clients.
     """
 
     def __init__(
@@ -61,25 +60,25 @@ class ClientStateStore:
         device: torch.device | str | None = None,
         without: Collection[str] = (),
     ) -> Tree:
-        """Copies of some clients' memories, ``(clients, ...)``, in the order of the ids.
+        """Copy some clients' states, ``(clients, ...)``, in the order of the ids.
 
         Args:
             clients: Their ids, int64 ``(clients,)``.
-            device: Where the copies live; None for where the bank does.
-            without: Top-level entries that are left out.
+            device: Device of the copies; None for the store's.
+            without: Top-level entries to leave out.
 
         Raises:
-            RuntimeError: If another process holds one of them.
+            RuntimeError: If one of them is in another process.
         """
         index = self._rows(clients)
         known = {name: leaf for name, leaf in self.tree.items() if name not in without}
         return tmap(lambda leaf: leaf.to(device or self.device), rows(known, index))
 
     def scatter(self, clients: Tensor, memories: Tree) -> None:
-        """Store some clients' memories; everybody else's stay untouched.
+        """Store some clients' states.
 
         Raises:
-            RuntimeError: If another process holds one of them.
+            RuntimeError: If one of them is in another process.
         """
         index = self._rows(clients)
         for stored, new in zip(
@@ -88,26 +87,26 @@ class ClientStateStore:
             stored[index] = new.to(self.device)
 
     def remembers(self) -> bool:
-        """Whether clients remember anything."""
+        """Whether client states have any entries."""
         return any(True for _ in leaves(self.tree))
 
     def nbytes(self) -> int:
-        """Memory of the bank in this process, in bytes."""
+        """Count the bytes of the store in this process."""
         return whole_nbytes(self.tree)
 
     def row_nbytes(self) -> int:
-        """Bytes that one client remembers."""
+        """Count the bytes of one client's state."""
         return sum(leaf.shape[1:].numel() * leaf.element_size() for leaf in leaves(self.tree))
 
     def state_dict(self) -> Tree:
-        """All clients' memories for a checkpoint: the stacked tree itself, if it is whole.
+        """Return all clients' states for a checkpoint, without a copy if the store is complete.
 
-        Several processes call it together; the tree is on the host, and empty but in process 0.
+        A collective call of all processes; the tree is on the host, and empty except on rank 0.
         """
         return self._collect(keep=self.ranks.rank == 0)
 
     def load_state_dict(self, tree: Tree) -> None:
-        """Take over a saved tree of the same names and shapes, of all clients."""
+        """Load a saved tree of all clients, with the same names and shapes."""
         shard = self._ids_of_shard()
         for stored, saved in zip(
             leaves(self.tree), leaves(tmap(lambda _, new: new, self.tree, tree)), strict=True
@@ -117,14 +116,14 @@ class ClientStateStore:
     # --- several processes ------------------------------------------------------------------------
 
     def gather_to_all_ranks(self, limit: int) -> None:
-        """Give every process all memories, if they take at most ``limit`` bytes; all call it."""
+        """Gather all states on all processes, up to ``limit`` bytes; a collective call."""
         if not self.complete and self.row_nbytes() * self.num_clients <= limit:
             tree = self._collect(keep=True)
             self.tree = tmap(lambda leaf: leaf.to(self.device), tree)
             self.complete = True
 
     def keep_shard(self) -> None:
-        """Undo :meth:`gather_to_all_ranks`, for a run that goes on."""
+        """Undo :meth:`gather_to_all_ranks`, for a run that continues."""
         if self.complete and self.ranks.size > 1:
             self.tree = rows(self.tree, self._ids_of_shard().to(self.device))
             self.complete = False
@@ -133,17 +132,16 @@ class ClientStateStore:
         return torch.arange(self.ranks.rank, self.num_clients, self.ranks.size)
 
     def _rows(self, clients: Tensor) -> Tensor:
-        """Where the memories of some clients are."""
+        """Find the rows of some clients in this process."""
         if self.complete or not self.remembers():
             return clients.to(self.device)
         holder = clients % self.ranks.size
         if len(foreign := clients[holder != self.ranks.rank]):
             raise RuntimeError(
-                f"Expected clients whose memories are in process {self.ranks.rank}, but those of "
-                f"client {int(foreign[0])} are in process {int(foreign[0]) % self.ranks.size} of "
-                f"{self.ranks.size}. Ask after the run, when every process has all memories that "
-                "fit, or load the checkpoint in one process; a callback may call "
-                "`personal_models(strategy, clients)` in all processes."
+                f"Expected clients whose states are in process {self.ranks.rank}, but that of "
+                f"client {int(foreign[0])} is in process {int(foreign[0]) % self.ranks.size} of "
+                f"{self.ranks.size}. Load the checkpoint in one process, or call "
+                "`personal_models(federation, clients)` in all processes."
             )
         return (clients // self.ranks.size).to(self.device)
 

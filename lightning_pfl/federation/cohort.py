@@ -1,4 +1,4 @@
-"""The clients' side of a round: train, be judged, exchange messages, remember."""
+"""The clients' side of a round: local training, gate, messages and client states."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from lightning_pfl.methods.base import Phase
 
 @dataclass
 class ArchitectureBatch:
-    """One architecture's part of this process's clients.
+    """The clients of one architecture in this process.
 
     Attributes:
-        group: The clients' group.
+        architecture: The architecture.
         at: Their positions among this process's clients of the cohort.
-        own: What they remember, ``(clients, ...)``.
-        work: What their local training gave.
+        client_state: Their states, ``(clients, ...)``.
+        work: Results of their local training.
     """
 
     architecture: Architecture
@@ -47,12 +47,12 @@ class Cohort:
 
     Args:
         federation: The federation.
-        info: All clients of the round.
-        received: What the server sends, ``(clients, ...)``.
+        info: The cohort.
+        received: Trees that the server sends, ``(clients, ...)``.
         phases: The round's local training.
 
     Attributes:
-        info: The clients that count; after the gate the accepted ones.
+        info: The cohort; after the gate the accepted clients.
         exchanged: Bytes of all messages between clients so far.
     """
 
@@ -76,7 +76,7 @@ class Cohort:
         ]
 
     def train(self, data: FederatedDataset, on_clients: OnClients) -> LocalResult:
-        """Train locally; returns the uploads and logged values of all clients of the round."""
+        """Train locally; return the uploads and logged values of the cohort."""
         received = self.shard.slice(self.received)
         for batch in self.batches:
             edges = {
@@ -99,7 +99,7 @@ class Cohort:
         data: FederatedDataset,
         on_clients: OnClients,
     ) -> LocalResult:
-        """One architecture's clients; nothing where there are none."""
+        """Train one architecture's clients, if there are any."""
         info, listener = self.mine.rows(batch.at), as_positions_of(on_clients, batch.at)
         if not len(info):
             nothing = torch.empty(0, dtype=torch.float64, device=self.device)
@@ -119,7 +119,7 @@ class Cohort:
             return architecture.engine.train(work, listener)
 
     def _joined(self) -> LocalResult:
-        """The work of this process's clients, in their order."""
+        """Join the results of this process's clients, in their order."""
         done = [(batch.at, batch.work) for batch in self.batches if batch.work is not None]
         if len(done) == 1:
             return done[0][1]
@@ -172,7 +172,7 @@ class Cohort:
         self.mine = self.info.rows(self.shard.index)
 
     def exchange(self, when: str) -> None:
-        """The method's messages between neighbours, before or after local training."""
+        """Exchange the method's messages between neighbours, before or after local training."""
         method = self.federation.method
         for exchange in method.exchanges(self.info.round):
             if exchange.when == when and len(self.info):
@@ -207,7 +207,7 @@ class Cohort:
         return index if isinstance(index, slice) else index.to(self.device)
 
     def store(self) -> None:
-        """Store what the clients of the cohort remember now."""
+        """Store the new states of the cohort's clients."""
         for batch in self.batches:
             clients = self.mine.index[batch.at]
             if len(clients):

@@ -1,4 +1,4 @@
-"""Clients without samples, and those that limits or ``drop_last`` leave without a minibatch."""
+"""Checks for clients without samples or without a minibatch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def require_samples(data: FederatedDataset, consequence: str, warn: bool) -> Non
 
     Args:
         data: The training data.
-        consequence: What becomes of clients without samples, for the warning.
+        consequence: Consequence for clients without samples, for the warning.
         warn: Whether to warn.
 
     Raises:
@@ -37,7 +37,7 @@ def require_samples(data: FederatedDataset, consequence: str, warn: bool) -> Non
     if len(empty) == data.num_clients:
         raise ValueError(
             f"Expected at least one client with training samples, but none of the "
-            f"{data.num_clients} clients has any. Check the partition, or the datasets behind "
+            f"{data.num_clients} clients has any. Check the partition, or the datasets of "
             "`train_dataloaders`."
         )
 
@@ -49,15 +49,15 @@ def learners(
     limit: str,
     consequence: str = "are never sampled",
 ) -> Tensor:
-    """Clients with a minibatch to train on, int64 ``(learners,)``; warns of those without.
+    """Find the clients with a minibatch to train on, int64 ``(learners,)``; warn of others.
 
     Args:
-        federation: Counts steps.
+        federation: The federation, which counts steps.
         data: The training data.
-        phases: A round's local training. How long it is doesn't matter: a budget of 0 is no
-            mistake. Without any, all clients with samples count.
+        phases: A round's local training, of any length. Without phases, all clients with samples
+            count.
         limit: The Trainer's flag and its value, for messages.
-        consequence: What becomes of the others, for messages.
+        consequence: Consequence for the others, for messages.
 
     Raises:
         MisconfigurationException: If no client has any.
@@ -73,7 +73,7 @@ def learners(
 def can_be_evaluated(
     data: FederatedDataset, rows: Tensor, split: str, limit: float | int
 ) -> Tensor:
-    """Which clients have a minibatch to be evaluated on, bool ``(rows,)``; warns of those without.
+    """Find the clients with a minibatch to evaluate, bool ``(rows,)``; warn of others.
 
     Args:
         data: The split.
@@ -105,8 +105,8 @@ def _busy(
     if len(clients) and not busy.any():
         raise MisconfigurationException(
             f"Expected a client with a minibatch, but {why} to any of the {len(clients)} clients "
-            f"with samples in the {split} split. A fraction is of each client's minibatches, "
-            "rounded down: use a larger one, an int, smaller batches or drop_last=False."
+            f"with samples in the {split} split. Use a larger limit (fractions are per client, "
+            "rounded down), smaller batches or drop_last=False."
         )
     if idle:
         rank_zero_warn(f"{len(idle)} clients {consequence}, as {why} to them: {_some(idle)}.")

@@ -1,4 +1,4 @@
-"""The models that clients are evaluated with, and their evaluation."""
+"""Evaluation of the clients' personal models."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ from lightning_pfl.metrics.summary import summarize
 GLOBAL = "global/"
 """Prefix of the global model's values."""
 MEMORY = 2**28
-"""Bytes of personal models that are built at a time; more clients are evaluated in several goes."""
+"""Largest size in bytes of personal models that are built at once."""
 
 
 # --- the models that are evaluated ----------------------------------------------------------------
 
 
 def personal_models(federation: FederationState, clients: Tensor) -> Model:
-    """The models that clients are evaluated with, ``(clients, ...)``.
+    """Build the models that clients are evaluated with, ``(clients, ...)``.
 
-    The method's ``personal_model`` of what the server sends now and what the client remembers, then
-    the local training of ``evaluation_phases`` where the method has any.
-
-    Several processes call it together, with the same clients; each builds the models of its own.
+    This is the method's ``personal_model`` of the current download and client state, trained by its
+    ``evaluation_phases``, if any. A collective call with the same clients on all processes; each
+    builds the models of its shard.
 
     Args:
-        federation: The strategy.
+        federation: The federation.
         clients: Ids, int64 ``(clients,)``.
     """
     shard = federation.shard(clients)
@@ -74,27 +73,27 @@ def evaluate_clients(
     limit: float | int,
     on_clients: OnClients | None = None,
 ) -> Evaluation:
-    """Run a step of the module for clients, building their models a chunk at a time.
+    """Run a step of the module for clients, building their models in chunks.
 
-    Several processes call it together, with the same clients; each evaluates its own, and has the
-    results of all.
+    A collective call with the same clients on all processes; each evaluates its shard, and all get
+    all results.
 
     Args:
-        federation: The strategy.
-        models_of: Gives the models of some ids; with several processes, of its own clients.
+        federation: The federation.
+        models_of: Builds the models of some ids; with several processes, of their shard.
         clients: Ids, int64 ``(clients,)``.
         rows: Their rows in ``data``.
         data: The split.
         step: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
         limit: Minibatches per client: a count (int) or a fraction (float).
-        on_clients: Told the positions in ``clients`` that are done.
+        on_clients: Called with the positions in ``clients`` that are done.
     """
     shard = federation.shard(clients)
     round = federation.rounds - 1 if federation.rounds else None
     clients, rows = clients[shard.index], rows[shard.index]
     found, order = [], []
     with federation.ranks.without_communication():
-        # A process may have no clients, and splitting nothing gives one empty part.
+        # A process may have no clients, and splitting an empty tensor returns one empty part.
         for architecture, at in federation.by_architecture(clients) if len(clients) else ():
             positions = torch.arange(len(clients))[at]
             for some in positions.split(models_at_a_time(architecture)):
@@ -108,7 +107,7 @@ def evaluate_clients(
 
 
 def models_at_a_time(architecture: Architecture) -> int:
-    """How many personal models of a group fit into :data:`MEMORY`."""
+    """Count the personal models of an architecture that fit into :data:`MEMORY`."""
     held = architecture.client_states.row_nbytes()
     if architecture.method.evaluation_phases():
         held = whole_nbytes(dict(architecture.module.named_parameters()))
@@ -116,7 +115,7 @@ def models_at_a_time(architecture: Architecture) -> int:
 
 
 def join(parts: list[Evaluation], order: list[Tensor]) -> Evaluation:
-    """One evaluation of the clients of all parts.
+    """Join evaluations of parts of a list of clients.
 
     Args:
         parts: The results.
@@ -141,7 +140,7 @@ def join(parts: list[Evaluation], order: list[Tensor]) -> Evaluation:
 
 
 def is_global(models: Model, shared: Model) -> bool:
-    """Whether the clients' models are views of the global model: one evaluation serves both."""
+    """Whether the clients' models are views of the global model, which is then evaluated once."""
     return models.keys() == shared.keys() and all(
         is_expanded(leaf) and leaf.data_ptr() == shared[name].data_ptr()
         for name, leaf in models.items()
@@ -149,7 +148,7 @@ def is_global(models: Model, shared: Model) -> bool:
 
 
 def summaries(evaluation: Evaluation, prefix: str = "") -> dict[str, float]:
-    """Statistics over clients: ``val_acc`` is the mean, beside it ``val_acc/std`` and so on."""
+    """Compute statistics over clients: ``val_acc`` is the mean, and ``val_acc/std`` and so on."""
     found = {}
     for key, values in evaluation.values.items():
         better = direction(key, evaluation)
@@ -159,6 +158,6 @@ def summaries(evaluation: Evaluation, prefix: str = "") -> dict[str, float]:
 
 
 def direction(key: str, evaluation: Evaluation) -> bool:
-    """Whether larger is better: as the logged torchmetrics object says, else by the name."""
+    """Whether larger is better, according to the logged torchmetrics object or else the name."""
     known = evaluation.options.get(key, LogOptions()).higher_is_better
     return higher_is_better(key) if known is None else known

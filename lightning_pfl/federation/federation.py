@@ -1,4 +1,4 @@
-"""A federation, and what users ask of it: the clients' models and the global one."""
+"""Federation: the public interface of a federation, such as the clients' models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_pfl.federation.state import FederationState
 
 
 class Federation(FederationState):
-    """A federation, with what users ask of it; ``trainer.strategy.federation``."""
+    """A federation with its public interface; ``trainer.strategy.federation``."""
 
     def client_state_dict(self, client: int | str) -> dict[str, Any]:
         """Return a client's personal model as a ``state_dict`` of the user's module.
@@ -31,9 +31,9 @@ class Federation(FederationState):
             client: Its id or its name; where clients are named by integers, an int is a name.
 
         Raises:
-            RuntimeError: If nothing was trained or loaded yet, or if another process holds what
-                the client remembers.
-            KeyError: If there is no such client.
+            RuntimeError: If nothing was trained or loaded yet, or the client's state is in another
+                process.
+            KeyError: If the client is unknown.
             MisconfigurationException: If the method mixes the outputs of two models.
         """
         model, _, share = parts(self._personal_model(client))
@@ -41,7 +41,7 @@ class Federation(FederationState):
             raise MisconfigurationException(
                 "Expected a personal model that is one state_dict, but "
                 f"{type(self.method).__name__} mixes the outputs of two. Use "
-                "`client_module(client)`, or let it mix parameters."
+                "`client_module(client)`, or mix parameters."
             )
         return self._state_dict(self._architecture_of(client), model)
 
@@ -49,13 +49,13 @@ class Federation(FederationState):
         return self.architecture_of(torch.tensor([self.client_id(client)]))
 
     def _personal_model(self, client: int | str) -> Model:
-        # A user may ask in one process alone.
+        # Users may call this in one process only.
         with self.ranks.without_communication():
             models = personal_models(self, torch.tensor([self.client_id(client)]))
         return {name: leaf[0] for name, leaf in models.items()}
 
     def client_module(self, client: int | str) -> L.LightningModule:
-        """A client's personal model as a copy of the module: in eval mode, without Trainer."""
+        """Return a client's personal model as a copy of the module, in eval mode."""
         model, other, share = parts(self._personal_model(client))
         architecture = self._architecture_of(client)
         copy: L.LightningModule = copy_apart(architecture.module)
@@ -66,10 +66,10 @@ class Federation(FederationState):
         return copy.eval()
 
     def global_state_dict(self) -> dict[str, Any]:
-        """The one model for everybody, as a ``state_dict`` of the user's module.
+        """Return the global model, as a ``state_dict`` of the user's module.
 
         Raises:
-            MisconfigurationException: If the method has no such model.
+            MisconfigurationException: If the method has no global model.
         """
         module = self.require_module()
         model = self.method.global_model(self.server)
@@ -78,20 +78,17 @@ class Federation(FederationState):
                 f"Expected a method with a global model, but got {type(self.method).__name__}, "
                 f"with which {len(self.method.personalized_entries(self.parameter_split))} of the "
                 f"{len(self.parameter_split.names)} entries of {type(module).__name__} differ "
-                "between "
-                "clients. Use `client_state_dict(client)`, or a method with one model for all such "
-                "as FedAvg or FedProx."
+                "between clients. Use `client_state_dict(client)`, or a method such as FedAvg."
             )
         return self._state_dict(one_architecture(self.architectures), model)
 
     def client_id(self, client: int | str) -> int:
         """Return the id of a client given by id or name.
 
-        Where clients have integers as names, an int is a name: client 1 is ``"1"``, wherever it
-        stands.
+        If clients have integers as names, an int is a name: client 1 is ``"1"`` at any position.
 
         Raises:
-            KeyError: If there is no such client.
+            KeyError: If the client is unknown.
         """
         self.require_module()
         names = self.client_names

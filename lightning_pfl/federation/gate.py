@@ -1,4 +1,4 @@
-"""The gate between clients and server: what isn't finite, or is too large, stays outside."""
+"""The gate, which rejects uploads that aren't finite or too large."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def accept_uploads(
 
     A client is left out if its upload, its state or its training loss isn't finite, or if
     :math:`\lVert \text{upload} - \text{received} \rVert_2` is above ``max_norm``. Entries of an
-    upload that have no counterpart in what was received count as they are, but for those of one
-    number per client, such as the logarithm of a weight.
+    upload without a counterpart in what was received count as they are, except scalars per client
+    such as a log weight.
 
     Args:
         result: The clients' work.
@@ -196,12 +196,12 @@ def _is_float(leaf: Tensor) -> bool:
 
 
 def update_norm(uploads: Tree, received: Tree, like: Tensor) -> Tensor:
-    """Norm of the difference between what clients send and what they received, ``(clients,)``.
+    """Compute the norm of the difference of uploads and received trees, ``(clients,)``.
 
     Args:
-        uploads: What they send, ``(clients, ...)``.
-        received: What they received, ``(clients, ...)``.
-        like: A tensor ``(clients,)`` on the device, for uploads without any entry.
+        uploads: Trees that clients send, ``(clients, ...)``.
+        received: Trees that they received, ``(clients, ...)``.
+        like: A tensor ``(clients,)`` on the device, for uploads without entries.
     """
     total = torch.zeros(len(like), dtype=torch.float64, device=like.device)
     for _, change in changes(uploads, received):

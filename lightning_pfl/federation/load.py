@@ -1,4 +1,4 @@
-"""The clients' models of a checkpoint file, without data and without a Trainer."""
+"""Loading of the clients' models from a checkpoint, without data and Trainer."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from lightning_pfl.methods.base import Method
 
 
 class SavedClients(Federation):
-    """What a checkpoint says of its clients; :func:`load_clients` makes it.
+    """The federation in a checkpoint; :func:`load_clients` makes it.
 
-    It answers what ``trainer.strategy.federation`` answers after the run that wrote the
-    file, with the same bits: ``client_state_dict(client)``, ``client_module(client)``,
-    ``global_state_dict()``, ``num_clients``, ``client_names``, ``rounds``. Nothing in it trains.
+    It has the interface of ``trainer.strategy.federation`` after the run that wrote the file, with
+    the same results: ``client_state_dict(client)``, ``client_module(client)``,
+    ``global_state_dict()``, ``num_clients``, ``client_names``, ``rounds``. It can't train.
     """
 
     def _personal_model(self, client: int | str) -> Model:
         if self.method.evaluation_phases():
             raise MisconfigurationException(
                 "Expected a method whose personal models are in the checkpoint, but got "
-                f"{type(self.method).__name__}, which makes them by training on the client's data. "
-                "Call `trainer.validate(module, data, ckpt_path=path)` and then "
-                "`trainer.strategy.client_state_dict(client)`, or take `global_state_dict()`."
+                f"{type(self.method).__name__}, which trains them on the client's data. Use "
+                "`trainer.validate(module, data, ckpt_path=path)` and "
+                "`trainer.strategy.client_state_dict(client)`, or `global_state_dict()`."
             )
         return super()._personal_model(client)
 
@@ -52,23 +52,23 @@ class SavedClients(Federation):
 def load_clients(
     path: str | PathLike[str], module: L.LightningModule, method: Method
 ) -> SavedClients:
-    """Read the clients' models of a checkpoint, without data and without a Trainer.
+    """Read the clients' models of a checkpoint, without data and Trainer.
 
-    Nothing in the file is run (``weights_only=True``), everything is on the CPU and in the
-    precision of the file. Module and method are copied: yours stay as they are.
+    No code in the file is run (``weights_only=True``); tensors are on the CPU in the precision of
+    the file. Module and method are copied.
 
     Args:
         path: A checkpoint of a federated run, on this machine.
-        module: The module of the run, with any weights; also
+        module: The module of the run, with any weights, or its
             :class:`~lightning_pfl.ClientModules`.
-        method: The method of the run, with its settings: they say what is personal.
+        method: The method of the run, with its settings.
 
     Raises:
-        TypeError: If module or method are not instances of theirs.
-        FileNotFoundError: If there is no such file.
-        RuntimeError: If the file is truncated or damaged, is no checkpoint, or holds code.
-        CheckpointMismatchError: If it was written by something else, or by a run of another method,
-            module, split or graph; names both sides.
+        TypeError: If module or method are no instances.
+        FileNotFoundError: If the file doesn't exist.
+        RuntimeError: If the file is truncated or damaged, is no checkpoint, or has code.
+        CheckpointMismatchError: If it belongs to another kind of run, method, module, split or
+            graph.
 
     Example::
 
@@ -82,7 +82,7 @@ def load_clients(
         if not isinstance(given, kind):
             raise TypeError(
                 f"Expected `{name}` to be an instance of {kind.__name__}, but got "
-                f"{name}={given!r}. Call load_clients(path, MyModule(), FedRep()), say."
+                f"{name}={given!r}. Call load_clients(path, MyModule(), FedRep()), for example."
             )
     check_file(path)
     with explain_read_errors(path):
@@ -112,7 +112,7 @@ def load_clients(
 
 
 def _take_precision(module: L.LightningModule, state: Mapping[str, Any]) -> None:
-    """Give the module the dtypes that a Trainer with ``precision="64-true"``, say, had given it."""
+    """Give the module the dtypes of the checkpoint, as ``precision="64-true"`` does."""
     for name, held in module.state_dict(keep_vars=True).items():
         theirs = state.get(name)
         if isinstance(held, Tensor) and isinstance(theirs, Tensor) and held.is_floating_point():

@@ -1,7 +1,6 @@
-"""The processes of a run: who works on which clients, and how all come to know the results.
+"""The processes of a run: which clients each works on, and how they share results.
 
-One process is the trivial case: it works on every client and knows every result, so the code around
-asks no question about the number of processes.
+A single process works on all clients, and collective calls return at once.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from lightning_pfl.engine.logs import LOSS
 
 
 class Ranks:
-    """The processes of a run. Every process must call the same functions in the same order.
+    """The processes of a run, which must make the same collective calls in the same order.
 
     Args:
         rank: Number of this process, from 0.
         size: Number of processes.
-        device: The device of this process; what is sent goes through it.
+        device: Device of this process, used for communication.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu") -> None:
@@ -34,12 +33,12 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to talk to."""
+        """Whether collective calls are skipped."""
         return self.size == 1 or self._without_communication
 
     @contextmanager
     def without_communication(self) -> Iterator[None]:
-        """Work on this process's own clients: nothing that is called inside talks to the others."""
+        """Skip collective calls inside a ``with`` block, to work on this process's clients only."""
         before, self._without_communication = self._without_communication, True
         try:
             yield
@@ -47,7 +46,7 @@ class Ranks:
             self._without_communication = before
 
     def shard(self, keys: Tensor) -> RankShard:
-        """This process's share of a list of clients: those whose key, modulo the size, is its rank.
+        """Return this process's shard of clients: those whose key modulo the size is its rank.
 
         Args:
             keys: One number per client, int64 ``(clients,)``.
@@ -55,7 +54,7 @@ class Ranks:
         return RankShard(self, keys)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """The small objects of all processes, in the order of their ranks."""
+        """Gather the small objects of all processes, in the order of their ranks."""
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size
@@ -63,7 +62,7 @@ class Ranks:
         return found
 
     def broadcast_module(self, module: nn.Module) -> None:
-        """Give every process the parameters and buffers of process 0."""
+        """Send the parameters and buffers of process 0 to all processes."""
         if self.alone:
             return
         for leaf in chain(module.parameters(), module.buffers()):
@@ -73,10 +72,10 @@ class Ranks:
 
 
 class RankShard:
-    """A process's share of a list of clients.
+    """A process's shard of a list of clients.
 
     Attributes:
-        index: Positions in the list; everything in one process.
+        index: Positions in the list; a full slice with one process.
     """
 
     def __init__(self, ranks: Ranks, keys: Tensor) -> None:
@@ -88,16 +87,16 @@ class RankShard:
             self.index = self._shards[ranks.rank]
 
     def slice(self, tree: Tree) -> Tree:
-        """This process's rows of a tree ``(clients, ...)`` on its device; views in one process."""
+        """Select this process's rows of a tree ``(clients, ...)``; views with one process."""
         if isinstance(self.index, slice):
             return tree
         return rows(tree, self.index.to(self.ranks.device))
 
     def all_gather(self, tree: Tree) -> Tree:
-        """All processes' rows in the order of the list, on the device of this process.
+        """Gather all processes' rows in the order of the list, on this process's device.
 
         Args:
-            tree: This process's rows; a process without clients may give an empty tree.
+            tree: This process's rows; empty without clients.
         """
         if self.alone:
             return tree
@@ -110,11 +109,11 @@ class RankShard:
         return map_items(lambda path, kind: self._gather(leaf_at(tree, path), *kind), known[0])
 
     def all_gather_values(self, values: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-        """All clients' logged values, float64 ``(clients,)``; NaN where a process has no such name.
+        """Gather logged values, float64 ``(clients,)``; NaN where a process has no such name.
 
         Args:
-            values: This process's, ``(count,)``.
-            count: How many clients this process has.
+            values: This process's values, ``(count,)``.
+            count: Number of this process's clients.
         """
         if self.alone:
             return dict(values)
@@ -125,7 +124,7 @@ class RankShard:
         return self.all_gather({name: values.get(name, gap).double() for name in names})
 
     def all_gather_each(self, values: Sequence[Any]) -> list[Any]:
-        """All processes' objects, one per client, in the order of the list."""
+        """Gather objects, one per client, in the order of the list."""
         if self.alone:
             return list(values)
         found: list[Any] = [None] * self.total
@@ -137,11 +136,11 @@ class RankShard:
         return found
 
     def _gather(self, leaf: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """One leaf from all processes. It is sent as bytes: backends don't know every dtype."""
+        """Gather one leaf from all processes as bytes, since backends don't support every dtype."""
         counts = [len(share) for share in self._shards]
         width, numbers = max(counts), torch.Size(shape).numel()
         device = self.ranks.device
-        # All processes must send equally much: short shares are padded.
+        # All processes must send equal sizes: short shards are padded.
         sent = torch.zeros(width, numbers, dtype=dtype, device=device)
         if leaf is not None and len(leaf):
             sent[: len(leaf)] = leaf.detach().reshape(len(leaf), numbers)
@@ -159,7 +158,7 @@ class RankShard:
 
 
 def gather_work(shard: RankShard, work: LocalResult) -> LocalResult:
-    """The cohort's uploads and values, on every process; memories stay where they are."""
+    """Gather the cohort's uploads and values on every process, but no client states."""
     uploads = shard.all_gather(work.uploads)
     logs = shard.all_gather_values({**work.logs, LOSS: work.loss}, len(work.loss))
     loss = logs.pop(LOSS)
@@ -167,7 +166,7 @@ def gather_work(shard: RankShard, work: LocalResult) -> LocalResult:
 
 
 def gather_evaluation(shard: RankShard, found: Evaluation) -> Evaluation:
-    """The results of all clients, on every process."""
+    """Gather the results of all clients on every process."""
     values = shard.all_gather_values(found.values, len(found.counts))
     counts = shard.all_gather({"counts": found.counts})["counts"].cpu()
     return Evaluation(

@@ -1,4 +1,4 @@
-"""Who takes part in a round: a pure function of the seed and the round."""
+"""Sampling of cohorts, a pure function of seed and round."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_pfl.core.randomness import derive, permutation
 
 
 def cohort_size(participation: float | int, num_clients: int) -> int:
-    """How many clients take part.
+    """Compute the size of a cohort.
 
-    ``max(1, floor(participation * num_clients))``, or the count itself.
+    It is ``max(1, floor(participation * num_clients))``, or the count itself.
 
     Args:
         participation: A fraction in (0, 1] (float) or a number of clients (int).
-        num_clients: How many clients could take part.
+        num_clients: Number of clients that can take part.
 
     Raises:
         ValueError: If a count exceeds the number of clients.
@@ -30,13 +30,12 @@ def cohort_size(participation: float | int, num_clients: int) -> int:
                 "fraction such as 0.1."
             )
         return participation
-    # 0.1 * 30 is 3.0000000000000004 and 0.29 * 100 is 28.999999999999996: the fraction is meant in
-    # decimal.
+    # 0.1 * 30 is 3.0000000000000004 and 0.29 * 100 is 28.999999999999996: fractions are decimal.
     return max(1, math.floor(round(participation * num_clients, 9)))
 
 
 def check_participation(participation: float | int) -> float | int:
-    """Refuse what is neither a fraction in (0, 1] nor a positive count."""
+    """Raise ValueError unless the value is a fraction in (0, 1] or a positive count."""
     number = isinstance(participation, (int, float)) and not isinstance(participation, bool)
     valid = number and (
         participation >= 1 if isinstance(participation, int) else 0 < participation <= 1
@@ -44,15 +43,14 @@ def check_participation(participation: float | int) -> float | int:
     if not valid:
         raise ValueError(
             "Expected `participation` to be a fraction in (0, 1] (a float) or a number of clients "
-            ">= 1 (an int), but "
-            f"got participation={participation!r}. Use 0.1 for a tenth of the clients, 10 for ten "
-            "of them."
+            f">= 1 (an int), but got participation={participation!r}. Use 0.1 for a tenth of the "
+            "clients, 10 for ten of them."
         )
     return participation
 
 
 def sample_cohort(seed: int, round: int, eligible: Tensor, participation: float | int) -> Tensor:
-    """Draw the clients of a round, uniformly without replacement.
+    """Sample the clients of a round, uniformly without replacement.
 
     Args:
         seed: The run's seed.

@@ -1,4 +1,4 @@
-"""The federation's state: the server's tree and the clients' memories."""
+"""The state of a federation: the server's tree and the client states."""
 
 from __future__ import annotations
 
@@ -51,19 +51,18 @@ class FederationState:
     Attributes:
         method: The method in use.
         architectures: The clients by architecture: parameter split, client states and engine of
-            each. Most federations have one; ``parameter_split``, ``client_states`` and ``engine``
-            are then those of it.
+            each. With only one, ``parameter_split``, ``client_states`` and ``engine`` are its.
         server: The server's tree.
         max_update_norm: Uploads whose update has a larger Euclidean norm are left out; ``"auto"``:
             those that are far larger than usual in their round; None for no bound.
         client_names: Names, in the order of the client ids.
-        num_samples: Training samples of each client, int64 ``(clients,)``; 0 where unknown.
+        num_samples: Training samples of each client, int64 ``(clients,)``; 0 if unknown.
         rounds: Finished communication rounds.
         history: Evaluations so far, for the summary at the end.
         settings: The engines' settings.
         ranks: The processes that share the clients.
         seed: Seed of every random choice of the run.
-        client_optimizer: Makes the template of an architecture's optimizers, where no fit has.
+        client_optimizer: Makes the template of an architecture's optimizers outside of a fit.
         training_data: Loads the training data.
     """
 
@@ -89,25 +88,25 @@ class FederationState:
 
     @property
     def parameter_split(self) -> ParameterSplit:
-        """Who holds which parameter; an error if clients have different architectures."""
+        """The parameter split; an error if clients have different architectures."""
         return one_architecture(self.architectures).parameter_split
 
     @property
     def client_states(self) -> ClientStateStore:
-        """The clients' memories; an error if clients have different architectures."""
+        """The client states; an error if clients have different architectures."""
         return one_architecture(self.architectures).client_states
 
     @property
     def engine(self) -> SelectedEngine:
-        """What runs the clients; an error if clients have different architectures."""
+        """The engine; an error if clients have different architectures."""
         return one_architecture(self.architectures).engine
 
     def by_architecture(self, clients: Tensor) -> Iterator[tuple[Architecture, slice | Tensor]]:
-        """Split a list of clients: each group with the positions of its clients in the list."""
+        """Split a list of clients: each architecture with the positions of its clients."""
         return by_architecture(self.architectures, clients)
 
     def architecture_of(self, clients: Tensor) -> Architecture:
-        """The group of some clients; an error if they have different architectures."""
+        """Return the architecture of some clients; an error if they have several."""
         return one_architecture(self.architectures, clients)
 
     # --- what users ask for -----------------------------------------------------------------------
@@ -118,17 +117,16 @@ class FederationState:
         return len(self.client_names)
 
     def bind_method(self) -> None:
-        """Tell the method of this federation, in case its object has served another one since."""
+        """Bind the method to this federation again, if it was bound to another one since."""
         if self.method.parameter_split is not self.architectures[0].parameter_split:
             self._bind()
 
     def require_module(self) -> L.LightningModule:
-        """The user's module; an error before the first run."""
+        """Return the user's module, or raise RuntimeError before the first run."""
         if self.module is None:
             raise RuntimeError(
-                "Expected a federation to ask about, but nothing was trained or loaded yet. Call "
-                "`trainer.fit`, or "
-                "`trainer.validate(ckpt_path=...)`, first."
+                "Expected a trained or loaded federation, but got none. Call `trainer.fit` or "
+                "`trainer.validate(ckpt_path=...)` first."
             )
         self.bind_method()
         return self.module
@@ -145,22 +143,22 @@ class FederationState:
         self._participation = check_participation(participation)
 
     def shard(self, clients: Tensor) -> RankShard:
-        """This process's share of some clients: those whose memories it holds.
+        """Return this process's shard of some clients: those whose states it has.
 
-        An equal share, where clients remember nothing.
+        Without client states, shards have equal sizes.
         """
-        client_states = self.architectures[0].client_states  # several groups run in one process
+        client_states = self.architectures[0].client_states  # several ones run in one process
         keys = clients if client_states.remembers() else torch.arange(len(clients))
         return (Ranks() if client_states.complete else self.ranks).shard(keys)
 
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
     ) -> Tensor:
-        """Optimizer steps that each client will take, int64 ``(clients,)``."""
+        """Count the optimizer steps of each client, int64 ``(clients,)``."""
         return self.architectures[0].engine.count_steps(data, clients, phases)
 
     def info(self, clients: Tensor, round: int, steps: Tensor | None = None) -> ClientInfo:
-        """What is known of some clients; the weights sum to 1 over them."""
+        """Collect the facts about some clients, with weights that sum to 1."""
         samples = self.num_samples[clients]
         steps = torch.zeros_like(samples) if steps is None else steps
         weights = self.method.aggregation_weights(samples)
@@ -169,7 +167,7 @@ class FederationState:
         return ClientInfo(clients, samples, steps, weights, round, self.num_clients, rates)
 
     def download(self, info: ClientInfo) -> Tree:
-        """What the server sends to clients, ``(clients, ...)``; views where all get the same."""
+        """Make the trees that clients receive, ``(clients, ...)``; views if all get the same."""
         received = expand(self.method.download(self.server, info), len(info))
         return _merge(received, self.method.download_rows(self.server, info))
 
@@ -186,7 +184,7 @@ class FederationState:
         return refuse_step(self.server, server, models, verdict.median)
 
     def changed_outside(self) -> list[str]:
-        """Shared entries of the module that somebody else has written since the last round."""
+        """Find shared entries of the module that other code has changed since the last round."""
         now = self.architectures[0].parameter_split.model()
         return [
             name
@@ -195,7 +193,7 @@ class FederationState:
         ]
 
     def commit(self, server: Tree) -> None:
-        """End a round: the new server."""
+        """End a round with the new server tree."""
         self.server = server
         self._load_shared()
         self.rounds += 1
@@ -215,9 +213,9 @@ class FederationState:
         num_samples: Tensor,
         place: Callable[[int], torch.device],
     ) -> None:
-        """Start from the module's current parameters: round 0.
+        """Start from the module's current parameters, at round 0.
 
-        ``place(nbytes)`` says where so many bytes of client state live.
+        ``place(nbytes)`` returns the device for client states of that size.
         """
         self.module, self.architectures = module, architectures
         self.client_names, self.num_samples = tuple(names), num_samples
@@ -229,7 +227,7 @@ class FederationState:
         ]
         check_server_trees(self.method, architectures, trees)
         self.server = trees[0]
-        if len(architectures) > 1:  # what is shared begins alike
+        if len(architectures) > 1:  # shared entries start with equal values
             self._load_shared()
         count = len(names)
         nothing = torch.zeros(count, dtype=torch.int64)
@@ -262,12 +260,12 @@ class FederationState:
         return methods
 
     def set_has_training_data(self, some: Tensor) -> None:
-        """Let the method know which clients have a minibatch, bool ``(num_clients,)``."""
+        """Set which clients have a minibatch to train on, bool ``(num_clients,)``."""
         for method in (self.method, *(each.method for each in self.architectures)):
             method.known = replace(method.known, has_training_data=some)
 
     def move(self, server: torch.device | str, clients: torch.device | str) -> None:
-        """Move the server's tree and the clients' memories."""
+        """Move the server's tree and the client states."""
         self.server = tmap(lambda leaf: leaf.to(server), self.server)
         for architecture in self.architectures:
             architecture.client_states.tree = tmap(
@@ -276,9 +274,9 @@ class FederationState:
             architecture.client_states.device = torch.device(clients)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only, so that it loads with ``weights_only=True``.
+        """Return tensors and plain values only, loadable with ``weights_only=True``.
 
-        Several processes call it together; process 0 has all clients' memories.
+        A collective call; process 0 gets all client states.
         """
         return {
             "format": FORMAT,
@@ -301,7 +299,7 @@ class FederationState:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over a saved state.
+        """Load a saved state.
 
         Raises:
             CheckpointMismatchError: If it belongs to other clients, to other relations between
@@ -329,7 +327,7 @@ class FederationState:
         self._load_shared()
 
     def _client_states(self, of: Callable[[ClientStateStore], Tree]) -> Tree:
-        """All client states: of the one architecture, or by the architecture's name."""
+        """Collect client states, by the architecture's name if there are several."""
         if len(self.architectures) == 1:
             return of(self.architectures[0].client_states)
         return {
@@ -338,7 +336,7 @@ class FederationState:
 
 
 def _merge(tree: Tree, over: Tree) -> Tree:
-    """Both trees; where both have a leaf, that of ``over``."""
+    """Merge two trees; common leaves are those of ``over``."""
     merged = dict(tree)
     for name, leaf in over.items():
         merged[name] = _merge(tree[name], leaf) if isinstance(leaf, dict) and name in tree else leaf

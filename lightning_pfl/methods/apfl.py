@@ -1,4 +1,4 @@
-"""APFL: each client mixes a model of its own with the global one."""
+"""APFL: mixtures of a personal model with the global one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Mix = Literal["parameters", "outputs"]
 
 
 class APFL(Method):
-    r"""Clients train the global model and, through the mixture of the two, one of their own.
+    r"""Clients train the global model and, through a mixture with it, a personal model.
 
     .. math::
         w &\leftarrow w - \eta\, \nabla F_k(w), \qquad
@@ -29,20 +29,20 @@ class APFL(Method):
         \bigl(\alpha_k - \eta\, \langle \nabla F_k(\bar v), v_k - w \rangle\bigr)
         \quad \text{(adaptive: in the first step of a round)}
 
-    :math:`w` begins at the received model and is averaged; :math:`v_k` and :math:`\alpha_k` never
+    :math:`w` starts at the received model and is averaged; :math:`v_k` and :math:`\alpha_k` never
     leave the client and persist. A client is evaluated with :math:`\alpha_k v_k + (1 - \alpha_k)
     x`, where :math:`x` is the current global model. The global model doesn't depend on
     :math:`\alpha`.
 
-    With ``mix="outputs"`` the mixture is of what the models say, :math:`\alpha_k f_{v_k} + (1 -
-    \alpha_k) f_w`, as in the released code; for linear models that is the same.
+    With ``mix="outputs"`` the mixture is :math:`\alpha_k f_{v_k} + (1 - \alpha_k) f_w` of outputs,
+    as in the released code; for linear models both are equal.
 
     Args:
-        mixing: :math:`\alpha` in [0, 1], of all clients or, if adaptive, to begin with. 0 is
-            FedAvg, 1 trains the own models alone.
+        mixing: :math:`\alpha` in [0, 1] of all clients; the initial one if adaptive. 0 is FedAvg, 1
+            trains the personal models alone.
         adaptive: Whether each client learns its :math:`\alpha_k`.
-        mix: ``"parameters"`` as in the paper, or ``"outputs"`` of the module, which its steps must
-            then call as ``self(inputs)``.
+        mix: ``"parameters"`` as in the paper, or ``"outputs"`` of the module, whose steps must then
+            call ``self(inputs)``.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
         weighting: ``"uniform"`` as in the paper, or ``"samples"``.
@@ -51,7 +51,7 @@ class APFL(Method):
         server: ``model``. client_state: ``personal``, the model :math:`v_k` with the buffers of the
         mixture, each leaf ``(clients, *shape)``; if adaptive ``mixing``, ``(clients,)``.
 
-    Deviation from the paper: the own model steps with the user's optimizer on the gradient
+    Deviation from the paper: the personal model steps with the user's optimizer on the gradient
     :math:`\alpha_k \nabla F_k(\bar v)`, where :math:`\bar v` has the :math:`w` after its step, as
     in the released code (Algorithm 1: before it); that code also regularises :math:`\alpha_k`.
 
@@ -97,7 +97,7 @@ class APFL(Method):
         self.mixing, self.adaptive, self.mix = mixing, adaptive, mix
 
     def init_client_state(self, model: Model) -> Tree:
-        """A model that begins as the global one, and the mixing weight if it is learned."""
+        """Make a personal model that starts as the global one, and the weight if it is learned."""
         if not self.adaptive:
             return {"personal": model}
         first = model[self.parameter_split.trainable[0]]
@@ -111,7 +111,7 @@ class APFL(Method):
         return state
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A step of the global model, then one of the own model through the mixture."""
+        """Step the global model, then the personal one through the mixture."""
         model = client.update(state["model"], client.grad(state["model"], minibatches))
         personal, mixing = state["personal"], state.get("mixing", self.mixing)
         grads, slope = self._gradients(personal, model, mixing, minibatches, client)
@@ -133,7 +133,7 @@ class APFL(Method):
         minibatches: Any,
         client: LocalStep,
     ) -> tuple[Model, Tensor | None]:
-        """Gradients of the mixture's loss by the own model and by the mixing weight.
+        """Compute gradients of the mixture's loss by the personal model and by the weight.
 
         The latter is None where `training_step` skips the minibatch.
         """
@@ -149,23 +149,23 @@ class APFL(Method):
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Send the global model, keep the own one and its weight."""
+        """Send the global model; store the personal one and its weight."""
         return {"model": state["model"]}, {name: state[name] for name in client_state}
 
     def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
-        """The mixture with the global model of now."""
+        """Mix the personal model with the current global one."""
         mixing = client_state.get("mixing", self.mixing)
         return self._mixture(client_state["personal"], received["model"], mixing)
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that without a mixture this is another method."""
+        """Return a log line if the weight is 0 or 1."""
         if self.adaptive or self.mixing not in (0, 1):
             return []
-        what = "LocalOnly beside FedAvg" if self.mixing else "FedAvg"
+        what = "LocalOnly besides FedAvg" if self.mixing else "FedAvg"
         return [f"mixing={self.mixing} makes APFL {what}."]
 
     def _mixture(self, personal: Model, model: Model, mixing: float | Tensor) -> Model:
-        """The mixture; mixed parameters have the buffers of the own model."""
+        """Mix two models; mixed parameters have the buffers of the personal model."""
         if self.mix == "outputs":
             first = next(iter(personal.values()))
             share = mixing if isinstance(mixing, Tensor) else _shares(mixing, first)
@@ -175,5 +175,5 @@ class APFL(Method):
 
 
 def _shares(mixing: float, like: Tensor) -> Tensor:
-    """The same weight for every client of a ``(clients, ...)`` leaf."""
+    """Make the same weight for every client of a ``(clients, ...)`` leaf."""
     return torch.full((len(like),), mixing, dtype=like.dtype, device=like.device)

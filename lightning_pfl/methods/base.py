@@ -1,8 +1,7 @@
-"""The method contract: a federated algorithm as a handful of pure functions.
+"""The method contract: a federated algorithm as pure functions.
 
-The base class is federated averaging with a personal part: what a method does not override is
-FedAvg. Override one level only; a method never subclasses another method. Shared mathematics lives
-in ``tree.py`` and ``solvers/``.
+The base class is federated averaging with a personal part, which methods override. A method never
+subclasses another method; common mathematics is in ``core`` and ``solvers``.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ __all__ = [
 ]
 Weighting = Literal["samples", "uniform"]
 SHARED, PER_CLIENT, PER_CLUSTER = "shared", "one per client", "one per cluster"
-"""Who holds the part of the model that isn't personal; see :meth:`Method.ownership`."""
+"""Ownership of the part of the model that isn't personal; see :meth:`Method.ownership`."""
 
 
 def check_weighting(weighting: str) -> None:
-    """Require one of the aggregation weightings."""
+    """Raise ValueError for an unknown aggregation weighting."""
     advice = "Use 'samples' to weight clients by their training samples."
     check_choice("weighting", weighting, get_args(Weighting), advice)
 
@@ -52,10 +51,10 @@ class Method(FederatedCallback):
     r"""A federated algorithm; the defaults are federated averaging with a personal part.
 
     Every function but ``init_server``, ``init_client_state``, ``server_update`` and
-    ``global_model`` sees trees with a leading client axis and must not mix clients. They are pure:
-    no branch on tensor values. A method never sees the Trainer: what it wants to check, measure or
-    warn of is returned to the loop. It is a callback all the same, as ``Trainer(callbacks=[...])``
-    is one way to pass it, and as a run that isn't federated is refused by ``setup``.
+    ``global_model`` gets trees with a leading client axis and must not mix clients. They are pure:
+    no branch on tensor values. A method never uses the Trainer: checks, measurements and warnings
+    are returned to the loop. It is a callback so that ``Trainer(callbacks=[...])`` can pass it and
+    ``setup`` can refuse runs that aren't federated.
 
     Args:
         local_epochs: Passes over a client's data per round.
@@ -64,13 +63,13 @@ class Method(FederatedCallback):
             ``"uniform"``.
 
     Attributes:
-        about: What the tables of the documentation and of ``lightning-pfl methods`` print.
-        personal: What never leaves the client; set by the method.
-        held: Who has the rest of the model that clients are evaluated with: all the same one,
-            each one of its own, or each cluster of clients.
-        include_clients_without_data: Whether clients without a minibatch to train on take part all
-            the same: they have the loss 0, and ``info.steps`` 0 (methods over a graph, in which
-            they pass on what pulls at them). Otherwise they are never sampled.
+        about: The method's cells in the tables of the documentation and ``lightning-pfl methods``.
+        personal: Parameters that never leave the client; set by the method.
+        model_scope: Ownership of the other entries of the evaluated models: shared by all clients,
+            one per client, or one per cluster.
+        include_clients_without_data: Whether clients without a minibatch to train on participate,
+            with loss 0 and ``info.steps`` 0 (methods over a graph, where they pass messages on).
+            Otherwise they are never sampled.
         client_axes: Top-level entries of the server's tree with leading axes of all clients, in the
             order of their ids, and how many such axes: ``{"models": 1, "relationship": 2}``.
         state_settings: Settings on which the server's state depends: a checkpoint with another
@@ -109,20 +108,20 @@ class Method(FederatedCallback):
         self.weighting = weighting
 
     def bind(self, known: Known) -> None:
-        """Take what there is to know of the federation; called before the first round.
+        """Set the facts about the federation; called before the first round.
 
-        Override to derive from it what stays the same in all rounds, such as a graph.
+        Override it to derive constants of all rounds from them, such as a graph.
         """
         self.known = known
 
     @property
     def parameter_split(self) -> ParameterSplit:
-        """Which parameters are shared, personal or static."""
+        """The split of parameters into shared, personal and static ones."""
         return self.known.parameter_split
 
     @property
     def num_clients(self) -> int:
-        """Clients in the federation, sampled or not."""
+        """Number of clients in the federation, sampled or not."""
         return self.known.num_clients
 
     @property
@@ -137,7 +136,7 @@ class Method(FederatedCallback):
 
     @property
     def has_training_data(self) -> Tensor:
-        """Which clients have a minibatch to train on, bool ``(num_clients,)``."""
+        """Clients with a minibatch to train on, bool ``(num_clients,)``."""
         return self.known.has_training_data
 
     @property
@@ -146,24 +145,23 @@ class Method(FederatedCallback):
         return self.known.model_sizes
 
     def resolve_personal(self, parameter_split: ParameterSplit) -> ParameterSpec:
-        """What is personal, given the names of the model.
+        """Return the personal parameters, given the names of the model.
 
-        Override where it is easier to say what is shared.
+        Override it if the shared ones are easier to name.
         """
         return self.personal
 
     def ownership(self, parameter_split: ParameterSplit) -> dict[str, frozenset[str]]:
-        """Who has which entries of the model that clients are evaluated with.
+        """Return the entries of the evaluated models by ownership, for the log of a fit.
 
-        Told at the start of a fit. Under ``"shared"`` is what all clients have alike; under the
-        other names, what differs between them.
+        Entries under ``"shared"`` are equal for all clients; others differ between clients.
         """
         adapted = self.model_scope == SHARED and self.evaluation_phases()
         model_scope = f"{PER_CLIENT}, adapted from a shared one" if adapted else self.model_scope
         return {model_scope: parameter_split.shared, "personal": parameter_split.personal}
 
     def personalized_entries(self, parameter_split: ParameterSplit) -> frozenset[str]:
-        """The entries in which clients' models differ."""
+        """Return the entries in which clients' models differ."""
         return frozenset(parameter_split.names) - self.ownership(parameter_split).get(
             SHARED, frozenset()
         )
@@ -171,36 +169,31 @@ class Method(FederatedCallback):
     # --- the plan ---
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """The stretches of local training of a round; default: everything trains."""
+        """Return the phases of local training in a round; default: everything trains."""
         return (Phase("all", epochs=self.local_epochs, steps=self.local_steps),)
 
     def full_participation(self, round: int) -> bool:
-        """Whether all clients take part in a round, whatever ``participation`` says."""
+        """Whether all clients take part in a round, whatever ``participation`` is."""
         return False
 
     def evaluation_phases(self) -> tuple[Phase, ...]:
-        """Local training from the personal model that personalizes it before an evaluation."""
+        """Return the phases that personalize the personal model before an evaluation."""
         return ()
 
     def evaluation_step(self, model: Model, minibatches: Any, client: LocalStep) -> Model:
-        """One step of :meth:`evaluation_phases`, on training data.
-
-        Default: the user's optimizer.
-        """
+        """Take one step of :meth:`evaluation_phases`; default: the user's optimizer."""
         return client.update(model, client.grad(model, minibatches))
 
     def adaptation_step(
         self, server: Tree, model: Model, minibatches: Any, client: LocalStep, samples: Tensor
     ) -> Model:
-        """One step of clients that never took part, from the model that they begin with.
-
-        Default: the user's optimizer.
+        """Take one step of new clients from their starting models; default: the user's optimizer.
 
         Args:
             server: The server's tree, without client axis.
             model: The models that adapt, ``(clients, ...)``.
             minibatches: A minibatch, as in :meth:`client_step`.
-            client: What a client can do with it.
+            client: The step interface of the engine.
             samples: Each client's training samples, float64 ``(clients,)``.
         """
         return client.update(model, client.grad(model, minibatches))
@@ -208,15 +201,15 @@ class Method(FederatedCallback):
     # --- state ---
 
     def init_server(self, model: Model) -> Tree:
-        """The server's tree before round 0; default: the shared part of the module's model."""
+        """Make the server's tree before round 0; default: the shared part of the module's model."""
         return {"model": select(model, self.parameter_split.shared)}
 
     def init_client_state(self, model: Model) -> Tree:
-        """One client's memory before round 0; default: the personal part of the module's model."""
+        """Make one client's state before round 0; default: the personal part of the model."""
         return {"model": select(model, self.parameter_split.personal)}
 
     def init_client_state_rows(self, client_state: Tree, model: Model, info: ClientInfo) -> Tree:
-        """What differs between clients' memories before round 0; default: nothing.
+        """Make initial client states differ between clients; default: unchanged.
 
         Args:
             client_state: :meth:`init_client_state` for some clients, ``(clients, ...)``.
@@ -225,34 +218,30 @@ class Method(FederatedCallback):
         """
         return client_state
 
-    # --- a client's round, in the order of time ---
+    # --- a client's round, in temporal order ---
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """What the server sends: a server tree (the same for all clients), without the client axis.
+        """Return the tree that the server sends to all clients, without client axis.
 
-        A tree that differs between clients is returned by :meth:`download_rows` instead.
+        Trees that differ between clients are returned by :meth:`download_rows`.
         """
         return {"model": server["model"]}
 
     def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
-        """What the server sends to each client alone, ``(clients, ...)``.
-
-        Merged over :meth:`download`.
-        """
+        """Return trees per client, ``(clients, ...)``, merged over :meth:`download`."""
         return {}
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """The state in which local training begins.
+        """Make the initial state of local training.
 
-        Default: the shared part as received, the personal part as kept. Training writes into the
-        models of the state. Of what the state, ``received`` and ``client_state`` have in common
-        each gets memory of its own before that, so an anchor ``received["model"]`` stays where it
-        is, and :meth:`client_final` sees both arguments as they are here.
+        Default: the received shared part and the client's personal part. Training changes the
+        state's models in place, on copies of tensors that ``received`` and ``client_state`` have
+        too, so an anchor ``received["model"]`` stays the same, also in :meth:`client_final`.
         """
         return {"model": {**received["model"], **client_state.get("model", {})}}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """One local step on one minibatch; default: the user's optimizer on the training loss."""
+        """Take one local step on a minibatch; default: the user's optimizer on the loss."""
         return {
             **state,
             "model": client.update(state["model"], client.grad(state["model"], minibatches)),
@@ -261,45 +250,39 @@ class Method(FederatedCallback):
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """What leaves the client (the upload), and what it remembers.
-
-        Default: the shared and the personal part.
-        """
+        """Return the upload and the new client state; default: shared and personal part."""
         upload = {"model": select(state["model"], self.parameter_split.shared)}
         return upload, {"model": select(state["model"], self.parameter_split.personal)}
 
     # --- the server's round ---
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """The server's step on the accepted uploads, ``(clients, ...)``.
-
-        Default: their weighted mean.
-        """
+        """Update the server with accepted uploads ``(clients, ...)``; default: weighted mean."""
         return {**server, "model": weighted_mean(uploads["model"], info.weights)}
 
     # --- messages between neighbours, without a server ---
 
     def exchanges(self, round: int) -> tuple[Exchange, ...]:
-        """The exchanges of messages in a round, in the order of time, over :attr:`graph`."""
+        """Return a round's exchanges of messages over :attr:`graph`, in temporal order."""
         return ()
 
     def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
-        """What clients write to their neighbours.
+        """Make the messages to neighbours.
 
         Returns:
             ``(clients, slots, ...)``, slot ``s`` of client ``i`` for ``graph.neighbours[i, s]``, or
-            ``(clients, ...)`` where all neighbours get the same.
+            ``(clients, ...)`` if all neighbours get the same message.
         """
         raise NotImplementedError
 
     def receive(
         self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
     ) -> Tree:
-        """What clients make of what they receive: the new ``client_state``."""
+        """Process received messages, and return the new ``client_state``."""
         raise NotImplementedError
 
     def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor | None:
-        """Bytes of each message, int64 ``(clients, slots)``, where ``sent`` is filled up."""
+        """Count each message's bytes, int64 ``(clients, slots)``, if ``sent`` is padded."""
         return None
 
     # --- random numbers outside of steps ---
@@ -326,33 +309,31 @@ class Method(FederatedCallback):
         drawn = noise(random_keys(self.seed, "server noise", round, [0]), expand(like, 1), key)
         return tmap(lambda leaf: leaf[0], drawn)
 
-    # --- what travels, where it is less than the trees ---
+    # --- bytes, where they are fewer than those of the trees ---
 
     def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor | None:
-        """Bytes that each client needs to be sent, int64 ``(clients,)``.
+        """Count the bytes to each client, int64 ``(clients,)``, if trees exceed what clients need.
 
-        None: those of what :meth:`download` and :meth:`download_rows` return. For methods whose
-        trees also hold what a client knows already, or are filled up.
+        None: all bytes of :meth:`download` and :meth:`download_rows`.
         """
         return None
 
     def upload_nbytes(self, uploads: Tree, info: ClientInfo) -> Tensor | None:
-        """Bytes that each client sends, int64 ``(clients,)``; None: those of its upload."""
+        """Count the bytes from each client, int64 ``(clients,)``; None: those of its upload."""
         return None
 
-    # --- what is evaluated and handed out ---
+    # --- models for evaluation and users ---
 
     def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
-        """Each client's model under evaluation.
+        """Return each client's model for evaluation.
 
-        Default: the shared part as received now, where there is one, and the personal part as
-        stored.
+        Default: the shared part as received now, if any, and the stored personal part.
         """
         model: Model = {**received.get("model", {}), **client_state.get("model", {})}
         return model
 
     def global_model(self, server: Tree) -> Model | None:
-        """The one model for everybody, without client axis; None where there is none.
+        """Return the global model, without client axis, or None without one.
 
         Default: the entry ``model`` of the server, unless some of the model is personal.
         """
@@ -363,44 +344,44 @@ class Method(FederatedCallback):
         )
 
     def clusters(self, server: Tree) -> Tensor | None:
-        """Each client's cluster, int64 ``(num_clients,)``, -1 where it isn't known yet.
+        """Return each client's cluster, int64 ``(num_clients,)``, -1 if unknown.
 
-        None for a method that forms none.
+        None for a method without clusters.
         """
         return None
 
-    # --- what is checked, measured and warned of ---
+    # --- checks, measurements and warnings ---
 
     def check_fit(self, plan: FitPlan) -> str:
-        """Raise where the method can't work in such a fit; return a warning, or an empty text."""
+        """Raise an error if the method can't work in such a fit; return a warning, or ""."""
         return ""
 
     def warnings_before(self, federation: FederationView, round: Round) -> Mapping[str, str]:
-        """Look for problems of a round that begins; nothing was sent yet.
+        """Return warnings about a round, before anything is sent.
 
         Returns:
-            Texts by a key of your choice; each key is warned of once a Trainer.
+            Texts by any key; each key is warned of once per Trainer.
         """
         return {}
 
     def warnings_after(self, federation: FederationView, round: Round) -> Mapping[str, str]:
-        """Look for problems once a round is over; otherwise like :meth:`warnings_before`."""
+        """Return warnings about a round after it; otherwise like :meth:`warnings_before`."""
         return {}
 
     def measure(self, federation: FederationView, round: Round) -> Mapping[str, float]:
-        """Measure values at the end of a round, to be logged by their names.
+        """Return values to log at the end of a round, by name.
 
-        The server has updated and the clients' states are stored; ``round.server`` is the server's
-        tree as the round began. With several processes all of them call this together.
+        Server and client states are updated; ``round.server`` is the server's tree before the
+        round. A collective call of all processes.
         """
         return {}
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """What the log says at the start of a fit: settings that make this another method."""
+        """Return log lines for settings that make this another method."""
         return []
 
     def settings(self) -> dict[str, str]:
-        """The plain arguments of the constructor as text; a checkpoint tells if they change."""
+        """Return the constructor's plain arguments as text, which checkpoints compare."""
         names = inspect.signature(type(self).__init__).parameters
         return {
             name: repr(value)
@@ -409,10 +390,10 @@ class Method(FederatedCallback):
         }
 
     def structure(self) -> dict[str, Tensor]:
-        """Relations between clients on which the state depends: a checkpoint of others is refused.
+        """Return relations between clients that the state depends on, which checkpoints compare.
 
-        Known after :meth:`bind`. Default: the edges of :attr:`graph`, if there is one, as rows of
-        both ends and the weight.
+        Available after :meth:`bind`. Default: the edges of :attr:`graph`, if there is one, as rows
+        of both ends and the weight.
         """
         graph = getattr(self, "graph", None)
         return {} if graph is None else {"graph": graph.rows}
@@ -420,7 +401,7 @@ class Method(FederatedCallback):
     # --- bookkeeping ---
 
     def aggregation_weights(self, num_samples: Tensor) -> Tensor:
-        """Normalised weights of a cohort by :attr:`weighting`, float64 ``(clients,)``."""
+        """Compute normalised weights of a cohort by :attr:`weighting`, float64 ``(clients,)``."""
         raw = (
             num_samples.double()
             if self.weighting == "samples"
@@ -443,7 +424,7 @@ def _plain(value: object) -> bool:
 def say_split(
     method: str, parameter_split: ParameterSplit, nothing: str, everything: str
 ) -> list[str]:
-    """What a method that splits the model becomes where nothing, or everything, is personal."""
+    """Return log lines if nothing or everything is personal, with the equivalent method."""
     if not parameter_split.personal:
         return [f"Nothing is personal, which makes {method} {nothing}."]
     return (

@@ -1,4 +1,4 @@
-"""CFL: clusters are split in two where their clients pull in opposite directions."""
+"""CFL: federated averaging in clusters that are split where clients' updates conflict."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class CFL(Method):
         \max_{k \in C} \lVert \Delta_k \rVert > \varepsilon_2
 
     after ``start_round`` rounds: the cluster is near a stationary point, but some of its clients
-    are not. Complete linkage on :math:`1 - \cos(\Delta_i, \Delta_j)` gives the two parts. Then
+    are not. Complete linkage on :math:`1 - \cos(\Delta_i, \Delta_j)` makes two parts. Then
     :math:`W_C \leftarrow W_C + \operatorname{mean}_{k \in C} \Delta_k` in each resulting cluster,
     over its clients of the round.
 
-    Each round logs the two norms of the largest cluster, over its clients that have sent a change
+    Each round logs two norms of the largest cluster, over its clients that have sent an update
     since the last split: ``cfl/mean_norm``, which is compared to :math:`\varepsilon_1`, and
     ``cfl/max_norm``, to :math:`\varepsilon_2`. To choose the thresholds, run once with
-    ``eps_mean=0``, which never splits. Where clients form groups, ``cfl/mean_norm`` falls to a
-    level while ``cfl/max_norm`` stays well above it. Take ``eps_mean`` somewhat above that level,
-    ``eps_max`` between the two, and as ``start_round`` the round in which the first settles. If
-    both fall together, there is nothing to split.
+    ``eps_mean=0``, which never splits. With clusters of clients ``cfl/mean_norm`` falls to a level
+    well below ``cfl/max_norm``. Take ``eps_mean`` somewhat above that level, ``eps_max`` between
+    the two, and as ``start_round`` the round in which the first settles. If both fall together,
+    there are no clusters.
 
     Args:
         eps_mean: :math:`\varepsilon_1 \ge 0`. 0 never splits, which is FedAvg with uniform weights.
-        eps_max: :math:`\varepsilon_2 \ge 0`. Both are norms of one round's change of the trainable
-            parameters, so they depend on the model, the learning rate and the local work.
+        eps_max: :math:`\varepsilon_2 \ge 0`. Both are norms of one round's update of the trainable
+            parameters, so they depend on the model, the learning rate and the local steps.
         start_round: Rounds before the first split.
         min_gap: A split counts only if the smallest similarity inside the parts exceeds the largest
             one between them by more than this; None: every split counts. 0 is the paper's optional
@@ -55,14 +55,14 @@ class CFL(Method):
 
     State:
         server: ``models``, that of each client's cluster, each leaf ``(num_clients, *shape)``;
-        ``together``, which clients are in one cluster, bool ``(num_clients, num_clients)``;
+        ``together``, whether two clients share a cluster, bool ``(num_clients, num_clients)``;
         ``change``, the last :math:`\Delta_k`, ``(num_clients, d)`` over the trainable parameters;
-        ``fresh``, whether it was made since the cluster's last split, bool ``(num_clients,)``.
+        ``fresh``, whether it is newer than the cluster's last split, bool ``(num_clients,)``.
 
     Deviation from the paper: all clients take part there. Here a cluster is split only when every
-    member with a minibatch to train on has trained since its last split, so that no change is
-    judged that was made from another model; the other clients stay with the larger part. A client
-    that is new to the federation is evaluated with the model of the largest cluster.
+    member with a minibatch to train on has trained since its last split, so that all updates start
+    from the same model; the other clients stay with the larger part. New clients are evaluated with
+    the model of the largest cluster.
 
     Example:
         >>> CFL(start_round=5).eps_mean
@@ -113,13 +113,13 @@ class CFL(Method):
         self.min_gap = min_gap
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that without splits this is another method."""
+        """Return a log line if nothing is ever split."""
         return [] if self.eps_mean else ["eps_mean=0 makes CFL FedAvg with uniform weights."]
 
     # --- state ---
 
     def init_server(self, model: Model) -> Tree:
-        """One cluster of all clients."""
+        """Start with one cluster of all clients."""
         shared = select(model, self.parameter_split.shared)
         size = sum(model[name].numel() for name in self.parameter_split.trainable)
         like = next(iter(model.values()))
@@ -135,11 +135,11 @@ class CFL(Method):
     # --- a client's round ---
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """Nothing is the same for all."""
+        """Send no common part: every client gets its cluster's model."""
         return {}
 
     def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
-        """To each client the model of its cluster."""
+        """Send each client the model of its cluster."""
         index = info.index.to(server["together"].device)
         largest = server["together"].sum(1).argmax()
         at = torch.where(index < self.num_clients, index, largest)
@@ -148,7 +148,7 @@ class CFL(Method):
     # --- the server's round ---
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """Split what is to be split, then average in each cluster."""
+        """Split clusters where the criterion holds, then average in each."""
         label = first_member(server["together"])
         at = info.index.to(label.device)
         change, fresh = server["change"].clone(), server["fresh"].clone()
@@ -172,8 +172,8 @@ class CFL(Method):
         }
 
     def measure(self, federation: FederationView, round: Round) -> Mapping[str, float]:
-        """Measure the norms that the thresholds were compared to."""
-        before = round.server or {}  # a split has changed who is in whose cluster
+        """Measure the norms that were compared to the thresholds."""
+        before = round.server or {}  # a split has changed the clusters
         label, fresh = first_member(before["together"]), before["fresh"].clone()
         fresh[round.info.index[round.accepted].to(fresh.device)] = True
         clusters, sizes = label.unique(return_counts=True)
@@ -184,7 +184,7 @@ class CFL(Method):
         return {"cfl/mean_norm": mean, "cfl/max_norm": largest}
 
     def _split(self, members: Tensor, change: Tensor, fresh: Tensor) -> Tensor | None:
-        """The part that leaves a cluster, bool ``(members,)``; None if it stays together."""
+        """Find the part that leaves a cluster, bool ``(members,)``; None if it isn't split."""
         has_training_data = self.has_training_data.to(members.device)[members]
         some = change[members[has_training_data]].double()
         if len(some) <= 2 or not fresh[members[has_training_data]].all():
@@ -204,7 +204,7 @@ class CFL(Method):
     def _averaged(
         self, models: Model, uploads: Model, label: Tensor, at: Tensor, weights: Tensor
     ) -> Model:
-        """Each client's model, after its cluster's mean over the cohort."""
+        """Add its cluster's mean over the cohort to each client's model."""
         clusters, inside = label[at].unique(return_inverse=True)
         member = torch.nn.functional.one_hot(inside, len(clusters)).T.double()
         before = tmap(lambda leaf: leaf[clusters], models)
@@ -221,20 +221,20 @@ class CFL(Method):
         return kept
 
     def global_model(self, server: Tree) -> Model | None:
-        """There is none, once there is more than one cluster."""
+        """Return the model of the only cluster, or None if there are several."""
         if not server["together"].all():
             return None
         model: Model = tmap(lambda leaf: leaf[0], server["models"])
         return model
 
     def clusters(self, server: Tree) -> Tensor:
-        """Each client's cluster, int64 ``(num_clients,)``, in the order of their first clients."""
+        """Return each client's cluster, int64 ``(num_clients,)``, by first appearance."""
         numbered: Tensor = first_member(server["together"]).unique(return_inverse=True)[1]
         return numbered
 
 
 def norms(change: Tensor) -> tuple[float, float]:
-    """The norm of the mean change, and the largest norm of a change.
+    """Compute the norm of the mean update, and the largest norm of an update.
 
     Args:
         change: ``(clients, d)``.
@@ -247,7 +247,7 @@ def norms(change: Tensor) -> tuple[float, float]:
 
 
 def first_member(together: Tensor) -> Tensor:
-    """The smallest id in each client's cluster, int64 ``(clients,)``.
+    """Find the smallest id in each client's cluster, int64 ``(clients,)``.
 
     Args:
         together: Which clients are in one cluster, bool ``(clients, clients)``.
@@ -257,7 +257,7 @@ def first_member(together: Tensor) -> Tensor:
 
 
 def _smaller(part: Tensor, change: Tensor) -> Tensor:
-    """The smaller part; of equal ones that of the larger mean change. No order of clients counts.
+    """Return the smaller part, or of equal ones that with the larger mean update.
 
     Args:
         part: One of the parts, bool ``(clients,)``.

@@ -1,4 +1,4 @@
-"""ClusterOracle: federated averaging inside clusters that are known."""
+"""ClusterOracle: federated averaging inside known clusters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pfl.solvers.clusters import as_integers, cluster_means, number_la
 
 
 class ClusterOracle(Method):
-    r"""One model for each cluster, averaged over the cluster's clients of the round.
+    r"""One model per known cluster, averaged over its clients in the cohort.
 
     With FedAvg's local training of clients :math:`k \in S_t`, for each cluster :math:`C`
 
@@ -23,8 +23,8 @@ class ClusterOracle(Method):
         \theta_C \leftarrow \frac{\sum_{k \in S_t \cap C} n_k\, \theta_k}
         {\sum_{k \in S_t \cap C} n_k}
 
-    A cluster without a client in the round keeps its model. It is what methods that look for
-    clusters are measured against; one cluster makes it FedAvg.
+    A cluster without clients in the cohort keeps its model. It is a baseline for methods that find
+    clusters; with one cluster it is FedAvg.
 
     Args:
         clusters: Each client's cluster, in the order of the client ids: whole numbers >= 0. Or a
@@ -88,29 +88,29 @@ class ClusterOracle(Method):
         self._count = int(self._cluster.max()) + 1
 
     def init_server(self, model: Model) -> Tree:
-        """Models that are all alike."""
+        """Make equal models."""
         return {"models": repeat(select(model, self.parameter_split.shared), self._count)}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """Nothing is the same for all."""
+        """Send no common part: every client gets its cluster's model."""
         return {}
 
     def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
-        """To each client the model of its cluster."""
+        """Send each client the model of its cluster."""
         at = self._cluster[info.index.clamp_max(self.num_clients - 1)]
         return {"model": tmap(lambda leaf: leaf[at.to(leaf.device)], server["models"])}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """A weighted mean in each cluster of the cohort."""
+        """Average in each cluster with weights."""
         at = self._cluster[info.index].to(next(iter(uploads["model"].values())).device)
         member = torch.nn.functional.one_hot(at, self._count).T.double()
         return {"models": cluster_means(server["models"], uploads["model"], member, info.weights)}
 
     def clusters(self, server: Tree) -> Tensor:
-        """Each client's cluster, int64 ``(num_clients,)``, in the order of the names."""
+        """Return each client's cluster, int64 ``(num_clients,)``."""
         found: Tensor = self._cluster
         return found
 
     def structure(self) -> dict[str, Tensor]:
-        """Each client's cluster."""
+        """Return each client's cluster."""
         return {"clusters": self._cluster}

@@ -1,4 +1,4 @@
-"""ConvexClustering: a penalty on the norms of differences makes models of like clients equal."""
+"""ConvexClustering: a penalty on norms of differences that makes similar clients' models equal."""
 
 from __future__ import annotations
 
@@ -40,18 +40,17 @@ from lightning_pfl.solvers.pdmm import (
 
 Scale = Literal["canonical", "equation-3", "equation-3-unordered", "equation-14", "theorems"]
 COPIES = 12
-"""Tensors of the size of all pairs that there is room for, at the fullest moment of a round.
+"""Largest number of tensors of the size of all pairs in a round.
 
-That is when what the clients send is looked at, beside the three of the server: once as it came,
-once less what they had received, and twice of that in double precision, in which its norm is taken.
-With what is left of the clients' parts, runs in single precision take up to 11.
+Most are needed when uploads are checked: the server's three, the uploads, their differences, and
+twice that in double precision. Runs in single precision take up to 11 in total.
 """
 ROWS = 32
-"""Clients whose dual variables are stepped at a time."""
+"""Number of clients whose dual variables are stepped at once."""
 
 
 def canonical_weight(weight: float, scale: Scale, clients: int) -> float:
-    r"""The weight :math:`\Lambda` over unordered pairs that a paper's :math:`\lambda` stands for.
+    r"""Convert a paper's :math:`\lambda` to the weight :math:`\Lambda` over unordered pairs.
 
     Args:
         weight: :math:`\lambda`.
@@ -67,11 +66,11 @@ def canonical_weight(weight: float, scale: Scale, clients: int) -> float:
 
 
 class ConvexClustering(WatchedPull, Method):
-    r"""Every client has a model; a penalty makes models of like clients equal.
+    r"""Every client has a model, with a penalty that makes models of similar clients equal.
 
     Minimises :math:`\sum_i f_i(x_i) + \Lambda \sum_{i<j} \lVert x_i - x_j \rVert_2` by PDMM, with a
-    copy :math:`z_{ij}` of each difference. In a round some blocks, drawn at random, are updated at
-    the old values:
+    copy :math:`z_{ij}` of each difference. In a round some random blocks are updated at the old
+    values:
 
     .. math::
         x_i &\leftarrow \arg\min_x f_i(x) + \langle \textstyle\sum_j (\hat\mu_{ij} - \hat\mu_{ji}),
@@ -81,18 +80,18 @@ class ConvexClustering(WatchedPull, Method):
 
     with the block soft threshold :math:`S`. The server then steps the dual variables, :math:`\mu_
     {ij} \leftarrow \mu_{ij} + \tau\rho\, r_{ij}` and :math:`\hat\mu_{ij} = \mu_{ij} - \nu\rho\,
-    r_{ij}` with :math:`r_{ij} = x_i - x_j - z_{ij}`. From some weight on all models are that of the
-    unweighted sum of the losses. The clusters are read off the :math:`z_{ij}`: :meth:`clusters`.
+    r_{ij}` with :math:`r_{ij} = x_i - x_j - z_{ij}`. From some weight on all models equal that of
+    the unweighted sum of the losses. Clusters follow from the :math:`z_{ij}`: :meth:`clusters`.
 
     Args:
-        fusion_weight: :math:`\Lambda \ge 0`, or :math:`\lambda` in another ``scale``. 0 lets every
-            client train alone.
+        fusion_weight: :math:`\Lambda \ge 0`, or :math:`\lambda` in another ``scale``. 0 makes the
+            clients independent.
         scale: ``"canonical"`` and ``"theorems"``: the weight is :math:`\Lambda`, as in the paper's
             theorems; ``"equation-3"``: :math:`\Lambda = 2N\lambda`; ``"equation-3-unordered"``, for
             its sum over unordered pairs: :math:`\Lambda = N\lambda`; ``"equation-14"``:
             :math:`\Lambda = 2\lambda`.
         step: ``"full"``: as above; ``"printed"``: without the terms of the pairs :math:`(j, i)`,
-            as in the paper, which may stop at a wrong point where blocks are drawn.
+            as in the paper, which may stop at a wrong point with random blocks.
         penalty: :math:`\rho > 0`. Local steps need ``lr * (L + 2 * penalty * neighbours) < 2``.
         blocks: Primal blocks per round, of the clients that take part: a share, or a number
             :math:`K` of the :math:`J = N^2`. Few blocks need about :math:`J / K` times as many
@@ -110,14 +109,14 @@ class ConvexClustering(WatchedPull, Method):
     State:
         server, for :math:`S` neighbours and :math:`d` parameters: ``models``, ``(num_clients, d)``;
         ``split``, ``dual`` and ``damped``, the :math:`z`, :math:`\mu` and :math:`\hat\mu`,
-        ``(num_clients, S, d)``; what clients haven't heard of yet, bool ``(num_clients, S)``. own:
-        ``model``, the whole model; buffers never leave the client.
+        ``(num_clients, S, d)``; variables that clients don't have yet, bool ``(num_clients, S)``.
+        client_state: ``model``, the complete model; buffers never leave the client.
 
-    Deviation from the paper: the corrected x-update, for which a client is sent one more vector;
+    Deviation from the paper: the corrected x-update, which needs one more vector to the client;
     clients that aren't sampled are no blocks of the round. The server's rows of :math:`z` and
-    :math:`\hat\mu` stand for the client's copies too; bytes are those of the paper's messages: the
+    :math:`\hat\mu` also represent the client's copies; bytes are those of the paper's messages: the
     updated blocks up, updated models of neighbours and updated :math:`\mu_{ij}` down. A client
-    without training samples, or without a minibatch, has :math:`f_i = 0` and is in its pairs.
+    without training samples or minibatches has :math:`f_i = 0` and takes part in its pairs.
 
     Example:
         >>> ConvexClustering(0.1, blocks=36).local_solver
@@ -155,7 +154,7 @@ class ConvexClustering(WatchedPull, Method):
         scale: Scale = "canonical",
         step: Step = "full",
         penalty: float = 0.1,
-        # The command line takes the first type that fits: 36 is no float.
+        # The command line takes the first type that fits, and 36 is no float.
         blocks: int | float = 1.0,
         dual_blocks: int | float = 1.0,
         graph: GraphLike | None = None,
@@ -180,7 +179,7 @@ class ConvexClustering(WatchedPull, Method):
         self.local_solver: LocalSolver = local_solver
 
     def bind(self, known: Known) -> None:
-        """Find the pairs, and the penalty of each."""
+        """Build the pairs, and the penalty of each."""
         super().bind(known)
         if self.given_graph is not None:
             self.graph = resolve_graph(self.given_graph, self.num_clients, self.seed)
@@ -196,22 +195,22 @@ class ConvexClustering(WatchedPull, Method):
         return Pairs.of_graph(self.graph)
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that at 0 this is another method."""
+        """Return a log line if the penalty is zero."""
         return [] if self.fusion_weight else ["fusion_weight=0 makes ConvexClustering LocalOnly."]
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """Steps of the optimizer, or one step on all samples."""
+        """Take steps of the optimizer, or one step on all samples."""
         return proximal_phases(self.local_solver, super().phases(round))
 
     def pull(self, server: Tree, info: ClientInfo) -> Pull:
-        """The augmented Lagrangian's quadratic, and the proximal one."""
+        """Return the quadratics of the augmented Lagrangian and the proximal term."""
         sides = 2 if self.step == "full" else 1
         pairs = self.penalty * sides * int(self._pairs.degree.max())
         formula = f"({sides} * penalty * neighbours + proximal_weight)"
         return Pull(pairs + self.proximal_weight, formula, "a smaller `penalty`")
 
     def init_server(self, model: Model) -> Tree:
-        """Models that are all alike, and zeros for the pairs."""
+        """Make equal models, and zeros for the pairs."""
         first = flat(
             {n: leaf.unsqueeze(0) for n, leaf in model.items()}, self.parameter_split.trainable
         )[0]
@@ -233,17 +232,17 @@ class ConvexClustering(WatchedPull, Method):
         }
 
     def init_client_state(self, model: Model) -> Tree:
-        """The whole model."""
+        """Return the complete model."""
         return {"model": model}
 
     # --- a client's round ---
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """Everybody's model."""
+        """Send all clients' models."""
         return {"models": server["models"]}
 
     def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
-        """To each client its own pairs, and the sum of what the pairs (j, i) pull it with."""
+        """Send each client its pairs, and the summed terms of the pairs (j, i)."""
         at = self._rows(info)
         found = {name: _take(server[name], at) for name in ("split", "damped")}
         if self.step == "full":
@@ -253,7 +252,7 @@ class ConvexClustering(WatchedPull, Method):
         return found
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """The quadratic of the x-update."""
+        """Set up the quadratic of the x-update."""
         incoming = received.get("incoming")
         anchor, strength = proximal_term(
             self._view(received, info), incoming, self.penalty, self.proximal_weight
@@ -262,13 +261,13 @@ class ConvexClustering(WatchedPull, Method):
         return proximal_state(client_state["model"], named, strength)
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A step of the x-update, or all of it."""
+        """Take a step of the x-update, or solve it."""
         return proximal_step(state, minibatches, client, self.local_solver)
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """The z-updates; blocks that weren't drawn stay as they were."""
+        """Update the drawn blocks of z."""
         view, at, drawn = self._view(received, info), self._rows(info), self._draws.of(info.round)
         split = update_split(view, self._threshold[at].to(view.mask.device), self.penalty)
         chosen = drawn.pairs[at].to(view.mask.device)
@@ -283,7 +282,7 @@ class ConvexClustering(WatchedPull, Method):
     # --- the server's round ---
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """Store the blocks, and step the dual variables that were drawn."""
+        """Store the blocks, and step the drawn dual variables."""
         device, at = server["models"].device, info.index.to(server["models"].device)
         vectors = flat(uploads["model"], self.parameter_split.trainable).to(server["models"])
         new = {
@@ -302,7 +301,7 @@ class ConvexClustering(WatchedPull, Method):
         return new
 
     def _step_duals(self, server: Tree, duals: Tensor, steps: tuple[float, float]) -> Tree:
-        """Some clients at a time, so that what is computed on the way stays small."""
+        """Step some clients at a time, which limits temporary memory."""
         models, pairs = server["models"], self._pairs.to(duals.device)
         dual, damped = torch.empty_like(server["dual"]), torch.empty_like(server["damped"])
         for some in torch.arange(len(models), device=duals.device).split(ROWS):
@@ -317,7 +316,7 @@ class ConvexClustering(WatchedPull, Method):
     # --- what travels ---
 
     def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor:
-        """Neighbours' models and dual variables that are new to the client, and the pull."""
+        """Count neighbours' models and dual variables that are new to the client, and the pull."""
         at = self._rows(info).to(server["new_models"].device)
         vectors: Tensor = server["new_models"][at].sum(1) + server["new_duals"][at].sum(1)
         if self.step == "full":
@@ -326,7 +325,7 @@ class ConvexClustering(WatchedPull, Method):
         return vectors.cpu() * self._vector_nbytes(server)
 
     def upload_nbytes(self, uploads: Tree, info: ClientInfo) -> Tensor:
-        """The blocks that were drawn."""
+        """Count the drawn blocks."""
         drawn, at = self._draws.of(info.round), self._rows(info)
         vectors: Tensor = drawn.models[at].long() + drawn.pairs[at].sum(1)
         return vectors * self._vector_nbytes(uploads)
@@ -334,13 +333,13 @@ class ConvexClustering(WatchedPull, Method):
     # --- results ---
 
     def clusters(self, server: Tree) -> Tensor:
-        """Each client's cluster, int64 ``(num_clients,)``: joined by pairs with z exactly zero."""
+        """Return each client's cluster, int64 ``(num_clients,)``, by pairs with z exactly zero."""
         return clusters_of_pairs(server["split"], self._pairs)
 
     # --- helpers ---
 
     def _view(self, received: Tree, info: ClientInfo) -> View:
-        """What the clients know: own and neighbours' models, z and damped dual variables."""
+        """Collect the clients' variables: models, z and damped dual variables."""
         models, at = received["models"], self._rows(info).to(received["models"].device)
         neighbours = self._pairs.neighbours.to(models.device)[at]
         each = torch.arange(len(at), device=models.device)
@@ -348,17 +347,17 @@ class ConvexClustering(WatchedPull, Method):
         return View(models[each, at], others, received["split"], received["damped"], mask)
 
     def _rows(self, info: ClientInfo) -> Tensor:
-        """Rows of the clients; one that is new to the federation gets any."""
+        """Rows of the clients; a new client maps to the last row."""
         return info.index.clamp_max(self.num_clients - 1)
 
     def _vector_nbytes(self, tree: Tree) -> int:
-        """Bytes of one variable."""
+        """Count the bytes of one variable."""
         leaf: Tensor = tree["split"]
         return leaf.shape[2] * leaf.element_size()
 
 
 def _take(leaf: Tensor, at: Tensor) -> Tensor:
-    """Rows of a tensor; a view where they follow each other."""
+    """Select rows of a tensor; a view if they are consecutive."""
     first, count = int(at[0]) if len(at) else 0, len(at)
     if torch.equal(at, torch.arange(first, first + count)):
         return leaf[first : first + count]

@@ -13,20 +13,21 @@ from lightning_pfl.solvers.proximal import pull
 
 
 class Ditto(Method):
-    r"""Clients train the global model as in FedAvg and, beside it, a personal model near it.
+    r"""Clients train the global model as in FedAvg and also a personal model near it.
 
     .. math::
         y_k \leftarrow \text{local SGD on } F_k \text{ from } x^t, \qquad
         v_k \leftarrow v_k - \eta\,(\nabla F_k(v_k) + \lambda\,(v_k - x^t)), \qquad
         x^{t+1} = \sum_{k \in S_t} p_k\, y_k
 
-    The anchor :math:`x^t` is the model received this round. :math:`v_k` begins as the initial
+    The anchor :math:`x^t` is the model received in this round. :math:`v_k` starts as the initial
     global model, never leaves the client, and persists while the client is not sampled. The global
     model doesn't depend on :math:`\lambda`. The proximal gradient passes through momentum and
-    clipping like the rest; each model has its own optimizer state.
+    clipping like that of the loss; each model has its own optimizer state.
 
     Args:
-        prox_weight: :math:`\lambda \ge 0`. 0 trains the personal models alone. Plain SGD needs ``lr
+        prox_weight: :math:`\lambda \ge 0`. 0 makes the personal models independent. Plain SGD needs
+            ``lr
             * (L + prox_weight) < 2``.
         personal_epochs: Passes over the data for :math:`v_k`, after those for :math:`y_k`. With
             neither this nor ``personal_steps``, each step of :math:`y_k` is followed by one of
@@ -37,7 +38,7 @@ class Ditto(Method):
         weighting: ``"uniform"`` as in the released code, or ``"samples"``.
 
     State:
-        server: ``model``. client_state: ``personal``, the whole model :math:`v_k` with its own
+        server: ``model``. client_state: ``personal``, the complete model :math:`v_k` with its
         buffers; each leaf ``(clients, *shape)``.
 
     Deviation from the paper: both models use the learning rate of ``configure_optimizers``.
@@ -84,7 +85,7 @@ class Ditto(Method):
         self.personal_epochs, self.personal_steps = personal_epochs, personal_steps
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """One phase for both models, or one for each."""
+        """Return one phase for both models, or one for each."""
         both = Phase("all", epochs=self.local_epochs, steps=self.local_steps)
         if self.interleaved:
             return (both,)
@@ -94,11 +95,11 @@ class Ditto(Method):
         return both, personal
 
     def init_client_state(self, model: Model) -> Tree:
-        """A personal model that begins as the global one."""
+        """Make a personal model that starts as the global one."""
         return {"personal": model}
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Start both models; what was received stays the anchor."""
+        """Start both models, with the received one as anchor."""
         return {
             "model": dict(received["model"]),
             "personal": client_state["personal"],
@@ -106,7 +107,7 @@ class Ditto(Method):
         }
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A step of the global model, of the personal model, or of both."""
+        """Step the global model, the personal model, or both."""
         if client.phase != "personal":
             model = client.update(state["model"], client.grad(state["model"], minibatches))
             state = {**state, "model": model}
@@ -121,14 +122,14 @@ class Ditto(Method):
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Send the global model, keep the personal one."""
+        """Send the global model and store the personal one."""
         return {"model": state["model"]}, {"personal": state["personal"]}
 
     def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
-        """The stored personal model."""
+        """Return the stored personal model."""
         personal: Model = client_state["personal"]
         return personal
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that without the pull this is another method."""
-        return [] if self.prox_weight else ["prox_weight=0 makes Ditto LocalOnly beside FedAvg."]
+        """Return a log line if the penalty is zero."""
+        return [] if self.prox_weight else ["prox_weight=0 makes Ditto LocalOnly besides FedAvg."]

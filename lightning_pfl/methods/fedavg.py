@@ -17,7 +17,7 @@ from lightning_pfl.solvers.optim import functional_step
 
 
 class FedAvg(Method):
-    r"""Federated averaging: clients train the global model, the server averages what comes back.
+    r"""Federated averaging: clients train the global model, and the server averages their models.
 
     .. math::
         x^{t+1} = \sum_{k \in S_t} p_k\, y_k, \qquad y_k = \text{local SGD on } F_k \text{ from }
@@ -39,7 +39,7 @@ class FedAvg(Method):
 
     State:
         server: ``model``, and ``optimizer`` (its tensors per parameter) with a server optimizer.
-            Clients keep nothing.
+            Clients have no state.
 
     Deviation from the paper: clients are weighted within the sampled cohort, as in its released
     code.
@@ -81,16 +81,15 @@ class FedAvg(Method):
         if server_optimizer is not None and not callable(server_optimizer):
             raise TypeError(
                 "Expected `server_optimizer` to be a callable that makes a torch optimizer from "
-                "parameters, but got "
-                f"server_optimizer={server_optimizer!r}. Use `lambda p: torch.optim.SGD(p, "
-                "lr=1.0, momentum=0.9)`."
+                f"parameters, but got server_optimizer={server_optimizer!r}. Use "
+                "`lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9)`."
             )
         if server_optimizer is not None:
             _check_optimizer(server_optimizer([torch.zeros(1, requires_grad=True)]))
         self.server_optimizer = server_optimizer
 
     def settings(self) -> dict[str, str]:
-        """Also the server optimizer's class, and its plain defaults."""
+        """Return all settings, with the server optimizer's class and plain defaults."""
         if self.server_optimizer is None:
             return {**super().settings(), "server_optimizer": "None"}
         optimizer = self.server_optimizer([torch.zeros(1, requires_grad=True)])
@@ -102,11 +101,11 @@ class FedAvg(Method):
         }
 
     def init_server(self, model: Model) -> Tree:
-        """The global model, and the server optimizer's state, which is empty before a step."""
+        """Return the global model, and the server optimizer's empty state."""
         return {"model": model, "optimizer": {}} if self.server_optimizer else {"model": model}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """Average, or step the server optimizer along old model minus average."""
+        """Average, or step the server optimizer along the old model minus the average."""
         mean: dict[str, Any] = weighted_mean(uploads["model"], info.weights)
         if self.server_optimizer is None:
             return {**server, "model": mean}

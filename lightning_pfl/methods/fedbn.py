@@ -1,4 +1,4 @@
-"""FedBN: everything is averaged but BatchNorm."""
+"""FedBN: federated averaging without the BatchNorm layers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from lightning_pfl.methods.base import About, Method, Weighting, say_split
 
 
 class FedBN(Method):
-    r"""Federated averaging with private BatchNorm.
-
-    Affine parameters and running statistics never leave the client.
+    r"""Federated averaging with personal BatchNorm: affine parameters and running statistics.
 
     .. math::
         x^{t+1}_{\text{rest}} = \frac{1}{|S_t|} \sum_{k \in S_t} y_{k,\text{rest}}, \qquad
         \text{BN}_k \text{ stays with client } k
 
     BatchNorm is found by module type, so a layer named ``downsample.1`` counts and a layer named
-    ``bnb`` doesn't. A client that was never sampled has the initial BatchNorm. A model without
-    BatchNorm makes this FedAvg, exactly. Other normalisation layers are averaged; to keep those,
-    name them in :class:`~lightning_pfl.methods.FedPer`: ``FedPer(personal=torch.nn.LayerNorm)``.
+    ``bnb`` doesn't. A client that was never sampled has the initial BatchNorm. Without BatchNorm
+    this is FedAvg, exactly. Other normalisation layers are averaged; make them personal by
+    :class:`~lightning_pfl.methods.FedPer`: ``FedPer(personal=torch.nn.LayerNorm)``.
 
     Args:
         local_epochs: Passes over a client's data per round.
@@ -63,7 +61,7 @@ class FedBN(Method):
         super().__init__(local_epochs, local_steps, weighting)
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say where the split leaves another method, and how to keep norms of another type."""
+        """Return log lines if this is another method, with other normalisation layers."""
         said = say_split("FedBN", parameter_split, "FedAvg", "LocalOnly")
         others = (
             []
@@ -74,7 +72,4 @@ class FedBN(Method):
             return said
         names = [f"torch.nn.{kind.__name__}" for kind in others]
         spec = names[0] if len(names) == 1 else f"[{', '.join(names)}]"
-        return [
-            f"{said[0]} It keeps BatchNorm alone; to keep what this model has, use "
-            f"FedPer(personal={spec})."
-        ]
+        return [f"{said[0]} For other normalisation layers use FedPer(personal={spec})."]

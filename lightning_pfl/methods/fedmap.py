@@ -1,4 +1,4 @@
-"""FedMAP: personal models under a prior that the federation learns."""
+"""FedMAP: personal models under a learned prior."""
 
 from __future__ import annotations
 
@@ -45,45 +45,44 @@ class FedMAP(WatchedPull, Method):
         \partial_\gamma R(\theta_k^{t+1}, \gamma^t)
         \quad\text{or}\quad \arg\min_\gamma \sum_k \bar\omega_k R(\theta_k^{t+1}, \gamma)
 
-    :math:`\ell_k` is the client's mean loss; the prior :math:`\rho_\gamma \propto e^{-R}` says
-    :math:`R`. :math:`\theta_k` goes on where the client's last round ended, and is the personal
-    model. With a Gaussian prior the second form of the last line is the weighted mean of the
-    :math:`\theta_k`. The weights are computed from their logarithms: none underflows.
+    :math:`\ell_k` is the client's mean loss, and :math:`\rho_\gamma \propto e^{-R}` the prior.
+    :math:`\theta_k` continues from the client's last round, and is the personal model. With a
+    Gaussian prior the second form of the last line is the weighted mean of the :math:`\theta_k`.
+    The weights are computed from their logarithms, without underflow.
 
-    What isn't under the prior (``parameters`` of the prior) and isn't personal is shared: trained
-    from the received values and averaged with the same weights. Buffers (BatchNorm statistics) stay
-    on the client.
+    Entries that aren't under the prior (``parameters`` of the prior) and aren't personal are
+    shared: trained from the received values and averaged with the same weights. Buffers (BatchNorm
+    statistics) stay on the client.
 
     Args:
         prior: The family of priors; None for ``GaussianPrior(variance=15.0)``.
-        weighting: :math:`\log \omega_k`, with :math:`N_k` samples: ``"posterior"``: as above, what
-            the paper's code computes; ``"exact"``: :math:`-N_k \ell_k - R`, equation 8 to the
-            letter, which gives nearly all weight to one client, often that with the fewest samples;
-            ``"per_sample"``: :math:`-\ell_k - R / N_k`; ``"samples"``: :math:`\log N_k`, what the
-            code's server applied; ``"uniform"``. The first three measure the loss in a further pass
-            over the client's data each round, in eval mode. A client that lies about its weight
-            has the prior to itself; the last two need no trust.
+        weighting: :math:`\log \omega_k`, with :math:`N_k` samples: ``"posterior"``: as above, as in
+            the paper's code; ``"exact"``: :math:`-N_k \ell_k - R` as in equation 8, which
+            concentrates the weight on one client, often with the fewest samples;
+            ``"per_sample"``: :math:`-\ell_k - R / N_k`; ``"samples"``: :math:`\log N_k`, as in the
+            code's server; ``"uniform"``. The first three measure the loss in another pass over the
+            client's data, in eval mode, and trust the clients' weights; the last two don't.
         prior_lr: :math:`\lambda > 0`. None: the minimiser, where the prior has a closed form.
         data_term: ``"mean"``: :math:`\ell_k` as above (equation 7); ``"sum"``: :math:`N_k \ell_k`
-            (equation 2). The objective is then divided by :math:`N_k`, which has the same minimiser
+            (equation 2), with the objective divided by :math:`N_k`, which has the same minimiser
             and suits the same step sizes.
         personal: What is neither sent nor under the prior.
         log_envelope: Whether to log ``prior/envelope``, :math:`M(\gamma^t) = \sum_k \bar\omega_k
-            (\ell_k + R)` at the trained models, with :math:`R` complete. It is the function that
-            the server descends on if clients solve exactly and weights are fixed (theorem 1); costs
-            a pass over the data, and a number per upload.
+            (\ell_k + R)` at the trained models, with :math:`R` complete. The server minimises it if
+            clients solve exactly and weights are fixed (theorem 1); costs a pass over the data, and
+            a number per upload.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps instead. Exactly one of the two.
 
     State:
-        server: ``model``, the prior's mean and what is shared; ``prior``, the rest of
-        :math:`\gamma`. client_state: ``model``, :math:`\theta_k` and what is personal, each leaf
+        server: ``model``, the prior's mean and the shared part; ``prior``, the rest of
+        :math:`\gamma`. client_state: ``model``, :math:`\theta_k` and the personal part, each leaf
         ``(clients, *shape)``; ``begun``, whether the client has trained, bool ``(clients,)``. The
-        upload has ``log_weight``, float64, where the loss is measured.
+        upload has ``log_weight``, float64, if the loss is measured.
 
-    Deviation from the paper: a client that takes part for the first time begins at the prior's mean
-    of that round, which for round 0 is the common initial model. The module's parameters are those
-    of the randomly selected client.
+    Deviation from the paper: a client that takes part for the first time starts at the prior's
+    current mean, in round 0 the common initial model. The module's parameters are those of the
+    randomly selected client.
 
     Example:
         >>> FedMAP(GaussianPrior(variance=1.0), weighting="uniform").prior
@@ -135,13 +134,13 @@ class FedMAP(WatchedPull, Method):
     # --- who holds what ---
 
     def resolve_personal(self, parameter_split: ParameterSplit) -> ParameterSpec:
-        """What the user says, and the buffers."""
+        """Return the user's personal part and the buffers."""
         return sorted(
             parameter_split.match(self.personal, "personal") | frozenset(parameter_split.buffers)
         )
 
     def ownership(self, parameter_split: ParameterSplit) -> dict[str, frozenset[str]]:
-        """What is under the prior, and so differs between clients, is told apart."""
+        """Return entries by ownership, separately those under the prior."""
         under = self._under(parameter_split)
         return {
             f"{PER_CLIENT}, under the prior": under,
@@ -155,36 +154,35 @@ class FedMAP(WatchedPull, Method):
         )
 
     def bind(self, known: Known) -> None:
-        """Find what is under the prior, and try the prior on two clients.
+        """Find the entries under the prior, and check the prior on two clients.
 
         Raises:
-            TypeError, ValueError: If nothing is under the prior, some of it is personal, or the
-                prior's functions don't do what a federation needs.
+            TypeError, ValueError: If no entry is under the prior, some of them are personal, or the
+                prior's functions are invalid.
         """
         super().bind(known)
         self.under = self._under(self.parameter_split)
         if not self.under:
             raise ValueError(
-                "Expected the prior's `parameters` to pick something that trains, but got "
-                f"parameters={self.prior.parameters!r}. Use 'all', or FedAvg, which has no prior."
+                "Expected the prior's `parameters` to match trainable parameters, but got "
+                f"parameters={self.prior.parameters!r}. Use 'all', or FedAvg without a prior."
             )
         if both := sorted(self.under & self.parameter_split.personal):
             raise ValueError(
-                "Expected `personal` to be apart from the prior's `parameters`, but both have "
-                f"{', '.join(both[:5])}. What is under the prior is sent to the server; take it "
-                "out of one of the two."
+                "Expected `personal` and the prior's `parameters` to be disjoint, but both have "
+                f"{', '.join(both[:5])}. Remove these from one of them."
             )
         check_prior(self.prior, select(self.parameter_split.model(), self.under))
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """Local training; then, where the loss is needed, a pass that measures it."""
+        """Train locally; if the loss is needed, add a pass that measures it."""
         local = Phase("all", epochs=self.local_epochs, steps=self.local_steps)
         if self.weighting not in MEASURED and not self.log_envelope:
             return (local,)
         return local, Phase(epochs=1, name=MEASURE, evaluate_only=True)
 
     def pull(self, server: Tree, info: ClientInfo) -> Pull | None:
-        """The prior in one client's model, where it is a Gaussian."""
+        """Return the prior's pull on one client's model, if it is a Gaussian."""
         curvature = self.prior.curvature(self.gamma(server))
         if curvature is None:
             return None
@@ -192,42 +190,42 @@ class FedMAP(WatchedPull, Method):
         # With c = 1 / variance, a step leaves 1 - lr c of a parameter's distance to the mean.
         if self.data_term == "mean":
             return Pull(curvature, "the prior's curvature", remedy)
-        # Steps go along (N l + R) / N, in which R has the curvature c / N: most for the least N.
+        # Steps are along (N l + R) / N, in which R has the curvature c / N, largest for small N.
         fewest = max(int(info.num_samples.min()), 1)
         return Pull(curvature / fewest, "the prior's curvature / samples", remedy)
 
     # --- state ---
 
     def init_server(self, model: Model) -> Tree:
-        """The prior's first parameters beside the initial shared part."""
+        """Make the prior's initial parameters and the initial shared part."""
         gamma = self.prior.init(select(model, self.under))
         return self._packed(select(model, self.parameter_split.shared - self.under), gamma)
 
     def init_client_state(self, model: Model) -> Tree:
-        """A place for the personal model, which isn't begun yet."""
+        """Make the state of a personal model that has not trained yet."""
         kept = select(model, self.under | self.parameter_split.personal)
         device = next(iter(model.values())).device
         return {"model": kept, "begun": torch.zeros((), dtype=torch.bool, device=device)}
 
     def _packed(self, shared: Model, gamma: Tree) -> Tree:
-        """The server's tree; an empty entry would be one more to send nothing in."""
+        """Build the server's tree, without empty entries."""
         rest = {name: entry for name, entry in gamma.items() if name != "mean"}
         server = {"model": {**shared, **gamma.get("mean", {})}, "prior": rest}
         return {name: entry for name, entry in server.items() if entry}
 
     def gamma(self, tree: Tree) -> Tree:
-        """The prior's parameters, from the server's tree or from what a client received."""
+        """Return the prior's parameters, from the server's or a received tree."""
         mean = select(tree.get("model", {}), self.under)
         return {**({"mean": mean} if mean else {}), **tree.get("prior", {})}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """The prior, and the shared part."""
+        """Send the prior and the shared part."""
         return dict(server)
 
     # --- a client's round ---
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Go on with the personal model, or begin at the prior's mean."""
+        """Continue with the personal model, or start at the prior's mean."""
         model = self.personal_model(received, client_state, info)
         samples = info.num_samples.to(client_state["begun"].device).clamp_min(1).double()
         return {
@@ -239,7 +237,7 @@ class FedMAP(WatchedPull, Method):
         }
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A step on loss and prior; or, in the measuring pass, a part of the loss."""
+        """Step on loss and prior, or measure a part of the loss."""
         model = state["model"]
         if client.phase == MEASURE:
             loss, count = client.loss(model, minibatches)
@@ -262,14 +260,14 @@ class FedMAP(WatchedPull, Method):
     def adaptation_step(
         self, server: Tree, model: Model, minibatches: Any, client: LocalStep, samples: Tensor
     ) -> Model:
-        """A new client adapts under the prior as it is now."""
+        """Adapt a new client under the current prior."""
         gamma = expand(self.gamma(server), len(samples))
         return self._step(model, gamma, minibatches, client, samples.clamp_min(1))
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Send the model with the logarithm of its weight, and keep it."""
+        """Send the model with its log weight, and store it."""
         model = state["model"]
         upload: Tree = {"model": select(model, self.parameter_split.shared)}
         loss, samples = state["loss"] / state["count"].clamp_min(1), state["samples"]
@@ -285,13 +283,13 @@ class FedMAP(WatchedPull, Method):
     # --- the server's round ---
 
     def weights(self, uploads: Tree, info: ClientInfo) -> Tensor:
-        r""":math:`\bar\omega_k` of the uploads, float64 ``(clients,)``, summing to 1."""
+        r"""Normalise the weights :math:`\bar\omega_k` of the uploads, float64 ``(clients,)``."""
         if "log_weight" not in uploads:
             return info.weights
         return torch.softmax(uploads["log_weight"], 0)
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """Fit the prior to the personal models, and average what is shared."""
+        """Fit the prior to the personal models, and average the shared part."""
         device = next(iter(uploads["model"].values())).device
         weights = self.weights(uploads, info).to(device)
         theta = select(uploads["model"], self.under)
@@ -302,7 +300,7 @@ class FedMAP(WatchedPull, Method):
     # --- what is evaluated and handed out ---
 
     def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
-        """The client's own model; the prior's mean for a client that hasn't begun."""
+        """Return the client's model, or the prior's mean before its first round."""
         model: Model = {**received.get("model", {}), **client_state["model"]}
         for name, center in self.gamma(received).get("mean", {}).items():
             begun = per_client(client_state["begun"], center) > 0
@@ -310,16 +308,16 @@ class FedMAP(WatchedPull, Method):
         return model
 
     def global_model(self, server: Tree) -> Model | None:
-        """The prior's mean beside the shared part; None if that isn't a whole model."""
+        """Return the prior's mean with the shared part; None if some entries are personal."""
         model: Model = server.get("model", {})
         return dict(model) if model.keys() == set(self.parameter_split.names) else None
 
     # --- what is said of it ---
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that without a pull this is another method, and that a fixed prior learns nothing."""
+        """Return log lines for an infinite variance or a fixed prior."""
         alone = isinstance(self.prior, GaussianPrior) and self.prior.pulls_nobody
-        notes = ["variance=inf makes FedMAP LocalOnly, beside a mean."] if alone else []
+        notes = ["variance=inf makes FedMAP LocalOnly with a mean."] if alone else []
         if not depends_on_gamma(
             self.prior, select(parameter_split.model(), self._under(parameter_split))
         ):
@@ -330,7 +328,7 @@ class FedMAP(WatchedPull, Method):
         return notes
 
     def settings(self) -> dict[str, str]:
-        """The prior's own settings as well."""
+        """Return all settings, with the prior's."""
         return {**super().settings(), "prior": repr(self.prior)}
 
     def measure(self, federation: FederationView, round: Round) -> Mapping[str, float]:
@@ -345,7 +343,7 @@ class FedMAP(WatchedPull, Method):
 
 
 def log_weights(weighting: str, loss: Tensor, penalty: Tensor, samples: Tensor) -> Tensor:
-    r"""Logarithms of the clients' weights, up to a number that all have in common.
+    r"""Compute the logarithms of the clients' weights, up to a common constant.
 
     Args:
         weighting: One of :data:`MEASURED`; the two others are shares of

@@ -1,4 +1,4 @@
-"""FedMTL: multi-task learning of networks, with a penalty that couples the clients' models."""
+"""FedMTL: multi-task learning of networks with a coupling penalty."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Relationship = Literal["spread", "asrun", "none"]
 def penalty_gradient(
     model: Model, others: Model, share: Tensor, relationship: Relationship
 ) -> Model:
-    r"""Half the gradient of :math:`\lVert W\rVert_F^2 + \operatorname{tr}(W \Omega W^\top)`.
+    r"""Halve the gradient of :math:`\lVert W\rVert_F^2 + \operatorname{tr}(W \Omega W^\top)`.
 
     With respect to each client's own column; the other columns are constants.
 
@@ -54,21 +54,21 @@ def penalty_gradient(
 
 
 class FedMTL(Method):
-    r"""Every client trains a model of its own, regularised by those of the cohort.
+    r"""Every client trains a model, regularised by those of the cohort.
 
     With the sampled clients' parameters as the columns of :math:`W`, client :math:`k` minimises
-    over its own column, the others being as they were at the start of the round,
+    over its column, with the others as at the start of the round,
 
     .. math::
         F_k(w_k) + r \bigl(\lVert W \rVert_F^2 + \operatorname{tr}(W \Omega W^\top)\bigr), \qquad
         \operatorname{tr}(W \Omega W^\top) = \sum_k \lVert w_k - \bar w \rVert^2 \;\text{for}\;
         \Omega = I - \tfrac1m 11^\top
 
-    The models are not averaged. A client needs the sum of the others alone, which has the size of
-    one model. Buffers never leave the client.
+    Models are not averaged. A client only needs the sum of the others, of the size of one model.
+    Buffers never leave the client.
 
     Args:
-        regularization: :math:`r \ge 0`. 0 trains every client alone.
+        regularization: :math:`r \ge 0`. 0 makes the clients independent.
         relationship: ``"spread"``: :math:`\Omega` as above; ``"asrun"``: the :math:`\Omega = (1 -
             1/m)^2\, 11^\top` that a widely used script computes by mistake, which pulls the sum of
             the models to zero; ``"none"``: :math:`\Omega = 0`.
@@ -76,13 +76,13 @@ class FedMTL(Method):
         local_steps: Optimizer steps per round instead. Exactly one of the two.
 
     State:
-        server: ``models``, every client's last upload, each leaf ``(num_clients, *shape)``. own:
-        ``model``, the whole model; each leaf ``(clients, *shape)``.
+        server: ``models``, every client's last upload, each leaf ``(num_clients, *shape)``.
+        client_state: ``model``, the complete model; each leaf ``(clients, *shape)``.
 
     Deviation from the paper: MOCHA is for convex losses; this is its adaptation to networks in the
-    comparisons of LG-FedAvg and FedRep. Their weight is about :math:`10^{-7}`, which leaves
-    nothing of the penalty; the default is larger. ``"asrun"`` sees all parameters, the script
-    skips those beyond the last multiple of 4000.
+    comparisons of LG-FedAvg and FedRep. Their weight of about :math:`10^{-7}` has almost no effect;
+    the default is larger. ``"asrun"`` uses all parameters; the script skips those beyond the last
+    multiple of 4000.
 
     Example:
         >>> FedMTL(regularization=0.01).relationship
@@ -124,37 +124,37 @@ class FedMTL(Method):
         self.relationship: Relationship = relationship
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that at 0 this is another method."""
+        """Return a log line if the penalty is zero."""
         return [] if self.regularization else ["regularization=0 makes FedMTL LocalOnly."]
 
     def init_server(self, model: Model) -> Tree:
-        """Every client's parameters, which begin alike."""
+        """Make every client's parameters, which start equal."""
         row = select(model, self.parameter_split.trainable)
         memory.require_rows(type(self).__name__, self.num_clients, row)
         return {"models": repeat(row, self.num_clients)}
 
     def init_client_state(self, model: Model) -> Tree:
-        """The whole model."""
+        """Return the complete model."""
         return {"model": model}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """Nothing is the same for all."""
+        """Send no common part: every client gets its own sum."""
         return {}
 
     def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
-        """To each client the sum of the cohort's other models."""
+        """Send each client the sum of the cohort's other models."""
         if self.relationship == "none":
             return {}
         cohort = rows(server["models"], self._known(info, server["models"]))
         return {"others": tmap(lambda leaf: leaf.sum(0) - leaf, cohort)}
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Go on with the own model."""
+        """Continue with the client's model."""
         device = next(iter(client_state["model"].values())).device
         return {"model": client_state["model"], "share": info.weights.to(device), **received}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A step on the gradients of loss and penalty."""
+        """Step on the gradients of loss and penalty."""
         model = state["model"]
         grads = client.grad(model, minibatches)
         if self.regularization:
@@ -168,15 +168,15 @@ class FedMTL(Method):
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Send the parameters, keep the model."""
+        """Send the parameters and store the model."""
         model = state["model"]
         return {"model": select(model, self.parameter_split.trainable)}, {"model": model}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """Store what came; nothing is averaged."""
+        """Store the uploads without averaging."""
         return {"models": put_rows(server["models"], info.index, uploads["model"])}
 
     def _known(self, info: ClientInfo, models: Model) -> Tensor:
-        """Rows of the clients; one that is new to the federation gets any."""
+        """Rows of the clients; a new client maps to the last row."""
         device = next(iter(models.values())).device
         return info.index.clamp_max(self.num_clients - 1).to(device)

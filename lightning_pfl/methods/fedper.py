@@ -16,7 +16,7 @@ class FedPer(Method):
     The head :math:`h_k` never leaves the client and persists while the client is not sampled.
 
     Args:
-        personal: What stays on the client: submodule names, globs or module types.
+        personal: The personal part: submodule names, globs or module types.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
         weighting: ``"samples"`` (:math:`p_k = N_k / \sum N_j`) or ``"uniform"``.
@@ -62,5 +62,5 @@ class FedPer(Method):
         self.personal = personal
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say where the split leaves another method."""
+        """Return log lines if the split makes this another method."""
         return say_split("FedPer", parameter_split, "FedAvg", "LocalOnly")

@@ -13,15 +13,15 @@ from lightning_pfl.solvers.proximal import pull
 
 
 class FedProx(Method):
-    r"""Federated averaging whose clients minimise their loss plus a pull to the received model.
+    r"""Federated averaging with a proximal term towards the received model.
 
     Client :math:`k` minimises :math:`F_k(y) + \frac{\mu}{2}\lVert y - x^t\rVert^2` by
 
     .. math::
         y \leftarrow y - \eta\,(\nabla F_k(y) + \mu\,(y - x^t))
 
-    where :math:`x^t` is the model received this round. The proximal gradient is part of the
-    gradient: it passes through momentum and clipping like the rest.
+    where :math:`x^t` is the model received in this round. The term's gradient passes through
+    momentum and clipping like that of the loss.
 
     Args:
         prox_weight: :math:`\mu \ge 0`. 0 is FedAvg. Plain SGD needs ``lr * (L + prox_weight) < 2``.
@@ -30,7 +30,7 @@ class FedProx(Method):
         weighting: ``"samples"`` or ``"uniform"``.
 
     State:
-        server: ``model``. Clients keep nothing.
+        server: ``model``. Clients have no state.
 
     Deviation from the paper: clients are sampled uniformly and weighted when averaging (as in its
     released code), not sampled with probability :math:`p_k`; the local problem is solved by the
@@ -71,16 +71,16 @@ class FedProx(Method):
         self.prox_weight = prox_weight
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Start at the received model, which stays the anchor."""
+        """Start at the received model, which is the anchor."""
         return {"model": dict(received["model"]), "anchor": received["model"]}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """Step on the loss's gradient plus the pull."""
+        """Step on the gradient of loss and proximal term."""
         grads = client.grad(state["model"], minibatches)
         if self.prox_weight:
             grads = pull(grads, state["model"], state["anchor"], self.prox_weight)
         return {**state, "model": client.update(state["model"], grads)}
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that without the pull this is another method."""
+        """Return a log line if the term is zero."""
         return [] if self.prox_weight else ["prox_weight=0 makes FedProx FedAvg."]

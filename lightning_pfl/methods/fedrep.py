@@ -1,4 +1,4 @@
-"""FedRep: a shared representation, and heads that each client fits anew in every round."""
+"""FedRep: a shared representation, and heads that each client trains anew in every round."""
 
 from __future__ import annotations
 
@@ -8,39 +8,37 @@ from lightning_pfl.methods.base import About, Method, Phase, Weighting, say_spli
 
 
 class FedRep(Method):
-    r"""Clients first fit their head to the received body, then update the body once.
-
-    Only the body is averaged.
+    r"""Clients train their head on the received body, then the body; the body is averaged.
 
     .. math::
         h_k &\leftarrow \tau \text{ updates of the head on } F_k(\cdot, \phi^t), \quad \phi \text{
         frozen} \\ \phi_k &\leftarrow \text{update of the body on } F_k(h_k, \cdot), \quad h_k
         \text{ frozen} \\ \phi^{t+1} &= \sum_{k \in S_t} p_k\, \phi_k
 
-    In a phase, what is frozen is unchanged bit for bit: no momentum, no weight decay, and its
-    normalisation layers run in eval mode. Because the body is frozen and shared in the head phase,
-    its features are computed once per round.
+    In each phase, frozen parameters stay the same bit for bit, without momentum and weight decay,
+    and their normalisation layers run in eval mode. The frozen shared body's features are computed
+    once per round.
 
     Args:
-        personal: The head: what stays on the client (names, globs or module types).
+        personal: The head, which stays on the client (names, globs or module types).
         head_epochs: :math:`\tau` in passes over the client's data. Exactly one of ``head_epochs``
             and ``head_steps``.
         head_steps: :math:`\tau` in optimizer steps.
         body_epochs: Passes of the body phase. Exactly one of ``body_epochs`` and ``body_steps``.
-        body_steps: Optimizer steps of the body phase; 1 is Algorithm 1 to the letter.
+        body_steps: Optimizer steps of the body phase; 1 as in Algorithm 1.
         head_lr: :math:`\alpha` of the head phase; None keeps the learning rates of
             ``configure_optimizers``.
-        body_lr: The same for the body phase.
+        body_lr: Learning rate of the body phase, as ``head_lr``.
         weighting: ``"samples"``, as the released code does where sizes differ, or ``"uniform"`` as
-            in Algorithm 1. The two coincide for clients of equal size.
+            in Algorithm 1. Both are equal for clients of equal size.
 
     State:
         server: ``model``, the body. client_state: ``model``, the head; each leaf ``(clients,
             *shape)``.
 
     Deviation from the paper: Algorithm 1 updates the body by a single step; the default is one
-    epoch, as in its experiments. Each phase has a fresh optimizer, the released code shares one
-    (with momentum) between the two.
+    epoch, as in its experiments. Each phase has a fresh optimizer; the released code shares one
+    (with momentum).
 
     Example:
         >>> FedRep(head_epochs=10, body_steps=1).body_steps
@@ -92,7 +90,7 @@ class FedRep(Method):
         self.body_epochs, self.body_steps, self.body_lr = body_epochs, body_steps, body_lr
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """First the head, then the body."""
+        """Return a phase for the head, then one for the body."""
         head = sorted(self.parameter_split.personal)
         body = sorted(self.parameter_split.shared)
         return (
@@ -105,7 +103,7 @@ class FedRep(Method):
         )
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say where the split leaves another method."""
+        """Return log lines if the split makes this another method."""
         return say_split(
             "FedRep",
             parameter_split,

@@ -1,4 +1,4 @@
-"""FedU: neighbours' models are pulled together by the Laplacian of a graph."""
+"""FedU: models of neighbours, coupled by the Laplacian of a graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIX = Exchange("models", "sum")
 
 
 class FedU(Method):
-    r"""Every client has a model; a graph says whose models should be alike.
+    r"""Every client has a model, coupled to those of its neighbours on a graph.
 
     Minimises :math:`\sum_k F_k(w_k) + \frac{\eta}{2} \sum_k \sum_{l \in N_k} a_{kl} \lVert w_k -
     w_l \rVert^2`. In a round each client of the cohort :math:`S` trains for :math:`R` epochs (or
@@ -33,28 +33,27 @@ class FedU(Method):
         w_k \leftarrow w_k - \tilde\mu\, \eta\, c \sum_{l \in N_k \cap S} a_{kl} (w_k - w_l), \qquad
         \tilde\mu = \mu R
 
-    with the models as they are after local training, and :math:`\mu` the learning rate. The sum is
-    one sparse matrix product for all clients. Buffers never leave the client. A client without
-    training samples, or without a minibatch, has :math:`F_k = 0`: it takes part, and its model is
-    what its neighbours pull it to.
+    with the models after local training, and :math:`\mu` the learning rate. The sum is one sparse
+    matrix product for all clients. Buffers never leave the client. A client without training
+    samples or minibatches has :math:`F_k = 0`: it takes part, and only the penalty moves its model.
 
     Args:
         graph: Who is whose neighbour, with the weights :math:`a_{kl}`; see
             ``lightning_pfl.graphs``.
-        regularization: :math:`\eta \ge 0`. 0 trains every client alone.
+        regularization: :math:`\eta \ge 0`. 0 makes the clients independent.
         decentralized: False: the server holds all models and the graph, and does the combination;
             a client sends and receives one model. True (dFedU): neighbours send each other their
-            models, and there is no server.
+            models, without a server.
         lap_factor: :math:`c > 0`. 1 is the published step; 2 the gradient of the objective above.
         local_epochs: :math:`R`, passes over a client's data per round.
         local_steps: Optimizer steps instead. Exactly one of the two.
 
     State:
-        server: ``models``, every client's last model, each leaf ``(num_clients, *shape)``; empty
-        where decentralized. client_state: ``model``, the buffers, where decentralized the whole
-        model; each leaf ``(clients, *shape)``.
+        server: ``models``, every client's last model, each leaf ``(num_clients, *shape)``; empty if
+        decentralized. client_state: ``model``, the buffers, if decentralized the complete model;
+        each leaf ``(clients, *shape)``.
 
-    Deviation from the paper: :math:`R` counts epochs where local work is given in epochs, as in the
+    Deviation from the paper: :math:`R` counts epochs if local work is given in epochs, as in the
     authors' code.
 
     Example:
@@ -107,39 +106,39 @@ class FedU(Method):
         self.decentralized, self.lap_factor = decentralized, lap_factor
 
     def resolve_personal(self, parameter_split: ParameterSplit) -> ParameterSpec:
-        """The buffers; all of the model where there is no server."""
+        """Make the buffers personal, or without a server all entries."""
         return "all" if self.decentralized else sorted(parameter_split.buffers)
 
     def bind(self, known: Known) -> None:
-        """Find the neighbours."""
+        """Build the graph."""
         super().bind(known)
         self.graph = resolve_graph(self.given_graph, self.num_clients, self.seed)
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that at 0 this is another method."""
+        """Return a log line if the penalty is zero."""
         return [] if self.regularization else ["regularization=0 makes FedU LocalOnly."]
 
     def warnings_before(self, federation: FederationView, round: Round) -> Mapping[str, str]:
-        """Find a step that is too long for the graph, before the first one is taken."""
+        """Warn of a step that is too long for the graph, before it is taken."""
         bound = self.step(round.info) * self.graph.largest_eigenvalue
         if bound < 2:
             return {}
         return {
             "graph": "Expected lr * R * regularization * lap_factor * (largest eigenvalue of the "
-            f"graph's Laplacian) to be below 2, but got {bound:.3g}, of which the eigenvalue is "
-            f"{self.graph.largest_eigenvalue:.3g}: mixing amplifies differences, and the run will "
-            "diverge. Make one of the first four smaller."
+            f"graph's Laplacian) to be below 2, but got {bound:.3g} with the eigenvalue "
+            f"{self.graph.largest_eigenvalue:.3g}. The run will diverge: lower one of the first "
+            "four."
         }
 
     def step(self, info: ClientInfo) -> float:
-        r""":math:`\tilde\mu\, \eta\, c`."""
+        r"""Compute :math:`\tilde\mu\, \eta\, c`."""
         budget = self.local_epochs if self.local_steps is None else self.local_steps
         return float(info.lr * (budget or 0) * self.regularization * self.lap_factor)
 
     # --- state ---
 
     def init_server(self, model: Model) -> Tree:
-        """Every client's parameters, which begin alike."""
+        """Make every client's parameters, which start equal."""
         if self.decentralized:
             return {}
         row = select(model, self.parameter_split.shared)
@@ -147,11 +146,11 @@ class FedU(Method):
         return {"models": repeat(row, self.num_clients)}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """Nothing is the same for all."""
+        """Send no common part: every client gets its own model."""
         return {}
 
     def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
-        """To each client its own model, as the server has combined it; to a new one the mean."""
+        """Send each client its combined model, and new clients the mean."""
         if self.decentralized:
             return {}
 
@@ -166,13 +165,13 @@ class FedU(Method):
     # --- a client's round ---
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Go on with the own model."""
+        """Continue with the client's model."""
         return {"model": {**client_state["model"], **received.get("model", {})}}
 
     # --- the combination ---
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """Pull the cohort's models together and store them."""
+        """Combine the cohort's models and store them."""
         if self.decentralized:
             return server
         models = uploads["model"]
@@ -182,17 +181,17 @@ class FedU(Method):
         return {"models": put_rows(server["models"], info.index, mixed)}
 
     def exchanges(self, round: int) -> tuple[Exchange, ...]:
-        """Where there is no server, neighbours send each other their models."""
+        """Exchange models between neighbours, without a server."""
         return (MIX,) if self.decentralized else ()
 
     def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
-        """The model after local training."""
+        """Send the model after local training."""
         return select(client_state["model"], self.parameter_split.trainable)
 
     def receive(
         self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
     ) -> Tree:
-        """The combination, on the client."""
+        """Combine the models on the client."""
         model = client_state["model"]
         mine = select(model, self.parameter_split.trainable)
         return {"model": {**model, **self._mixed(mine, inbox, info)}}

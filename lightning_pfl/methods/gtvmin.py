@@ -28,14 +28,12 @@ from lightning_pfl.methods.support.stability import Pull, WatchedPull
 
 Norm = Literal["l2", "l1", "squared"]
 COPIES = 7
-"""Of the duals, in their update.
-
-In the bank, of the cohort, what came, and four to compute with.
+"""Copies of the duals during their update: the stored ones, the cohort's, messages, four temporary.
 """
 
 
 def dual_update(dual: Tensor, weights: Tensor, norm: Norm, step: float = 0.5) -> Tensor:
-    r"""The dual variables after a step: the resolvent of the penalty's conjugate.
+    r"""Update dual variables: the resolvent of the penalty's conjugate.
 
     A projection to the ball of radius :math:`c` (``"l2"``), to :math:`[-c, c]` in each coordinate
     (``"l1"``), or :math:`u / (1 + \sigma / c)` (``"squared"``).
@@ -61,7 +59,7 @@ def dual_update(dual: Tensor, weights: Tensor, norm: Norm, step: float = 0.5) ->
 
 
 class GTVMin(WatchedPull, Method):
-    r"""Neighbours' models are held together by the total variation over the graph.
+    r"""Every client has a model, coupled to neighbours by the total variation over a graph.
 
     .. math::
         \min_w \sum_i L_i(w_i) + \lambda \sum_{e = \{i, j\}} A_e\, \phi(w_i - w_j)
@@ -78,17 +76,16 @@ class GTVMin(WatchedPull, Method):
 
     with :math:`D_{e, i} = 1`, :math:`D_{e, j} = -1` for :math:`e = (i, j)`, and
     :func:`dual_update` for DU. Each client sends :math:`2 w_i^+ - w_i` to its neighbours, one
-    vector per edge and direction, and both ends keep :math:`u_e`, with opposite signs: they compute
-    the same numbers from the same messages.
+    vector per edge and direction, and both ends store :math:`u_e`, with opposite signs.
 
     Args:
         graph: Who is whose neighbour, with the weights :math:`A_e`; see ``lightning_pfl.graphs``.
-        regularization: :math:`\lambda \ge 0`. 0 trains every client alone, held to its last model
-            by the proximal term.
+        regularization: :math:`\lambda \ge 0`. 0 makes the clients independent, with a proximal term
+            towards their last models.
         norm: :math:`\phi`: ``"l2"``, ``"l1"`` or ``"squared"``.
         step_ratio: :math:`s > 0`, 1 in the paper. The solution doesn't depend on it. The proximal
-            term holds a client to its last model with weight :math:`\deg(i) / s`, so networks,
-            which need many gradient steps, come along faster with 10 or more.
+            term has the weight :math:`\deg(i) / s`, so networks, which need many gradient steps,
+            converge faster with 10 or more.
         local_solver: The primal update: ``"optimizer"`` takes some steps of the user's optimizer
             on the gradients of both terms, ``"exact"`` minimises over all samples of a client, for
             convex losses of few parameters.
@@ -97,16 +94,16 @@ class GTVMin(WatchedPull, Method):
             degree / step_ratio) < 2``.
 
     State:
-        client_state: ``model``, the whole model; ``duals``, the own sign of :math:`u_e`,
+        client_state: ``model``, the complete model; ``duals``, :math:`u_e` with the client's sign,
         ``(clients, slots, d)``; ``pull``, their sum, ``(clients, d)``; both over the trainable
         parameters.
 
     Deviation from the paper: with ``"optimizer"``, its inexact update, the number of gradient steps
-    is fixed. Edges with an end that is not in the cohort keep their dual; the paper is synchronous.
+    is fixed. Edges with an end outside the cohort keep their dual; the paper is synchronous.
     Clients without neighbours have :math:`\tau = s`. Buffers never leave the client.
 
-    A client without training samples, or without a minibatch, has :math:`L_i = 0`: its primal
-    update is :math:`w_i^+ = w_i - \tau_i \sum_e D_{e, i} u_e`, and it takes part like the others.
+    A client without training samples or minibatches has :math:`L_i = 0`: it takes part with the
+    primal update :math:`w_i^+ = w_i - \tau_i \sum_e D_{e, i} u_e`.
 
     Example:
         >>> GTVMin("ring", regularization=0.1).norm
@@ -156,24 +153,24 @@ class GTVMin(WatchedPull, Method):
         self.local_solver: LocalSolver = local_solver
 
     def bind(self, known: Known) -> None:
-        """Find the neighbours."""
+        """Build the graph."""
         super().bind(known)
         self.graph = resolve_graph(self.given_graph, self.num_clients, self.seed)
-        # One over tau.
+        # These are one over tau.
         self.pulls = self.graph.mask.sum(1).clamp_min(1).double() / self.step_ratio
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """Steps of the optimizer, or one step on all samples."""
+        """Take steps of the optimizer, or one step on all samples."""
         return proximal_phases(self.local_solver, super().phases(round))
 
     def pull(self, server: Tree, info: ClientInfo) -> Pull:
-        """The proximal term."""
+        """Return the proximal term."""
         return Pull(float(self.pulls.max()), "degree / step_ratio", "a larger `step_ratio`")
 
     # --- a client's round ---
 
     def init_client_state(self, model: Model) -> Tree:
-        """The whole model; no edge pulls yet."""
+        """Return the complete model, with duals of zero."""
         theta = flat(expand(model, 1), self.parameter_split.trainable)[0]
         slots = self.graph.mask.shape[1]
         memory.require(
@@ -183,12 +180,12 @@ class GTVMin(WatchedPull, Method):
             f"{theta.numel()} parameters",
             "Use a sparser `graph`, such as the nearest neighbours, or a smaller model.",
         )
-        # An expanded view: the bank makes the clients' own.
+        # An expanded view, which the client state store copies for each client.
         duals = theta.new_zeros(()).expand(slots, len(theta))
         return {"model": model, "pull": torch.zeros_like(theta), "duals": duals}
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """The primal update's problem."""
+        """Set up the primal update's problem."""
         model = client_state["model"]
         last = select(model, self.parameter_split.trainable)
         strength = self.pulls[info.index.clamp_max(self.num_clients - 1)].to(client_state["pull"])
@@ -197,13 +194,13 @@ class GTVMin(WatchedPull, Method):
         return proximal_state(model, center, strength)
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A step of the primal update, or all of it."""
+        """Take a step of the primal update, or solve it."""
         return proximal_step(state, minibatches, client, self.local_solver)
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Keep the model, and the last one for the message."""
+        """Store the model, and the last one for the message."""
         last = flat(client_state["model"], self.parameter_split.trainable)
         idle = without_data(self.phases(info.round), info.steps)
         model = proximal_result(state, idle)
@@ -212,18 +209,18 @@ class GTVMin(WatchedPull, Method):
     # --- messages ---
 
     def exchanges(self, round: int) -> tuple[Exchange, ...]:
-        """One, after local training, the same for all neighbours."""
+        """Exchange one message for all neighbours, after local training."""
         return (Exchange("models", "all"),)
 
     def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
-        """The extrapolated model."""
+        """Send the extrapolated model."""
         now = flat(client_state["model"], self.parameter_split.trainable)
         return {"ahead": 2 * now - client_state.get("last", now)}
 
     def receive(
         self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
     ) -> Tree:
-        """The dual update of the edges whose other end takes part."""
+        """Update the duals of edges whose other end takes part."""
         duals, weights = client_state["duals"], inbox.weights
         ahead = inbox.sent["ahead"].unsqueeze(1) - inbox.messages["ahead"]
         step = 0.5 / self.step_ratio

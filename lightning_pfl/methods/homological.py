@@ -1,4 +1,4 @@
-"""HomologicalConstraints: models that agree exactly on projections, by saddle-point dynamics."""
+"""HomologicalConstraints: models with equal projections, by saddle-point dynamics."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from lightning_pfl.methods.support.sheaf import SheafClients, pulled, saddle_div
 from lightning_pfl.solvers.sheaf import Maps, lift
 
 COPIES = 2
-"""Of the maps: in the bank and of the cohort."""
+"""Copies of the maps: the stored ones and the cohort's."""
 
 
 class HomologicalConstraints(SheafClients, Method):
-    r"""Clients minimise their losses under the constraint that neighbours' projections are equal.
+    r"""Clients minimise their losses subject to equal projections of neighbours' models.
 
     .. math::
         \min_x \sum_i f_i(x_i) \quad \text{s.t.} \quad P_{ij} x_i = P_{ji} x_j \quad
         \text{for all edges } \{i, j\}
 
-    which says :math:`L x = 0` for the sheaf's Laplacian. A round is a step of the saddle-point
-    dynamics of :math:`f(x) + y^\top L x + \frac\rho2 x^\top L x`, first in :math:`x`, then in
+    or :math:`L x = 0` with the sheaf Laplacian. A round is a step of the saddle-point dynamics of
+    :math:`f(x) + y^\top L x + \frac\rho2 x^\top L x`, first in :math:`x`, then in
     :math:`y`:
 
     .. math::
         x \leftarrow x - \alpha\, (\nabla f(x) + L (\rho x + y)), \qquad y \leftarrow y + h\, L x
 
     A client sends each neighbour :math:`P_{ij} (\rho x_i + y_i)` before and :math:`P_{ij} x_i`
-    after its step. The maps stay; the models may have different numbers of parameters. Edges with
-    an end that is not in the cohort are left out of the round. The losses aside, plain gradient
-    steps are stable where :math:`\alpha \mu (2 \rho + h \mu) < 4` for the largest eigenvalue
-    :math:`\mu` of :math:`L`. This is checked before round 0 and during the run, and a violation is
-    a warning.
+    after its step. The maps are fixed; models may have different numbers of parameters. Edges with
+    an end outside the cohort are left out of the round. Without the losses, plain gradient steps
+    are stable if :math:`\alpha \mu (2 \rho + h \mu) < 4` for the largest eigenvalue :math:`\mu` of
+    :math:`L`; violations before or during the run are warned of.
 
     Args:
         graph: Who is whose neighbour; see ``lightning_pfl.graphs``.
@@ -50,7 +49,7 @@ class HomologicalConstraints(SheafClients, Method):
         penalty: :math:`\rho \ge 0`, the weight of the augmented term.
         edge_dim_ratio: :math:`\gamma` in (0, 1], the edges' dimensions :math:`\lfloor \gamma
             \min(d_i, d_j) \rfloor`; unused where maps are given.
-        maps: ``"identity"``: the first :math:`d_{ij}` parameters, without memory; ``"random"``:
+        maps: ``"identity"``: the first :math:`d_{ij}` parameters, without storage; ``"random"``:
             independent normal numbers; or a mapping from (i, j) to :math:`P_{ij}`, for both ends of
             every edge.
         map_std: Standard deviation of random maps, positive.
@@ -59,14 +58,13 @@ class HomologicalConstraints(SheafClients, Method):
             the round's beginning in all steps.
 
     State:
-        client_state: ``model``, the whole model; ``dual``, :math:`y`, ``(clients, d_i)``; ``maps``,
-        ``(clients, slots, width, d_i)``, unless they are the identity.
+        client_state: ``model``, the complete model; ``dual``, :math:`y`, ``(clients, d_i)``;
+        ``maps``, ``(clients, slots, width, d_i)``, unless they are the identity.
 
-    Deviation from the paper: its continuous dynamics are discretised by steps in turn, with
-    minibatch gradients and the user's optimizer for :math:`x`, and one plain step of size
-    :math:`\alpha` for a client without training samples or without a minibatch, whose :math:`f_i`
-    is 0; :math:`\rho` is 1 there. Edges have
-    weights, 1 there.
+    Deviation from the paper: its continuous dynamics are discretised by alternating steps, with
+    minibatch gradients and the user's optimizer for :math:`x`. A client without training samples or
+    minibatches, whose :math:`f_i` is 0, takes one plain step of size :math:`\alpha`. :math:`\rho`
+    and the weights of edges are 1 there.
 
     Example:
         >>> HomologicalConstraints("ring", step=0.05).penalty
@@ -114,25 +112,25 @@ class HomologicalConstraints(SheafClients, Method):
         self.step, self.penalty = step, penalty
 
     def bind(self, known: Known) -> None:
-        """Find the neighbours and the maps."""
+        """Build the graph and the maps."""
         super().bind(known)
         self.resolve_sheaf(learned=False)
 
     # --- state ---
 
     def init_client_state(self, model: Model) -> Tree:
-        """The whole model, multipliers of zero, and the maps if they are kept."""
+        """Return the complete model, multipliers of zero, and stored maps."""
         maps = self.empty_maps(model, COPIES)
         return {"model": model, "dual": torch.zeros_like(self.theta(expand(model, 1))[0]), **maps}
 
     # --- a client's round ---
 
     def exchanges(self, round: int) -> tuple[Exchange, ...]:
-        """Projections for the step of the models, and for that of the multipliers."""
+        """Exchange projections for the step of the models, then for that of the multipliers."""
         return Exchange("models", "each", "before"), Exchange("multipliers", "each", "after")
 
     def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
-        """Projections to the space of each edge."""
+        """Send projections to the space of each edge."""
         x = self.theta(client_state["model"])
         sent = self.penalty * x + client_state["dual"] if exchange == "models" else x
         return self.projection(sent, client_state, info)
@@ -140,7 +138,7 @@ class HomologicalConstraints(SheafClients, Method):
     def receive(
         self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
     ) -> Tree:
-        """The Laplacian times what was sent: the pull, or the step of the multipliers."""
+        """Apply the Laplacian to the messages, for the pull or the step of the multipliers."""
         maps, scalars = client_state.get("maps"), client_state["dual"].shape[1]
         product = lift(self.residual(inbox), maps, scalars)
         if exchange == "models":
@@ -148,18 +146,18 @@ class HomologicalConstraints(SheafClients, Method):
         return {**client_state, "dual": client_state["dual"] + self.step_at(info) * product}
 
     def step_at(self, info: ClientInfo) -> float:
-        """:math:`h`."""
+        """Return :math:`h`."""
         return info.lr if self.step is None else self.step
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Keep the model and the multipliers."""
+        """Store the model and the multipliers."""
         idle = without_data(self.phases(info.round), info.steps)
         return {"model": {}}, {"model": pulled(state, idle, info), "dual": client_state["dual"]}
 
     # --- what is watched ---
 
     def warnings_before(self, federation: FederationView, round: Round) -> Mapping[str, str]:
-        """Find steps that diverge, before they are taken."""
+        """Warn of steps that diverge, before they are taken."""
         return saddle_divergence(federation, self, round)

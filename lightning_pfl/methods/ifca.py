@@ -1,4 +1,4 @@
-"""IFCA: every client picks, of several models, the one that fits its data, and trains that one."""
+"""IFCA: several models, of which every client trains the one that fits its data best."""
 
 from __future__ import annotations
 
@@ -31,28 +31,27 @@ class IFCA(Method):
         \hat\jmath_k = \arg\min_j F_k(\theta_j), \qquad
         \tilde\theta_k = \operatorname{LocalUpdate}(\theta_{\hat\jmath_k})
 
-    and sends :math:`\tilde\theta_k` and :math:`\hat\jmath_k`. Each model becomes the mean of what
-    its clients sent; a model that nobody chose stays. With ``averaging="gradients"`` a client sends
+    and sends :math:`\tilde\theta_k` and :math:`\hat\jmath_k`. Each model becomes the mean of its
+    clients' uploads; a model without clients stays. With ``averaging="gradients"`` a client sends
     :math:`\nabla F_k(\theta_{\hat\jmath_k})`, and :math:`\theta_j \leftarrow \theta_j -
     \frac{\eta}{m} \sum_{k: \hat\jmath_k = j} \nabla F_k`, with :math:`m` clients in the cohort and
     :math:`\eta` the learning rate. :math:`F_k` is the client's training loss, measured in eval mode
     in a pass over its data with each model.
 
-    Where the start is unfortunate, one model ends up with two groups. With ``restarts`` the first
-    rounds try several sets of models, one after another, each for ``trial_rounds``; the set with
-    the lowest training loss, measured at the beginning of its last trial round, goes on from
-    where its trial ended. A client is only sent the set whose turn it is, so that a restart costs
-    rounds, and no round costs more than another. Where few clients take part in a round the sets
-    are compared on different clients, so that chance has more of a say.
+    With an unlucky start, one model may serve two clusters. With ``restarts`` the first rounds try
+    several sets of models in turn, each for ``trial_rounds``; the set with the lowest training
+    loss, measured in its last trial round, continues where its trial ended. Clients receive only
+    the current set, so restarts cost rounds, but no round costs more. In small cohorts the sets are
+    compared on different clients, which adds noise.
 
     Args:
         num_clusters: Number of models, at least 1. 1 is FedAvg.
         averaging: ``"models"`` or ``"gradients"``. The latter is one step on all samples of a
-            client; it doesn't use ``local_epochs`` and ``local_steps``.
+            client, without ``local_epochs`` and ``local_steps``.
         initial: The models at the start, as ``state_dict``\ s of the module. None: the module, and
-            copies whose layers are drawn anew; what no layer can draw anew gets normal noise of
-            its own root mean square. Models that are alike would all stay alike. With restarts,
-            the models of all sets, set after set.
+            copies with newly initialised layers; parameters that no layer can initialise get normal
+            noise of their root mean square, since equal models would stay equal. With restarts,
+            the models of all sets in turn.
         restarts: Further sets of models that are tried, at least 0.
         trial_rounds: Rounds that each set is tried for, at least 1; unused without restarts.
         local_epochs: Passes over a client's data per round.
@@ -65,9 +64,9 @@ class IFCA(Method):
         ``(num_clients,)``, -1 before the first; with restarts ``trial_loss``, float64 ``(S,)``.
         client_state: ``cluster``, int64 ``(clients,)``.
 
-    Deviation from the paper: none in a round. A client that has not chosen among the set in use is
-    evaluated with the model that most clients have chosen. The paper begins anew on its synthetic
-    data and keeps the best of whole runs; here a trial is short.
+    Deviation from the paper: none in a round. A client without a choice in the current set is
+    evaluated with the model chosen most often. The paper restarts on its synthetic data and keeps
+    the best of complete runs; here a trial is short.
 
     Example:
         >>> IFCA(num_clusters=4).averaging
@@ -132,35 +131,34 @@ class IFCA(Method):
         self.averaging: Averaging = averaging
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that one cluster is another method, and which rounds are trials."""
+        """Return log lines for one cluster, or for trial rounds."""
         if self.restarts:
             last = self._sets * self.trial_rounds - 1
             return [f"IFCA tries {self._sets} sets of models in rounds 0 to {last}."]
         return ["num_clusters=1 makes IFCA FedAvg."] if self.num_clusters == 1 else []
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """A pass that measures, where there is a choice; then local training, or one gradient."""
+        """Measure the models if there are several; then train locally, or compute one gradient."""
         choose = (Phase(epochs=1, name=CHOICE, evaluate_only=True),) if self._count > 1 else ()
         if self.averaging == "gradients":
             return (*choose, Phase("all", steps=1, full_batch=True, name="gradient"))
         return (*choose, Phase("all", epochs=self.local_epochs, steps=self.local_steps))
 
     def check_fit(self, plan: FitPlan) -> str:
-        """Find a run that ends before the best set is chosen: it ends with the last one."""
+        """Warn if the run ends before the best set is chosen."""
         trials, rounds = self._sets * self.trial_rounds, plan.max_rounds
         if not self.restarts or rounds is None or rounds > trials:
             return ""
         return (
             f"Expected more rounds than the {trials} in which IFCA tries {self._sets} sets of "
-            f"models, but got max_epochs={rounds}: the run ends with the set that is tried last, "
-            "not with the best one. Use a larger `max_epochs`, or fewer `restarts` or "
-            "`trial_rounds`."
+            f"models, but got max_epochs={rounds}, which ends with the last set, not the best. Use "
+            "a larger `max_epochs`, or fewer `restarts` or `trial_rounds`."
         )
 
     # --- state ---
 
     def init_server(self, model: Model) -> Tree:
-        """Different models, and no choices."""
+        """Make different models, without choices."""
         device = next(iter(model.values())).device
         shared = [select(each, self.parameter_split.shared) for each in self._starts(model)]
         names = list(shared[0])
@@ -174,7 +172,7 @@ class IFCA(Method):
         return server
 
     def init_client_state(self, model: Model) -> Tree:
-        """No choice yet."""
+        """Return the initial client state: no cluster chosen."""
         device = next(iter(model.values())).device
         return {"cluster": torch.full((), -1, dtype=torch.int64, device=device)}
 
@@ -191,9 +189,9 @@ class IFCA(Method):
             for name, leaf in model.items():
                 if (shape := tuple(torch.as_tensor(given[name]).shape)) != tuple(leaf.shape):
                     raise ValueError(
-                        f"Expected {name!r} of `initial[{number}]` to have the shape "
-                        f"{tuple(leaf.shape)}, as in the module, but got {shape}. Use the "
-                        "state_dict of a module of the same sizes."
+                        f"Expected {name!r} of `initial[{number}]` to have the module's shape "
+                        f"{tuple(leaf.shape)}, but got {shape}. Use the state_dict of a module of "
+                        "the same sizes."
                     )
         return [
             {name: torch.as_tensor(given[name]).to(leaf) for name, leaf in model.items()}
@@ -201,7 +199,7 @@ class IFCA(Method):
         ]
 
     def _drawn(self, model: Model, number: int) -> Model:
-        """A model whose layers are drawn anew."""
+        """Make a model with newly initialised layers."""
         module: Any = copy_apart(self.parameter_split.module)
         with seeded(derive(self.seed, "cluster", number)), torch.no_grad():
             reached = set()
@@ -219,7 +217,7 @@ class IFCA(Method):
         return drawn
 
     def _first(self, server: Tree, round: int) -> Tensor:
-        """The number of the first model of the set in use in a round, int64 ``()``."""
+        """Return the number of the first model of a round's set, int64 ``()``."""
         trial, device = round // self.trial_rounds, server["cluster"].device
         if not self.restarts:
             return torch.zeros((), dtype=torch.int64, device=device)
@@ -231,13 +229,13 @@ class IFCA(Method):
     # --- a client's round ---
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """The models in use, and for clients without a choice the one that most have chosen."""
+        """Send the current models, and the one chosen most often for clients without a choice."""
         first, models, cluster = (
             self._first(server, info.round),
             server["models"],
             server["cluster"],
         )
-        # One bin more, at the end, for choices among other sets, and for none.
+        # One more bin at the end, for choices among other sets and for none.
         at = cluster - first
         at = torch.where((at >= 0) & (at < self.num_clusters), at, self.num_clusters)
         counts = torch.bincount(at, minlength=self.num_clusters + 1)[: self.num_clusters]
@@ -247,12 +245,12 @@ class IFCA(Method):
         return {"models": models, "popular": counts.argmax(), "first": first}
 
     def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor:
-        """The models in use; a client of a round has no use for the rest."""
+        """Count the bytes of the current models."""
         size = whole_nbytes(server["models"]) // self._sets
         return torch.full((len(info),), size, dtype=torch.int64)
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """The first model, before any is measured."""
+        """Start with the first model, before any is measured."""
         first = torch.zeros_like(client_state["cluster"])
         losses = torch.zeros(len(first), self.num_clusters, dtype=torch.float64)
         model = pick(received["models"], first)
@@ -271,7 +269,7 @@ class IFCA(Method):
         return state
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """Measure all models on a minibatch, and take the best so far; or train the chosen one."""
+        """Measure all models on a minibatch and choose the best so far, or train the chosen one."""
         if client.phase == CHOICE:
             losses = []
             for number in range(self.num_clusters):
@@ -279,7 +277,7 @@ class IFCA(Method):
                 loss, count = client.loss(model, minibatches)
                 losses.append(loss * count)
             total = state["losses"] + torch.stack(losses, 1)
-            # argmin takes NaN for the smallest: a model that overflows on a client is no choice.
+            # argmin takes NaN for the smallest, so a model that overflows must not win.
             cluster = total.nan_to_num(nan=torch.inf, posinf=torch.inf).argmin(1)
             chosen = {"cluster": cluster, "model": pick(state["models"], cluster)}
             if self.restarts:
@@ -298,7 +296,7 @@ class IFCA(Method):
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Send the trained model, or the gradient, and the choice."""
+        """Send the trained model or the gradient, and the choice."""
         sent = state["gradient"] if self.averaging == "gradients" else state["model"]
         cluster = state["cluster"] + received["first"]
         upload = {"model": dict(sent), "cluster": cluster}
@@ -310,7 +308,7 @@ class IFCA(Method):
     # --- the server's round ---
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """A mean in each cluster, or a gradient step; the choices."""
+        """Average in each cluster, or take a gradient step; store the choices."""
         choice = uploads["cluster"]
         member = torch.nn.functional.one_hot(choice, self._count).T.double()
         if self.averaging == "gradients":
@@ -322,7 +320,7 @@ class IFCA(Method):
         return {"models": moved, "cluster": cluster, **self._judged(server, uploads, info)}
 
     def _judged(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """The loss of a set that is tried; the one of its last trial round stays."""
+        """Store the loss of the current trial set; that of its last trial round remains."""
         if not self.restarts:
             return {}
         losses, trial = server["trial_loss"].clone(), info.round // self.trial_rounds
@@ -341,26 +339,26 @@ class IFCA(Method):
     # --- what is evaluated and handed out ---
 
     def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
-        """The model of the client's last choice."""
+        """Return the model of the client's last choice."""
         chosen = client_state["cluster"] - received["first"]
         known = (client_state["cluster"] >= 0) & (chosen >= 0) & (chosen < self.num_clusters)
         return pick(received["models"], torch.where(known, chosen, received["popular"]))
 
     def global_model(self, server: Tree) -> Model | None:
-        """There is none, but for one cluster."""
+        """Return the only model, or None if there are several."""
         if self._count > 1:
             return None
         model: Model = tmap(lambda leaf: leaf[0], server["models"])
         return model
 
     def clusters(self, server: Tree) -> Tensor:
-        """Each client's model among those of all sets, int64 ``(num_clients,)``; -1 for none."""
+        """Return each client's model among all sets, int64 ``(num_clients,)``; -1 for none."""
         found: Tensor = server["cluster"]
         return found
 
 
 def pick(models: Model, cluster: Tensor) -> Model:
-    """Each client's model of ``(clients, clusters, ...)``, ``(clients, ...)``.
+    """Select each client's model from ``(clients, clusters, ...)``.
 
     Args:
         models: All clients' choices.

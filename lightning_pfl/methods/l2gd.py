@@ -1,4 +1,4 @@
-"""L2GD: a coin decides between a step on the local losses and a step towards their mean model."""
+"""L2GD: steps on local losses or towards the mean model, by a random coin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_pfl.solvers.proximal import towards
 
 
 class L2GD(Method):
-    r"""Every client has a model; a penalty holds them near their mean.
+    r"""Every client has a model, penalised by its distance to their mean.
 
     Minimises :math:`\frac1n \sum_i F_i(x_i) + \frac{\lambda}{2n} \sum_i \lVert x_i - \bar x
     \rVert^2`. In each round a coin :math:`\xi`, the same for all clients, is 1 with probability
@@ -31,25 +31,25 @@ class L2GD(Method):
 
     With the paper's step size :math:`\alpha` this is :math:`\eta = \alpha / (n (1 - p))` and
     :math:`\theta = \alpha \lambda / (n p)`; :math:`\eta` is the learning rate of the user's
-    optimizer. Clients communicate only where the coin turns from 0 to 1: they send :math:`x_i` at
-    the end of the last local round and receive :math:`\bar x` at the beginning of the next. The
-    steps towards the mean don't change it, so that further ones need no message. The coin follows
-    from the seed and the round alone.
+    optimizer. Clients communicate only where the coin changes from 0 to 1: they send :math:`x_i` at
+    the end of the last local round and receive :math:`\bar x` at the beginning of the next. Steps
+    towards the mean don't change it, so further ones need no message. The coin is a function of
+    seed and round.
 
     Args:
         mixing_weight: :math:`\lambda \ge 0`. 0 trains every client alone.
         aggregation_probability: :math:`p` in (0, 1). The best is :math:`\lambda / (L + \lambda)`.
         local_epochs: Passes over a client's data in a round with :math:`\xi = 0`.
         local_steps: Optimizer steps instead. Exactly one of the two; 1 is the paper's. :math:`K`
-            steps in the place of one act like a mixing weight :math:`K` times smaller.
+            steps instead of one act like a mixing weight :math:`K` times smaller.
 
     State:
-        server: ``model``, the mean of the last upload, and which clients are ``informed`` of it,
-        bool ``(num_clients,)``. client_state: ``model``, the :math:`x_i`, and ``mean``, the
-        :math:`\bar x` last received; each leaf ``(clients, *shape)``.
+        server: ``model``, the mean of the last upload, and the mask of clients that have received
+        it, ``informed``, bool ``(num_clients,)``. client_state: ``model``, the :math:`x_i`, and
+        ``mean``, the last received :math:`\bar x`; each leaf ``(clients, *shape)``.
 
-    Deviation from the paper: where only some clients take part in a round, the mean is that of
-    those who did in the round before, and is sent again to clients that don't know it.
+    Deviation from the paper: with partial participation the mean is that of the last cohort, and is
+    sent to other clients when they next take part.
 
     Example:
         >>> L2GD(mixing_weight=1.0, aggregation_probability=0.3).local_steps
@@ -100,46 +100,46 @@ class L2GD(Method):
         return uniform >= 1 - self.aggregation_probability
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that at 0 this is another method."""
+        """Return a log line if the penalty is zero."""
         return [] if self.mixing_weight else ["mixing_weight=0 makes L2GD LocalOnly."]
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        r"""Local training where :math:`\xi = 0`."""
+        r"""Train locally if :math:`\xi = 0`."""
         return () if self.aggregates(round) else super().phases(round)
 
     def init_server(self, model: Model) -> Tree:
-        """The mean of models that are all alike, which everybody knows."""
+        """Return the mean of equal initial models, which all clients have."""
         return {"model": model, "informed": torch.ones(self.num_clients, dtype=torch.bool)}
 
     def init_client_state(self, model: Model) -> Tree:
-        """A model, and the mean."""
+        """Return the model and the mean."""
         return {"model": model, "mean": model}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """The mean, in the first round that needs it."""
+        """Send the mean in the first round that needs it."""
         known = server["informed"][info.index.clamp_max(self.num_clients - 1)]
         silent = not self.aggregates(info.round) or bool(known.all())
         return {} if silent else {"mean": server["model"]}
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Go on with the own model."""
+        """Continue with the client's model."""
         return {"model": client_state["model"]}
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Move towards the mean, or send the model if that is what comes next."""
+        """Move towards the mean, or send the model before the coin changes."""
         model: Model = state["model"]
         mean: Model = received["mean"] if "mean" in received else client_state["mean"]
         if self.aggregates(info.round):
-            # Counters of batches stay.
+            # Integer counters stay.
             model = {**model, **towards(floats(model), mean, self._share(info.lr))}
             return {}, {"model": model, "mean": mean}
         upload = {"model": model} if self.aggregates(info.round + 1) else {}
         return upload, {"model": model, "mean": mean}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """A new mean, which nobody knows yet; or note who knows it now."""
+        """Average uploads to a new mean, or record which clients have received it."""
         if uploads:
             mean = weighted_mean(uploads["model"], info.weights)
             return {"model": mean, "informed": torch.zeros_like(server["informed"])}
@@ -153,9 +153,9 @@ class L2GD(Method):
         share = lr * self.mixing_weight * (1 - p) / p
         if share > 1:
             raise ValueError(
-                "Expected lr * mixing_weight * (1 - p) / p to be at most 1, so that clients don't "
-                f"move beyond the mean, but got {share:.4g} with lr={lr!r}, "
-                f"mixing_weight={self.mixing_weight!r} and aggregation_probability={p!r}. Make one "
-                "of the first two smaller, or the probability larger; 1/2 is safe."
+                "Expected lr * mixing_weight * (1 - p) / p to be at most 1, but got "
+                f"{share:.4g} with lr={lr!r}, mixing_weight={self.mixing_weight!r} and "
+                f"aggregation_probability={p!r}. Lower one of the first two, or raise the "
+                "probability to 1/2."
             )
         return share

@@ -7,17 +7,14 @@ from lightning_pfl.methods.base import About, Method, Weighting, say_split
 
 
 class LGFedAvg(Method):
-    r"""The mirror image of FedPer.
-
-    The lower layers stay on the client, the top layers are averaged.
+    r"""Federated averaging of the top layers; the lower layers stay on the client.
 
     .. math::
         (L_k, G_k) \leftarrow \text{local SGD on } F_k \text{ from } (L_k, G^t), \qquad
         G^{t+1} = \frac{1}{|S_t|} \sum_{k \in S_t} G_k
 
     Args:
-        shared: What is averaged: submodule names, globs or module types; everything else is
-            personal.
+        shared: The shared part: submodule names, globs or module types; all else is personal.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
         weighting: ``"uniform"`` as in the released code, or ``"samples"``.
@@ -26,9 +23,9 @@ class LGFedAvg(Method):
         server: ``model``, the shared part. client_state: ``model``, the personal part; each leaf
             ``(clients, *shape)``.
 
-    Deviation from the paper: starts from the module's initial model; the released recipe first
-    trains FedAvg for hundreds of rounds and starts all clients from that checkpoint (load one into
-    the module to do the same).
+    Deviation from the paper: starts from the module's initial model; the released recipe starts all
+    clients from a checkpoint of FedAvg after hundreds of rounds (load one into the module to do the
+    same).
 
     Example:
         >>> LGFedAvg(shared=["head", "backbone.fc2"]).shared
@@ -64,12 +61,12 @@ class LGFedAvg(Method):
         self.shared = shared
 
     def resolve_personal(self, parameter_split: ParameterSplit) -> ParameterSpec:
-        """Everything that :attr:`shared` does not name."""
+        """Return all names that :attr:`shared` doesn't match."""
         return (
             sorted(set(parameter_split.names) - parameter_split.match(self.shared, "shared"))
             or None
         )
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say where the split leaves another method."""
+        """Return log lines if the split makes this another method."""
         return say_split("LGFedAvg", parameter_split, "FedAvg", "LocalOnly")

@@ -1,4 +1,4 @@
-"""LinearFedRep: a common subspace by moments and gradients, heads by exact least squares."""
+"""LinearFedRep: a common subspace by moments and gradients, with exact least-squares heads."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ MOMENTS = "moments"
 
 
 def step_bound(heads: Tensor) -> tuple[float, float]:
-    r""":math:`\sigma_{\max}^2` of :math:`W / \sqrt{|S|}`, and :math:`1 / (4 \sigma_{\max}^2)`.
+    r"""Compute :math:`\sigma_{\max}^2` of :math:`W / \sqrt{|S|}` and Theorem 1's step size.
 
     Args:
         heads: :math:`W`, a row for each client of the cohort, ``(clients, k)``.
 
     Returns:
-        The square, and Theorem 1's bound on the body's step size; infinite for heads that are zero.
+        The square, and Theorem 1's bound on the body's step size; infinite for heads of zero.
     """
     square = float(torch.linalg.matrix_norm(heads.double(), ord=2)) ** 2 / max(len(heads), 1)
     return square, 1 / (4 * square) if square > 0 else math.inf
 
 
 class LinearFedRep(Method):
-    r"""FedRep's linear case: heads are solved for, the representation takes one gradient step.
+    r"""FedRep's linear case: exact heads, and one gradient step of the representation.
 
     The model is :math:`y = w_i^\top B^\top x`, without biases. Round 0 is the method of moments, in
-    which all clients take part, whatever ``participation`` says: each sends :math:`Z_i`, and the
+    which all clients take part, whatever ``participation`` is: each sends :math:`Z_i`, and the
     server's first :math:`B` are the :math:`k` leading eigenvectors of their mean,
 
     .. math::
@@ -63,34 +63,32 @@ class LinearFedRep(Method):
         B_i &\leftarrow B - \eta \nabla_B \hat f_i(w_i, B)
         = B - \tfrac{\eta}{m} X_i^\top (X_i B w_i - y_i)\, w_i^\top
 
-    and the server averages the :math:`B_i`; nobody makes them orthonormal again. With
-    ``head_solver="gradient"`` the head goes on from where the client left it by ``head_steps``
-    steps :math:`w_i \leftarrow w_i - \eta_w \nabla_w \hat f_i`: the paper's GD-GD (1) and 10GD-GD
-    (10).
+    and the server averages the :math:`B_i`, without orthonormalisation. With
+    ``head_solver="gradient"`` the client continues its head by ``head_steps`` steps :math:`w_i
+    \leftarrow w_i - \eta_w \nabla_w \hat f_i`: the paper's GD-GD (1) and 10GD-GD (10).
 
-    Algorithm 2 takes fresh samples in every round: the data module
-    :class:`~lightning_pfl.data.FreshDataModule` draws them. With any other the same samples serve
-    in all rounds, also for the moments.
+    Algorithm 2 takes fresh samples in every round, as drawn by the data module
+    :class:`~lightning_pfl.data.FreshDataModule`. Other data have the same samples in all rounds,
+    also for the moments.
 
-    Theorem 1 wants :math:`\eta \le 1 / (4 \bar\sigma_{\max}^2)`, where :math:`\bar\sigma_{\max}` is
+    Theorem 1 needs :math:`\eta \le 1 / (4 \bar\sigma_{\max}^2)`, where :math:`\bar\sigma_{\max}` is
     the largest singular value of the cohort's heads :math:`W / \sqrt{|S|}`. Each round logs
-    ``fedrep/sigma_max_squared`` of the heads as they are now, and ``fedrep/step_bound``; a step
-    above it is warned of, once. Steps somewhat above often converge as well.
+    ``fedrep/sigma_max_squared`` of the current heads, and ``fedrep/step_bound``; a step above it is
+    warned of once. Somewhat larger steps often converge as well.
 
-    A client is evaluated with the head that it has; one that was never sampled has the module's. A
-    new client (``NewClientAdaptation``) solves for its head, on all its samples at once.
+    A client is evaluated with its head, which before its first round is the module's. A new client
+    (``NewClientAdaptation``) solves for its head on all its samples.
 
     Args:
-        initialization: ``"moments"``, or ``"module"``: the module's own parameters, and round 0 is
-            like all others.
+        initialization: ``"moments"``, or ``"module"`` for the module's parameters without a round
+            of moments.
         head_solver: ``"exact"``: least squares, the solution of least norm where :math:`m < k`; or
             ``"gradient"``.
         head_steps: At least 1; for ``"gradient"``.
         body_lr: :math:`\eta \ge 0`; None keeps the learning rate of ``configure_optimizers``.
-            Steps are plain gradient steps, whatever the optimizer.
-        head_lr: :math:`\eta_w \ge 0`, for ``"gradient"``; None: the same as the body's.
-        ridge: :math:`\rho \ge 0` adds :math:`\frac\rho2 \lVert w \rVert^2` to what an exact head
-            minimises.
+            Steps are plain gradient steps with any optimizer.
+        head_lr: :math:`\eta_w \ge 0`, for ``"gradient"``; None for the body's.
+        ridge: :math:`\rho \ge 0` of the term :math:`\frac\rho2 \lVert w \rVert^2` for exact heads.
         weighting: ``"uniform"`` as in Algorithm 2, or ``"samples"``.
 
     State:
@@ -99,7 +97,7 @@ class LinearFedRep(Method):
         the symmetric :math:`Z_i`: :math:`d (d + 1) / 2` numbers; the others :math:`B_i^\top`.
 
     Deviation from the paper: none with fresh samples. Its experiments (the authors' notebook) use
-    the same samples in all rounds, another initialisation and steps of their own.
+    the same samples in all rounds, and other initialisations and steps.
 
     Example:
         >>> LinearFedRep(head_solver="gradient", head_steps=10, body_lr=0.2).head_steps
@@ -143,17 +141,17 @@ class LinearFedRep(Method):
         _check(initialization, head_solver, head_steps)
         for name, rate in (("body_lr", body_lr), ("head_lr", head_lr)):
             if rate is not None:
-                check_number(name, rate, "Use 0.1, or None for the learning rate that there is.")
+                check_number(name, rate, "Use 0.1, or None for that of `configure_optimizers`.")
         check_number("ridge", ridge, "Use 0 for plain least squares.")
         self.initialization = initialization
         self.head_solver, self.head_steps = head_solver, head_steps
         self.body_lr, self.head_lr, self.ridge = body_lr, head_lr, ridge
 
     def bind(self, known: Known) -> None:
-        """Find the two matrices.
+        """Find the two matrices of the module.
 
         Raises:
-            MisconfigurationException: If the model isn't two matrices, the head's with one row.
+            MisconfigurationException: If there are other parameters, or the head has several rows.
         """
         super().bind(known)
         shapes = {name: tuple(leaf.shape) for name, leaf in self.parameter_split.model().items()}
@@ -163,8 +161,7 @@ class LinearFedRep(Method):
             found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
             raise MisconfigurationException(
                 "Expected a linear model of two matrices without biases, a backbone (k, d) and a "
-                f"head (1, k), but got {found}. Use LinearRepresentation; for networks there is "
-                "FedRep."
+                f"head (1, k), but got {found}. Use LinearRepresentation, or FedRep for networks."
             )
         self._body, self._head = body[0], head[0]
         self._width = shapes[self._body][1]
@@ -176,18 +173,18 @@ class LinearFedRep(Method):
         return round == 0 and self.initialization == "moments"
 
     def full_participation(self, round: int) -> bool:
-        """All clients send their moments."""
+        """Require all clients in the round of moments."""
         return self.finds_moments(round)
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """One step on all samples."""
+        """Take one step on all samples."""
         name = MOMENTS if self.finds_moments(round) else "local"
         return (Phase("all", steps=1, full_batch=True, lr=self.body_lr, name=name),)
 
     # --- a client's round ---
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """The received body and the own head; a place for the moments in their round."""
+        """Start with the received body and the client's head, and a placeholder for moments."""
         state = super().client_init(received, client_state, info)
         if not self.finds_moments(info.round):
             return state
@@ -195,7 +192,7 @@ class LinearFedRep(Method):
         return {**state, MOMENTS: state["model"][self._body].new_zeros(len(info), triangle)}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """The moments; or a head, and a step of the body at this head."""
+        """Compute the moments, or a head and a step of the body at this head."""
         model = state["model"]
         x, y, real = self._samples(minibatches, client)
         if client.phase == MOMENTS:
@@ -212,28 +209,28 @@ class LinearFedRep(Method):
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Send the moments or the body; keep the head."""
+        """Send the moments or the body, and store the head."""
         if MOMENTS in state:
             return {MOMENTS: state[MOMENTS]}, client_state
         return super().client_final(received, client_state, state, info)
 
     def _samples(self, minibatches: Any, client: LocalStep) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs ``(clients, m, d)``, targets ``(clients, m)``, and which samples are real."""
+        """Return inputs ``(clients, m, d)``, targets ``(clients, m)`` and the sample mask."""
         (inputs, targets, *_), real = client.samples(minibatches)
         like = self.parameter_split.model()[self._body]
         x, y = inputs.flatten(2).to(like.dtype), targets.flatten(1).to(like.dtype)
         if x.shape[2] != self._width or y.shape != real.shape:
             raise ValueError(
                 f"Expected samples of {self._width} inputs and one target, but got "
-                f"{tuple(inputs.shape[2:])} and {tuple(targets.shape[2:])}. Give the backbone as "
-                "many inputs as the data have."
+                f"{tuple(inputs.shape[2:])} and {tuple(targets.shape[2:])}. Change the number of "
+                "inputs of the backbone."
             )
         return x, y, real
 
     def _fitted(
         self, features: Tensor, y: Tensor, real: Tensor, head: Tensor, client: LocalStep
     ) -> Tensor:
-        """The new heads, ``(clients, k)``."""
+        """Compute the new heads, ``(clients, k)``."""
         if self.head_solver == "exact":
             return least_squares(features, y, real, self.ridge)
         rate = client.lr if self.head_lr is None else self.head_lr
@@ -245,16 +242,16 @@ class LinearFedRep(Method):
     def adaptation_step(
         self, server: Tree, model: Model, minibatches: Any, client: LocalStep, samples: Tensor
     ) -> Model:
-        """A new client's head, by least squares.
+        """Solve for a new client's head by least squares.
 
         Raises:
-            ValueError: If the batch isn't all that the client has.
+            ValueError: If the batch isn't all of the client's samples.
         """
         x, y, real = self._samples(minibatches, client)
         if bool((real.sum(1) < samples.to(real.device)).any()):
             raise ValueError(
-                "Expected a batch to hold all samples of a new client, whose head is solved for at "
-                f"once, but got {int(real.sum(1).min())} samples. Use a larger `batch_size`."
+                "Expected a batch with all samples of a new client, but got "
+                f"{int(real.sum(1).min())} samples. Use a larger `batch_size`."
             )
         head = least_squares(x @ model[self._body].mT, y, real, self.ridge)
         return {**model, self._head: head.unsqueeze(1)}
@@ -262,7 +259,7 @@ class LinearFedRep(Method):
     # --- the server's round ---
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """The leading eigenvectors of the mean moments, or the mean of the bodies."""
+        """Find the leading eigenvectors of the mean moments, or average the bodies."""
         if MOMENTS not in uploads:
             return super().server_update(server, uploads, info)
         mean = symmetric(weighted_mean(uploads, info.weights)[MOMENTS], self._width)
@@ -271,13 +268,13 @@ class LinearFedRep(Method):
         return {**server, "model": {**server["model"], self._body: vectors.mT.contiguous()}}
 
     def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor | None:
-        """Nothing is sent for the moments, which need no model."""
+        """Count no bytes for the moments, which need no model."""
         return torch.zeros_like(info.index) if self.finds_moments(info.round) else None
 
     # --- what is said of it ---
 
     def measure(self, federation: FederationView, round: Round) -> Mapping[str, float]:
-        """Measure the heads of the cohort, and what Theorem 1 makes of them."""
+        """Measure the cohort's heads, and Theorem 1's bound."""
         index = round.info.index.cpu()[round.accepted]
         if self.finds_moments(round.number) or not len(index):
             return {}
@@ -290,17 +287,16 @@ class LinearFedRep(Method):
         return {"fedrep/sigma_max_squared": square, "fedrep/step_bound": bound}
 
     def warnings_after(self, federation: FederationView, round: Round) -> Mapping[str, str]:
-        """Find a step that Theorem 1 doesn't allow."""
+        """Warn of a step that Theorem 1 doesn't allow."""
         bound = round.metrics.get("fedrep/step_bound", math.inf)
         rate = round.info.lr if self.body_lr is None else self.body_lr
         if rate <= bound:
             return {}
         return {
-            "step": "Theorem 1 of FedRep wants a step of the body of at most 1/(4 sigma_max^2) = "
-            f"{bound:.3g}, as the heads of the {int(round.accepted.sum())} clients of round "
-            f"{round.number} have sigma_max^2 = {round.metrics['fedrep/sigma_max_squared']:.3g}, "
-            f"but the step is {rate:.3g}. Without the bound convergence is not guaranteed, though "
-            f"larger steps often converge; use body_lr={bound:.2g} to be safe."
+            "step": "Expected a step of the body of at most 1/(4 sigma_max^2) = "
+            f"{bound:.3g}, as in FedRep's Theorem 1, but got {rate:.3g} in round {round.number} "
+            f"with sigma_max^2 = {round.metrics['fedrep/sigma_max_squared']:.3g}. Use "
+            f"body_lr={bound:.2g}; larger steps often converge too."
         }
 
 

@@ -9,21 +9,20 @@ from lightning_pfl.methods.base import About, Method
 class LocalOnly(Method):
     r"""Every client trains its own model on its own data; nothing is exchanged.
 
-    Solves :math:`\min_{\theta_k} F_k(\theta_k)` for each client :math:`k` alone. All clients train
-    in every round, whatever ``participation`` says: the baseline would otherwise be under-trained
-    by that factor.
+    Solves :math:`\min_{\theta_k} F_k(\theta_k)` for each client :math:`k`. All clients train in
+    every round, whatever ``participation`` is, so that the baseline isn't under-trained.
 
     Args:
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
 
     State:
-        client_state: ``model``, the whole model; each leaf ``(clients, *shape)``. The server holds
-            nothing.
+        client_state: ``model``, the complete model; each leaf ``(clients, *shape)``. The server has
+            no state.
 
-    Deviation from the paper: there is none of its own. As in every method, an optimizer begins anew
-    in each round: with momentum or Adam, ``T`` rounds of ``E`` epochs aren't one training of ``T *
-    E`` epochs, unlike with plain SGD. One round of ``T * E`` epochs is.
+    Deviation from the paper: none of its own. As in every method, optimizers start afresh in each
+    round: with momentum or Adam, ``T`` rounds of ``E`` epochs differ from one round of ``T * E``
+    epochs.
 
     Example:
         >>> LocalOnly(local_epochs=5).phases(0)[0].epochs
@@ -48,5 +47,5 @@ class LocalOnly(Method):
         super().__init__(local_epochs, local_steps, weighting="uniform")
 
     def full_participation(self, round: int) -> bool:
-        """Train all clients in every round: no client waits for a server."""
+        """Train all clients in every round, as no client waits for a server."""
         return True

@@ -20,11 +20,11 @@ from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
 
 Bound = Literal["common", "own"]
 FLOOR = 1e-7
-"""Smallest eigenvalue of the weights' Gram matrix, as in the released code."""
+"""Lower bound of the eigenvalues of the weights' Gram matrix, as in the released code."""
 
 
 def learned_relationship(weights: Tensor) -> Tensor:
-    r""":math:`\Sigma = (W W^\top)^{1/2} / \operatorname{tr}(W W^\top)^{1/2}`, ``(n, n)``.
+    r"""Compute :math:`\Sigma = (W W^\top)^{1/2} / \operatorname{tr}(W W^\top)^{1/2}`, ``(n, n)``.
 
     Symmetric, positive definite, of trace 1. The clients' weights are the rows of ``weights``.
     """
@@ -37,7 +37,7 @@ def learned_relationship(weights: Tensor) -> Tensor:
 
 
 def aggregation_bound(relationship: Tensor, bound: Bound) -> Tensor:
-    r"""A diagonal :math:`c` with :math:`\Sigma \preceq \operatorname{diag}(c)`, ``(n,)``.
+    r"""Compute a diagonal :math:`c` with :math:`\Sigma \preceq \operatorname{diag}(c)`, ``(n,)``.
 
     With it the local problems bound the joint one, so that their solutions may be added.
 
@@ -54,7 +54,7 @@ def aggregation_bound(relationship: Tensor, bound: Bound) -> Tensor:
 
 
 class MOCHA(Method):
-    r"""Clients solve their part of the dual; the server couples them and learns how.
+    r"""Clients solve their part of the dual; the server couples them and learns the coupling.
 
     Minimises, over the clients' weights :math:`W = (w_1, \dots, w_n)` and :math:`\Sigma =
     \Omega^{-1}` of trace 1, with the hinge loss,
@@ -68,17 +68,17 @@ class MOCHA(Method):
     and send the change of :math:`b_t = \frac{1}{N_t} \sum_i \alpha_{ti} x_{ti}`; then
 
     .. math::
-        w_t = \frac1\lambda \sum_s \Sigma_{ts}\, b_s, \qquad \text{every so often} \quad \Sigma
+        w_t = \frac1\lambda \sum_s \Sigma_{ts}\, b_s, \qquad \text{periodically} \quad \Sigma
         \leftarrow \frac{(W^\top W)^{1/2}}{\operatorname{tr} (W^\top W)^{1/2}}
 
-    Any part of the local work may be left undone: for a given :math:`\Sigma` clients that aren't
-    sampled, or make few steps, only slow it down. But where :math:`\Sigma` is learned before a
-    client with data has ever taken part, its row is nearly 0, its weights stay small until the next
-    time, and with ``bound="common"`` everybody's steps become short; this is warned of.
+    Local work may be incomplete: for a given :math:`\Sigma`, clients that aren't sampled or make
+    few steps only slow convergence. But if :math:`\Sigma` is learned before a client with data has
+    taken part, its row is nearly 0, its weights stay small until the next time, and with
+    ``bound="common"`` all steps become short; this is warned of.
 
-    All begin at :math:`\alpha = 0`, so :math:`W = 0`, and :math:`\Sigma = I / n`; the module's own
-    initial weights and its optimizer are not used. A model with several outputs is that many
-    one-versus-rest classifiers, which share :math:`\Sigma`.
+    All clients start at :math:`\alpha = 0`, so :math:`W = 0`, and :math:`\Sigma = I / n`; the
+    module's initial weights and its optimizer are not used. A model with several outputs is a set
+    of one-versus-rest classifiers with one :math:`\Sigma`.
 
     The module must be linear in its flattened inputs: one weight matrix, perhaps with a bias, which
     is regularised like the weights. Batches are pairs (inputs, targets): class numbers for several
@@ -88,19 +88,19 @@ class MOCHA(Method):
         regularization: :math:`\lambda > 0`.
         outer_iterations: How often :math:`\Sigma` is learned; 0 keeps the clients apart.
         inner_iterations: Rounds before each time.
-        local_fraction: :math:`H / N_t > 0`: the samples that a client visits in a round.
+        local_fraction: :math:`H / N_t > 0`: visits per sample of a client in a round.
         bound: ``"common"``: the curvature as above, as published; ``"own"``: :math:`\sum_s
             |\Sigma_{ts}| / \lambda`, which is never larger and bounds the joint problem as well.
-            One client of small weights makes :math:`\rho` large, and the steps of all others
-            short; with ``"own"`` only its own are.
+            With ``"common"`` one client of small weights makes all steps short, with ``"own"`` only
+            its own.
 
     State:
         server: ``dual_vectors``, the :math:`b_t`, ``(num_clients, outputs, features)``, and
         ``relationship``, :math:`\Sigma`, ``(num_clients, num_clients)``. client_state: ``dual``,
         the :math:`\alpha`, ``(clients, most samples of any client, outputs)``.
 
-    Deviation from the paper: the number of local steps is the same share for all clients, not drawn
-    at random. A new client gets the mean of all weights.
+    Deviation from the paper: the number of local steps is the same fraction for all clients, not
+    random. A new client gets the mean of all weights.
 
     Example:
         >>> MOCHA(regularization=0.01, inner_iterations=10).local_fraction
@@ -159,34 +159,33 @@ class MOCHA(Method):
             or any(shapes[b] != shapes[weights[0]][:1] for b in biases)
         ):
             raise MisconfigurationException(
-                "Expected a linear model, one weight matrix and at most one bias, as MOCHA solves "
-                f"a convex problem, but got {', '.join(shapes)} in "
-                f"{type(self.parameter_split.module).__name__}. Use MLP([inputs, outputs]), or "
-                "FedMTL for networks."
+                "Expected a linear model, one weight matrix and at most one bias, but got "
+                f"{', '.join(shapes)} in {type(self.parameter_split.module).__name__}. Use "
+                "MLP([inputs, outputs]), or FedMTL for networks."
             )
         self._weight, self._bias = weights[0], biases[0] if biases else None
         self._outputs, self._inputs = shapes[self._weight]
 
     def check_fit(self, plan: FitPlan) -> str:
-        """Require samples that stay: each has a dual variable.
+        """Require fixed samples, as each has a dual variable.
 
         Raises:
             MisconfigurationException: If the run reloads its data.
         """
         if plan.reload_every:
             raise MisconfigurationException(
-                "Expected the same samples in all rounds, as MOCHA has a dual variable for each, "
-                f"but got reload_dataloaders_every_n_epochs={plan.reload_every}. Set it to 0, and "
-                "use FederatedDataModule."
+                "Expected the same samples in all rounds for MOCHA, but got "
+                f"reload_dataloaders_every_n_epochs={plan.reload_every}. Set it to 0, and use "
+                "FederatedDataModule."
             )
         return ""
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """One step on all samples."""
+        """Take one step on all samples."""
         return (Phase("all", steps=1, full_batch=True),)
 
     def init_server(self, model: Model) -> Tree:
-        """No weights yet, and no relationship."""
+        """Start with weights of zero and no relationship."""
         weight = model[self._weight]
         features = self._inputs + (self._bias is not None)
         identity = torch.eye(self.num_clients, dtype=weight.dtype, device=weight.device)
@@ -196,25 +195,25 @@ class MOCHA(Method):
         }
 
     def init_client_state(self, model: Model) -> Tree:
-        """A dual variable for each sample and output."""
+        """Return a dual variable for each sample and output."""
         return {"dual": model[self._weight].new_zeros(self._longest, self._outputs)}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """Nothing is the same for all."""
+        """Send no common part: every client gets its own weights."""
         return {}
 
     def download_rows(self, server: Tree, info: ClientInfo) -> Tree:
-        r"""To each client its weights, and the curvature of its dual problem times the weight."""
+        r"""Send each client its weights, and the curvature of its dual problem times the weight."""
         relationship = server["relationship"]
         at = info.index.to(relationship.device).clamp_max(self.num_clients)
         weights, scale = self._all_weights(server), aggregation_bound(relationship, self.bound)
-        # The row behind the last is for clients that are new.
+        # The last row is for new clients.
         weights = torch.cat([weights, weights.mean(0, keepdim=True)])
         scale = torch.cat([scale, scale.mean(0, keepdim=True)])
         return {"weights": weights[at], "scale": scale[at]}
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """The dual problem at the received weights."""
+        """Set up the dual problem at the received weights."""
         weights = received["weights"]
         passes = math.ceil(self.local_fraction)
         order = visiting_order(info.num_samples, self._longest, passes, self.seed, info.round)
@@ -227,7 +226,7 @@ class MOCHA(Method):
         }
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """Dual coordinate ascent; reports the hinge loss at the received weights."""
+        """Run dual coordinate ascent, and report the hinge loss at the received weights."""
         data, real = client.samples(minibatches)
         x, y = self._problem(data[0], data[1], state["weights"])
         count = real.sum(1)
@@ -249,11 +248,11 @@ class MOCHA(Method):
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Send the change of the dual vector, keep the dual variables."""
+        """Send the change of the dual vector and store the dual variables."""
         return {"change": state["change"]}, {"dual": state["dual"]}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """Add the changes; at the end of the inner rounds learn the relationship."""
+        """Add the changes; after the inner rounds learn the relationship."""
         vectors = server["dual_vectors"]
         vectors = vectors.index_add(0, info.index.to(vectors.device), uploads["change"])
         server = {**server, "dual_vectors": vectors}
@@ -262,12 +261,12 @@ class MOCHA(Method):
         return {**server, "relationship": learned_relationship(self._all_weights(server))}
 
     def _learns(self, round: int) -> bool:
-        """Whether the relationship is learned at the end of a round."""
+        """Whether the relationship is learned after a round."""
         outer, within = divmod(round + 1, self.inner_iterations)
         return not within and outer <= self.outer_iterations
 
     def warnings_after(self, federation: FederationView, round: Round) -> Mapping[str, str]:
-        """Find clients of which nothing was heard before the relationship was learned."""
+        """Warn of clients that had not taken part when the relationship was learned."""
         if not self._learns(round.number):
             return {}
         heard = federation.server["dual_vectors"].flatten(1).any(1).cpu()
@@ -276,13 +275,13 @@ class MOCHA(Method):
             return {}
         return {
             f"relationship after {round.number}": "MOCHA learned its relationship after round "
-            f"{round.number}, when {int(silent.sum())} of {self.num_clients} clients had not yet "
-            "taken part: their rows are nearly 0, and their weights stay small until it is learned "
-            f"again. Use a larger `inner_iterations` than {self.inner_iterations}."
+            f"{round.number}, before {int(silent.sum())} of {self.num_clients} clients had taken "
+            "part, so their weights stay small until it is learned again. Use a larger "
+            f"`inner_iterations` than {self.inner_iterations}."
         }
 
     def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
-        """The client's weights, and its bias where the module has one."""
+        """Return the client's weights, and its bias if the module has one."""
         weights = received["weights"]
         model = {self._weight: weights[..., : self._inputs]}
         if self._bias is not None:
@@ -294,18 +293,18 @@ class MOCHA(Method):
         return max(1, int(self.num_samples.max()))
 
     def _all_weights(self, server: Tree) -> Tensor:
-        """The primal weights of all clients, ``(num_clients, outputs, features)``."""
+        """Compute the primal weights of all clients, ``(num_clients, outputs, features)``."""
         vectors: Tensor = server["dual_vectors"]
         mixed: Tensor = server["relationship"] @ vectors.flatten(1)
         return mixed.view_as(vectors) / self.regularization
 
     def _problem(self, inputs: Tensor, targets: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Features, with a constant for the bias, and the sign of each class."""
+        """Return features, with a constant for the bias, and the sign of each class."""
         x = inputs.flatten(2).to(like)
         if x.shape[2] != self._inputs:
             raise ValueError(
-                f"Expected inputs of {self._inputs} numbers, as many as the linear layer takes, "
-                f"but got {x.shape[2]}. MOCHA's model is linear in its flattened inputs."
+                f"Expected inputs of {self._inputs} numbers, but got {x.shape[2]}. Give the linear "
+                "layer as many inputs as the data have."
             )
         if self._bias is not None:
             x = torch.cat([x, torch.ones_like(x[..., :1])], 2)

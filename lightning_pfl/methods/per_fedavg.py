@@ -1,4 +1,4 @@
-"""Per-FedAvg: a global model from which one gradient step personalizes."""
+"""Per-FedAvg: a global model that one gradient step personalizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Order = Literal["first", "hessian-free"]
 
 
 class PerFedAvg(Method):
-    r"""Clients descend on their loss after one gradient step, as in MAML.
+    r"""Clients minimise their loss after one gradient step, as in MAML.
 
     Minimises :math:`\frac1n \sum_k F_k(x - \alpha \nabla F_k(x))`. With independent minibatches
     :math:`D, D', D''` in each step, and :math:`\eta` the learning rate of the user's optimizer:
@@ -26,12 +26,12 @@ class PerFedAvg(Method):
         \quad \text{(Hessian-free)}
 
     The server averages. A client is evaluated with :math:`x - \alpha\, g(x; D)` on a minibatch of
-    its own training data, never of the data that it is evaluated on.
+    its training data.
 
     Args:
         inner_lr: :math:`\alpha \ge 0`. 0 is FedAvg.
-        order: ``"first"`` leaves the second derivative out, ``"hessian-free"`` takes it from a
-            difference of gradients.
+        order: ``"first"`` without the second derivative, ``"hessian-free"`` with a difference of
+            gradients.
         difference: :math:`\delta > 0`.
         evaluation_steps: Gradient steps that personalize, at least 1.
         local_epochs: Passes over a client's data per round, of which each step takes two or three
@@ -40,14 +40,15 @@ class PerFedAvg(Method):
         weighting: ``"uniform"`` as in the paper, or ``"samples"``.
 
     State:
-        server: ``model``. Clients keep nothing.
+        server: ``model``. Clients have no state.
 
     Deviation from the paper: none in the update; the outer step is the user's optimizer, the inner
     one is plain SGD.
 
     Example:
-        >>> PerFedAvg(order="hessian-free", local_epochs=None,
-        local_steps=10).phases(0)[0].batches_per_step 3
+        >>> per_fedavg = PerFedAvg(order="hessian-free", local_epochs=None, local_steps=10)
+        >>> per_fedavg.phases(0)[0].batches_per_step
+        3
 
     References:
         Fallah, Mokhtari, Ozdaglar. Personalized federated learning with theoretical guarantees: a
@@ -87,26 +88,26 @@ class PerFedAvg(Method):
         self.evaluation_steps = evaluation_steps
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that at 0 this is another method."""
+        """Return a log line if the inner step is zero."""
         return [] if self.inner_lr else ["inner_lr=0 makes PerFedAvg FedAvg."]
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """Steps on two or three independent minibatches."""
+        """Step on two or three independent minibatches."""
         draws = 2 if self.order == "first" else 3
         return (
             Phase("all", epochs=self.local_epochs, steps=self.local_steps, batches_per_step=draws),
         )
 
     def evaluation_phases(self) -> tuple[Phase, ...]:
-        """The steps that personalize."""
+        """Return the steps that personalize."""
         return (Phase("all", steps=self.evaluation_steps, lr=self.inner_lr, name="adaptation"),)
 
     def evaluation_step(self, model: Model, minibatches: Any, client: LocalStep) -> Model:
-        """The inner step: plain SGD, whatever the user's optimizer."""
+        """Take the inner step by plain SGD."""
         return moved(model, client.grad(model, minibatches), -self.inner_lr)
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A step of the user's optimizer on the gradient of the loss after the inner step."""
+        """Step the user's optimizer on the gradient of the loss after the inner step."""
         model, (support, query, *curvature) = state["model"], minibatches
         adapted = moved(model, client.grad(model, support), -self.inner_lr)
         grads = client.grad(adapted, query)
@@ -119,5 +120,5 @@ class PerFedAvg(Method):
 
 
 def moved(model: Model, direction: Model, length: float) -> Model:
-    """The model with its parameters moved along a direction, and the same buffers."""
+    """Move a model's parameters along a direction, with the same buffers."""
     return {**model, **{n: model[n].add(d, alpha=length) for n, d in direction.items()}}

@@ -12,7 +12,7 @@ from lightning_pfl.solvers.proximal import pull, towards
 
 
 class PFedMe(Method):
-    r"""Clients descend on the envelope of their loss, whose minimiser is the personal model.
+    r"""Clients minimise the Moreau envelope of their loss; its minimiser is the personal model.
 
     Minimises :math:`\frac1n \sum_k \min_{\theta_k} \{F_k(\theta_k) + \frac{\lambda}{2}
     \lVert\theta_k - x\rVert^2\}`. From :math:`w = \theta_k = x^t`, on each minibatch:
@@ -23,8 +23,8 @@ class PFedMe(Method):
         w &\leftarrow w - \eta\, \lambda\, (w - \theta_k) \\
         x^{t+1} &= (1 - \beta)\, x^t + \beta \sum_{k \in S_t} p_k\, w_k
 
-    :math:`\lambda (w - \theta_k)` is the envelope's gradient at :math:`w`, and goes to the user's
-    optimizer, whose learning rate is :math:`\eta`.
+    :math:`\lambda (w - \theta_k)` is the envelope's gradient at :math:`w`, for the user's optimizer
+    with learning rate :math:`\eta`.
 
     Args:
         moreau_weight: :math:`\lambda > 0`. Plain SGD needs ``lr * moreau_weight < 2``.
@@ -39,9 +39,9 @@ class PFedMe(Method):
         server: ``model``. client_state: ``personal``, the last :math:`\theta_k` with its buffers,
         for evaluation; each leaf ``(clients, *shape)``.
 
-    Deviation from the paper: the released code adds a weight decay of 0.001 to the inner step, and
-    lets clients that aren't sampled train as well; this doesn't. The inner problem begins at the
-    last :math:`\theta_k` of the round, as in that code.
+    Deviation from the paper: the released code adds a weight decay of 0.001 to the inner step and
+    also trains clients that aren't sampled; this doesn't. The inner problem starts at the last
+    :math:`\theta_k` of the round, as in that code.
 
     Example:
         >>> PFedMe(moreau_weight=15.0, local_epochs=None, local_steps=20).local_steps
@@ -89,11 +89,11 @@ class PFedMe(Method):
         self.server_mixing = server_mixing
 
     def init_client_state(self, model: Model) -> Tree:
-        """A personal model that begins as the global one."""
+        """Make a personal model that starts as the global one."""
         return {"personal": model}
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Start both at the received model."""
+        """Start both models at the received one."""
         return {"model": dict(received["model"]), "personal": dict(received["model"])}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
@@ -110,7 +110,7 @@ class PFedMe(Method):
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Send the envelope's iterate, with the statistics of the model that saw the data."""
+        """Send the envelope's iterate, with the buffers of the personal model."""
         trained = select(state["model"], self.parameter_split.trainable)
         return {"model": {**state["personal"], **trained}}, {"personal": state["personal"]}
 
@@ -121,6 +121,6 @@ class PFedMe(Method):
         return {"model": {**mean, **towards(old, mean, self.server_mixing)}}
 
     def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
-        """The last minimiser."""
+        """Return the last minimiser."""
         personal: Model = client_state["personal"]
         return personal

@@ -26,10 +26,10 @@ Option = Literal["I", "II"]
 
 
 class SCAFFOLD(Method):
-    r"""Clients correct each step by the difference of two control variates.
+    r"""Federated averaging whose steps are corrected by the difference of two control variates.
 
     :math:`c_k` estimates the gradient of client :math:`k`, :math:`c` that of all clients; both
-    begin at 0, and :math:`c_k` persists while the client is not sampled.
+    start at 0, and :math:`c_k` persists while the client is not sampled.
 
     .. math::
         y &\leftarrow y - \eta\,(g_k(y) - c_k + c), \quad K \text{ times from } y = x \\
@@ -42,8 +42,8 @@ class SCAFFOLD(Method):
     Float buffers (BatchNorm statistics) are averaged, and have no control variates.
 
     Args:
-        option: ``"I"``: a further pass over the client's data after its steps gives the gradient at
-            the received model; ``"II"``: the steps' own gradients.
+        option: ``"I"``: the gradient at the received model, by another pass over the client's data;
+            ``"II"``: the steps' own gradients.
         server_lr: :math:`\eta_g > 0`.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead (:math:`K`). Exactly one of the two.
@@ -53,7 +53,7 @@ class SCAFFOLD(Method):
         :math:`c_k` of all trainable parameters, each leaf ``(clients, *shape)``.
 
     Deviation from the paper: option II takes the mean of the steps' gradients :math:`g_k(y)`. For
-    plain SGD that is the formula above; with momentum, weight decay or clipping the formula is
+    plain SGD this equals the formula above; with momentum, weight decay or clipping the formula is
     biased and the mean isn't. Averages are uniform, as in the paper. With
     ``accumulate_grad_batches`` option I weights an incomplete last step of the pass too little.
 
@@ -97,24 +97,24 @@ class SCAFFOLD(Method):
         self.option, self.server_lr = option, server_lr
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """Local training; for option I then a pass that computes the gradient at ``x``."""
+        """Train locally; for option I add a pass that computes the gradient at ``x``."""
         local = Phase("all", epochs=self.local_epochs, steps=self.local_steps)
         return (local, Phase("all", epochs=1, name="control")) if self.option == "I" else (local,)
 
     def init_server(self, model: Model) -> Tree:
-        """The global model and a control variate of zeros."""
+        """Return the global model and a control variate of zeros."""
         return {"model": model, "control": self._zeros(model)}
 
     def init_client_state(self, model: Model) -> Tree:
-        """A control variate of zeros."""
+        """Return a control variate of zeros."""
         return {"control": self._zeros(model)}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """The global model and the global control variate."""
+        """Send the global model and the global control variate."""
         return {"model": server["model"], "control": server["control"]}
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Start at the received model, with the correction ``c - c_k`` for the whole round."""
+        """Start at the received model, with the correction ``c - c_k`` for the round."""
         control = client_state["control"]
         return {
             "model": dict(received["model"]),
@@ -125,9 +125,9 @@ class SCAFFOLD(Method):
         }
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A corrected step; or, in the further pass, only the gradient at the received model."""
+        """Take a corrected step, or compute the gradient at the received model."""
         if client.phase == "control":
-            # A copy of the dict: the pass must not write to the buffers of what was received.
+            # A copy of the dict, as the pass must not write to the received buffers.
             grads = client.grad(dict(state["start"]), minibatches)
             _, real = client.samples(minibatches)
             return self._collect(state, grads, real.sum(1).to(state["count"]))
@@ -143,7 +143,7 @@ class SCAFFOLD(Method):
         """Send the model and the change of the control variate."""
         control, count = client_state["control"], state["count"]
         mean = scale(state["gradients"], 1 / count.clamp_min(1))
-        # A client without a step has no gradient to go by.
+        # A client without a step has no gradient.
         moved = tmap(lambda new, old: new.where(per_client(count, new) > 0, old), mean, control)
         upload = {"model": state["model"], "control_change": sub(moved, control)}
         return upload, {"control": moved}

@@ -1,4 +1,4 @@
-"""SheafFMTL: neighbours agree on learned projections of their models."""
+"""SheafFMTL: models whose learned projections agree between neighbours."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lightning_pfl.solvers.sheaf import (
 
 Laplacian = Literal["combined", "separate"]
 COPIES = 3
-"""Of the maps: in the bank, of the cohort, and after a step."""
+"""Copies of the maps: the stored ones, the cohort's, and those after a step."""
 
 
 class SheafFMTL(SheafClients, Method):
-    r"""Neighbours pull together projections of their models, and learn what to project to.
+    r"""Clients couple learned projections of their models to those of their neighbours.
 
     The models may have different numbers of parameters. On the edge of clients :math:`i` and
     :math:`j`, of weight :math:`a_{ij}`, both project to a space of dimension :math:`d_{ij} =
@@ -46,27 +46,27 @@ class SheafFMTL(SheafClients, Method):
         P_{ij} &\leftarrow P_{ij} - \eta \lambda a_{ij} (P_{ij} \theta_i - P_{ji} \theta_j)
         \theta_i^\top \quad \text{at the new } \theta
 
-    A client sends nothing but projections: its maps never leave it, and it doesn't know those of
-    its neighbours. Edges with an end that is not in the cohort are left out of the round.
+    A client only sends projections, and never its maps. Edges with an end outside the cohort are
+    left out of the round.
 
-    Nothing keeps the maps from vanishing, which removes the penalty: ``sheaf/map_norm`` (mean over
-    the edges' ends, Frobenius) and ``sheaf/map_norm/min`` are logged in every round. A step on the
-    maps is stable where :math:`\eta \lambda a_{ij} (\lVert \theta_i \rVert^2 + \lVert \theta_j
-    \rVert^2) < 2` on all edges; the largest of these is logged as ``sheaf/map_step``. A step on the
-    models needs :math:`\alpha \lambda \lambda_{\max}(L) < 2` for the sheaf's Laplacian :math:`L`.
-    Both are checked before round 0 and during the run, and a violation is a warning.
+    The maps may vanish, which removes the penalty: ``sheaf/map_norm`` (mean over the edges' ends,
+    Frobenius) and ``sheaf/map_norm/min`` are logged in every round. A step on the maps is stable if
+    :math:`\eta \lambda a_{ij} (\lVert \theta_i \rVert^2 + \lVert \theta_j \rVert^2) < 2` on all
+    edges; the largest of these is logged as ``sheaf/map_step``. A step on the models needs
+    :math:`\alpha \lambda \lambda_{\max}(L) < 2` for the sheaf Laplacian :math:`L`. Violations
+    before or during the run are warned of.
 
     Args:
         graph: Who is whose neighbour; see ``lightning_pfl.graphs``.
-        regularization: :math:`\lambda \ge 0`. 0 trains every client alone.
-        map_lr: :math:`\eta \ge 0`. 0 keeps the maps, and saves the second message.
-        edge_dim_ratio: :math:`\gamma` in (0, 1]. Messages and maps grow with it; unused where maps
-            are given.
-        laplacian: ``"combined"``: the pull of the neighbours is part of every local gradient, and
-            passes through momentum and clipping; with one local step this is the update above,
-            with more the pull stays that of the round's beginning. ``"separate"``: local training
-            first, then one step of size :math:`\alpha` along the pull at its result, as in the
-            released code.
+        regularization: :math:`\lambda \ge 0`. 0 makes the clients independent.
+        map_lr: :math:`\eta \ge 0`. 0 fixes the maps, without the second message.
+        edge_dim_ratio: :math:`\gamma` in (0, 1]. Messages and maps grow with it; unused for given
+            maps.
+        laplacian: ``"combined"``: the neighbours' pull is part of every local gradient, and passes
+            through momentum and clipping; with one local step this is the update above, with more
+            the pull stays that at the start of the round. ``"separate"``: local training first,
+            then one step of size :math:`\alpha` along the pull at its result, as in the released
+            code.
         maps: ``"random"``: independent normal numbers; ``"identity"``: the first :math:`d_{ij}`
             parameters; or a mapping from (i, j) to :math:`P_{ij}`, for both ends of every edge.
         map_std: Standard deviation of random maps, positive.
@@ -74,19 +74,16 @@ class SheafFMTL(SheafClients, Method):
         local_steps: Optimizer steps per round instead. Exactly one of the two.
 
     State:
-        client_state: ``model``, the whole model; ``maps``, ``(clients, slots, width, d_i)`` with
-        the width of the largest edge space and zeros beyond :math:`d_{ij}`. Identity maps that stay
-        need no memory.
+        client_state: ``model``, the complete model; ``maps``, ``(clients, slots, width, d_i)`` with
+        the width of the largest edge space and zeros beyond :math:`d_{ij}`; none for fixed identity
+        maps.
 
-    Deviation from the paper: parameters are flattened, trainable ones only; buffers stay. Local
-    gradients are those of minibatches. A client without training samples, or without a minibatch,
-    has :math:`F_i = 0`: with ``"combined"`` it takes one plain step of size :math:`\alpha` a round
-    along the pull. In the released code clients step one after another, and each sees what
-    the ones before it have become (Gauss-Seidel). That is not offered: a client would train between
-    messages of its own, so that a round became one of a single client, or of one colour of the
-    graph, after another, with results that depend on how clients are numbered and on who takes
-    part. With one full local step its fixed points are those of all clients stepping at once, the
-    paper's order. Edges have weights, 1 in the paper.
+    Deviation from the paper: parameters are flattened, trainable ones only; buffers are personal.
+    Local gradients are those of minibatches. A client without training samples or minibatches has
+    :math:`F_i = 0`: with ``"combined"`` it takes one plain step of size :math:`\alpha` along the
+    pull. Clients step simultaneously, as in the paper; in the released code they step in turn
+    (Gauss-Seidel), with results that depend on their order. Both have the same fixed points with
+    one full local step. Edges have weights, 1 in the paper.
 
     Example:
         >>> SheafFMTL("ring", regularization=0.01, map_lr=0.1, edge_dim_ratio=0.3).laplacian
@@ -134,12 +131,12 @@ class SheafFMTL(SheafClients, Method):
         self.laplacian = laplacian
 
     def bind(self, known: Known) -> None:
-        """Find the neighbours and the dimensions of the edges' spaces."""
+        """Build the graph and the edges' dimensions."""
         super().bind(known)
         self.resolve_sheaf(learned=bool(self.map_lr))
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that at 0 this is another method."""
+        """Return a log line if the penalty is zero."""
         return [] if self.regularization else ["regularization=0 makes SheafFMTL LocalOnly."]
 
     # --- state ---
@@ -151,19 +148,19 @@ class SheafFMTL(SheafClients, Method):
     # --- a client's round ---
 
     def exchanges(self, round: int) -> tuple[Exchange, ...]:
-        """Projections of the models for their step, and again for that of the maps."""
+        """Exchange projections for the step of the models, then for that of the maps."""
         before = "before" if self.laplacian == "combined" else "after"
         models = Exchange("models", "each", before)  # type: ignore[arg-type]
         return (models, Exchange("maps", "each", "after")) if self.map_lr else (models,)
 
     def send(self, exchange: str, client_state: Tree, info: ClientInfo) -> Tree:
-        """The projection of the model to the space of each edge."""
+        """Send the model's projection to the space of each edge."""
         return self.projection(self.theta(client_state["model"]), client_state, info)
 
     def receive(
         self, exchange: str, client_state: Tree, inbox: ReceivedMessages, info: ClientInfo
     ) -> Tree:
-        """The pull of the neighbours, or the step on the maps."""
+        """Compute the neighbours' pull, or step the maps."""
         theta, residual = self.theta(client_state["model"]), self.residual(inbox)
         if exchange == "maps":
             step = self.map_lr * self.regularization
@@ -177,14 +174,14 @@ class SheafFMTL(SheafClients, Method):
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Keep the model."""
+        """Store the model."""
         idle = without_data(self.phases(info.round), info.steps)
         return {"model": {}}, {"model": pulled(state, idle, info)}
 
     # --- what is watched ---
 
     def warnings_before(self, federation: FederationView, round: Round) -> Mapping[str, str]:
-        """Find steps that diverge, before they are taken."""
+        """Warn of steps that diverge, before they are taken."""
         return divergence(federation, self, round)
 
     def measure(self, federation: FederationView, round: Round) -> Mapping[str, float]:

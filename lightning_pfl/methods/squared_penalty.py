@@ -1,4 +1,4 @@
-"""SquaredPenalty: the squared norms of differences hold models near their mean, never equal."""
+"""SquaredPenalty: models coupled by squared distances of all pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_pfl.methods.support.stability import Pull, WatchedPull
 
 
 class SquaredPenalty(WatchedPull, Method):
-    r"""Every client has a model; the squared distances of all pairs are penalised.
+    r"""Every client has a model, penalised by squared distances of all pairs.
 
     Minimises :math:`\sum_i f_i(x_i) + \Gamma \sum_{i<j} \lVert x_i - x_j \rVert^2`. As the sum is
     :math:`N \sum_i \lVert x_i - \bar x \rVert^2 = \min_m N \sum_i \lVert x_i - m \rVert^2`, clients
@@ -35,11 +35,11 @@ class SquaredPenalty(WatchedPull, Method):
         x_i \leftarrow \arg\min_x f_i(x) + \Gamma N \lVert x - m \rVert^2, \qquad
         m \leftarrow \frac1N \sum_i x_i
 
-    The larger the weight, the more rounds it takes: with strong convexity :math:`\mu` an error
-    shrinks by :math:`2\Gamma N / (2\Gamma N + \mu)` a round.
+    Larger weights need more rounds: with strong convexity :math:`\mu` the error shrinks by
+    :math:`2\Gamma N / (2\Gamma N + \mu)` per round.
 
     Args:
-        penalty_weight: :math:`\Gamma \ge 0`, over unordered pairs. 0 trains every client alone.
+        penalty_weight: :math:`\Gamma \ge 0`, over unordered pairs. 0 makes the clients independent.
         local_solver: ``"optimizer"``: local epochs or steps of the user's optimizer on the gradient
             of both terms, which needs ``lr * (L + 2 * penalty_weight * num_clients) < 2``;
             ``"exact"``: the minimiser over all samples of a client, for convex losses of few
@@ -48,12 +48,12 @@ class SquaredPenalty(WatchedPull, Method):
         local_steps: Optimizer steps instead. Exactly one of the two.
 
     State:
-        server: ``models``, every client's last model, each leaf ``(num_clients, *shape)``. own:
-        ``model``, the whole model; buffers never leave the client.
+        server: ``models``, every client's last model, each leaf ``(num_clients, *shape)``.
+        client_state: ``model``, the complete model; buffers never leave the client.
 
-    Deviation from the paper: it solves the problem centrally; its :math:`\gamma` over ordered pairs
-    beside :math:`\frac1N \sum_i f_i` is :math:`\Gamma = 2 N \gamma`. A client without
-    training samples, or without a minibatch, has :math:`f_i = 0` and takes the mean.
+    Deviation from the paper: it solves the problem centrally; its :math:`\gamma` over ordered
+    pairs, with :math:`\frac1N \sum_i f_i`, is :math:`\Gamma = 2 N \gamma`. A client without
+    training samples or minibatches has :math:`f_i = 0` and takes the mean.
 
     Example:
         >>> SquaredPenalty(0.01, local_solver="exact").penalty_weight
@@ -95,54 +95,54 @@ class SquaredPenalty(WatchedPull, Method):
         self.local_solver: LocalSolver = local_solver
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
-        """Say that at 0 this is another method."""
+        """Return a log line if the penalty is zero."""
         return [] if self.penalty_weight else ["penalty_weight=0 makes SquaredPenalty LocalOnly."]
 
     def phases(self, round: int) -> tuple[Phase, ...]:
-        """Steps of the optimizer, or one step on all samples."""
+        """Take steps of the optimizer, or one step on all samples."""
         return proximal_phases(self.local_solver, super().phases(round))
 
     def pull(self, server: Tree, info: ClientInfo) -> Pull:
-        """The penalty in one client's model."""
+        """Return the penalty's pull on one client's model."""
         formula = "2 * penalty_weight * clients"
         return Pull(self._strength(), formula, "a smaller `penalty_weight`")
 
     def _strength(self) -> float:
-        """Curvature of the penalty in one client's model."""
+        """Compute the penalty's curvature in one client's model."""
         return 2 * self.penalty_weight * self.num_clients
 
     def init_server(self, model: Model) -> Tree:
-        """Every client's parameters, which begin alike."""
+        """Make every client's parameters, which start equal."""
         row = select(model, self.parameter_split.trainable)
         memory.require_rows(type(self).__name__, self.num_clients, row)
         return {"models": repeat(row, self.num_clients)}
 
     def init_client_state(self, model: Model) -> Tree:
-        """The whole model."""
+        """Return the complete model."""
         return {"model": model}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
-        """The mean of all models."""
+        """Send the mean of all models."""
         return {"mean": tmap(lambda leaf: leaf.mean(0), server["models"])}
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """The own model, pulled to the mean."""
+        """Continue with the client's model, with the mean as anchor."""
         like = next(iter(received["mean"].values()))
         strength = like.new_full((len(info),), self._strength())
         return proximal_state(client_state["model"], received["mean"], strength)
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A step on both terms, or their minimiser."""
+        """Take a step on both terms, or solve for their minimiser."""
         return proximal_step(state, minibatches, client, self.local_solver)
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Send the parameters, keep the model."""
+        """Send the parameters and store the model."""
         idle = without_data(self.phases(info.round), info.steps)
         model = proximal_result(state, idle)
         return {"model": select(model, self.parameter_split.trainable)}, {"model": model}
 
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
-        """Store what came."""
+        """Store the uploads."""
         return {"models": put_rows(server["models"], info.index, uploads["model"])}

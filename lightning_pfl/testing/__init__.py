@@ -1,4 +1,4 @@
-"""For tests of methods, also of your own: known problems, quiet runs, the conformance suite."""
+"""Problems, quiet runs and the conformance suite, for tests of methods."""
 
 from lightning_pfl.testing.conformance import CHECKS, Problem
 from lightning_pfl.testing.fitting import (

@@ -1,14 +1,13 @@
-"""What every method must satisfy, as functions that a test of any method can call.
+"""Checks that every method must pass, as functions for tests of any method.
 
-Each check takes a function that makes the method, and a :class:`Problem`. For a method of your
-own::
+Each check takes a function that makes the method, and a :class:`Problem`. For your method::
 
     @pytest.mark.parametrize("engine", ["vectorized", "sequential"])
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_my_method(check, engine, tmp_path):
         check(lambda: MyMethod(strength=0.5), Problem(engine=engine, folder=tmp_path))
 
-No check knows a method by name: where one would have to, the contract lacks a field.
+No check depends on a method's name.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from lightning_pfl.testing.rounds import (
 
 MakeMethod = Callable[[], Method]
 SIZES = (1, 0, 3, 8, 5)
-"""Training samples per client: one, none, a whole minibatch, many."""
+"""Training samples per client: one, none, a full minibatch, many."""
 
 
 def small_module(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
-    """A convolution with BatchNorm and a linear head; the same numbers at every call."""
+    """Make a convolution with BatchNorm and a linear head, with the same numbers at every call."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         backbone = nn.Sequential(
@@ -57,7 +56,7 @@ def small_module(dtype: torch.dtype = torch.float64) -> PersonalizedModule:
 def small_clients(
     dtype: torch.dtype = torch.float64, shuffle: bool = True
 ) -> FederatedTensorDataset:
-    """Five clients with :data:`SIZES` random 5x5 pictures each, in minibatches of three."""
+    """Make five clients with :data:`SIZES` random 5x5 images each, in minibatches of three."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sum(SIZES), 1, 5, 5, generator=generator, dtype=torch.float64).to(dtype)
     y = torch.randint(3, (sum(SIZES),), generator=generator)
@@ -71,9 +70,9 @@ class Problem:
 
     Args:
         engine: The engine that runs whole fits.
-        folder: Where a check may write a checkpoint.
-        make_module: Makes the module; equal at every call.
-        make_data: Makes the clients: from a dtype, and whether samples are shuffled.
+        folder: Folder for checkpoints.
+        make_module: Makes the module, with the same numbers at every call.
+        make_data: Makes the clients, from a dtype and whether samples are shuffled.
     """
 
     engine: str = "vectorized"
@@ -82,7 +81,7 @@ class Problem:
     make_data: Callable[[torch.dtype, bool], FederatedTensorDataset] = small_clients
 
     def fit(self, method: Method, **settings: Any) -> Fit:
-        """Two rounds in double precision, unless ``settings`` say otherwise."""
+        """Run two rounds in double precision, unless ``settings`` differ."""
         dtype = settings.pop("dtype", torch.float64)
         given = {"rounds": 2, "module": self.make_module(dtype), "engine": self.engine, **settings}
         data = given.pop("data", None)
@@ -90,7 +89,7 @@ class Problem:
 
 
 def check_engines_agree(make_method: MakeMethod, problem: Problem) -> None:
-    """Vectorized equals sequential over two rounds, for chunk sizes 1 to C+1.
+    """Check that engines agree over two rounds, for chunk sizes 1 to C+1.
 
     The clients have 0, 1, few and many samples, so last minibatches are short.
     """
@@ -112,7 +111,7 @@ def check_engines_agree(make_method: MakeMethod, problem: Problem) -> None:
 
 
 def check_received_is_not_changed(make_method: MakeMethod, problem: Problem) -> None:
-    """Clients work on copies: what the server sent is bit for bit the same afterwards."""
+    """Check that clients work on copies of what the server sent."""
     method, data = make_method(), problem.make_data(torch.float64, True)
     outcome = _round(method, problem, data, problem.engine)
     fresh = _round(make_method(), problem, data, problem.engine)
@@ -161,9 +160,9 @@ def check_what_is_kept_is_not_trained(make_method: MakeMethod, problem: Problem)
 
 
 def check_relabelling_permutes_the_result(make_method: MakeMethod, problem: Problem) -> None:
-    """Numbering the clients differently changes nothing but their order.
+    """Check that another numbering of the clients only changes their order.
 
-    A method over a graph needs one that has no order, such as the complete one.
+    A method over a graph needs a symmetric one, such as the complete graph.
     """
     data = problem.make_data(torch.float64, False)
     order = torch.arange(data.num_clients).roll(2)
@@ -177,7 +176,7 @@ def check_relabelling_permutes_the_result(make_method: MakeMethod, problem: Prob
 
 
 def check_not_sampled_keeps_its_memory(make_method: MakeMethod, problem: Problem) -> None:
-    """A client outside the cohort remembers the same bits after the round."""
+    """Check that the state of a client outside the cohort stays the same bit for bit."""
     recorder = problem.fit(make_method(), participation=2, rounds=3).recorder
     assert len(recorder.rounds) == 3
     for round, (before, after) in zip(recorder.rounds, pairwise(recorder.banks), strict=True):
@@ -190,8 +189,8 @@ def check_not_sampled_keeps_its_memory(make_method: MakeMethod, problem: Problem
 
 
 def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: Problem) -> None:
-    """Nothing personal leaves a client; shapes are the model's; bytes are those of the upload."""
-    # Enough rounds for a method that is silent in every other one to speak twice.
+    """Check that nothing personal leaves a client, and shapes and bytes of uploads."""
+    # Enough rounds for a method that communicates in every other one.
     run = problem.fit(make_method(), rounds=4)
     parameter_split = run.federation.parameter_split
     shapes = {name: leaf.shape for name, leaf in parameter_split.model().items()}
@@ -204,7 +203,7 @@ def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: P
         for (*_, name), _ in items(round.received or {}):
             assert name not in parameter_split.personal, f"personal {name} is sent to the clients"
         sizes = [leaf[0].numel() * leaf.element_size() for leaf in leaves(uploads)]
-        # A method may say that it sends less than its trees hold, never more.
+        # A method may declare fewer bytes than its trees have, never more.
         if type(run.federation.method).upload_nbytes is Method.upload_nbytes:
             assert round.bytes_up == sum(sizes)
         assert round.bytes_up <= sum(sizes)
@@ -212,7 +211,7 @@ def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: P
         if type(run.federation.method).download_nbytes is Method.download_nbytes:
             assert round.bytes_down == whole
         assert round.bytes_down <= whole
-    # A method may say nothing in some rounds; rounds with phases of one name say one kind of thing.
+    # A method may send nothing in some rounds; rounds with equal phases send trees of one kind.
     kinds: dict[tuple[str, ...], dict[str, Any]] = {}
     for round in (round for round in run.recorder.rounds if round.uploads):
         plan = tuple(phase.name for phase in run.federation.method.phases(round.number))
@@ -224,9 +223,10 @@ def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: P
 
 
 def check_types_and_shapes_are_stable(make_method: MakeMethod, problem: Problem) -> None:
-    """Server and memories keep names, shapes, types and device; models have the module's type.
+    """Check that names, shapes, types and devices of server and client states stay the same.
 
-    The server may add entries in round 0: torch's optimizers create their state at the first step.
+    The server may add entries in round 0, as torch's optimizers create their state in the first
+    step.
     """
     for dtype in (torch.float32, torch.float64):
         run = problem.fit(make_method(), dtype=dtype)
@@ -243,7 +243,7 @@ def check_types_and_shapes_are_stable(make_method: MakeMethod, problem: Problem)
 
 
 def check_resume_is_exact(make_method: MakeMethod, problem: Problem) -> None:
-    """Saved after round 2 and resumed, a run ends with the bits of the uninterrupted one."""
+    """Check that a run resumed after round 2 ends with the bits of the uninterrupted one."""
     settings: dict[str, Any] = {"participation": 2, "seed": 3}
     whole = problem.fit(make_method(), rounds=4, **settings)
     half = problem.fit(make_method(), rounds=2, **settings)
@@ -256,33 +256,33 @@ def check_resume_is_exact(make_method: MakeMethod, problem: Problem) -> None:
 
 
 def check_seed_decides(make_method: MakeMethod, problem: Problem) -> None:
-    """The same seed gives the same bits, also in other company; another seed gives others."""
+    """Check that the seed alone determines the result."""
     first = problem.fit(make_method(), participation=2, seed=5)
-    torch.rand(7)  # the state of the global generator must not matter
+    torch.rand(7)  # changes the state of the global generator
     again = problem.fit(make_method(), participation=2, seed=5)
     other = problem.fit(make_method(), participation=2, seed=6)
     assert_trees_equal(again.server, first.server)
     assert_trees_equal(again.client_state, first.client_state)
-    # By more than rounding, which another cohort's weights give for equal uploads.
+    # By more than rounding, to which equal uploads with other weights would lead.
     assert any(not torch.allclose(leaf, other.models[n]) for n, leaf in first.models.items())
 
 
 def check_trains_through_the_trainer(make_method: MakeMethod, problem: Problem) -> None:
-    """Validation runs, every client's model loads into the module, and the training loss falls."""
+    """Check that validation runs, models load into the module, and the training loss falls."""
     data = problem.make_data(torch.float64, True)
     run = problem.fit(make_method(), data=data, rounds=4, val_data=data)
     assert run.trainer.global_step == 4
     assert torch.tensor(list(run.metrics.values())).isfinite().all()
     for client in data.names:
         problem.make_module(torch.float64).load_state_dict(run.federation.client_state_dict(client))
-    # A round in which nobody trains has no loss.
+    # A round without training has no loss.
     losses = [r.metrics["train_loss"] for r in run.recorder.rounds if "train_loss" in r.metrics]
     assert len(losses) > 1
     assert losses[-1] < losses[0]
 
 
 def check_broken_data_stop_nobody(make_method: MakeMethod, problem: Problem) -> None:
-    """A client whose samples are NaN is left out whenever it trains; what others use is finite."""
+    """Check that a client with NaN samples is rejected, and all other results are finite."""
     data = problem.make_data(torch.float64, True)
     broken = int(data.num_samples.argmax())
     inputs = data.fields[0].clone()
@@ -295,7 +295,7 @@ def check_broken_data_stop_nobody(make_method: MakeMethod, problem: Problem) -> 
         trains = bool(run.federation.method.phases(round.number))
         assert set(round.rejected) == ({broken} if trains else set())
     others = torch.arange(data.num_clients) != broken
-    # A method that adapts models to training data makes one of NaN for the broken client itself.
+    # A method that adapts models to training data returns NaN for the broken client.
     models = rows(run.models, others.nonzero().flatten())
     for tree in (run.server, run.client_state, models):
         assert all(leaf.isfinite().all() for leaf in leaves(tree))
@@ -314,7 +314,7 @@ CHECKS: tuple[Callable[[MakeMethod, Problem], None], ...] = (
     check_trains_through_the_trainer,
     check_broken_data_stop_nobody,
 )
-"""The suite."""
+"""All checks of the suite."""
 
 
 def _round(
@@ -327,7 +327,7 @@ def _round(
     server: Tree | None = None,
     client_state: Tree | None = None,
 ) -> LocalRound:
-    """A round of everybody, on the module's initial model unless there is a server."""
+    """Run a round of all clients, with the module's initial model unless a server is given."""
     module = problem.make_module(torch.float64)
     settings = EngineSettings(chunk_size=chunk_size)
     return local_round(
@@ -343,7 +343,7 @@ def _round(
 
 
 def _relabelled(server: Tree, client_axes: Mapping[str, int], order: torch.Tensor) -> Tree:
-    """The server's tree of a run whose client ``order[k]`` is client ``k`` of the other run."""
+    """Renumber the clients in the server's tree: client ``order[k]`` becomes client ``k``."""
 
     def permute(leaf: torch.Tensor, axes: int) -> torch.Tensor:
         for axis in range(axes):
@@ -359,7 +359,7 @@ def _relabelled(server: Tree, client_axes: Mapping[str, int], order: torch.Tenso
 
 
 def _relabelled_edges(client_state: Tree, method: Method, order: torch.Tensor) -> Tree:
-    """Memories of edges in the slots of the run whose client ``k`` is ``order[k]`` here."""
+    """Renumber the clients in client states about edges: client ``k`` becomes ``order[k]``."""
     if not method.edge_state:
         return client_state
     graph = method.graph

@@ -44,7 +44,7 @@ def train(
     L.seed_everything(seed, verbose=False)
     strategy = FederatedStrategy(method, participation, "vectorized", chunk_size=100)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Theorem 1 of FedRep")
+        warnings.filterwarnings("ignore", message=".*Theorem 1")
         trainer = quiet_trainer(
             strategy,
             rounds,

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
         ({"lr": "1"}, "Expected `lr` to be a finite number > 0 or None, but got lr='1'"),
         ({"lr": True}, "Expected `lr` to be a finite number > 0 or None, but got lr=True"),
         ({"when": "start"}, "Expected `when` to be 'end' or 'evaluation', but got when='start'"),
-        ({"scope": None}, "Expected `scope` to name what trains, but got scope=None"),
+        ({"scope": None}, "Expected `scope` to name parameters, but got scope=None"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -62,7 +62,7 @@ def test_another_strategy_is_refused() -> None:
 
 def test_models_of_nothing_and_nobody_are_errors() -> None:
     tuning = HeadFineTuning()
-    with pytest.raises(RuntimeError, match="Expected a federation to fine-tune, but nothing was"):
+    with pytest.raises(RuntimeError, match="Expected a trained or loaded federation, but got none"):
         tuning.client_state_dict(0)
     trainer(FedAvg(), tuning).fit(split(), quadratics())
     with pytest.raises(KeyError, match=r"Expected `client` to be an id in 0\.\.3"):
@@ -74,9 +74,7 @@ def test_training_data_are_needed_and_must_be_those_of_the_run(tmp_path: Path) -
     run.fit(split(), quadratics())
     path = tmp_path / "run.ckpt"
     run.save_checkpoint(path)
-    with pytest.raises(
-        Exception, match="Expected training data to fine-tune on, but none were given"
-    ):
+    with pytest.raises(Exception, match="Expected training data to fine-tune on, but got none"):
         trainer(FedAvg(), HeadFineTuning()).test(split(), quadratics(), ckpt_path=path)
     other = Data(quadratics().subset([0, 1]), test=quadratics())
     with pytest.raises(

@@ -207,7 +207,7 @@ class LogsMetric(Classifier):
     [
         (
             lambda: MulticlassAccuracy(2, average=None),
-            r"logged as 'acc' to compute one number, but got \(2,\). Let it average, or",
+            r"logged as 'acc' to compute one number, but got \(2,\). Average them, or",
         ),
         (
             lambda: MetricCollection([MulticlassAccuracy(2)]),
@@ -320,8 +320,8 @@ class Skipping(Classifier):
 
 SKIPPED = (
     r"client_step failed for client '.*' in round 0: Expected the loss of `training_step` to "
-    r"depend on what trains in phase 'head' \(head.weight, head.bias\), but got a loss that "
-    r"depends on none of it. Compute the loss with it, .* or let the method train a part"
+    r"depend on a parameter that trains in phase 'head' \(head.weight, head.bias\), but got a loss "
+    r"without gradient. Don't use `detach` or `torch.no_grad` in it, or train other"
 )
 
 

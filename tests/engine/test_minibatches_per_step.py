@@ -148,7 +148,7 @@ class TestDraws:
         data = FederatedLoaders([DataLoader(Samples(), batch_size=2)])
         with pytest.raises(
             TypeError,
-            match=r"Expected data that are held in memory, .* but got the DataLoader of client '0'",
+            match=r"Expected data in memory for a full batch, but got the DataLoader of client '0'",
         ):
             seen(engine, data=data, epochs=1, full_batch=True)
 

@@ -192,17 +192,18 @@ def test_a_server_that_can_not_hold_all_architectures_says_which_methods_can(
 ) -> None:
     with pytest.raises(
         MisconfigurationException,
-        match=r"`\w+/backbone.0.weight` is \(3, 6\) in group 'wide' and \(3, 4\) in group 'narrow'"
+        match=r"`\w+/backbone.0.weight` is \(3, 6\) in architecture 'wide' and \(3, 4\) "
+        r"in architecture 'narrow'"
         r".*LocalOnly, SheafFMTL",
     ):
         fit(method, ClientModules(modules(), OF))
 
 
 def test_a_split_method_is_told_to_name_another_part() -> None:
-    match = "Name every part that differs in `personal=`, or across architectures use LocalOnly"
+    match = "Name every part that differs in `personal=`, or use LocalOnly"
     with pytest.raises(MisconfigurationException, match=match):
         fit(FedPer(personal="head"), ClientModules(modules(), OF))
-    match = "Name a part that all groups have in `shared=`, or across architectures"
+    match = "Name a part with equal shapes in `shared=`, or use LocalOnly"
     with pytest.raises(MisconfigurationException, match=match):
         fit(LGFedAvg(shared="backbone"), ClientModules(modules(), OF))
 
@@ -229,7 +230,9 @@ def test_what_needs_one_architecture_says_so() -> None:
 
 def test_models_of_different_shapes_have_no_distance(tmp_path: Path) -> None:
     pairs, logger = PairwiseDistance(part="all"), TensorBoardLogger(tmp_path)
-    match = "one module for all clients, as PairwiseDistance .* the groups 'wide', 'narrow'. Remove"
+    match = (
+        "one architecture for PairwiseDistance, but got ClientModules with 'wide', 'narrow'. Remove"
+    )
     with pytest.raises(MisconfigurationException, match=match):
         fit(LocalOnly(), ClientModules(modules(), OF), callbacks=[pairs], logger=logger)
 
@@ -268,12 +271,12 @@ bare_layer: Any = nn.Linear(1, 1)
         (
             lambda: fit(LocalOnly(), ClientModules(modules(), OF[:4])),
             ValueError,
-            "each of the 5 clients, but got 4 groups",
+            "each of the 5 clients, but got 4 entries",
         ),
         (
             lambda: fit(LocalOnly(), ClientModules(modules(), {"0": "wide"})),
             ValueError,
-            r"each of the 5 clients, but got no group for \['1'",
+            r"each of the 5 clients, but got no entry for \['1'",
         ),
     ],
 )

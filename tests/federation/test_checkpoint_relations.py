@@ -41,16 +41,16 @@ def run(method: Method, rounds: int = 1, ckpt_path: Path | None = None) -> Fit:
 @pytest.mark.parametrize(
     ("now", "difference"),
     [
-        (SQUARE, "has 0, 1, 1 in the checkpoint and 0, 2, 1 now"),
-        (HEAVIER, "has 0, 1, 1 in the checkpoint and 0, 1, 1.5 now"),
-        ("complete", "has 0, 3, 1 in the checkpoint and 0, 2, 1 now"),
+        (SQUARE, "0, 1, 1 in the checkpoint and 0, 2, 1 now"),
+        (HEAVIER, "0, 1, 1 in the checkpoint and 0, 1, 1.5 now"),
+        ("complete", "0, 3, 1 in the checkpoint and 0, 2, 1 now"),
     ],
     ids=["edges", "weights", "more"],
 )
 @pytest.mark.parametrize("name", GIVEN)
 def test_another_graph_is_refused(name: str, now: Any, difference: str, tmp_path: Path) -> None:
     path = run(GIVEN[name](RING)).save(tmp_path / "one.ckpt")
-    match = rf"a run with the same `graph`, but at the first difference it {difference}"
+    match = rf"a run with the same `graph`, but got {difference}"
     with pytest.raises(CheckpointMismatchError, match=match):
         run(GIVEN[name](now), 2, path)
 
@@ -64,14 +64,14 @@ def test_the_same_graph_in_another_form_goes_on(name: str, tmp_path: Path) -> No
 
 def test_all_pairs_are_not_a_graph(tmp_path: Path) -> None:
     path = run(methods.ConvexClustering()).save(tmp_path / "one.ckpt")
-    with pytest.raises(CheckpointMismatchError, match="has nothing in the checkpoint and 0, 1, 1"):
+    with pytest.raises(CheckpointMismatchError, match="got nothing in the checkpoint and 0, 1, 1"):
         run(methods.ConvexClustering(graph="ring"), 2, path)
 
 
 @pytest.mark.parametrize("now", [[0, 1, 0, 1], lambda client: client % 2])
 def test_other_known_clusters_are_refused(now: Any, tmp_path: Path) -> None:
     path = run(methods.ClusterOracle([3, 3, 7, 7])).save(tmp_path / "one.ckpt")
-    match = "same `clusters`, but at the first difference it has 0 in the checkpoint and 1 now"
+    match = "same `clusters`, but got 0 in the checkpoint and 1 now"
     with pytest.raises(CheckpointMismatchError, match=match):
         run(methods.ClusterOracle(now), 2, path)
     # The names of clusters mean nothing.

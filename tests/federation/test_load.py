@@ -80,7 +80,7 @@ def test_a_model_that_needs_data_is_refused_and_the_global_one_is_there(tmp_path
     for ask in (clients.client_state_dict, clients.client_module):
         with pytest.raises(
             MisconfigurationException,
-            match=r"got PerFedAvg, which makes them by training .* Call `trainer\.validate",
+            match=r"got PerFedAvg, which trains them .* Use `trainer\.validate",
         ):
             ask(0)
 
@@ -194,18 +194,18 @@ def test_files_that_are_no_federated_checkpoint_are_refused(fedrep: Path, tmp_pa
         load_clients(tmp_path / "torn.ckpt", small_module(), FedRep())
 
     torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pt")
-    with pytest.raises(CheckpointMismatchError, match="a dict saved by something else"):
+    with pytest.raises(CheckpointMismatchError, match=r"holds a dict\. Load weights"):
         load_clients(tmp_path / "weights.pt", small_module(), FedRep())
 
     held = {"pytorch-lightning_version": L.__version__, "state_dict": {}}
     torch.save(held, tmp_path / "plain.ckpt")
-    with pytest.raises(CheckpointMismatchError, match="written without FederatedStrategy"):
+    with pytest.raises(CheckpointMismatchError, match="got one without FederatedStrategy"):
         load_clients(tmp_path / "plain.ckpt", small_module(), FedRep())
 
     saved: dict[str, Any] = torch.load(fedrep, weights_only=True)
     del saved["federated"]["client_states"]
     torch.save(saved, tmp_path / "part.ckpt")
-    with pytest.raises(CheckpointMismatchError, match="client_states is not there"):
+    with pytest.raises(CheckpointMismatchError, match="client_states is missing"):
         load_clients(tmp_path / "part.ckpt", small_module(), FedRep())
 
     with pytest.raises(FileNotFoundError, match=r"none\.ckpt"):

@@ -254,8 +254,9 @@ class Models(Numbers):
 def test_letters_of_different_shapes_are_refused_before_anybody_trains() -> None:
     with pytest.raises(
         MisconfigurationException,
-        match=r"clients of Models write .* `weight` is \(1, 3, 6\) in group 'wide' and \(1, 3, 4\) "
-        r"in group 'narrow'.*use SheafFMTL",
+        match=r"messages between clients of Models to have .* `weight` is \(1, 3, 6\) "
+        r"in architecture 'wide' and \(1, 3, 4\) "
+        r"in architecture 'narrow'.*Use SheafFMTL",
     ):
         trainer(Models(), max_epochs=1).fit(
             ClientModules(modules(), OF[:4]), loaders(0, range(4)), loaders(1, range(4))

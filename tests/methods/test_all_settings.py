@@ -31,7 +31,7 @@ INF, NAN = float("inf"), float("nan")
         (methods.FedRep(personal="all"), "Everything is personal, which makes FedRep local train"),
         (methods.LGFedAvg(shared="all"), "Nothing is personal, which makes LGFedAvg FedAvg."),
         (methods.LGFedAvg(shared=[]), "Everything is personal, which makes LGFedAvg LocalOnly."),
-        (methods.Ditto(0.0), "prox_weight=0 makes Ditto LocalOnly beside FedAvg."),
+        (methods.Ditto(0.0), "prox_weight=0 makes Ditto LocalOnly besides FedAvg."),
         (methods.L2GD(0.0), "mixing_weight=0 makes L2GD LocalOnly."),
         (methods.FedMTL(0.0), "regularization=0 makes FedMTL LocalOnly."),
         (methods.PerFedAvg(0.0), "inner_lr=0 makes PerFedAvg FedAvg."),
@@ -69,8 +69,8 @@ def test_fedbn_names_the_method_that_keeps_other_normalisation_layers(
     net = nn.Sequential(nn.Linear(2, 2), *norms)
     (note,) = method.notes(ParameterSplit(net, method.resolve_personal(ParameterSplit(net))))
     assert note == (
-        "Nothing is personal, which makes FedBN FedAvg. It keeps BatchNorm alone; to keep what "
-        f"this model has, use FedPer(personal={spec})."
+        "Nothing is personal, which makes FedBN FedAvg. For other normalisation "
+        f"layers use FedPer(personal={spec})."
     )
     kept = methods.FedPer(personal=eval(spec, {"torch": torch}))
     parameter_split = ParameterSplit(net, kept.resolve_personal(ParameterSplit(net)))

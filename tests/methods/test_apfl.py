@@ -160,7 +160,7 @@ def test_adaptive_weights_stay_between_zero_and_one() -> None:
 
 def test_the_ends_are_said_to_be_other_methods() -> None:
     parameter_split = ParameterSplit(plain_module())
-    assert APFL(1.0).notes(parameter_split) == ["mixing=1.0 makes APFL LocalOnly beside FedAvg."]
+    assert APFL(1.0).notes(parameter_split) == ["mixing=1.0 makes APFL LocalOnly besides FedAvg."]
     assert APFL(0.0).notes(parameter_split) == ["mixing=0.0 makes APFL FedAvg."]
     assert APFL(0.5).notes(parameter_split) == APFL(1.0, adaptive=True).notes(parameter_split) == []
 

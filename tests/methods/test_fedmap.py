@@ -367,7 +367,7 @@ def test_an_infinite_variance_is_said() -> None:
     method = FedMAP(GaussianPrior(math.inf))
     module = QuadraticModule()
     parameter_split = local_round(method, module, q2()).engine.parameter_split
-    said = ["variance=inf makes FedMAP LocalOnly, beside a mean."]
+    said = ["variance=inf makes FedMAP LocalOnly with a mean."]
     assert method.notes(parameter_split) == said
     assert FedMAP(GaussianPrior({"*": math.inf})).notes(parameter_split) == said
     assert FedMAP().notes(parameter_split) == []

@@ -48,5 +48,7 @@ def test_something_that_trains_is_under_the_prior(parameters: ParameterSpec) -> 
 @pytest.mark.parametrize("personal", ["head", ["backbone", "head.bias"]])
 def test_nothing_is_personal_and_under_the_prior(personal: ParameterSpec) -> None:
     method = FedMAP(GaussianPrior(parameters="head"), personal=personal)
-    with pytest.raises(ValueError, match=r"Expected `personal` to be apart .*both have head\.bias"):
+    with pytest.raises(
+        ValueError, match=r"Expected `personal` .* to be disjoint, but both have head\.bias"
+    ):
         local_round(method, plain_module(), small_clients())

@@ -215,9 +215,7 @@ def ragged_four() -> Any:
 
 def test_a_step_too_long_for_the_graph_is_said_before_it_is_taken() -> None:
     """The complete graph of four has the eigenvalue 4."""
-    with pytest.warns(
-        UserWarning, match="to be below 2, but got 2.4, of which the eigenvalue is 4"
-    ):
+    with pytest.warns(UserWarning, match="to be below 2, but got 2.4 with the eigenvalue 4"):
         fit(FedU("complete", 6.0), ragged_four(), QuadraticModule(dim=2, lr=0.1), 1)
     fit(FedU("complete", 4.9), ragged_four(), QuadraticModule(dim=2, lr=0.1), 1)
 

@@ -270,7 +270,7 @@ def test_with_bounds_of_their_own_one_client_does_not_slow_all() -> None:
 
 
 def test_learning_the_relationship_before_all_took_part_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="after round 0, when 2 of 3 clients had not yet taken"):
+    with pytest.warns(UserWarning, match="after round 0, before 2 of 3 clients had taken"):
         fit(MOCHA(LAM, inner_iterations=1), clients(), plane_module(), participation=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -267,8 +267,8 @@ def test_unstable_steps_of_the_maps_are_reported_before_they_are_taken(
     else:
         with pytest.warns(
             UserWarning,
-            match=r"on every edge, but got 2.04 before round 0 between clients '0' and '1': "
-            r"the maps grow without bound. Use map_lr < 0.5,",
+            match=r"on every edge, but got 2.04 before round 0 between clients '0' and '1'. "
+            r"The maps grow without bound: use map_lr < 0.5,",
         ):
             run = fit(still(map_lr), data, module, rounds)
     gap = float((run.client_state["maps"][0] - run.client_state["maps"][1]).abs())
@@ -289,7 +289,7 @@ def test_unstable_steps_of_the_models_are_reported_before_they_are_taken(
         fit(method, data, module, 2)
         return
     with pytest.warns(
-        UserWarning, match=rf"but got {strength * 2:.3g} before round 0 .* Use regularization < 1"
+        UserWarning, match=rf"but got {strength * 2:.3g} before round 0 .* use regularization < 1"
     ):
         fit(method, data, module, 2)
 

@@ -253,7 +253,7 @@ def test_a_bank_holds_its_own_clients_and_names_the_holder_of_others() -> None:
     assert client_states.tree["w"].shape == (2, 2)
     client_states.scatter(torch.tensor([3]), {"w": torch.ones(1, 2)})
     assert client_states.gather(torch.tensor([3, 1]))["w"].tolist() == [[1.0, 1.0], [0.0, 0.0]]
-    with pytest.raises(RuntimeError, match=r"in process 1, but those of client 4 are in process 0"):
+    with pytest.raises(RuntimeError, match=r"in process 1, but that of client 4 is in process 0"):
         client_states.gather(torch.tensor([1, 4]))
     client_states.load_state_dict({"w": torch.arange(10.0).view(5, 2)})
     assert client_states.tree["w"].tolist() == [[2.0, 3.0], [6.0, 7.0]]

@@ -1,1 +1,1 @@
-"""Clients that never took part."""
+"""Adaptation to clients that never took part."""

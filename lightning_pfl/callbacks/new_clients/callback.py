@@ -1,4 +1,4 @@
-"""NewClientAdaptation: clients that never took part fit a model to a few samples of their own."""
+"""NewClientAdaptation: models for clients that never took part, from a few samples."""
 
 from __future__ import annotations
 
@@ -45,52 +45,49 @@ __all__ = ["Adapted", "NewClientAdaptation"]
 
 
 class NewClientAdaptation(FederatedCallback):
-    r"""Fits the model to clients that never took part, and reports accuracy against samples.
+    r"""Adapts the model to clients that never took part, for several numbers of samples.
 
-    A new client receives what the server sends, and begins with the personal part that every
-    client had before round 0, or as ``start`` says. For each m in ``samples`` it trains on the
-    first m samples of a seeded shuffle of its training data (a larger m adds samples; a client with
-    fewer trains on all it has), and is evaluated on its test data. It trains with the optimizer of
-    ``configure_optimizers`` on the loss of ``training_step``; what is not in ``scope`` is unchanged
-    bit for bit, and so are the server and the clients that took part.
+    A new client receives what the server sends, and starts with the initial personal part, or as
+    set by ``start``. For each m in ``samples`` it trains on the first m samples of a seeded shuffle
+    of its training data (a client with fewer trains on all), and is evaluated on its test data. It
+    trains with the optimizer of ``configure_optimizers`` on the loss of ``training_step``; other
+    entries than ``scope``, the server and other clients stay unchanged bit for bit.
 
-    A personal part that nobody trained says nothing about a method. So a new client that takes no
-    step is left out, with a warning, and m = 0 is only accepted where a new client begins with a
-    trained model, which it then evaluates.
+    Clients that take no step would have an untrained personal part: they are left out with a
+    warning, and m = 0 is only allowed if new clients start with a trained model.
 
-    Runs at the end of a fit and in ``trainer.test``, also from a checkpoint alone. For every value
-    that the test step logs, say ``test_acc``, it logs ``new_clients/acc@m`` and the statistics
-    over the new clients (``new_clients/acc@m/worst_decile``, ...). ``new_clients.csv`` beside the
-    logs has a row for each m and client; TensorBoard shows ``new_clients/acc`` with m as step.
-    With a list of ``epochs`` clients are evaluated after each of these numbers of passes, under
+    Runs at the end of a fit and in ``trainer.test``, which only needs a checkpoint. For every value
+    that the test step logs, say ``test_acc``, it logs ``new_clients/acc@m`` and the statistics over
+    the new clients (``new_clients/acc@m/worst_decile``, ...). ``new_clients.csv`` in the log folder
+    has a row for each m and client; TensorBoard shows ``new_clients/acc`` with m as step. With a
+    list of ``epochs`` clients are evaluated after each of these numbers of passes, under
     ``new_clients/acc@m/epoch3``; TensorBoard shows ``new_clients/acc@m/epochs``.
 
     Args:
         clients: Training and test data of the new clients: a pair of federated datasets, or of
             lists or dicts of DataLoaders. None: ``new_clients`` of the data module.
-        samples: The numbers m: different whole numbers of at least 0.
+        samples: The numbers m, different integers >= 0.
         epochs: Passes over the m samples, or different numbers of passes after which to evaluate.
             Exactly one of ``epochs`` and ``steps``.
         steps: Optimizer steps instead.
-        scope: What trains: ``"personal"`` (the method's personal part), ``"all"``, or names, globs
-            and module types, such as ``"head"`` for methods without a personal part.
+        scope: Parameters that train: ``"personal"`` (the method's personal part), ``"all"``, or
+            names, globs and module types, such as ``"head"`` for methods without a personal part.
         lr: Learning rate, positive; None keeps those of ``configure_optimizers``.
-        seed: Decides which samples come first.
-        start: What new clients begin with. ``"personal"``: the shared part of now, the personal
-            part of round 0. ``"global"``: the method's global model, for methods whose clients
-            remember a whole model of their own, such as APFL and L2GD. ``"mean"``: the mean of all
-            clients' personal models, where the trained representations stay with the clients
-            (LG-FedAvg).
-        save_models: Whether to write ``new_clients@m.pt`` beside the table: a dict of a
+        seed: Seed of the shuffle.
+        start: The starting model. ``"personal"``: the current shared part and the initial personal
+            part. ``"global"``: the method's global model, for methods with a complete model in the
+            client state, such as APFL and L2GD. ``"mean"``: the mean of all clients' personal
+            models, for methods with personal representations (LG-FedAvg).
+        save_models: Whether to write ``new_clients@m.pt`` next to the table: a dict of a
             ``state_dict`` per new client, by name, after the largest number of passes.
 
     Raises:
         ValueError: If an argument is out of its range.
-        MisconfigurationException: At the start of a run, if there are no new clients, or
-            ``scope``, ``start``, ``save_models`` or m = 0 don't fit the method.
+        MisconfigurationException: At the start of a run, without new clients, or if ``scope``,
+            ``start``, ``save_models`` or m = 0 don't fit the method.
 
     Deviation from the paper: FedRep's Figure 6 has one m (500); its Figure 4 solves for linear
-    heads exactly, which many steps approach.
+    heads exactly, as approximated by many steps.
 
     Example:
         >>> NewClientAdaptation(samples=[1, 10, 100], steps=50).samples
@@ -129,13 +126,13 @@ class NewClientAdaptation(FederatedCallback):
     # --- hooks ------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Require new clients before anything is trained."""
+        """Require new clients before training."""
         super().setup(trainer, pl_module, stage)
         if stage in ("fit", "test"):
             self._data(trainer)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Require a scope that fits the method, before the training and not after it."""
+        """Require a scope that fits the method before training."""
         self._resolved(require_federation(trainer, self))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -147,7 +144,7 @@ class NewClientAdaptation(FederatedCallback):
         if require_federation(trainer, self).rounds == 0:
             rank_zero_warn(
                 "NewClientAdaptation expected a trained model, but this federation has not run a "
-                "round: new clients begin with the module as it is. Give `ckpt_path`."
+                "round. Pass `ckpt_path`."
             )
         pl_module.log_dict(self._report(trainer), batch_size=1)
 
@@ -174,8 +171,8 @@ class NewClientAdaptation(FederatedCallback):
                 for phase in self.phases if samples else self.phases[:1]:
                     models, epochs = begin, phase.epochs if self.several and samples else None
                     if samples:
-                        # From the start each time: one optimizer for all passes, and their order
-                        # of samples, so that fewer passes are the beginning of more.
+                        # Fewer passes are the beginning of more: each starts anew, with the same
+                        # order of samples.
                         phase = replace(phase, train=sorted(names))
                         step = partial(method.adaptation_step, federation.server)
                         models = adapt(
@@ -197,7 +194,7 @@ class NewClientAdaptation(FederatedCallback):
         samples: int,
         limit: float | int,
     ) -> Tensor:
-        """Rows of the clients with test data that take at least one step."""
+        """Select the clients with test data that take at least one step."""
         everyone = torch.arange(data.num_clients)
         steps = federation.engine.count_steps(data, everyone, self.phases[:1])
         ready = (steps > 0) if samples else torch.ones_like(everyone, dtype=torch.bool)
@@ -211,7 +208,7 @@ class NewClientAdaptation(FederatedCallback):
         if untrained:
             rank_zero_warn(
                 f"{len(untrained)} new clients without a batch of training data are left out: "
-                f"{', '.join(untrained[:10])}. Their model would be untrained."
+                f"{', '.join(untrained[:10])}."
             )
         clients = everyone[ready & (test.num_samples > 0)]
         if not len(clients):
@@ -227,22 +224,21 @@ class NewClientAdaptation(FederatedCallback):
         if self.scope == "personal" and not method.personalized_entries(parameter_split):
             raise MisconfigurationException(
                 f"Expected a method with a personal part for scope='personal', but {name} shares "
-                "the whole model. Use scope='head' to train the head alone, or scope='all'."
+                "all parameters. Use scope='head' or scope='all'."
             )
         if self.start == "global":
-            starting_models(federation, 1, self.start)  # an error where there is none
+            starting_models(federation, 1, self.start)  # an error without such a model
         mixed = self.start != "global" and SHARE in starting_models(federation, 1, "personal")
         if self.save_models and mixed:
             raise MisconfigurationException(
                 f"Expected models that are one state_dict for save_models=True, but {name} mixes "
-                "the outputs of two. Let it mix parameters, or use start='global'."
+                "the outputs of two. Mix parameters, or use start='global'."
             )
         untrained = self.start == "personal" and method.global_model(federation.server) is None
         if 0 in self.samples and untrained:
             raise MisconfigurationException(
-                f"Expected samples >= 1 for {name}, but got samples={list(self.samples)}: without "
-                "samples a new client's personal part is untrained, and its accuracy says nothing. "
-                "Leave out 0."
+                f"Expected samples >= 1 for {name}, but got samples={list(self.samples)}. Leave "
+                "out 0, with which the personal part is untrained."
             )
         if self.scope == "personal":
             return method.personalized_entries(parameter_split)
@@ -263,7 +259,7 @@ class NewClientAdaptation(FederatedCallback):
     # --- the report -------------------------------------------------------------------------------
 
     def _report(self, trainer: L.Trainer) -> dict[str, float]:
-        """Everything that is logged; writes the table, curves and models on the way."""
+        """Compute all logged values, and write the table, curves and models."""
         self.results = self._adapt(trainer)
         names, folder = self._data(trainer)[1].names, log_folder(trainer)
         values: dict[str, float] = {}
@@ -277,7 +273,7 @@ class NewClientAdaptation(FederatedCallback):
         return values
 
     def _write_models(self, trainer: L.Trainer, folder: Path, names: Sequence[str]) -> None:
-        """One file per number of samples, of the models after the most passes."""
+        """Write one file per number of samples, with the models after the most passes."""
         federation = require_federation(trainer, self)
         frame = {k: v.detach().clone() for k, v in federation.require_module().state_dict().items()}
         for adapted in {adapted.samples: adapted for adapted in self.results}.values():
@@ -292,7 +288,7 @@ class NewClientAdaptation(FederatedCallback):
 def _phases(
     epochs: int | Sequence[int] | None, steps: int | None, lr: float | None
 ) -> tuple[Phase, ...]:
-    """The training of a new client, for each number of passes in ascending order."""
+    """Make a phase for each number of passes, in ascending order."""
     if not isinstance(epochs, Sequence):
         phases: tuple[Phase, ...] = (budget_phase(epochs, steps, default_epochs=10),)
     else:

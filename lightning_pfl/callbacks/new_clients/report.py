@@ -1,4 +1,4 @@
-"""What is written of new clients: a table, curves in TensorBoard, and their models."""
+"""Reports on new clients: a table, curves in TensorBoard, and their models."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ class Adapted:
     """New clients after training on their first samples.
 
     Attributes:
-        samples: How many samples they were given.
-        epochs: How many passes over them they made, if they are evaluated after several numbers of
-            passes; otherwise None.
-        clients: Rows of the new clients that are evaluated, int64 ``(clients,)``.
-        trained_on: Samples that each of them has had, int64 ``(clients,)``.
+        samples: Number of samples per client.
+        epochs: Number of passes over them, if there are several such numbers; otherwise None.
+        clients: Rows of the evaluated new clients, int64 ``(clients,)``.
+        trained_on: Samples that each of them trained on, int64 ``(clients,)``.
         models: Their models, ``(clients, ...)``.
         evaluation: Their results on the test split.
     """
@@ -41,20 +40,20 @@ class Adapted:
     evaluation: Evaluation
 
     def key(self, name: str) -> str:
-        """``new_clients/acc@500``, or ``new_clients/acc@500/epoch3``."""
+        """Return the name of a value, such as ``new_clients/acc@500/epoch3``."""
         after = "" if self.epochs is None else f"/epoch{self.epochs}"
         return f"{PREFIX}{name}@{self.samples}{after}"
 
 
 def metric_name(key: str) -> str:
-    """``acc`` for ``test_acc``: the split is said by the prefix."""
+    """Remove the split from a name: ``acc`` for ``test_acc``."""
     for stage in ("test_", "val_", "test/", "val/"):
         key = key.removeprefix(stage)
     return key
 
 
 def statistics(adapted: Adapted) -> dict[str, float]:
-    """Everything that is logged of one number of samples and passes."""
+    """Compute the logged values of one number of samples and passes."""
     values: dict[str, float] = {}
     for key, of_clients in adapted.evaluation.values.items():
         one = replace(adapted.evaluation, values={key: of_clients})
@@ -64,7 +63,7 @@ def statistics(adapted: Adapted) -> dict[str, float]:
 
 
 def draw_curves(trainer: L.Trainer, adapted: Adapted) -> None:
-    """A point of each curve: against samples or, if there are several numbers of them, passes."""
+    """Add a point to each curve, against samples or, with several numbers of them, passes."""
     from lightning.pytorch.loggers import TensorBoardLogger
 
     for logger in trainer.loggers:
@@ -78,7 +77,7 @@ def draw_curves(trainer: L.Trainer, adapted: Adapted) -> None:
 
 
 def write_table(path: Path, results: Sequence[Adapted], names: Sequence[str]) -> None:
-    """Write ``new_clients.csv``: a row for each number of samples, of passes, and client."""
+    """Write ``new_clients.csv``: a row for each number of samples, number of passes, and client."""
     keys = [*dict.fromkeys(key for adapted in results for key in adapted.evaluation.values)]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -107,10 +106,10 @@ def write_models(path: Path, adapted: Adapted, names: Sequence[str], state: Any)
     """Write a ``state_dict`` per new client, by name; ``torch.load(path)`` reads them.
 
     Args:
-        path: The file.
+        path: Path of the file.
         adapted: The models.
-        names: Of all new clients.
-        state: Makes a whole ``state_dict`` of the module from a client's model.
+        names: Names of all new clients.
+        state: Makes a complete ``state_dict`` of the module from a client's model.
     """
     models = {
         names[row]: state({name: leaf[k].clone() for name, leaf in adapted.models.items()})

@@ -1,4 +1,4 @@
-"""The first samples of each client, nested over their number."""
+"""Nested subsets of each client's samples."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def take_samples(data: FederatedDataset, samples: int, seed: int) -> FederatedDa
 
     Args:
         data: All samples.
-        samples: How many to keep; a client with fewer keeps all of them.
-        seed: Decides the shuffle; with one seed, fewer samples are the beginning of more.
+        samples: Number of samples to keep; a client with fewer keeps all of them.
+        seed: Seed of the shuffle; with one seed, fewer samples are the beginning of more.
 
     Raises:
-        TypeError: If a client's DataLoader doesn't batch samples that can be picked by number.
+        TypeError: If a client's DataLoader doesn't batch samples by number.
     """
     if isinstance(data, FederatedTensorDataset):
         return data.take(samples, seed)
@@ -37,10 +37,10 @@ def _shorten(loader: DataLoader[Any], name: str, samples: int, key: int) -> Data
         raise TypeError(
             "Expected the DataLoaders of new clients to have a map-style dataset and a "
             f"`batch_size`, but that of client {name!r} has a {type(dataset).__name__} and "
-            f"batch_size={loader.batch_size!r}. Give a dataset with `__getitem__`, and no "
+            f"batch_size={loader.batch_size!r}. Use a dataset with `__getitem__`, and no "
             "`batch_sampler`."
         )
-    # The sampler knows the client's samples: clients often share one dataset.
+    # The sampler defines the client's samples, as clients often share one dataset.
     with seeded(key, everything=True):
         mine = sorted(reseed(loader, key).sampler)
     chosen = [mine[position] for position in permutation(len(mine), key)[:samples].tolist()]

@@ -1,4 +1,4 @@
-"""The models that new clients begin with."""
+"""The starting models of new clients."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightning_pfl.federation.federation import Federation
 
 Start = Literal["personal", "global", "mean"]
 TOGETHER = 2**27
-"""Bytes of personal models that are averaged at a time."""
+"""Largest size in bytes of personal models that are averaged at once."""
 
 
 def starting_models(federation: Federation, clients: int, start: Start) -> Model:
-    """One model per new client, ``(clients, ...)``.
+    """Make one starting model per new client, ``(clients, ...)``.
 
     Args:
-        federation: The strategy.
-        clients: How many new clients there are.
-        start: ``"personal"``: the shared part of now, the personal part of round 0; ``"global"``:
+        federation: The federation.
+        clients: Number of new clients.
+        start: ``"personal"``: the current shared part, the initial personal part; ``"global"``:
             the method's global model; ``"mean"``: the mean of all clients' personal models.
     """
     if start == "personal":
@@ -34,7 +34,7 @@ def starting_models(federation: Federation, clients: int, start: Start) -> Model
 
 
 def _personal(federation: Federation, clients: int) -> Model:
-    # No ids of the federation: a method that knows its clients by id must not take them for one.
+    # Ids outside of the federation, so that no method takes them for its clients.
     index = torch.arange(clients) + federation.num_clients
     none = torch.zeros(clients, dtype=torch.int64)
     weights = torch.full((clients,), 1 / clients, dtype=torch.float64)
@@ -57,9 +57,9 @@ def _global(federation: Federation) -> Model:
 
 
 def _mean(federation: Federation) -> Model:
-    """The mean of the personal models, a few clients at a time; buffers as weighted_mean has them.
+    """Average the personal models, a few clients at a time; buffers as in `weighted_mean`.
 
-    Sums in double precision, so that the order of the parts leaves no trace.
+    Double precision makes the sums independent of the number of clients at a time.
     """
     template = federation.parameter_split.model()
     together = max(1, TOGETHER // max(whole_nbytes(template), 1))

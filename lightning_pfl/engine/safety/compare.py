@@ -1,4 +1,4 @@
-"""Whether two engines gave the same, and why one of them couldn't."""
+"""Comparison of two engines' results."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from lightning_pfl.core.tree import Model, Tree, items, leaf_at, leaves
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""Largest difference between the engines after one step, relative to a tensor's largest entry."""
+"""Largest relative difference between the engines after one step, by a tensor's largest entry."""
 MIXED_TOLERANCE = 0.1
 SMALL = 1e-3
-"""What a tensor's largest entry is taken to be at least, of that of all that clients send."""
+"""Lower bound of a tensor's scale, relative to the largest entry of all uploads."""
 MOVED = 0.05
-"""The same, relative to how far the step moves a tensor: far above what TensorFloat-32 rounds."""
+"""Largest difference relative to a tensor's change, far above the rounding of TensorFloat-32."""
 LEAST = 0.1
-"""What a tensor is taken to move at least, of the one that moves farthest.
+"""Lower bound of a tensor's change, relative to the largest change.
 
-A gradient that is zero but for rounding, as that of a bias before BatchNorm, differs by all of it.
+A gradient of pure rounding, as of a bias before BatchNorm, differs completely.
 """
 
 
 def together(data: FederatedDataset, clients: Tensor, some: Tensor) -> Tensor:
-    """Positions to probe, such that clients share a program: a client alone shows less.
+    """Choose positions to probe such that clients share a program.
 
-    Those given where their first minibatches have one size, else each of them twice.
+    These are the given ones if their first minibatches have one size, else each of them twice.
 
     Args:
         data: The split.
@@ -51,7 +51,7 @@ def together(data: FederatedDataset, clients: Tensor, some: Tensor) -> Tensor:
 
 
 def training_trees(result: LocalResult) -> Tree:
-    """What a round of local training gives."""
+    """Collect the results of local training in one tree."""
     return {
         "uploads": result.uploads,
         "own": result.client_state,
@@ -61,24 +61,24 @@ def training_trees(result: LocalResult) -> Tree:
 
 
 def evaluation_trees(evaluation: Evaluation, models: Model) -> Tree:
-    """The values, with the models for the precision that they can have."""
+    """Collect the values, and the models, whose precision bounds that of the values."""
     return {"values": evaluation.values, "counts": evaluation.counts, "models": models}
 
 
 def reason_of(error: Exception) -> str:
-    """What stood in the way, in a sentence."""
+    """Describe the cause of an error in a sentence."""
     cause = error.__cause__ if isinstance(error, ClientError) else error
     return _summary(cause if isinstance(cause, Exception) else error)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, which says nothing of the module."""
+    """Whether memory ran out, which isn't the module's fault."""
     found = isinstance(error, torch.OutOfMemoryError)
     return found or (error is not None and is_out_of_memory(error.__cause__))
 
 
 def _summary(error: Exception) -> str:
-    """The first sentence of an error; torch's advice to file an issue helps nobody here."""
+    """Return the first sentence of an error, without torch's request to file an issue."""
     rule = re.search(
         r"batching rule (?:for|not implemented for) (\S+?)[.;]? ", f"{error} ", re.IGNORECASE
     )
@@ -90,32 +90,32 @@ def _summary(error: Exception) -> str:
 
 @contextmanager
 def hidden_loops_are_errors() -> Iterator[None]:
-    """An operator without batching rule runs in a slow loop inside ``vmap``; torch warns of it."""
+    """Turn torch's warning of an operator without batching rule, a slow loop, into an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*performance drop.*batching rule.*")
         yield
 
 
 def difference(expected: Tree, found: Tree, before: Tree, mixed: bool) -> str | None:
-    """Say where two results differ by more than rounding; None if they agree.
+    """Describe a difference of two results beyond rounding, or return None.
 
     Args:
-        expected: The sequential engine's.
-        found: The vectorized engine's.
-        before: What the step began with, as far as there is a counterpart.
-        mixed: Whether it ran in mixed precision.
+        expected: The sequential engine's result.
+        found: The vectorized engine's result.
+        before: The tensors before the step, where they exist.
+        mixed: Whether the step ran in mixed precision.
     """
     names, others = list(leaves(expected)), list(leaves(found))
     if len(names) != len(others):
         return "it logs other values than the sequential engine"
-    # Logged values are float64 averages of values that are as coarse as the model.
+    # Logged values are float64 averages of values with the model's precision.
     coarsest = max(
         (TOLERANCE.get(leaf.dtype, 1e-2) for leaf in names if leaf.is_floating_point()), default=0
     )
     tolerance = MIXED_TOLERANCE if mixed else coarsest
     for want, got, least in zip(names, others, _least(expected), strict=True):
         if want.shape != got.shape:
-            return "it gives other shapes than the sequential engine"
+            return "its results have other shapes than the sequential engine's"
         if not want.is_floating_point() or not want.numel():
             continue
         scale = want.nan_to_num().abs().max().clamp_min(least)
@@ -127,10 +127,10 @@ def difference(expected: Tree, found: Tree, before: Tree, mixed: bool) -> str | 
 
 
 def _least(expected: Tree) -> list[float]:
-    """What each tensor's largest entry is taken to be at least.
+    """Return the lower bound of each tensor's scale.
 
-    What clients send or remember may be a gradient (SCAFFOLD's control variates), and then be zero
-    but for the rounding of numbers as large as those of its other tensors.
+    Uploads or client states may be gradients (SCAFFOLD's control variates), and then be zero up to
+    the rounding of other tensors.
     """
     found = []
     for part, tree in expected.items():
@@ -145,7 +145,7 @@ def _least(expected: Tree) -> list[float]:
 
 
 def _moves_otherwise(expected: Tree, found: Tree, before: Tree) -> bool:
-    """Whether a step is another one: it may be small beside the weights that it is taken from."""
+    """Whether the steps differ, relative to their own lengths, which may be small."""
     pairs = [
         ((want - start).nan_to_num(), (got - start).nan_to_num(), want)
         for want, got, start in _together(expected, found, before)

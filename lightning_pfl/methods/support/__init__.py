@@ -1,1 +1,1 @@
-"""What several methods use beside the contract."""
+"""Code that several methods share."""

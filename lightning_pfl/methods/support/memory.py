@@ -1,4 +1,4 @@
-"""How much memory there is, for methods whose state grows with clients, edges or pairs."""
+"""Memory checks for methods whose state grows with clients, edges or pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def available(device: torch.device) -> int:
-    """Bytes that can be allocated on a device now."""
+    """Return the bytes that can be allocated on a device now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -26,7 +26,7 @@ def available(device: torch.device) -> int:
 
 
 def size(count: int) -> str:
-    """Bytes in the unit in which they are from 1 to 1023.
+    """Format bytes in the unit in which they are from 1 to 1023.
 
     Example:
         >>> size(1000), size(1536), size(3 * 2**40)
@@ -41,7 +41,7 @@ def size(count: int) -> str:
 
 
 def require(needed: int, device: torch.device, what: str, remedy: str) -> None:
-    """Say how much memory something will take, or refuse to start.
+    """Log the memory that something needs, or raise an error if there is less.
 
     Args:
         needed: Bytes.
@@ -63,15 +63,14 @@ def require(needed: int, device: torch.device, what: str, remedy: str) -> None:
 
 
 MODELS = 10
-"""Of all clients' models that there is room for, at the fullest moment of a round.
-
-The server's before and after it, the clients' and what they begin with, what is sent, and, in
+"""Copies of all clients' models in a round, at most: the server's before and after it, the clients'
+and their starts, uploads, and the latter's changes in double precision.
 double precision, how far that is from what had come.
 """
 
 
 def require_rows(method: str, clients: int, row: Tree, copies: int = MODELS) -> None:
-    """:func:`require` the memory of a method whose server has a model of every client.
+    """Call :func:`require` for a method whose server has a model of every client.
 
     Args:
         method: Its name.

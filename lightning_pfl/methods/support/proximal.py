@@ -1,7 +1,4 @@
-r"""Local work of methods whose clients minimise :math:`F_i(x) + \frac{c}{2}\lVert x - b\rVert^2`.
-
-Exactly, or by some steps of the user's optimizer.
-"""
+r"""Local solvers of :math:`F_i(x) + \frac{c}{2}\lVert x - b\rVert^2`, exactly or by SGD steps."""
 
 from __future__ import annotations
 
@@ -19,17 +16,17 @@ LocalSolver = Literal["optimizer", "exact"]
 
 
 def check_local_solver(local_solver: str) -> None:
-    """Require one of the local solvers."""
+    """Raise ValueError for an unknown local solver."""
     advice = "Use 'optimizer' for networks, 'exact' for small convex models."
     check_choice("local_solver", local_solver, get_args(LocalSolver), advice)
 
 
 def proximal_state(model: Model, anchor: Model, strength: Tensor) -> Tree:
-    """What :func:`proximal_step` works on.
+    """Make the state for :func:`proximal_step`.
 
     Args:
         model: The model to begin with, ``(clients, ...)``; it is copied, as training overwrites it.
-        anchor: :math:`b`, the entries that are pulled, ``(clients, ...)``.
+        anchor: :math:`b`, the entries with the term, ``(clients, ...)``.
         strength: :math:`c`, ``(clients,)``.
     """
     return {"model": tmap(torch.clone, model), "anchor": anchor, "strength": strength}
@@ -38,7 +35,7 @@ def proximal_state(model: Model, anchor: Model, strength: Tensor) -> Tree:
 def proximal_step(
     state: Tree, minibatches: Any, client: LocalStep, local_solver: LocalSolver
 ) -> Tree:
-    """A step of the user's optimizer on the gradients of both terms, or the exact minimiser.
+    """Step the user's optimizer on the gradients of both terms, or solve for the minimiser.
 
     Args:
         state: Of :func:`proximal_state`.
@@ -59,7 +56,7 @@ def proximal_step(
 
 
 def proximal_result(state: Tree, idle: Tensor) -> Model:
-    """The model after local work; of a client without data, whose :math:`F_i` is 0, :math:`b`.
+    """Return the model after local work, or :math:`b` for a client without data (:math:`F_i = 0`).
 
     Args:
         state: Of :func:`proximal_state`, after all steps.
@@ -87,7 +84,7 @@ def _exact(
 
 
 def proximal_phases(local_solver: LocalSolver, optimizer: tuple[Phase, ...]) -> tuple[Phase, ...]:
-    """The local training: one step on all samples for ``"exact"``, else what is given.
+    """Return the local training: one step on all samples for ``"exact"``, else the given phases.
 
     Args:
         local_solver: Which.

@@ -1,4 +1,4 @@
-"""What methods over a sheaf share: maps, messages, local steps, and whether steps are stable."""
+"""The common part of methods over a sheaf: maps, messages, local steps and stability checks."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from lightning_pfl.solvers.sheaf import (
 
 
 def pulled(state: Tree, idle: Tensor, info: ClientInfo) -> Model:
-    """The model after local training; of a client without data, after one along the pull.
+    """Return the model after local training, or for a client without data one step along the pull.
 
     Args:
-        state: ``model``, and ``pull`` if there is one, ``(clients, ...)``.
+        state: ``model``, and optionally ``pull``, ``(clients, ...)``.
         idle: Which clients have no data, bool ``(clients,)``.
         info: These clients.
     """
@@ -55,10 +55,10 @@ def pulled(state: Tree, idle: Tensor, info: ClientInfo) -> Model:
 
 
 class SheafClients:
-    """Part of a method whose clients project their models to the edges of a graph.
+    """The common part of methods whose clients project their models to the edges of a graph.
 
-    It holds what these methods share: the maps, the messages' bytes and local training along a pull
-    of the neighbours, ``client_state["pull"]``, that stays the same in all steps of a round.
+    It has the maps, the messages' bytes and local training along the neighbours' pull,
+    ``client_state["pull"]``, which is constant in a round.
 
     Attributes:
         sheaf: The maps, set by :meth:`resolve_sheaf`.
@@ -69,13 +69,13 @@ class SheafClients:
     sheaf: Restrictions
 
     def set_maps(self, graph: GraphLike, edge_dim_ratio: float, maps: Maps, map_std: float) -> None:
-        """Check and keep the arguments that make the maps."""
+        """Check and store the arguments of the maps."""
         check_maps(edge_dim_ratio, maps, map_std)
         self.given_graph, self.given_maps = graph, maps
         self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
 
     def resolve_sheaf(self, learned: bool) -> None:
-        """Find the neighbours and the dimensions of the edges' spaces.
+        """Build the graph and the edges' dimensions.
 
         Args:
             learned: Whether the maps change.
@@ -89,15 +89,15 @@ class SheafClients:
         self.sheaf = found.learned() if learned else found
 
     def theta(self, model: Model) -> Tensor:
-        """The trainable parameters as one vector of each client, ``(clients, scalars)``."""
+        """Flatten each client's trainable parameters, ``(clients, scalars)``."""
         return flat(model, self.known.parameter_split.trainable)
 
     def unflat(self, theta: Tensor, model: Model) -> Model:
-        """Vectors as trees with the trainable entries of ``model``."""
+        """Convert vectors to trees with the trainable entries of ``model``."""
         return unflat(theta, model, self.known.parameter_split.trainable)
 
     def empty_maps(self, model: Model, copies: int) -> Tree:
-        """Maps of one client that :meth:`init_client_state_rows` fills; empty if none are kept.
+        """Make one client's maps for :meth:`init_client_state_rows`; empty if none are stored.
 
         Args:
             model: The module's model, without client axis.
@@ -112,34 +112,34 @@ class SheafClients:
                 f"the restriction maps of {type(self).__name__} for {self.known.num_clients} "
                 f"clients with up to {self.sheaf.dims.shape[1]} neighbours and {self.sheaf.width} "
                 "dimensions an edge",
-                "Use a smaller `edge_dim_ratio`, a sparser `graph`, a smaller model, or "
-                "maps='identity' that stay.",
+                "Use a smaller `edge_dim_ratio`, a sparser `graph`, a smaller model, or fixed "
+                "maps='identity'.",
             )
         return maps
 
     def init_client_state_rows(self, client_state: Tree, model: Model, info: ClientInfo) -> Tree:
-        """The first maps, which differ from edge to edge."""
+        """Fill in the initial maps, which differ between edges."""
         return self.sheaf.filled(client_state, info.index)
 
     def projection(self, theta: Tensor, client_state: Tree, info: ClientInfo) -> Tree:
-        """A message: vectors in the space of each edge."""
+        """Make a message of vectors in the space of each edge."""
         return {"projection": self.sheaf.project(theta, client_state, info.index)}
 
     def residual(self, inbox: ReceivedMessages) -> Tensor:
-        """How far both ends of each edge are from agreeing, ``(clients, slots, width)``."""
+        """Compute the residual of each edge, ``(clients, slots, width)``."""
         ours, theirs = inbox.sent["projection"], inbox.messages["projection"]
         return disagreement(ours, theirs, inbox.weights)
 
     def message_nbytes(self, exchange: str, sent: Tree, info: ClientInfo) -> Tensor:
-        """An edge's message has as many numbers as its space has dimensions."""
+        """Count the bytes of each edge's message, by the dimension of its space."""
         return self.sheaf.nbytes(sent["projection"], info.index)
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        """Go on with the own model, and the pull of the neighbours if there is one."""
+        """Continue with the client's model, and the neighbours' pull if there is one."""
         return {name: client_state[name] for name in ("model", "pull") if name in client_state}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """A step on the gradient of the loss and the pull."""
+        """Step on the gradient of the loss plus the pull."""
         grads = client.grad(state["model"], minibatches)
         if "pull" in state:
             grads = {name: grad + state["pull"][name] for name, grad in grads.items()}
@@ -149,13 +149,13 @@ class SheafClients:
 CHECK_EVERY = 25
 """Rounds between two estimates of the Laplacian's largest eigenvalue."""
 ITERATIONS = 12
-"""Of Lanczos' method."""
+"""Iterations of Lanczos' method."""
 
 
 class SheafOfFederation:
-    """All clients' maps and models, wherever they are.
+    """All clients' maps and models, in all processes.
 
-    With several processes each works on the clients that it holds, and all call the same functions.
+    With several processes each works on its shard, and all make the same collective calls.
 
     Args:
         federation: A running federation whose method has a sheaf.
@@ -169,7 +169,7 @@ class SheafOfFederation:
         self.mine = self.clients[self.shard.index]
 
     def _gather(self, of: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        """What ``of`` gives for each client of a group, for all clients, in their order."""
+        """Collect a value of each client by architecture, for all clients, in their order."""
         parts = [
             (at, {"": of(architecture, self.mine[at])})
             for architecture, at in self.federation.by_architecture(self.mine)
@@ -178,7 +178,7 @@ class SheafOfFederation:
         return found
 
     def map_norms(self) -> Tensor:
-        """Frobenius norms of the restriction maps, float64 ``(clients, slots)``, on the CPU."""
+        """Compute Frobenius norms of the maps, float64 ``(clients, slots)``, on the CPU."""
 
         def norms(architecture: Any, clients: Tensor) -> Tensor:
             norm: Tensor = torch.linalg.vector_norm(
@@ -189,7 +189,7 @@ class SheafOfFederation:
         return self._gather(norms).cpu()
 
     def squared_norms(self) -> Tensor:
-        """Squared norms of the clients' trainable parameters, float64 ``(clients,)``."""
+        """Compute squared norms of the clients' trainable parameters, float64 ``(clients,)``."""
 
         def squares(architecture: Any, clients: Tensor) -> Tensor:
             theta = flat(
@@ -200,7 +200,7 @@ class SheafOfFederation:
         return self._gather(squares).cpu()
 
     def largest_eigenvalue(self, iterations: int = ITERATIONS) -> float:
-        """The sheaf Laplacian's largest eigenvalue by Lanczos' method: never above the true one.
+        """Bound the sheaf Laplacian's largest eigenvalue from below by Lanczos' method.
 
         Args:
             iterations: Products with the Laplacian.
@@ -217,7 +217,7 @@ class SheafOfFederation:
                 rest = {name: leaf - lengths[-1] * last[name] for name, leaf in rest.items()}
             last, (vectors, length) = vectors, self._scaled(rest)
             lengths.append(length)
-            if length <= 1e-6 * max(slopes):  # the vectors so far span an invariant space
+            if length <= 1e-6 * max(slopes):  # the vectors span an invariant space
                 break
         off = torch.tensor(lengths[:-1], dtype=torch.float64)
         matrix = torch.diag(torch.tensor(slopes, dtype=torch.float64))
@@ -225,7 +225,7 @@ class SheafOfFederation:
         return float(torch.linalg.eigvalsh(matrix)[-1])
 
     def _start(self) -> dict[str, Tensor]:
-        """A random vector for each client that is the same whoever holds the client."""
+        """Make a random vector for each client, independent of the process."""
         found = {}
         for architecture, at in self.federation.by_architecture(self.mine):
             like = flat(
@@ -241,7 +241,7 @@ class SheafOfFederation:
         return found
 
     def _apply(self, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The Laplacian times a vector."""
+        """Multiply the Laplacian by a vector."""
 
         def sent(architecture: Any, clients: Tensor) -> Tensor:
             projected: Tensor = self.method.sheaf.project(
@@ -267,18 +267,18 @@ class SheafOfFederation:
         return found
 
     def _dot(self, some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-        """The inner product, over all processes."""
+        """Compute the inner product over all processes."""
         total = sum(float((leaf.double() * others[name]).sum()) for name, leaf in some.items())
         return float(sum(self.shard.ranks.all_gather_objects(total)))
 
     def _scaled(self, vectors: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
-        """Vectors by their common norm, and the norm."""
+        """Normalise vectors jointly, and return them with the norm."""
         norm = self._dot(vectors, vectors) ** 0.5
         return {name: leaf / max(norm, 1e-300) for name, leaf in vectors.items()}, norm
 
 
 def measure(federation: FederationView, method: Any) -> dict[str, float]:
-    """What SheafFMTL logs in a round; nothing where maps stay."""
+    """Compute SheafFMTL's logged values of a round; none for fixed maps."""
     if not method.map_lr or not method.graph.mask.any():
         return {}
     sheaf = SheafOfFederation(federation)
@@ -292,7 +292,7 @@ def measure(federation: FederationView, method: Any) -> dict[str, float]:
 
 
 def divergence(federation: FederationView, method: Any, round: Round) -> dict[str, str]:
-    """Find steps on maps or models that are too long to be stable; a text for each.
+    """Warn of steps on maps or models that are too long to be stable.
 
     Args:
         federation: The running federation.
@@ -318,7 +318,7 @@ def _of_maps(sheaf: SheafOfFederation, method: Any, number: int) -> str:
     return (
         "Expected map_lr * regularization * (|theta_i|^2 + |theta_j|^2) < 2 on every edge, but got "
         f"{largest:.3g} before round {number} between clients {names[client]!r} and "
-        f"{names[int(method.graph.neighbours[client, slot])]!r}: the maps grow without bound. Use "
+        f"{names[int(method.graph.neighbours[client, slot])]!r}. The maps grow without bound: use "
         f"map_lr < {2 * method.map_lr / largest:.2g}, or a smaller `regularization`."
     )
 
@@ -335,13 +335,13 @@ def _of_models(sheaf: SheafOfFederation, method: Any, round: Round) -> str:
     return (
         "Expected a step along the neighbours' pull, times regularization * lambda_max, to be "
         f"below 2, but got {step:.3g} before round {round.number} (learning rate and local steps "
-        f"make {rate:.3g}): the models grow without bound. Use regularization < "
+        f"make {rate:.3g}). The models grow without bound: use regularization < "
         f"{2 * method.regularization / step:.2g}, or fewer or smaller steps."
     )
 
 
 def saddle_divergence(federation: FederationView, method: Any, round: Round) -> dict[str, str]:
-    """Find steps of the saddle-point dynamics that are too long to be stable.
+    """Warn of steps of the saddle-point dynamics that are too long to be stable.
 
     Args:
         federation: The running federation.
@@ -359,9 +359,9 @@ def saddle_divergence(federation: FederationView, method: Any, round: Round) -> 
     if total < 4:
         return {}
     return {
-        "saddle": "Expected a * m * (2 * penalty + step * m) to be below 4, with the way a of a "
-        "round along a constant pull and the largest eigenvalue m of the sheaf's Laplacian, but "
-        f"got {total:.3g} before round {round.number} (a = {rate:.3g}, m = {largest:.3g}): models "
-        "and multipliers grow without bound. Use a smaller learning rate, `penalty` or `step`, or "
-        "fewer local steps."
+        "saddle": "Expected a * m * (2 * penalty + step * m) to be below 4, with the length a of a "
+        "round's steps and the largest eigenvalue m of the sheaf's Laplacian, but got "
+        f"{total:.3g} before round {round.number} (a = {rate:.3g}, m = {largest:.3g}). Models and "
+        "multipliers grow without bound: lower the learning rate, `penalty`, `step` or the number "
+        "of local steps."
     }

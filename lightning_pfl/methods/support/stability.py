@@ -1,6 +1,6 @@
-"""Steps along the pull of other clients that are too long to be stable, told before they are taken.
+"""Warnings for learning rates that make the penalty's gradient steps diverge.
 
-The losses' own curvature isn't known, so these conditions are necessary only.
+The conditions are only necessary, as the losses' curvature is unknown.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lightning_pfl.methods.support.proximal import LocalSolver
 
 
 def momentum(federation: FederationView) -> float | None:
-    """The largest momentum of the clients' plain SGD; None where some optimizer is another one.
+    """Return the largest momentum of the clients' plain SGD, or None for other optimizers.
 
-    An adaptive step has no such bound.
+    Adaptive steps have no such bound.
     """
     optimizers = [architecture.optimizer for architecture in federation.architectures]
     plain = [one for one in optimizers if isinstance(one, torch.optim.SGD)]
@@ -31,7 +31,7 @@ def momentum(federation: FederationView) -> float | None:
 
 
 def displacement(steps: int, momentum: float) -> float:
-    r"""How far gradient descent with momentum goes in some steps along a constant gradient.
+    r"""Compute the length of some steps of SGD with momentum along a constant gradient.
 
     In units of the learning rate: :math:`\sum_{k = 1}^K \frac{1 - \beta^k}{1 - \beta}`, which is
     :math:`K` without momentum.
@@ -41,7 +41,7 @@ def displacement(steps: int, momentum: float) -> float:
 
 
 def rate_along_pull(federation: FederationView, round: Round) -> float | None:
-    """How far a round goes along a pull that stays the same in all local steps; None if unknown."""
+    """Compute the length of a round's steps along a constant pull; None if unknown."""
     beta = momentum(federation)
     if beta is None:
         return None
@@ -63,16 +63,16 @@ class Pull(NamedTuple):
 
 
 class WatchedPull:
-    r"""Part of a method: warns, once, of local steps that overshoot its quadratic.
+    r"""The part of a method that warns once of local steps that overshoot its quadratic.
 
     Gradient descent with momentum :math:`\beta` on it needs :math:`\eta c < 2 (1 + \beta)`; a
-    single step, where there is no momentum yet, :math:`\eta c < 2`. An exact solver takes no steps.
+    single step, which has no momentum yet, :math:`\eta c < 2`. An exact solver takes no steps.
     """
 
     local_solver: LocalSolver = "optimizer"
 
     def pull(self, server: Tree, info: ClientInfo) -> Pull | None:
-        """The quadratic in the round that begins; None where the pull is no quadratic.
+        """Return the quadratic of a round, or None for other penalties.
 
         Args:
             server: The server's tree.
@@ -81,7 +81,7 @@ class WatchedPull:
         raise NotImplementedError
 
     def warnings_before(self, federation: FederationView, round: Round) -> Mapping[str, str]:
-        """Find local steps that are too long, before they are taken."""
+        """Warn of local steps that are too long, before they are taken."""
         if self.local_solver == "exact" or not len(round.info):
             return {}
         beta = momentum(federation)
@@ -94,7 +94,6 @@ class WatchedPull:
             return {}
         return {
             "pull": f"Expected lr * {pull.formula} to be below {bound:g}, but got {step:.3g} "
-            f"before round {round.number}: local steps overshoot the pull of other clients, and "
-            f"the run is likely to diverge. Use a learning rate below {bound / pull.strength:.2g}, "
-            f"or {pull.remedy}."
+            f"before round {round.number}. The run is likely to diverge: use a learning rate below "
+            f"{bound / pull.strength:.2g}, or {pull.remedy}."
         }

@@ -28,7 +28,7 @@ from recipes.experiments.linear_regressions import parse, risks, train
 from recipes.plan import Plan
 
 FACTOR = 1.8
-pytestmark = pytest.mark.filterwarnings("ignore:Theorem 1 of FedRep")
+pytestmark = pytest.mark.filterwarnings("ignore:.*Theorem 1")
 
 
 @pytest.fixture
