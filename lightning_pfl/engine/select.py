@@ -96,32 +96,37 @@ class SelectedEngine:
             if not int(work.info.steps.sum()):
                 return self._sequential.train(work, on_clients)
             self._choose(self._first_steps(work), why_not_elementwise(work.optimizer))
-        result: LocalResult = self._run(work, on_clients)
-        return result
+        engine, listener = self._engines[work.step], _Listener(on_clients)
+        if engine is not self._sequential:
+            with self._falling_back(work.step, listener):
+                return engine.train(work, listener)
+        with self._checking(work):
+            return self._sequential.train(work, listener)
 
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
         if work.step not in self._engines:
             self._choose(_first_batches(work))
-        evaluation: Evaluation = self._run(work, on_clients)
-        return evaluation
-
-    def _run(self, work: LocalWork | EvaluationWork, on_clients: OnClients | None) -> Any:
-        """Run the chosen engine, or the sequential one where the vectorized one fails."""
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
-            try:
-                return _do(engine, work, listener)
-            # Any exception of a user's module under vmap; true errors recur in the other engine.
-            except Exception as error:
-                if self.name == "vectorized" or listener.failed or is_out_of_memory(error):
-                    raise
-                why = f"{work.step} runs sequential here: {reason_of(error)}."
+            with self._falling_back(work.step, listener):
+                return engine.evaluate(work, listener)
+        with self._checking(work):
+            return self._sequential.evaluate(work, listener)
+
+    @contextmanager
+    def _falling_back(self, step: str, listener: _Listener) -> Iterator[None]:
+        """Go on where the vectorized engine fails, so that the sequential one runs the step."""
+        try:
+            yield
+        # Any exception of a user's module under vmap; true errors recur in the other engine.
+        except Exception as error:
+            if self.name == "vectorized" or listener.failed or is_out_of_memory(error):
+                raise
+            why = f"{step} runs sequential here: {reason_of(error)}."
             if why not in self._said:
                 self._said.add(why)
                 rank_zero_info(why)
-        with self._checking(work):
-            return _do(self._sequential, work, listener)
 
     def _checking(self, work: LocalWork | EvaluationWork) -> AbstractContextManager[None]:
         """Check, the first time, whether a step writes to tensors that clients share."""
@@ -237,12 +242,6 @@ class _Listener:
         self.failed = True
         self.on_clients(positions)
         self.failed = False
-
-
-def _do(engine: Engine, work: LocalWork | EvaluationWork, on_clients: OnClients | None) -> Any:
-    if isinstance(work, LocalWork):
-        return engine.train(work, on_clients)
-    return engine.evaluate(work, on_clients)
 
 
 def _results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:

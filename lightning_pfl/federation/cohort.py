@@ -79,44 +79,34 @@ class Cohort:
         """Train locally; return the uploads and logged values of the cohort."""
         received = self.shard.slice(self.received)
         for batch in self.batches:
+            architecture, info = batch.architecture, self.mine.rows(batch.at)
+            # Edges of a graph are for messages alone.
             edges = {
-                k: v
-                for k, v in batch.client_state.items()
-                if k in batch.architecture.method.edge_state
+                name: leaf
+                for name, leaf in batch.client_state.items()
+                if name in architecture.method.edge_state
             }
-            client_state = {k: v for k, v in batch.client_state.items() if k not in edges}
-            batch.work = self._train(
-                batch, client_state, split_rows(received, batch.at), data, on_clients
-            )
-            batch.client_state = {**batch.work.client_state, **edges}
-        return gather_work(self.shard, self._joined())
-
-    def _train(
-        self,
-        batch: ArchitectureBatch,
-        client_state: Tree,
-        received: Tree,
-        data: FederatedDataset,
-        on_clients: OnClients,
-    ) -> LocalResult:
-        """Train one architecture's clients, if there are any."""
-        info, listener = self.mine.rows(batch.at), as_positions_of(on_clients, batch.at)
-        if not len(info):
-            nothing = torch.empty(0, dtype=torch.float64, device=self.device)
-            return LocalResult({}, client_state, loss=nothing)
-        architecture = batch.architecture
-        assert architecture.optimizer is not None  # a fit has made it
-        with naming_architecture(architecture, data.names, info.index, "client_step", info.round):
+            trained = {k: leaf for k, leaf in batch.client_state.items() if k not in edges}
+            if not len(info):
+                nothing = torch.empty(0, dtype=torch.float64, device=self.device)
+                batch.work = LocalResult({}, trained, loss=nothing)
+                continue
+            assert architecture.optimizer is not None  # a fit has made it
             work = LocalWork(
                 architecture.method,
-                received,
-                client_state,
+                split_rows(received, batch.at),
+                trained,
                 info,
                 data,
                 self.phases,
                 architecture.optimizer,
             )
-            return architecture.engine.train(work, listener)
+            with naming_architecture(
+                architecture, data.names, info.index, "client_step", info.round
+            ):
+                batch.work = architecture.engine.train(work, as_positions_of(on_clients, batch.at))
+            batch.client_state = {**batch.work.client_state, **edges}
+        return gather_work(self.shard, self._joined())
 
     def _joined(self) -> LocalResult:
         """Join the results of this process's clients, in their order."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import traceback
+from pathlib import Path
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -271,3 +274,31 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     match = "of Elsewhere to return an optimizer of its parameters, but SGD holds none of them"
     with pytest.raises(MisconfigurationException, match=match):
         trainer(max_epochs=1).fit(Elsewhere(), points())
+
+
+class Traced(torch.optim.SGD):
+    """Keeps the calls that lead to its last step."""
+
+    calls: ClassVar[list[str]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        files = traceback.extract_stack()
+        Traced.calls[:] = [f"{Path(one.filename).name}: {one.name}" for one in files]
+        return super().step(closure)
+
+
+class Stepping(Quadratic):
+    def configure_optimizers(self) -> Any:
+        return Traced(self.parameters(), lr=0.1)
+
+
+def test_the_page_names_every_call_from_a_round_to_a_clients_step() -> None:
+    trainer(max_epochs=1, engine="sequential").fit(Stepping(), points())
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    named = re.findall(r"^[1-8]\. `\w+\.(\w+)` \(`(?:\w+/)*(\w+\.py)`", page, re.MULTILINE)
+    named = [f"{file}: {name}" for name, file in named]
+    assert len(named) == 8
+    begin = Traced.calls.index(named[0])
+    # The last one is the optimizer's own step, which torch wraps.
+    assert Traced.calls[begin : begin + 8] == named
+    assert all("optim" in call or "test_fit" in call for call in Traced.calls[begin + 8 :])

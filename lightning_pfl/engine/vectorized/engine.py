@@ -212,17 +212,16 @@ class Chunk:
             return state
         draws, steps = active.phase.batches_per_step, int(batches.steps.max())
         local_step = self._local_step(active, number, steps)
+        at_work = (self.data.names, self.clients, self.info.round)
         for step in range(steps):
             local_step.optimizer.new_tick()
             for tick in batches.at(step):
                 local_step.begin(tick, step)
                 batch = split_draws(tick.minibatches, draws)
-                if tick.rows is None:
-                    state = self._step(state, batch, local_step)
-                    continue
-                part = rows(state, tick.rows)
-                new = self._step(part, batch, local_step)
-                state = _write(state, part, new, tick.rows)
+                part = state if tick.rows is None else rows(state, tick.rows)
+                with naming_clients("client_step", *at_work, ONE_BY_ONE):
+                    new = self.method.client_step(part, batch, local_step)
+                state = new if tick.rows is None else _write(state, part, new, tick.rows)
         return state
 
     def _local_step(self, active: ActivePhase, number: int, steps: int) -> VectorizedLocalStep:
@@ -250,11 +249,6 @@ class Chunk:
             lambda: self.noise_keys() + (number << 32),
             self.travel,
         )
-
-    def _step(self, state: Tree, batch: Any, local_step: VectorizedLocalStep) -> Tree:
-        at_work = (self.data.names, self.clients, self.info.round)
-        with naming_clients("client_step", *at_work, ONE_BY_ONE):
-            return self.method.client_step(state, batch, local_step)
 
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:
