@@ -1,4 +1,10 @@
-"""Federated datasets: `FederatedTensorDataset` in tensors and `FederatedLoaders` of DataLoaders."""
+"""Federated datasets: one split (train, val or test) of all clients.
+
+``FederatedTensorDataset`` has all samples in one set of tensors and a list of sample positions for
+each client; batches are gathers, on the device. ``FederatedLoaders`` has one DataLoader of the user
+for each client. Both have ``num_clients``, ``names`` and ``num_samples``. The order of samples is a
+function of (seed, round, client, epoch).
+"""
 
 from __future__ import annotations
 

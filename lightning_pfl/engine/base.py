@@ -1,4 +1,25 @@
-"""The interface of engines, which run the clients' side of a round for a cohort."""
+"""The interface of engines, which run the clients' side of a round for a cohort.
+
+Both engines call the same functions of the method, and a test runs every method, optimizer and kind
+of client through both.
+
+- A step: ``sequential.py`` runs one client and one minibatch in plain torch;
+  ``vectorized/engine.py`` runs a chunk of clients by ``vmap`` over the user's own
+  ``training_step``, with one backward pass and one optimizer step.
+- Clients of different sizes: nothing to do, against clients whose minibatches have equal sizes
+  running together; where a loss is known to be a mean over samples (``PersonalizedModule``), short
+  minibatches are padded under a mask.
+- The user's optimizer: on the client's tensors, against tensors ``(clients, *shape)``, which an
+  elementwise optimizer can't tell from others.
+- Randomness: keyed in both; in a batched program a hash of (client key, call, element) takes the
+  place of torch's random functions.
+
+``batch_idx`` counts a client's minibatches through all epochs of a phase, as if every step had all
+of its ``accumulate_grad_batches``. A step that writes to weights which all clients have in common
+(a teacher with ``requires_grad=False``, a clamped weight, ``max_norm``) is refused by name. An
+error of a step names the client, or with the vectorized engine the first clients of the chunk, and
+the round.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Values that a client's step logs by ``self.log``."""
+"""Values that a client's step logs by ``self.log``.
+
+What a step logs under one name more than once is reduced as Lightning's value of an epoch: the mean
+of all values, weighted by their ``batch_size``, or their sum, minimum or maximum. One name for two
+kinds of value in a step is refused.
+"""
 
 from __future__ import annotations
 

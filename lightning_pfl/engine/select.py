@@ -55,8 +55,13 @@ class SelectedEngine:
     nothing, has no hidden loop and agrees with the sequential result. The choice depends on the
     module alone, never on timing, so that a resumed run repeats it.
 
-    With ``"auto"``, clients for which the vectorized engine fails later run in the sequential one,
-    in this call only, so that a round's result depends on the round alone.
+    ``validation_step``, ``test_step`` and ``predict_step`` are probed on their own: a module that
+    logs torchmetrics objects trains vectorized and evaluates sequentially.
+
+    A step may do later what the probe didn't see (``.item()`` from round 5 on, a skipped minibatch,
+    a list that it keeps). With ``"auto"``, clients for which the vectorized engine fails then run
+    in the sequential one, in this call only, so that a round's result depends on the round alone;
+    the log says why.
 
     Args:
         name: ``"auto"``, ``"vectorized"`` (an error if impossible) or ``"sequential"``.

@@ -1,7 +1,16 @@
 """Clients of one architecture: their module, their states and their engine.
 
-Most federations have one architecture; :class:`~lightning_pfl.ClientModules` have several, each
-batched separately. Only trees with the same shapes in all of them can be aggregated on a server.
+Most federations have one architecture. Several come from :class:`~lightning_pfl.ClientModules`. All
+that depends on the architecture is split: each has a module, a parameter split, a store of client
+states, an engine and a copy of the method bound to its parameter split, and is batched on its own.
+``cohort.py`` runs the architectures of a round and joins their results.
+
+What the server holds must have the same shapes in all of them. This is checked before the first
+round, on what ``init_server`` makes of each module, so a method declares nothing: ``LocalOnly``,
+methods over a graph whose messages have one shape, and split methods with a common shared part
+work; the others are refused with the entry's name. ``federation.parameter_split``,
+``federation.client_states`` and ``federation.engine`` mean the one architecture there is, and are
+an error where there are several. Several architectures need one process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,26 @@
 """The processes of a run: which clients each works on, and how they share results.
 
-A single process works on all clients, and collective calls return at once.
+One process is the trivial case: it works on every client and knows every result, so the code around
+asks no question about the number of processes. ``federation.shard(clients)`` is this process's part
+of a list of clients, ``shard.slice(tree)`` its rows, and ``shard.all_gather(tree)`` the rows of all
+processes in the order of the list.
+
+- Client states stay: process r holds those of the clients with id = r modulo the number of
+  processes, and trains and evaluates these clients. Where clients remember nothing, a cohort is
+  dealt evenly. All processes load all data.
+- The uploads of all clients reach every process before they are accepted. Each process judges its
+  own clients, the verdicts are shared, and every process computes the same server update on the
+  same tensors. With the sequential engine the result has the bits of one process.
+- Evaluations and predictions are shared in the same way, so loggers, ``EarlyStopping`` and
+  ``ModelCheckpoint`` decide alike everywhere.
+- A checkpoint holds all client states, and resumes with any number of processes.
+- Hooks per client fire in all processes for all clients of the cohort, after the training: a hook
+  may wait for the other processes. A callback that works on clients calls ``personal_models`` and
+  ``evaluate_clients`` in all processes with the same clients.
+- After a run every process has all client states, if they take at most 1 GiB, so that
+  ``client_state_dict`` needs no other process. Inside ``without_communication()`` nothing waits.
+- A process that dies closes its connections, and the others end with an error, at the latest after
+  the strategy's ``timeout``.
 """
 
 from __future__ import annotations

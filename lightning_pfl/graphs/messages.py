@@ -1,4 +1,28 @@
-"""Messages between neighbours over the edges of a graph, without a server."""
+"""Messages between neighbours over the edges of a graph, without a server.
+
+A method whose clients write to their neighbours has a ``graph``, set in ``bind``, and says in
+``exchanges(round)`` which exchanges a round has, in the order of time, before or after local
+training. For each, ``send`` returns the messages and ``receive`` the new client state; both are
+pure functions on a leading client axis. By the exchange's ``to``:
+
+- ``"each"``: ``send`` returns ``(clients, slots, ...)``, a message of its own for each neighbour;
+  the inbox has that shape, zeros where a neighbour doesn't take part.
+- ``"all"``: ``send`` returns ``(clients, ...)``, the same for all neighbours; the inbox has
+  ``(clients, slots, ...)``.
+- ``"sum"``: ``send`` returns ``(clients, ...)``, and the inbox has the sums weighted by the edges,
+  ``(clients, ...)``, from one sparse matrix product.
+
+Slot ``s`` of client ``i`` belongs to the neighbour ``graph.neighbours[i, s]``. Only clients of the
+cohort whose uploads were accepted send and receive. What travels is exactly what ``send`` returns,
+once for each neighbour that takes part; where messages are filled up to a common shape,
+``message_nbytes`` says how large each really is.
+
+State of edges (maps, dual variables) has leaves ``(clients, slots, ...)`` and is named in
+``edge_state``: only ``send`` and ``receive`` see it, so that engines and evaluation never copy what
+may be the largest part of a client's state. State that differs between clients from the start comes
+from ``init_client_state_rows``. Messages must have one shape in all architectures, which is checked
+before the first round; ``model_sizes`` says how many trainable scalars each client has.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,53 @@
 """The method contract: a federated algorithm as pure functions.
 
-The base class is federated averaging with a personal part, which methods override. A method never
-subclasses another method; common mathematics is in ``core`` and ``solvers``.
+The base class is federated averaging with a personal part: what a method does not override is
+FedAvg. Override one level only; a method never subclasses another method. Shared mathematics lives
+in ``core/tree.py``, ``solvers/`` and ``methods/support/``.
+
+**Trees.** A *tree* is a (nested) dict of tensors. In every function that runs on clients each leaf
+has a leading client axis, ``(clients, *shape)``, and no row is mixed with another. The arithmetic
+is elementwise, so a line reads like the equation for one client and runs for a chunk of clients
+(vectorized engine) or for one (sequential engine). A scalar per client has shape ``(clients,)``;
+``core.tree.scale`` multiplies it onto a tree. What is equal for all clients is an *expanded view*,
+whose client axis has stride 0: it costs no memory, and the engine doesn't batch it.
+
+A *model* is a flat dict from name to tensor, with the parameters and buffers of the LightningModule
+as in its ``state_dict()``. The server's tree has no client axis. A buffer with ``persistent=False``
+is in no tree: what a step writes to it is discarded after the step.
+
+**A round, function by function.** ``phases(round)`` says what trains and for how long. The server
+sends exactly ``download(server, info)``, and ``download_rows`` where clients get different trees.
+``client_init(received, client_state, info)`` makes the state in which local training begins, any
+tree; ``client_step(state, minibatches, client)`` is one minibatch; ``client_final(received,
+client_state, state, info)`` returns the upload, which is exactly what leaves the client, and the
+new client state. ``server_update(server, uploads, info)`` returns the new server tree. Bytes are
+counted on what is sent; an empty tree costs nothing. Once, before round 0, ``init_server(model)``
+and ``init_client_state(model)`` make the trees. ``personal_model(received, client_state, info)``
+and ``global_model(server)`` are evaluated and handed to the user.
+
+**What some methods need beyond a gradient on a minibatch.**
+
+- Several independent minibatches in a step: ``Phase(batches_per_step=3)``.
+- All samples at once, in a fixed order (dual coordinate ascent): ``Phase(full_batch=True)``.
+- The loss of a model (FedMAP's weights): ``Phase(evaluate_only=True)`` and ``client.loss``.
+- The samples themselves: ``client.samples``, and ``client.report`` to log what is computed.
+- How far the optimizer went, whatever its momentum (FedNova): ``measures_travel``, then
+  ``info.travel`` in ``client_final``; SGD only.
+- Random numbers: ``client.noise(like)`` in a step, ``self.client_noise`` around the steps,
+  ``self.server_noise`` on the server. They are keyed: engines and resumed runs draw the same.
+- Two models whose outputs are mixed (APFL): ``core.mixture.mixture`` and ``client.grad(also=...)``.
+- A step of its own at evaluation (Per-FedAvg): ``evaluation_phases`` and ``evaluation_step``.
+- A step of its own for clients that never took part (FedMAP's prior): ``adaptation_step``.
+- A server that knows its clients one by one: entries of its tree that ``client_axes`` names.
+- Relations between clients that a resumed run must have too: ``structure``.
+- Rounds in which all clients take part, whatever the participation: ``full_participation``.
+- Clients without data that take part with the loss 0: ``include_clients_without_data``; their
+  ``info.steps`` is 0.
+- Who can train at all, for a method that waits for everybody: ``has_training_data``. A budget of 0
+  steps is no lack of data.
+- Fewer bytes than the trees hold: ``upload_nbytes`` and ``download_nbytes``.
+- Values to log and warnings: ``measure``, ``check_fit``, ``warnings_before``, ``warnings_after``.
+- Messages between neighbours: ``exchanges``, ``send`` and ``receive``; see ``graphs/messages.py``.
 """
 
 from __future__ import annotations

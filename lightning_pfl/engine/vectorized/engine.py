@@ -1,4 +1,12 @@
-"""The fast engine: the clients of a chunk as one batched program."""
+"""The fast engine: the clients of a chunk as one batched program.
+
+Where it gains, besides the batching itself: ``feature_cache.py`` computes the features of a frozen,
+shared backbone once per phase; ``evaluation.py`` gives shared layers all clients' samples as one
+batch; ``trace.py`` replays the steps of a ``PersonalizedModule`` without Python; ``kernels.py`` has
+faster convolutions and pooling for CPUs. Listeners hear of a chunk's clients when it is done:
+``chunk_size`` clients, or else at most 32 on a CPU and 512 on a GPU, so progress bars move by
+chunks.
+"""
 
 from __future__ import annotations
 
