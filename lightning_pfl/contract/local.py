@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree
 
@@ -73,12 +74,33 @@ class LocalStep(Protocol):
     def lr(self) -> float:
         """Learning rate of the running phase; an error if the parameter groups differ."""
 
-    def grad(self, model: Model, batch: Any, also: tuple[str, ...] = ()) -> Model:
-        """Compute the training loss's gradient at ``model``, ``(clients, ...)``.
+    def grad(
+        self,
+        model: Model,
+        batch: Any,
+        also: tuple[str, ...] = (),
+        objective: Objective | None = None,
+        given: Tree | None = None,
+        weights: Tensor | None = None,
+        sample_data: Tree | None = None,
+    ) -> Model:
+        """Compute the gradient of the training loss at ``model`` for what trains now.
 
-        It has the parameters that train in this phase and the entries in ``also``, such as a
-        mixture's weight. The forward pass updates the buffers of ``model`` (BatchNorm statistics)
-        in place. The first call of a step logs the module's ``self.log`` values.
+        The forward pass updates the buffers of ``model`` (BatchNorm statistics) in place. The first
+        call of a step logs the module's ``self.log`` values; further calls don't.
+
+        Args:
+            model: The model, ``(clients, ...)``.
+            batch: The step's minibatches.
+            also: Further entries of ``model`` to differentiate by, such as the share of a mixture.
+            objective: What is differentiated in the place of the loss, for one client.
+            given: What the objective needs of each client, ``(clients, ...)``.
+            weights: A factor of each sample's loss, ``(clients, samples)`` in the order of
+                :meth:`samples`. The divisor stays the number of real samples.
+            sample_data: What the objective needs of each sample, ``(clients, samples, ...)``.
+
+        Returns:
+            ``(clients, ...)``.
         """
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
@@ -93,6 +115,39 @@ class LocalStep(Protocol):
 
         Returns:
             The mean over the step's samples and their number, each float64 ``(clients,)``.
+        """
+
+    def outputs(self, model: Model, batch: Any) -> Any:
+        """Return what the module's ``forward`` gives at ``model``, as a constant.
+
+        In eval mode, on the samples as augmented for :meth:`grad`; ``model`` isn't changed.
+
+        Returns:
+            ``(clients, samples, ...)`` in the order of :meth:`samples`.
+        """
+
+    def features(self, model: Model, batch: Any) -> Any:
+        """Return what enters the module's ``head`` at ``model``; otherwise as :meth:`outputs`."""
+
+    def losses(self, model: Model, batch: Any) -> Tensor:
+        """Return the loss of each sample at ``model``, as a constant.
+
+        In eval mode and without augmentation; ``model`` isn't changed.
+
+        Returns:
+            ``(clients, samples)`` in the order of :meth:`samples`, 0 for samples that fill up.
+        """
+
+    def sample_grads(self, model: Model, batch: Any) -> Model:
+        """Return the gradient of each sample's loss, in training mode and with augmentation.
+
+        Takes the memory of a model for each sample. Nothing is logged.
+
+        Returns:
+            ``(clients, samples, ...)`` in the order of :meth:`samples`, 0 for samples that fill up.
+
+        Raises:
+            ValueError: If the loss of a sample depends on the others (BatchNorm in training mode).
         """
 
     def noise(self, like: Tree, key: str = "noise") -> Tree:

@@ -39,6 +39,20 @@ class ActivePhase:
         """Whether the phase neither trains nor evaluates."""
         return not self.trainable and not self.phase.evaluate_only
 
+    def require_independent_samples(self) -> None:
+        """Require that the loss of a sample doesn't depend on the others of its minibatch.
+
+        Raises:
+            ValueError: If it does.
+        """
+        module = self.parameter_split.module
+        if couples_samples(module, training=True):
+            raise ValueError(
+                "Expected samples that are independent of each other, as the method takes the "
+                f"gradient of each, but {type(module).__name__} has layers such as BatchNorm that "
+                "compute with all samples of a minibatch. Use GroupNorm or LayerNorm."
+            )
+
     def unreached(self) -> str:
         """Return the error text for a loss that doesn't depend on the trainable parameters."""
         return (

@@ -15,12 +15,16 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_pfl.contract.records import LogOptions
+from lightning_pfl.contract.view import StepView, require_losses
 from lightning_pfl.core.mixture import excuse, mixed_outputs, parts
 from lightning_pfl.core.parameters import places
 from lightning_pfl.core.tree import Model
+from lightning_pfl.engine.active_phase import is_sample_wise
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.logs import LogCapture, Reduction
+from lightning_pfl.engine.terms import Term
+from lightning_pfl.engine.watching import evaluating, watching
 
 
 class NotVectorizableError(RuntimeError):
@@ -87,6 +91,7 @@ class ClientProgram:
         self.log = LogCapture()
         self.throwaway: tuple[str, ...] = ()
         self.random_calls = 0
+        self.sample_wise = is_sample_wise(module)
         self._places = {
             name: tuple(f"module.{place}" for place in found)
             for name, found in places(module).items()
@@ -146,6 +151,7 @@ class ClientProgram:
         mask: Tensor | None,
         features: Tensor | None,
         backward: Callable[[Tensor], None] | None = None,
+        term: Term | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute loss and logged values of one client's minibatch; the loss is None if skipped.
 
@@ -158,13 +164,11 @@ class ClientProgram:
             features: Output of the module's backbone for this batch, which then isn't run.
             backward: Called with the loss while the module has the client's model, which
                 ``torch.utils.checkpoint`` needs again.
+            term: What is differentiated instead of the loss; None for the loss.
         """
 
         def run() -> Tensor | None:
-            out = step()
-            loss: Tensor | None = out["loss"] if isinstance(out, Mapping) else out
-            if isinstance(loss, Tensor) and loss.ndim and loss.numel() == 1:
-                loss = loss.view(())
+            loss = _read_loss(step()) if term is None else self._objective(term, batch, step, mask)
             if loss is None:
                 excuse(self.module)
             elif backward is not None:
@@ -175,7 +179,7 @@ class ClientProgram:
         with self._randomness(key) as mode, self._prefix(features):
             if self.augment is not None:
                 batch = self.augment(batch)
-            if mask is not None:
+            if mask is not None and term is None:
                 return self._masked_loss(model, batch, mask)
             step = call_step(self.module.training_step, batch, number)
             loss = self.call(model, run)
@@ -205,14 +209,103 @@ class ClientProgram:
 
     def _masked_loss(self, model: Model, batch: Any, mask: Tensor) -> tuple[Tensor, dict[str, Any]]:
         values = self.call(model, self.module.per_sample, batch)
-        means = {
-            name: (value * mask.to(value)).sum() / mask.sum() for name, value in values.items()
-        }
+        means = _means(values, mask)
+        return means["loss"], self._logged(means)
+
+    def _logged(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Means of samples' values, named as `training_step` logs them."""
         logged = {f"train_{name}": mean.detach() for name, mean in means.items()}
-        for name in logged:  # as `training_step` logs them
+        for name in logged:
             self.log.options.setdefault(name, LogOptions(name in self.module.shown))
             self.log.reductions[name] = Reduction()
-        return means["loss"], logged
+        return logged
+
+    def _objective(
+        self, term: Term, batch: Any, step: Callable[[], Any], mask: Tensor | None
+    ) -> Tensor | None:
+        """What a method differentiates, of one client's minibatch; None if it is skipped."""
+        losses: Tensor | None = None
+        with watching(self.module) as seen:
+            if self.sample_wise:
+                values = self.module.per_sample(batch)
+                means, losses = _means(values, mask), values["loss"]
+                self.log.values.update(self._logged(means))
+                loss: Tensor | None = means["loss"]
+            else:
+                loss = _read_loss(step())
+        if loss is None:
+            return None
+        if term.weights is not None:
+            weighted = {"loss": term.weights.to(loss) * require_losses(losses)}
+            loss = _means(weighted, mask)["loss"]
+        if term.objective is None:
+            return loss
+        view = StepView(
+            loss,
+            batch,
+            mask,
+            term.sample_data,
+            losses,
+            tuple(seen.outputs),
+            tuple(seen.features),
+        )
+        return term.objective(view, term.given)
+
+    def observed(self, model: Model, batch: Any, key: Tensor | None, number: int, what: str) -> Any:
+        """Outputs or features of one client's minibatch, in eval mode and without gradient.
+
+        Args:
+            model: One client's parameters and buffers.
+            batch: Leaves ``(batch, ...)``.
+            key: As in :meth:`training_loss`, for the same augmentation.
+            number: ``batch_idx``.
+            what: ``"outputs"``, or ``"features"``.
+        """
+
+        def run() -> Any:
+            with watching(self.module) as seen:
+                call_step(self.module.training_step, batch, number)()
+            view = StepView(
+                torch.empty(0),
+                batch,
+                _outputs=tuple(seen.outputs),
+                _features=tuple(seen.features),
+            )
+            return getattr(view, what)
+
+        self.log.begin(batch)
+        with self._randomness(key), torch.no_grad():
+            if self.augment is not None:
+                batch = self.augment(batch)
+            with evaluating(self.module):
+                found = self.call(model, run)
+        self.log.take()
+        return found
+
+    def sample_losses(
+        self,
+        model: Model,
+        batch: Any,
+        key: Tensor | None,
+        mask: Tensor | None,
+        training: bool = False,
+    ) -> Tensor:
+        """Losses of one client's samples, ``(batch,)``, 0 for those that fill up.
+
+        Args:
+            model: One client's parameters and buffers.
+            batch: Leaves ``(batch, ...)``.
+            key: As in :meth:`training_loss`.
+            mask: As in :meth:`training_loss`.
+            training: Whether as in :meth:`training_loss`; else in eval mode, without augmentation.
+        """
+        if not self.sample_wise:
+            return require_losses(None)
+        with self._randomness(key), nullcontext() if training else evaluating(self.module):
+            if self.augment is not None and training:
+                batch = self.augment(batch)
+            losses: Tensor = self.call(model, self.module.per_sample, batch)["loss"]
+        return losses if mask is None else losses.where(mask > 0, 0)
 
     def evaluation_step(
         self, model: Model, step: str, batch: Any, number: int
@@ -283,6 +376,32 @@ class ClientProgram:
         with KeyedRandomness(key) as mode, self._backbone_forward(count):
             self.call(model, call_step(self.module.training_step, batch, 0))
         return seen[0], seen[1]
+
+
+def sample_gradient(loss: Tensor, trained: Model) -> Model:
+    """The gradient of one sample's loss, or of a sum over clients; zero where it doesn't reach.
+
+    The graph stays, for the other samples.
+    """
+    found = torch.autograd.grad(
+        loss, list(trained.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(trained, found, strict=True))
+
+
+def _means(values: dict[str, Tensor], mask: Tensor | None) -> dict[str, Tensor]:
+    """Means over the real samples."""
+    if mask is None:
+        return {name: value.mean() for name, value in values.items()}
+    return {name: (value * mask.to(value)).sum() / mask.sum() for name, value in values.items()}
+
+
+def _read_loss(out: Any) -> Tensor | None:
+    """The loss in what ``training_step`` returned; None if it skips the minibatch."""
+    loss: Tensor | None = out["loss"] if isinstance(out, Mapping) else out
+    if isinstance(loss, Tensor) and loss.ndim and loss.numel() == 1:
+        loss = loss.view(())
+    return loss
 
 
 class _PrefixReachedError(Exception):

@@ -21,6 +21,7 @@ from lightning_pfl.contract.records import (
     LogOptions,
     OnClients,
 )
+from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.draws import mix, noise, random_keys
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.mixture import shielded
@@ -34,10 +35,11 @@ from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minibatches
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
-from lightning_pfl.engine.program import ClientProgram
+from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import restore, snapshot
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_steps, split_draws
+from lightning_pfl.engine.terms import split_terms
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.methods.base import Phase
 
@@ -224,7 +226,16 @@ class SequentialLocalStep:
         """Learning rate of the phase."""
         return self.optimizer.lr
 
-    def grad(self, model: Model, batch: list[tuple[int, Any]], also: tuple[str, ...] = ()) -> Model:
+    def grad(
+        self,
+        model: Model,
+        batch: list[tuple[int, Any]],
+        also: tuple[str, ...] = (),
+        objective: Objective | None = None,
+        given: Tree | None = None,
+        weights: Tensor | None = None,
+        sample_data: Tree | None = None,
+    ) -> Model:
         """Compute the gradient ``(1, ...)`` of the mean loss over the step's minibatches."""
         materialize(model, self.active.buffers)
         model = shielded(model, self.engine.parameter_split.buffers)
@@ -241,11 +252,14 @@ class SequentialLocalStep:
                     raise
                 raise ValueError(self.active.unreached()) from cause
 
-        for number, minibatch in batch:
+        widths = [batch_length(minibatch) for _, minibatch in batch]
+        terms = split_terms(widths, objective, given, weights, sample_data)
+        for (number, minibatch), term in zip(batch, terms, strict=True):
             key, seed = self._keys(number)
+            term = None if term is None else term.first()
             with watch_global_rng(seed) as elsewhere:
                 loss, logged = self.program.training_loss(
-                    {**fixed, **trained}, minibatch, key, number, None, None, backward
+                    {**fixed, **trained}, minibatch, key, number, None, None, backward, term
                 )
             self.engine.random_calls = self.program.random_calls
             self.engine.draws_elsewhere |= elsewhere.moved
@@ -261,8 +275,7 @@ class SequentialLocalStep:
 
     def loss(self, model: Model, batch: list[tuple[int, Any]]) -> tuple[Tensor, Tensor]:
         """Compute the mean loss over the step's samples, and their number, ``(1,)``."""
-        one = {name: leaf[0] for name, leaf in model.items()}
-        one |= {name: one[name].clone() for name in self.active.buffers if name in one}
+        one = self._unwritten(model)
         total = torch.zeros(1, dtype=torch.float64, device=self.engine.settings.device)
         count = torch.zeros_like(total)
         for number, minibatch in batch:
@@ -274,6 +287,52 @@ class SequentialLocalStep:
                 total += loss.double() * batch_length(minibatch)
                 count += batch_length(minibatch)
         return total / count.clamp_min(1), count
+
+    def outputs(self, model: Model, batch: list[tuple[int, Any]]) -> Any:
+        """Return the module's outputs, ``(1, samples, ...)``."""
+        return self._observed(model, batch, "outputs")
+
+    def features(self, model: Model, batch: list[tuple[int, Any]]) -> Any:
+        """Return the inputs of the module's head, ``(1, samples, ...)``."""
+        return self._observed(model, batch, "features")
+
+    def _observed(self, model: Model, batch: list[tuple[int, Any]], what: str) -> Any:
+        one = self._unwritten(model)
+        found = []
+        for number, minibatch in batch:
+            key, seed = self._keys(number)
+            with watch_global_rng(seed) as elsewhere:
+                found.append(self.program.observed(one, minibatch, key, number, what)[None])
+            self.engine.draws_elsewhere |= elsewhere.moved
+        return join_batches(found)
+
+    def losses(self, model: Model, batch: list[tuple[int, Any]]) -> Tensor:
+        """Return the losses of the samples, ``(1, samples)``."""
+        one = self._unwritten(model)
+        with torch.no_grad():
+            found = [
+                self.program.sample_losses(one, minibatch, self._keys(number)[0], None)
+                for number, minibatch in batch
+            ]
+        return torch.cat(found).unsqueeze(0)
+
+    def sample_grads(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
+        """Return the gradients of the samples' losses, ``(1, samples, ...)``."""
+        self.active.require_independent_samples()
+        one = self._unwritten(model)
+        trained = {n: one[n].detach().requires_grad_() for n in self.active.trainable}
+        found = []
+        for number, minibatch in batch:
+            losses = self.program.sample_losses(
+                {**one, **trained}, minibatch, self._keys(number)[0], None, training=True
+            )
+            found += [sample_gradient(loss, trained) for loss in losses]
+        return {n: torch.stack([grads[n] for grads in found]).unsqueeze(0) for n in trained}
+
+    def _unwritten(self, model: Model) -> Model:
+        """The client's model, with copies of the buffers that a forward pass may write to."""
+        one = {name: leaf[0] for name, leaf in model.items()}
+        return one | {name: one[name].clone() for name in self.active.buffers if name in one}
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
         """Clip the gradient and step the optimizer."""

@@ -30,6 +30,12 @@ and ``global_model(server)`` are evaluated and handed to the user.
 - Several independent minibatches in a step: ``Phase(batches_per_step=3)``.
 - All samples at once, in a fixed order (dual coordinate ascent): ``Phase(full_batch=True)``.
 - The loss of a model (FedMAP's weights): ``Phase(evaluate_only=True)`` and ``client.loss``.
+- A further term of the loss (FedProto, MOON, distillation): ``client.grad(objective=f, given=...)``,
+  with ``f(view, given)`` of one client's minibatch; see ``contract/view.py``.
+- Another model's outputs, features or losses as constants: ``client.outputs``, ``features`` and
+  ``losses``; a forward pass each.
+- Weights of samples (FedEM): ``client.grad(weights=w)``; each sample's gradient (private training):
+  ``client.sample_grads``.
 - The samples themselves: ``client.samples``, and ``client.report`` to log what is computed.
 - How far the optimizer went, whatever its momentum (FedNova): ``measures_travel``, then
   ``info.travel`` in ``client_final``; SGD only.

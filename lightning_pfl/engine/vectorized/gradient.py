@@ -8,8 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.tree import Model, floats, is_expanded
-from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
+from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, sample_gradient
+from lightning_pfl.engine.terms import Term
 
 Transform = Literal["forward", "grad"]
 Inputs = dict[str, Any]
@@ -34,6 +36,7 @@ class BatchedGradient:
     ) -> None:
         self.program, self.transform, self.unreached = program, transform, unreached
         self.number = 0
+        self.objective: Objective | None = None
 
     def __call__(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
         """Compute gradients with respect to ``trained``, at ``{**fixed, **trained}``."""
@@ -51,10 +54,41 @@ class BatchedGradient:
             self.number,
             inputs.get("mask"),
             inputs.get("features"),
+            None,
+            self._term(inputs),
         )
         if loss is None:
             raise NotVectorizableError(SKIPS)
         return loss, tensors_only(logged)
+
+    def _term(self, inputs: Inputs) -> Term | None:
+        if "given" not in inputs:
+            return None
+        data = (inputs["given"], inputs.get("weights"), inputs["sample_data"])
+        return Term(self.objective, *data)
+
+    def run(self, function: Callable[[Model, Inputs], Any], model: Model, inputs: Inputs) -> Any:
+        """Run a function of each client's model and inputs, without gradients."""
+        with torch.no_grad():
+            if self.transform == "grad":
+                return torch.vmap(inside_gradient(function))(model, inputs)
+            plain, dims = unbatch(model)
+            return torch.vmap(function, in_dims=(dims, 0))(plain, inputs)
+
+    def sample_grads(self, trained: Model, fixed: Model, inputs: Inputs) -> Model:
+        """Compute the gradients of the samples' losses, ``(clients, samples, ...)``."""
+        if self.transform == "grad":
+            raise NotVectorizableError("gradients of single samples need ordinary backward passes")
+
+        def losses(trained: Model, fixed: Model, inputs: Inputs) -> Tensor:
+            given = (inputs["data"], inputs.get("key"), inputs.get("mask"))
+            return self.program.sample_losses({**fixed, **trained}, *given, training=True)
+
+        trained = {name: leaf.detach().requires_grad_() for name, leaf in trained.items()}
+        fixed, dims = unbatch(fixed)
+        found = torch.vmap(losses, in_dims=(0, dims, 0))(trained, fixed, inputs).sum(0)
+        grads = [sample_gradient(loss, trained) for loss in found]
+        return {name: torch.stack([one[name] for one in grads], 1) for name in trained}
 
     def _forward(self, trained: Model, fixed: Model, inputs: Inputs) -> Result:
         trained = {name: leaf.detach().requires_grad_() for name, leaf in trained.items()}
@@ -75,13 +109,7 @@ class BatchedGradient:
 
     def loss(self, model: Model, inputs: Inputs) -> Tensor:
         """Compute the losses ``(clients,)`` of minibatches, without augmentation and gradients."""
-        with torch.no_grad():
-            losses: Tensor
-            if self.transform == "grad":
-                losses = torch.vmap(inside_gradient(self._measured))(model, inputs)
-            else:
-                plain, dims = unbatch(model)
-                losses = torch.vmap(self._measured, in_dims=(dims, 0))(plain, inputs)
+        losses: Tensor = self.run(self._measured, model, inputs)
         return losses
 
     def _measured(self, model: Model, inputs: Inputs) -> Tensor:

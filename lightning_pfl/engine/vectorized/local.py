@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import LogOptions
+from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.draws import mix, noise
 from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.tree import Model, Tree, materialize, select, tmap
@@ -19,9 +20,10 @@ from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram
+from lightning_pfl.engine.terms import Term, split_terms
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
-from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Result
+from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Inputs, Result
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
 from lightning_pfl.engine.vectorized.trace import Traces
 
@@ -82,14 +84,24 @@ class VectorizedLocalStep:
         self._tick, self._logged, self.step = tick, False, step
         self._calls.clear()
 
-    def grad(self, model: Model, batch: list[Minibatch], also: tuple[str, ...] = ()) -> Model:
+    def grad(
+        self,
+        model: Model,
+        batch: list[Minibatch],
+        also: tuple[str, ...] = (),
+        objective: Objective | None = None,
+        given: Tree | None = None,
+        weights: Tensor | None = None,
+        sample_data: Tree | None = None,
+    ) -> Model:
         """Compute gradients ``(clients, ...)`` of the mean loss over the step's minibatches."""
         materialize(model, self.active.buffers)
         model = shielded(model, self.active.parameter_split.buffers)
         names = self.active.trainable + also
         total: Model = {}
-        for minibatch in batch:
-            grads = self._minibatch_grad(model, minibatch, names)
+        terms = split_terms([m.width for m in batch], objective, given, weights, sample_data)
+        for minibatch, term in zip(batch, terms, strict=True):
+            grads = self._minibatch_grad(model, minibatch, names, term)
             # Minibatches may reach different parameters.
             total |= {k: total[k] + g if k in total else g for k, g in grads.items()}
         self._logged = True
@@ -107,6 +119,48 @@ class VectorizedLocalStep:
             sums.append(loss.double() * minibatch.sizes.to(loss.device))
         count = torch.stack([m.sizes for m in batch]).sum(0).to(sums[0])
         return torch.stack(sums).sum(0) / count, count
+
+    def outputs(self, model: Model, batch: list[Minibatch]) -> Any:
+        """Return the module's outputs, ``(clients, samples, ...)``."""
+        return self._observed(model, batch, "outputs")
+
+    def features(self, model: Model, batch: list[Minibatch]) -> Any:
+        """Return the inputs of the module's head, ``(clients, samples, ...)``."""
+        return self._observed(model, batch, "features")
+
+    def _observed(self, model: Model, batch: list[Minibatch], what: str) -> Any:
+        model = self._unwritten(model)
+        found = []
+        for minibatch in batch:
+
+            def observed(one: Model, inputs: Inputs, number: int = minibatch.number) -> Any:
+                key = inputs.get("key")
+                return self.program.observed(one, inputs["data"], key, number, what)
+
+            inputs = self._inputs(minibatch, minibatch.samples())
+            found.append(self.gradient.run(observed, model, inputs))
+        return join_batches(found)
+
+    def losses(self, model: Model, batch: list[Minibatch]) -> Tensor:
+        """Return the losses of the samples, ``(clients, samples)``."""
+        model = self._unwritten(model)
+
+        def losses(one: Model, inputs: Inputs) -> Tensor:
+            given = (inputs["data"], inputs.get("key"), inputs.get("mask"))
+            return self.program.sample_losses(one, *given)
+
+        inputs = [self._inputs(minibatch, minibatch.samples()) for minibatch in batch]
+        return torch.cat([self.gradient.run(losses, model, one) for one in inputs], 1)
+
+    def sample_grads(self, model: Model, batch: list[Minibatch]) -> Model:
+        """Return the gradients of the samples' losses, ``(clients, samples, ...)``."""
+        self.active.require_independent_samples()
+        model = self._unwritten(model)
+        trained = {name: model[name].detach() for name in self.active.trainable}
+        fixed = {name: leaf for name, leaf in model.items() if name not in trained}
+        inputs = [self._inputs(minibatch, minibatch.samples()) for minibatch in batch]
+        found = [self.gradient.sample_grads(trained, fixed, one) for one in inputs]
+        return tmap(lambda *parts: torch.cat(parts, 1), found[0], *found[1:])
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
         """Clip each client's gradients and step the optimizer."""
@@ -163,7 +217,9 @@ class VectorizedLocalStep:
             inputs["mask"] = minibatch.mask
         return inputs
 
-    def _minibatch_grad(self, model: Model, minibatch: Minibatch, names: tuple[str, ...]) -> Model:
+    def _minibatch_grad(
+        self, model: Model, minibatch: Minibatch, names: tuple[str, ...], term: Term | None
+    ) -> Model:
         trained = {name: model[name].detach() for name in names}
         fixed = {name: leaf for name, leaf in model.items() if name not in trained}
         # Buffers that a step may write to need a row per client, also where they are thrown away.
@@ -174,7 +230,12 @@ class VectorizedLocalStep:
         if cached:
             inputs["features"] = minibatch.features
         self.gradient.number = minibatch.number
-        result: Result = self.traces.run(self.gradient, trained, fixed, inputs)
+        result: Result
+        if term is None:
+            result = self.traces.run(self.gradient, trained, fixed, inputs)
+        else:
+            self.gradient.objective = term.objective
+            result = self.gradient(trained, fixed, {**inputs, **term.tensors})
         grads, loss, logged = result
         if not self._logged:
             values = {**logged, LOSS: loss}

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pfl.data.batch import batch_leaves
+
 
 @dataclass
 class Minibatch:
@@ -33,6 +35,11 @@ class Minibatch:
     number: int = 0
     size: int | None = None
     gather: Callable[[], Any] | None = None
+
+    @property
+    def width(self) -> int:
+        """Samples of a client with those that fill up."""
+        return int(next(batch_leaves(self.data)).shape[1])
 
     def samples(self) -> Any:
         """Return the samples, leaves ``(clients, batch, ...)``."""

@@ -1,0 +1,80 @@
+"""What a step computes on the way to its loss: the module's outputs and its head's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+
+@dataclass
+class Seen:
+    """Results of a step's calls, in their order.
+
+    Attributes:
+        outputs: What the module returned.
+        features: What entered its submodule ``head``.
+    """
+
+    outputs: list[Any] = field(default_factory=list)
+    features: list[Any] = field(default_factory=list)
+
+
+@contextmanager
+def watching(module: nn.Module) -> Iterator[Seen]:
+    """Collect what the module and its head compute in a step."""
+    seen = Seen()
+    forward, depth = module.forward, 0
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            depth -= 1
+        if not depth:  # the second model of a mixture is called inside
+            seen.outputs.append(result)
+        return result
+
+    head = getattr(module, "head", None)
+    with _replaced(module, watched):
+        if not isinstance(head, nn.Module):
+            yield seen
+            return
+        original = head.forward
+
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            seen.features.append(args[0])
+            return original(*args, **kwargs)
+
+        with _replaced(head, entered):
+            yield seen
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put every layer into eval mode, and back."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Any) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
