@@ -79,10 +79,13 @@ from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
 
 __all__ = [
     "About",
+    "ClientInfo",
     "Known",
     "LocalStep",
     "Method",
+    "Model",
     "Phase",
+    "Tree",
     "Weighting",
     "check_budget",
     "check_weighting",

@@ -1,5 +1,11 @@
 """Problems, quiet runs and the conformance suite, for tests of methods."""
 
+import sys
+
+if "pytest" in sys.modules:  # failed checks then show the values that they compare
+    for _name in ("conformance", "fitting", "rounds"):
+        sys.modules["pytest"].register_assert_rewrite(f"{__name__}.{_name}")
+
 from lightning_pfl.testing.conformance import CHECKS, Problem
 from lightning_pfl.testing.fitting import (
     Fit,

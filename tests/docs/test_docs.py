@@ -19,9 +19,9 @@ from lightning_pfl import (
     metrics,
     solvers,
 )
-from lightning_pfl.cli.command_line import PFLCLI
+from lightning_pfl.cli.command_line import PFLCLI, main
 from lightning_pfl.graphs import resolve_graph
-from lightning_pfl.methods import Ditto, FedRep
+from lightning_pfl.methods import FedRep
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import MLP
 from lightning_pfl.testing import CHECKS
@@ -160,18 +160,33 @@ def test_the_code_of_models_runs_and_gives_what_it_says(
     assert not any(torch.equal(shared[name], wanted[name]) for name in heads)
 
 
-def test_the_way_of_a_method_of_ones_own_through_the_suite_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_method_of_a_package_of_ones_own_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    package = ModuleType("my_package")
-    package.MyMethod = lambda strength: Ditto(prox_weight=strength)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "my_package", package)
-    test = run_blocks(CONTRIBUTING)["test_my_method"]
-    values = {mark.args[0]: mark.args[1] for mark in test.pytestmark}
-    assert values["engine"] == ["vectorized", "sequential"]
-    assert values["check"] == CHECKS
-    for check in CHECKS[:2]:
-        test(check, "vectorized", tmp_path)
+    """Its file, the conformance suite on it, its closed form, and the command line."""
+    blocks = re.findall(r"```python\n(.*?)```", CONTRIBUTING, re.DOTALL)
+    (tmp_path / "my_package.py").write_text(blocks[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        names = run_blocks("".join(f"```python\n{block}```\n" for block in blocks[1:]))
+        test = names["test_conformance"]
+        values = {mark.args[0]: mark.args[1] for mark in test.pytestmark}
+        assert values["engine"] == ["vectorized", "sequential"]
+        assert values["check"] == CHECKS
+        for check in CHECKS:
+            test(check, "vectorized", tmp_path)
+
+        (commands,) = re.findall(
+            r"```\n(lightning-pfl recipes copy.*?)```", CONTRIBUTING, re.DOTALL
+        )
+        copy, run, show = (shlex.split(line)[1:] for line in commands.splitlines())
+        quick = ["--trainer.fast_dev_run", "true", "--trainer.accelerator", "cpu"]
+        for words in (copy, [*run, *quick], show):
+            main(words)
+        assert "server_lr" in capsys.readouterr().out
+    finally:
+        sys.modules.pop("my_package", None)
 
 
 @pytest.mark.parametrize("package", [metrics, solvers])

@@ -15,8 +15,8 @@ PACKAGE = ROOT / "lightning_pfl"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "__main__.py"})
 FOLDERS = {path.name for base in (ROOT, PACKAGE) for path in base.iterdir() if path.is_dir()}
-#: Names that the house rules forbid.
-NO_FILES = {"utils.py"}
+#: A name that the house rules forbid, and files of the reader's own.
+NO_FILES = {"utils.py", "my_package.py", "test_my_package.py", "fedrep_digits.yaml"}
 ROLES = "class|func|meth|mod|data|attr|exc"
 
 
