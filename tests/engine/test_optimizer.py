@@ -58,6 +58,19 @@ def make(**settings: Any) -> tuple[ParameterSplit, torch.optim.Optimizer]:
     )
 
 
+def test_the_rate_of_a_phase_is_that_of_all_parameter_groups() -> None:
+    module = nn.Linear(3, 2).double()
+    groups = [{"params": [module.weight], "lr": 0.1}, {"params": [module.bias], "lr": 0.2}]
+    template, parameter_split = torch.optim.SGD(groups), ParameterSplit(module)
+    start = parameter_split.model()
+    grads = {n: torch.ones(CLIENTS, *leaf.shape).double() for n, leaf in start.items()}
+    for rate, steps in ((None, {"weight": 0.1, "bias": 0.2}), (0.5, {"weight": 0.5, "bias": 0.5})):
+        optimizer = ClientOptimizer(template, parameter_split, CLIENTS, rate)
+        new = optimizer.update(expand(start, CLIENTS), grads)
+        for name, step in steps.items():
+            torch.testing.assert_close(new[name], (start[name] - step).expand_as(new[name]))
+
+
 def test_shared_leaves_are_copied_before_they_train() -> None:
     parameter_split, template = make()
     start = parameter_split.model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -129,6 +130,21 @@ def test_evaluation_prediction_and_modules_are_each_client_s_own() -> None:
         torch.testing.assert_close(torch.cat(predictions[client]), found)
         right.append((own(x).argmax(1) == y).double().mean())
     assert tested["test_acc"] == pytest.approx(float(torch.stack(right).mean()))
+
+
+def test_the_table_has_each_client_s_own_values(tmp_path: Path) -> None:
+    """Clients of the two architectures alternate, and no two have the same loss."""
+    flags: dict[str, Any] = {"check_val_every_n_epoch": 1, "logger": CSVLogger(tmp_path)}
+    run = fit(LocalOnly(), ClientModules(modules(), OF), max_epochs=1, **flags)
+    with Path(run.log_dir, "clients_val.csv").open(newline="") as file:
+        table = {row["client"]: row for row in csv.DictReader(file)}
+    assert len({row["val_loss"] for row in table.values()}) == len(OF)
+    for client, size in enumerate(SIZES):
+        x, y = samples(client, 1)
+        row = table[run.strategy.client_names[client]]
+        loss = nn.functional.cross_entropy(run.strategy.client_module(client)(x), y)
+        assert float(row["val_loss"]) == pytest.approx(loss.item())
+        assert int(row["num_samples"]) == size
 
 
 def test_only_the_sampled_groups_train() -> None:

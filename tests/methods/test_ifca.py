@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_pfl import FederatedStrategy
 from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.methods import IFCA, FedAvg
 from lightning_pfl.testing import (
     QuadraticModule,
@@ -226,6 +227,18 @@ def test_initial_models_have_the_module_s_shapes() -> None:
     match = r"Expected 'w' of `initial\[1\]` to have the shape \(1,\), .* but got \(2,\)"
     with pytest.raises(ValueError, match=match):
         fit(method, quadratics(), QuadraticModule(lr=LR), 1)
+
+
+def test_the_choice_counts_samples_not_minibatches(engine: str) -> None:
+    """Of the samples 0, 0, 0, 5 the last is a minibatch of its own.
+
+    The model 0 has the loss 25/2 on all samples, the model 4 has 3 * 8 + 1/2. By the means of the
+    two minibatches it would be 25/2 against 8 + 1/2.
+    """
+    a, c = torch.ones(4).double(), torch.tensor([[0.0], [0.0], [0.0], [5.0]]).double()
+    data = FederatedTensorDataset((a, c), [torch.arange(4)], batch_size=3)
+    run = fit(IFCA(2, initial=given(4.0, 0.0)), data, QuadraticModule(lr=LR), 1, engine)
+    assert run.server["cluster"].tolist() == [1]
 
 
 # --- restarts ---

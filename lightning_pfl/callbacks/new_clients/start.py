@@ -68,7 +68,9 @@ def _mean(federation: Federation) -> Model:
     for part in parts:
         models = personal_models(federation, part)
         doubled = {k: v.double() if v.is_floating_point() else v for k, v in models.items()}
-        means.append(weighted_mean(doubled, torch.full((len(part),), 1 / len(part))))
+        means.append(
+            weighted_mean(doubled, torch.full((len(part),), 1 / len(part), dtype=torch.float64))
+        )
     shares = torch.tensor([len(part) for part in parts]).double() / federation.num_clients
     stacked = {name: torch.stack([mean[name] for mean in means]) for name in means[0]}
     mean: Model = weighted_mean(stacked, shares)

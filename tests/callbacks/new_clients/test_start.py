@@ -16,16 +16,20 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
 from lightning_pfl.callbacks import NewClientAdaptation
+from lightning_pfl.callbacks.new_clients.start import starting_models
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import (
     APFL,
+    CFL,
+    IFCA,
     L2GD,
     FedAvg,
     FedPer,
     FedRep,
+    FedU,
     LGFedAvg,
 )
-from lightning_pfl.testing import descend, quadratic_clients
+from lightning_pfl.testing import QuadraticModule, descend, fit, quadratic_clients
 from tests.callbacks.setting import (
     BATCH,
     LR,
@@ -126,7 +130,8 @@ def test_start_global_begins_with_the_servers_model(method: Any) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("together", [2**27, 1])
+# Of 16 bytes a model: all four at a time, one, or three and one.
+@pytest.mark.parametrize("together", [2**27, 1, 48])
 def test_start_mean_begins_with_the_mean_of_the_clients_models(
     together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +166,32 @@ def test_start_mean_keeps_types_and_counts_of_batches() -> None:
         run.strategy.client_state_dict(k)["backbone.1.num_batches_tracked"] for k in range(5)
     ]
     assert models["backbone.1.num_batches_tracked"].tolist() == [max(batches)] * 3
+
+
+# Client 0 is alone, the other three are alike.
+GROUPS = ([-3.0], [3.0], [3.0], [3.0])
+
+
+@pytest.mark.parametrize(
+    ("method", "weights"),
+    [
+        (FedU("complete", 0.01, local_epochs=8), [1 / 4] * 4),
+        (CFL(10.0, 0.01, start_round=0, local_epochs=8), [0, 1 / 3, 1 / 3, 1 / 3]),
+        (
+            IFCA(2, initial=[{"w": torch.tensor([w]).double()} for w in (-2.0, 2.0)]),
+            [0, 1 / 3, 1 / 3, 1 / 3],
+        ),
+    ],
+    ids=["FedU", "CFL", "IFCA"],
+)
+def test_a_new_client_is_none_of_the_old_ones(method: Any, weights: list[float]) -> None:
+    """Row 0 of the new clients isn't client 0: it begins with the mean, or the largest cluster."""
+    run = fit(method, quadratic_clients([1.0] * 4, GROUPS), QuadraticModule(), 3)
+    models = run.models["w"]
+    assert abs(float(models[0] - models[1])) > 1
+    start = starting_models(run.strategy.federation, 2, "personal")["w"]
+    mean = torch.tensor(weights, dtype=torch.float64) @ models
+    torch.testing.assert_close(start, mean.expand(2, 1), rtol=1e-12, atol=1e-12)
 
 
 # --- what is written ------------------------------------------------------------------------------

@@ -43,6 +43,15 @@ class TestClassesPerClient:
         assert sorted(np.bincount(plan.ravel()).tolist()) == [2] * 9 + [3]
         assert all(set(TRAIN[p]) == set(row) for p, row in zip(parts, plan, strict=True))
 
+    def test_every_class_gets_the_extra_shards_equally_often(self) -> None:
+        """Of 21 places 10 classes take 2 each and one a third: each class with chance 1/10."""
+        draws, times = 1000, np.zeros(10)
+        for seed in range(draws):
+            plan = ClassesPerClient(3).split(np.arange(10).repeat(3), 7, rng(seed))[1]
+            times += np.bincount(plan.ravel()) == 3
+        assert times.sum() == draws
+        assert np.abs(times / draws - 0.1).max() < 4 * np.sqrt(0.1 * 0.9 / draws)
+
     def test_string_labels(self) -> None:
         words = np.array(["ant", "bee", "cat", "dog"])[np.arange(80) % 4]
         parts, plan = ClassesPerClient(1).split(words, 8, rng())
