@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSplit
 
 
@@ -22,6 +23,8 @@ class Known:
         has_training_data: Clients with a minibatch to train on, bool ``(num_clients,)``; clients
             with samples, until the loop has counted minibatches.
         model_sizes: Trainable scalars of each client's model, int64 ``(num_clients,)``.
+        label_counts: Training samples of each client by class, int64 ``(num_clients, classes)``;
+            None outside of a fit, and where the data have no classes that can be counted.
     """
 
     parameter_split: ParameterSplit
@@ -30,6 +33,7 @@ class Known:
     num_samples: Tensor
     has_training_data: Tensor
     model_sizes: Tensor
+    label_counts: Tensor | None = None
 
     @classmethod
     def of(
@@ -54,3 +58,20 @@ class Known:
         if model_sizes is None:
             model_sizes = torch.full((num_clients,), parameter_split.num_trainable())
         return cls(parameter_split, num_clients, seed, num_samples, num_samples > 0, model_sizes)
+
+    def require_label_counts(self, method: str) -> Tensor:
+        """The clients' samples by class.
+
+        Args:
+            method: Who needs them, for the error.
+
+        Raises:
+            MisconfigurationException: If they aren't known.
+        """
+        if self.label_counts is None:
+            raise MisconfigurationException(
+                f"Expected training data whose classes can be counted, as {method} needs each "
+                "client's number of samples by class, but got data that aren't pairs of inputs and "
+                "class numbers in tensors. Use FederatedDataModule or FederatedTensorDataset."
+            )
+        return self.label_counts

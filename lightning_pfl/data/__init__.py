@@ -7,6 +7,7 @@ from lightning_pfl.data.datasets import (
     FederatedLoaders,
     FederatedTensorDataset,
     as_federated,
+    label_counts,
 )
 from lightning_pfl.data.fresh import FreshDataModule
 from lightning_pfl.data.partition import (
@@ -45,6 +46,7 @@ __all__ = [
     "FederatedDataset",
     "Batch",
     "as_federated",
+    "label_counts",
     "Source",
     "FreshSource",
     "SourceData",

@@ -28,6 +28,7 @@ __all__ = [
     "FederatedTensorDataset",
     "as_federated",
     "batch_leaves",
+    "label_counts",
     "map_batch",
 ]
 
@@ -331,6 +332,27 @@ def as_federated(source: Any, *, what: str) -> FederatedDataset:
         shuffle=parts.shuffle,
         drop_last=first.drop_last,
     )
+
+
+def label_counts(dataset: FederatedDataset) -> Tensor | None:
+    """Count each client's samples by class, int64 ``(num_clients, classes)``, on the CPU.
+
+    The classes are 0 to the largest label of the pool, whoever holds it. None where the samples
+    aren't pairs with whole numbers from 0 as second entries, and for `FederatedLoaders`, whose
+    batches are produced by user code.
+    """
+    if isinstance(dataset, FederatedLoaders) or not isinstance(dataset.fields, (tuple, list)):
+        return None
+    labels = dataset.fields[1] if len(dataset.fields) > 1 else None
+    if not isinstance(labels, Tensor) or labels.ndim != 1 or not len(labels):
+        return None
+    if labels.dtype == torch.bool or labels.is_floating_point() or int(labels.min()) < 0:
+        return None
+    classes = int(labels.max()) + 1
+    held = labels[torch.cat(dataset.indices)] if dataset.indices else labels[:0]
+    owner = torch.arange(dataset.num_clients).repeat_interleave(dataset.num_samples)
+    flat = owner * classes + held.cpu().long()
+    return torch.bincount(flat, minlength=dataset.num_clients * classes).view(-1, classes)
 
 
 def _split(flat: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:

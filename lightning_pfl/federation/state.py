@@ -259,10 +259,12 @@ class FederationState:
             self.method.bind(known)
         return methods
 
-    def set_has_training_data(self, some: Tensor) -> None:
-        """Set which clients have a minibatch to train on, bool ``(num_clients,)``."""
+    def know_data(self, has_training_data: Tensor, label_counts: Tensor | None) -> None:
+        """Let the method know the training data: fields of :class:`Known` that only a fit has."""
         for method in (self.method, *(each.method for each in self.architectures)):
-            method.known = replace(method.known, has_training_data=some)
+            method.known = replace(
+                method.known, has_training_data=has_training_data, label_counts=label_counts
+            )
 
     def move(self, server: torch.device | str, clients: torch.device | str) -> None:
         """Move the server's tree and the client states."""

@@ -30,8 +30,9 @@ and ``global_model(server)`` are evaluated and handed to the user.
 - Several independent minibatches in a step: ``Phase(batches_per_step=3)``.
 - All samples at once, in a fixed order (dual coordinate ascent): ``Phase(full_batch=True)``.
 - The loss of a model (FedMAP's weights): ``Phase(evaluate_only=True)`` and ``client.loss``.
-- A further term of the loss (FedProto, MOON, distillation): ``client.grad(objective=f, given=...)``,
-  with ``f(view, given)`` of one client's minibatch; see ``contract/view.py``.
+- A further term of the loss (FedProto, MOON, distillation): ``client.grad(objective=f, given=x)``,
+  with ``f(view, x)`` of one client's minibatch; see ``contract/view.py``.
+- How many samples of each class a client has: ``known.label_counts``; sending them is an upload.
 - Another model's outputs, features or losses as constants: ``client.outputs``, ``features`` and
   ``losses``; a forward pass each.
 - Weights of samples (FedEM): ``client.grad(weights=w)``; each sample's gradient (private training):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo, LocalResult
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, repeat, rows, tmap
-from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.data.datasets import FederatedDataset, label_counts
 from lightning_pfl.engine.base import EngineSettings, LocalWork
 from lightning_pfl.engine.optimizer import learning_rates
 from lightning_pfl.engine.sequential import SequentialEngine
@@ -82,7 +82,8 @@ def local_round(
         **options: Passed to the engine (``transform``, ``stochastic``).
     """
     parameter_split = ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))
-    method.bind(Known.of(parameter_split, data.num_clients, 0, data.num_samples))
+    known = Known.of(parameter_split, data.num_clients, 0, data.num_samples)
+    method.bind(replace(known, label_counts=label_counts(data)))
     index = torch.arange(data.num_clients) if clients is None else torch.tensor(list(clients))
     optimizer = module.configure_optimizers()
     kind = VectorizedEngine if engine == "vectorized" else SequentialEngine

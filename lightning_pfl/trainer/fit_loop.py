@@ -32,7 +32,7 @@ from lightning_pfl._lightning import (
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import LocalResult, Round
 from lightning_pfl.core.tree import Tree, nbytes, rows
-from lightning_pfl.data.datasets import FederatedDataset, as_federated
+from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
 from lightning_pfl.federation.cohort import Cohort
 from lightning_pfl.federation.eligibility import learners, require_samples
 from lightning_pfl.federation.federation import Federation
@@ -148,7 +148,7 @@ class FederatedLoop(FitLoop):
         self._learners = learners(self.federation, data, phases, limit, self._fate)
         some = torch.zeros(data.num_clients, dtype=torch.bool)
         some[self._learners] = True
-        self.federation.set_has_training_data(some)
+        self.federation.know_data(some, label_counts(data))
         self.max_batches = len(self._draw(start))
 
     @property

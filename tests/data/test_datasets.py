@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pfl.data import FederatedTensorDataset
+from lightning_pfl.data import FederatedLoaders, FederatedTensorDataset, label_counts
 
 X, Y = torch.arange(24.0).reshape(8, 3), torch.arange(8)
 ROWS: tuple[list[int], ...] = ([1, 4, 6], [], [0], [7, 2])
@@ -93,3 +94,30 @@ def test_to_moves_everything_and_leaves_the_original() -> None:
 def test_no_clients_at_all() -> None:
     data = FederatedTensorDataset((X, Y), [])
     assert (data.num_clients, data.indices, data.num_samples.tolist()) == (0, (), [])
+
+
+LABELS = torch.tensor([2, 0, 0, 3, 0, 1, 2, 0])
+
+
+def test_labels_are_counted_by_client() -> None:
+    """ROWS has [1, 4, 6], [], [0], [7, 2]; class 3 is in the pool alone."""
+    data = FederatedTensorDataset((X, LABELS), ROWS)
+    counts = label_counts(data)
+    assert counts is not None
+    assert counts.tolist() == [[2, 0, 1, 0], [0, 0, 0, 0], [0, 0, 1, 0], [2, 0, 0, 0]]
+    assert torch.equal(counts.sum(1), data.num_samples)
+    nobody = label_counts(FederatedTensorDataset((X, LABELS), []))
+    assert nobody is not None
+    assert nobody.shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "fields", [X, (X,), (X, X), (X, X[:, 0]), (X, LABELS - 1), (X, LABELS > 0), {"x": X}]
+)
+def test_data_without_classes_have_no_counts(fields: Any) -> None:
+    assert label_counts(FederatedTensorDataset(fields, ROWS)) is None
+
+
+def test_loaders_have_no_counts() -> None:
+    loader = DataLoader(TensorDataset(X, LABELS), batch_size=2)
+    assert label_counts(FederatedLoaders([loader])) is None
