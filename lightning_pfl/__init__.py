@@ -33,7 +33,7 @@ __all__ = [
     "__version__",
 ]
 
-# Loaded when first used, so that `import lightning_pfl` stays as fast as `import lightning`.
+# Imported on first use, so that `import lightning_pfl` stays as fast as `import lightning`.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
@@ -49,13 +49,13 @@ __getattr__, __dir__ = lazy_names(
 
 
 def _federated() -> FederatedStrategy:
-    """Make the strategy that ``Trainer(strategy="federated")`` names."""
+    """Make the strategy of ``Trainer(strategy="federated")``."""
     from lightning_pfl.trainer.strategy import with_default_method
 
     return with_default_method()
 
 
-# `override`: a module that is imported again, as in a notebook, registers itself again.
+# `override`, since a reloaded module, as in a notebook, registers itself again.
 StrategyRegistry.register(
     "federated", _federated, description="Personalized federated learning", override=True
 )

@@ -1,9 +1,4 @@
-"""The private part of Lightning that a native training loop needs, imported here alone.
-
-Lightning has no public loop API since version 2.0, yet its Trainer, loggers and progress bars know
-only its own loops. ``tests/test_lightning_contract.py`` pins the existence, the signatures and the
-behaviour that are used here, so that a new release of Lightning fails there first, by name.
-"""
+"""Lightning's private names for the training loops, imported in this file only."""
 
 from __future__ import annotations
 
@@ -88,7 +83,7 @@ LoopT = TypeVar("LoopT", bound=Loop)
 
 
 class ConnectedTrainer(L.Trainer):
-    """The Trainer with the attributes that its connectors set, for annotations alone."""
+    """The Trainer with the attributes that its connectors set, for annotations."""
 
     callbacks: list[Callback]
     datamodule: L.LightningDataModule | None
@@ -105,7 +100,7 @@ def connected(trainer: L.Trainer) -> ConnectedTrainer:
 
 
 class DataHolder:
-    """Stands where loops keep a ``CombinedLoader``; ``trainer.train_dataloader`` is ``iterables``.
+    """A replacement of ``CombinedLoader`` in loops; ``trainer.train_dataloader`` is ``iterables``.
 
     Args:
         data: The federated dataset of a split.
@@ -119,7 +114,7 @@ class DataHolder:
 
 
 def take_over(kind: type[LoopT], old: Loop) -> LoopT:
-    """Make a loop of another kind that has all the Trainer's had: limits, data source, progress."""
+    """Make a loop of another kind with an old loop's limits, data source and progress."""
     new = kind.__new__(kind)
     new.__dict__.update(old.__dict__)
     return new
@@ -144,12 +139,12 @@ def call_hooks(trainer: L.Trainer, name: str, *args: Any, monitoring: bool | Non
 
 
 def call_module_hook(trainer: L.Trainer, name: str) -> Any:
-    """Fire a hook that only the module has; returns what it returns."""
+    """Call a hook of the module only, and return its result."""
     return _call_lightning_module_hook(trainer, name)
 
 
 class ClientHooks:
-    """Fires a per-batch hook on those that override it.
+    """Fires a per-batch hook on objects that override it.
 
     With a thousand clients in an evaluation, calling empty methods of every callback costs more
     than the evaluation.
@@ -167,7 +162,7 @@ class ClientHooks:
         self.on_module = is_overridden(name, trainer.lightning_module)
 
     def __call__(self, *args: Any) -> Any:
-        """Fire the hook; returns what the module's hook returns."""
+        """Fire the hook, and return the result of the module's."""
         module: Any = self.trainer.lightning_module
         before, module._current_fx_name = module._current_fx_name, self.name
         for callback in self.callbacks:
@@ -182,7 +177,7 @@ class ClientHooks:
 
 
 def overrides(instance: object, name: str, parent: type) -> bool:
-    """Whether an object has its own version of a method of ``parent``."""
+    """Whether an object overrides a method of ``parent``."""
     return name in vars(instance) or getattr(type(instance), name, None) is not getattr(
         parent, name
     )
@@ -192,15 +187,15 @@ def overrides(instance: object, name: str, parent: type) -> bool:
 
 
 def set_rank_for_messages(rank: int) -> None:
-    """Let ``rank_zero_info`` and the like be silent in all processes but one."""
+    """Silence ``rank_zero_info`` and others in all processes but one."""
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
 def notice_termination(trainer: L.Trainer) -> None:
-    """Remember a SIGTERM until the end of the round, and pass it on to the processes started here.
+    """Record a SIGTERM until the end of the round, and pass it on to the processes started here.
 
-    Lightning's handler also broadcasts, in the middle of whatever the processes are exchanging,
-    and then all may wait for ever.
+    Lightning's handler also broadcasts, which can deadlock with the processes' other collective
+    calls.
     """
     connector = trainer._signal_connector
 
@@ -223,7 +218,7 @@ def count_server_update(loop: FitLoop) -> None:
 
 
 def set_rounds(loop: FitLoop, finished: int, begun: int) -> None:
-    """Set the epoch counters, and the loggers' step, to so many finished and begun rounds."""
+    """Set the epoch counters and the loggers' step to numbers of finished and begun rounds."""
     for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
         vars(tracker).update(ready=begun, started=begun, processed=finished, completed=finished)
     loop.epoch_loop._batches_that_stepped = finished
@@ -244,7 +239,7 @@ def log_values(
     prog_bar: Iterable[str],
     logger: Iterable[str],
 ) -> None:
-    """Put values where ``self.log(..., on_epoch=True)`` would have put them.
+    """Store values as ``self.log(..., on_epoch=True)`` does.
 
     Args:
         results: The active loop's collection.
@@ -259,19 +254,19 @@ def log_values(
         known = results.get(f"{hook}.{name}")
         if known is None:
             flags = {"prog_bar": name in shown, "logger": name in logged, "on_epoch": True}
-            # All processes have the same value: with `sync_dist` and no function that does it,
-            # Lightning neither reduces the value nor advises to.
+            # All processes have the same value: with `sync_dist` and without a reduction, Lightning
+            # neither reduces the value nor advises to.
             flags["sync_dist"] = True
             results.log(hook, name, number, batch_size=1, **flags)
-        else:  # `results.log` would look through all its values for tensors to move: a millisecond
+        else:  # `results.log` searches all its values for tensors to move: a millisecond
             known.forward(number, 1)
             known.has_reset = False
 
 
 def open_step(trainer: L.Trainer, results: ResultCollection, client: int) -> None:
-    """Begin a "batch", as ``_LoggerConnector.on_batch_start`` does: ``self.log`` works in hooks.
+    """Begin a "batch", as ``_LoggerConnector.on_batch_start`` does, so that hooks can log.
 
-    Its own way to the result collection compares strings; per client, that adds up.
+    Lightning's way to the result collection compares strings, which is slow for many clients.
     """
     connector = trainer._logger_connector
     connector._first_loop_iter = connector._first_loop_iter is None
@@ -289,9 +284,9 @@ def close_step(trainer: L.Trainer, results: ResultCollection) -> None:
 
 
 def publish_round(trainer: L.Trainer) -> None:
-    """Let ``trainer.callback_metrics`` have what a round has logged, already before its end.
+    """Publish a round's logged values in ``trainer.callback_metrics`` before its end.
 
-    Lightning reduces values of an epoch when its last batch has passed; a round has none of these.
+    Lightning reduces an epoch's values after its last batch; a round has none.
     """
     trainer._logger_connector.epoch_end_reached()
     # Reading them stores them, for schedulers and callbacks that look during validation.
@@ -299,10 +294,7 @@ def publish_round(trainer: L.Trainer) -> None:
 
 
 def send_round(loop: FitLoop) -> None:
-    """Send a round's values to the loggers, and advance the step by which loggers number them.
-
-    Lightning advances it once a batch; here a round is one.
-    """
+    """Send a round's values to the loggers, and advance their step by one per round."""
     connector = loop.trainer._logger_connector
     connector.on_epoch_end()
     connector.update_train_epoch_metrics()
@@ -310,20 +302,20 @@ def send_round(loop: FitLoop) -> None:
 
 
 def stop_if_terminated(terminated: bool) -> None:
-    """End the run, as Lightning does between epochs, if a process was told to terminate."""
+    """End the run, as Lightning does between epochs, if a process got a SIGTERM."""
     if terminated:
         raise SIGTERMException
 
 
 def remember_metrics(trainer: L.Trainer, values: Mapping[str, float | Tensor]) -> None:
-    """Add values to ``trainer.callback_metrics``, as a resumed run has them from before."""
+    """Add values to ``trainer.callback_metrics``, for a resumed run."""
     trainer._logger_connector._callback_metrics.update(
         {name: torch.as_tensor(value) for name, value in values.items()}
     )
 
 
 def forget_metrics(trainer: L.Trainer, names: Iterable[str]) -> None:
-    """Take values out of the Trainer's, where Lightning keeps the last of each name for ever."""
+    """Remove values from the Trainer, where Lightning keeps the last of each name."""
     connector = trainer._logger_connector
     kept = connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics
     for name in names:
@@ -351,7 +343,7 @@ def log_at_end(
 
 
 def copy_apart(module: Any) -> Any:
-    """A deep copy of a module without its Trainer, which would be copied with all that it holds."""
+    """Copy a module deeply without its Trainer."""
     trainer, module._trainer = module._trainer, None
     try:
         return deepcopy(module)
@@ -378,5 +370,5 @@ def read_optimizers(
 
 
 def step_schedulers(loop: FitLoop, plateau: bool) -> None:
-    """Step the schedulers of rounds: those that look at a monitored value, or the others."""
+    """Step the schedulers of rounds: those that use a monitored value, or the others."""
     loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=plateau)

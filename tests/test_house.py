@@ -1,6 +1,7 @@
 """The house rules that a machine can check."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,52 @@ def test_methods_never_touch_the_trainer() -> None:
 def test_no_module_is_named_after_nothing() -> None:
     names = {"utils", "util", "helpers", "helper", "common", "misc"}
     assert [relative(path) for path in SOURCES if path.stem in names] == []
+
+
+# Words of no technical meaning for which the field, Lightning or plain English has a better one.
+BANNED_WORDS = (
+    "beside|nobody|somebody|everybody|told|tells|tell|says|said|hears|heard|remembers?|remembered"
+    "|memories|so many|so far as|whoever"
+)
+CUT = re.compile(r"\b(e\.g|i\.e|cf|vs|resp)\.$")
+
+
+def sentence_problem(docstring: str) -> str | None:
+    """What is wrong with a docstring's first line; None if it is a sentence in plain words."""
+    first = docstring.strip().splitlines()[0]
+    if not first.endswith("."):
+        return "doesn't end with a period"
+    if CUT.search(first):
+        return "is cut in two"
+    found = re.search(rf"\b({BANNED_WORDS})\b", first, re.IGNORECASE)
+    return f"has the word {found[0]!r}" if found else None
+
+
+@pytest.mark.parametrize(
+    ("docstring", "problem"),
+    [
+        ("Derive a key, e.g. `derive(seed, round)`.", None),
+        ("Derive a key, e.g.\n\n``derive(seed)``.", "is cut in two"),
+        ("Derive a key\n\nfor a purpose.", "doesn't end with a period"),
+        ("Evaluate beside the others.", "has the word 'beside'"),
+        ("Whether nobody trains.", "has the word 'nobody'"),
+        ("Draw so many samples.", "has the word 'so many'"),
+        ("Retell the essay.", None),
+    ],
+)
+def test_sentence_problems_are_recognised(docstring: str, problem: str | None) -> None:
+    assert sentence_problem(docstring) == problem
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_first_lines_of_docstrings_are_sentences_in_plain_words(path: Path) -> None:
+    found = {
+        f"{relative(path)}:{getattr(node, 'lineno', 1)}": problem
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if (docstring := ast.get_docstring(node)) and (problem := sentence_problem(docstring))
+    }
+    assert found == {}
 
 
 def test_every_public_name_of_methods_exists_and_every_method_is_public() -> None:

@@ -1,4 +1,4 @@
-"""What there is to choose from: ``lightning-pfl methods ...`` and ``lightning-pfl recipes ...``."""
+"""The commands ``lightning-pfl methods ...`` and ``lightning-pfl recipes ...``."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def list_methods() -> None:
 
 
 def show_method(name: str) -> None:
-    """Print what is known of one method.
+    """Print the description of one method.
 
     Args:
         name: A registered name, or the import path of a class.

@@ -1,7 +1,6 @@
 """The command line: ``lightning-pfl fit|validate|test|predict --config recipe.yaml``.
 
-A recipe names classes and their arguments, nothing else: what the command line can do, the Python
-API can do with the same words.
+A recipe names classes and their arguments, as in Python.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ OTHER_COMMANDS = (
 class PFLCLI(LightningCLI):
     """LightningCLI with a ``method:`` key and the federated strategy as default.
 
-    The method is a callback. It has a key of its own because ``trainer.callbacks`` of a second
-    ``--config`` replaces that of the first, and the method would be lost with it.
+    The method is a callback with its own key, since ``trainer.callbacks`` of a second ``--config``
+    replaces those of the first.
 
     Args:
         args: Command line arguments, a nested dict of settings, or None for ``sys.argv``.
@@ -50,18 +49,18 @@ class PFLCLI(LightningCLI):
                 "strategy": {"class_path": "lightning_pfl.FederatedStrategy"},
                 "callbacks": list(extra_callbacks),
             },
-            # A run without a seed in its recipe is still one that can be repeated.
+            # Runs are repeatable without a seed in the recipe.
             "seed_everything_default": 0,
             # A resumed run writes into the folder of the run that it continues.
             "save_config_kwargs": {"overwrite": True},
             "parser_class": Parser,
         }
-        # Lightning 2.6 calls names that jsonargparse 4.49 has renamed: nothing a user can act on.
+        # Lightning 2.6 uses names that jsonargparse 4.49 has renamed; users can't change it.
         os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
         super().__init__(args=args, **{**defaults, **kwargs})
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Make a parser that takes no abbreviations: ``--trainer.max_epoch`` is a misspelling."""
+        """Make a parser without abbreviations, so that ``--trainer.max_epoch`` is a misspelling."""
         return super().init_parser(**{"allow_abbrev": False, **kwargs})
 
     def setup_parser(
@@ -72,13 +71,13 @@ class PFLCLI(LightningCLI):
         super().setup_parser(add_subcommands, first, subparser_kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the ``method`` key; the method joins the callbacks."""
+        """Add the ``method`` key, which joins the callbacks."""
         parser.add_lightning_class_args(Method, "method", subclass_mode=True)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse ``args``, without Lightning's warning that ``sys.argv`` isn't empty.
+        """Parse ``args``, without Lightning's warning about a nonempty ``sys.argv``.
 
-        Programs that start runs have command lines of their own.
+        Programs that start runs have their own command lines.
         """
         if args is None or isinstance(args, list):
             self.config = parser.parse_args(args)
@@ -86,16 +85,16 @@ class PFLCLI(LightningCLI):
             self.config = parser.parse_object(args)
 
     def _parse_ckpt_path(self) -> None:
-        """Keep the recipe's model: it isn't replaced by the hyper-parameters of the checkpoint.
+        """Keep the recipe's model instead of the checkpoint's hyper-parameters.
 
-        LightningCLI would read them into ``model``, where they lack the class that they belong to.
-        The strategy compares checkpoint and model by itself.
+        LightningCLI would read these into ``model`` without their class. The strategy compares
+        checkpoint and model.
         """
 
     def instantiate_classes(self) -> None:
-        """Make the objects; a setting that is refused ends the program with one line that says why.
+        """Make the objects; a refused setting ends the program with a line of explanation.
 
-        With ``JSONARGPARSE_DEBUG`` set it is the whole traceback.
+        With ``JSONARGPARSE_DEBUG`` set it is the complete traceback.
         """
         try:
             super().instantiate_classes()
@@ -106,22 +105,22 @@ class PFLCLI(LightningCLI):
             self.parser.error(line, error)
 
     def before_validate(self) -> None:
-        """Say so if nothing is loaded."""
+        """Warn if no checkpoint is loaded."""
         self._warn_if_untrained()
 
     def before_test(self) -> None:
-        """Say so if nothing is loaded."""
+        """Warn if no checkpoint is loaded."""
         self._warn_if_untrained()
 
     def before_predict(self) -> None:
-        """Say so if nothing is loaded."""
+        """Warn if no checkpoint is loaded."""
         self._warn_if_untrained()
 
     def _warn_if_untrained(self) -> None:
         if self._get(self.config, "ckpt_path") is None:
             rank_zero_warn(
-                f"`{self.subcommand}` got no checkpoint: all clients have the model as the recipe "
-                "makes it, untrained. Pass --ckpt_path PATH.ckpt for the models of a run."
+                f"`{self.subcommand}` got no checkpoint, so all clients have the untrained model "
+                "of the recipe. Pass --ckpt_path PATH.ckpt for the models of a run."
             )
 
     def after_fit(self) -> None:
@@ -137,9 +136,9 @@ class PFLCLI(LightningCLI):
         print_results(self.trainer.callback_metrics, title="After the test")
 
     def after_predict(self) -> None:
-        """Write what every client's ``predict_step`` returned: ``predictions.pt`` beside the logs.
+        """Write all clients' results of ``predict_step`` to ``predictions.pt`` in the log folder.
 
-        A dict from client name to its list of outputs, one per batch, in the order of the data.
+        It is a dict from client name to a list of outputs, one per batch, in the order of the data.
         """
         loop: Any = self.trainer.predict_loop
         if not self.trainer.is_global_zero or not loop.predictions:
@@ -154,8 +153,8 @@ class PFLCLI(LightningCLI):
 def main(args: ArgsType = None) -> None:
     """Run the command line; the console script ``lightning-pfl``.
 
-    It finds modules in the working directory, as ``python -m lightning_pfl`` does: recipes name
-    classes of one's own by ``module.Class``.
+    It finds modules in the working directory, as ``python -m lightning_pfl`` does, so that recipes
+    can name users' classes by ``module.Class``.
     """
     here = str(Path.cwd())
     # Python itself has `safe_path` (`python -P`) since 3.11.

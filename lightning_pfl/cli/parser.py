@@ -1,4 +1,4 @@
-"""The command line's parser: errors that name the nearest word, and help without LaTeX."""
+"""The command line's parser, with suggestions for misspelt names and help without LaTeX."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_pfl import callbacks, data, methods, models
 
-#: What a recipe can name without a module path.
+#: Classes that a recipe can name without a module path.
 CLASSES = (*methods.__all__, *models.__all__, *data.__all__, *callbacks.__all__)
-# How jsonargparse, 4.39 to 4.53, words what it refuses; another wording only costs the suggestion.
+# Wordings of jsonargparse, 4.39 to 4.53; with another one only the suggestion is missing.
 CLASS = re.compile(
     r"(?:Expected a dot import path string: |module 'lightning_pfl[\w.]*' has no attribute ')"
     r"([\w.]+)"
@@ -32,7 +32,7 @@ OPTION = re.compile(
     r"does not accept (?:option|nested key) '([\w.]+)'"
 )
 OWN_WORDS = re.compile(r"Expected .+ but got .+")
-#: LaTeX that isn't its own name: ``\lambda`` is read as "lambda".
+#: LaTeX commands that aren't their own text, unlike ``\lambda``.
 SYMBOLS = {
     "ge": ">=",
     "le": "<=",
@@ -48,10 +48,10 @@ SYMBOLS = {
 
 
 class Parser(LightningArgumentParser):
-    """Lightning's parser with errors in a line and readable help."""
+    """Lightning's parser with short errors and readable help."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Exit with status 2 and the message, with the nearest name where one is misspelt."""
+        """Exit with status 2 and the message, with the nearest name for a misspelt one."""
         if self.exit_on_error:
             keys = (getattr(ex, "subcommand_parser", None) or self).get_defaults().keys()
             message = explain(message, keys)
@@ -59,17 +59,17 @@ class Parser(LightningArgumentParser):
         raise AssertionError  # it has exited
 
     def print_usage(self, file: Any = None) -> None:
-        """Nothing before an error, which would be far below the sixty options of the Trainer."""
+        """Print no usage before an error, which would be far above it."""
         if file is not sys.stderr:
             super().print_usage(file)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """The help, with formulas as plain text."""
+        """Format the help, with formulas as plain text."""
         return plain(super().format_help(*args, **kwargs))
 
 
 def explain(message: str, keys: Iterable[str]) -> str:
-    r"""An error of jsonargparse, with the nearest name where something is misspelt.
+    r"""Add the nearest name to an error of jsonargparse about a misspelt one.
 
     Args:
         message: The error.
@@ -87,7 +87,7 @@ def explain(message: str, keys: Iterable[str]) -> str:
             near = nearest(name, methods.__all__)
             return (
                 f"Expected `method` to be one of {', '.join(methods.__all__)}, or the import path "
-                f"of a method of your own, but got method={name!r}. "
+                f"of your own method, but got method={name!r}. "
                 + (f"Did you mean {near!r}?" if near else "Choose one of them.")
             )
         near = nearest(name, CLASSES)
@@ -100,7 +100,7 @@ def explain(message: str, keys: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that is most like another one, whatever its capitals; None if none is.
+    """Find the most similar name, ignoring case; None if none is similar.
 
     Example:
         >>> nearest("scafold", ["FedAvg", "SCAFFOLD"])
@@ -112,19 +112,19 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def arguments(class_path: str) -> list[str]:
-    """Names of the arguments of a class, and of the classes that it passes arguments on to."""
+    """List the arguments of a class, and of classes that it passes arguments on to."""
     bases = getattr(locate(class_path), "__mro__", ())
     return [name for base in bases for name in inspect.signature(base.__init__).parameters]
 
 
 def in_a_line(error: Exception) -> str | None:
-    r"""What a refused setting says for the user, out of what jsonargparse puts around it.
+    r"""Extract the error text about a setting from jsonargparse's text.
 
     Args:
         error: Raised while the objects of a configuration were made.
 
     Returns:
-        The sentence; None for errors that aren't about a setting, such as a bug in a module.
+        The text; None for errors that aren't about a setting, such as a bug in a module.
 
     Example:
         >>> in_a_line(ValueError("Errors:\n  - Expected `a` to be 1, but got a=2. Use 1.\n - b"))
@@ -136,7 +136,7 @@ def in_a_line(error: Exception) -> str | None:
 
 
 def plain(text: str) -> str:
-    r"""Text whose formulas in ``:math:`` are written without LaTeX.
+    r"""Write formulas in ``:math:`` without LaTeX.
 
     Example:
         >>> plain(r":math:`\mu \ge 0`. 0 is FedAvg.")

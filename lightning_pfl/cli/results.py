@@ -1,4 +1,4 @@
-"""The table of results at the end of a command."""
+"""The results table at the end of a command."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from rich.table import Table
 
 from lightning_pfl.metrics import STATISTICS
 
-#: Column of the results table, and what the evaluation appends to the name of a value.
+#: Columns of the results table, with the suffix of the value's name.
 COLUMNS = {statistic or "mean": f"/{statistic}" if statistic else "" for statistic in STATISTICS}
-#: What ClusterMonitor logs, shown below the table.
+#: Values of ClusterMonitor, shown below the table.
 CLUSTERS = ("clusters/number", "clusters/ari")
 DIGITS = re.compile(r"(\d+)")
 
 
 def summary_rows(metrics: Mapping[str, SupportsFloat]) -> dict[str, dict[str, float]]:
-    """Pick the values that were evaluated for every client.
+    """Select the values that were evaluated for every client.
 
     Args:
         metrics: Logged values by name, for instance ``trainer.callback_metrics``.
 
     Returns:
-        For each name with a ``/worst_decile`` beside it: its statistics, by the names of
-        :data:`COLUMNS`. A statistic that is missing is nan.
+        For each name with a ``/worst_decile`` value its statistics, by the names of
+        :data:`COLUMNS`; missing ones are nan.
 
     Example:
         >>> logged = {"val_acc": 0.9, "val_acc/worst_decile": 0.5, "train_loss": 1.0}
-        >>> evaluated(logged)["val_acc"]["worst_decile"]
+        >>> summary_rows(logged)["val_acc"]["worst_decile"]
         0.5
     """
     # `@20` before `@100`.

@@ -39,10 +39,9 @@ class ClientInfo:
             cohort.
         round: The communication round, from 0.
         num_clients: Number of clients in the federation, sampled or not.
-        rates: The different learning rates of the clients' optimizer now; empty where nobody
-            trains.
-        travel: How far a constant gradient of 1 would have moved the clients in this round, in
-            units of the learning rate, float64; for plain SGD the number of steps. Known in
+        rates: The distinct learning rates of the clients' optimizer now; empty without training.
+        travel: Length that a constant gradient of 1 would have moved the clients in this round, in
+            units of the learning rate, float64; for plain SGD the number of steps. Set in
             ``client_final`` of a method with ``measures_travel``, else None.
     """
 

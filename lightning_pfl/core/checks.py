@@ -68,7 +68,7 @@ def check_choice(name: str, value: object, known: tuple[str, ...], advice: str) 
 
 
 def check_budget(epochs: int | None, steps: int | None, what: str = "local") -> None:
-    """Require exactly one of ``<what>_epochs`` and ``<what>_steps``, an integer >= 0."""
+    """Require exactly one of ``<what>_epochs`` and ``<what>_steps``, as an integer >= 0."""
     given = {f"{what}_epochs": epochs, f"{what}_steps": steps}
     chosen = {name: value for name, value in given.items() if value is not None}
     text = ", ".join(f"{name}={value!r}" for name, value in given.items())

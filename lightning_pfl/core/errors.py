@@ -54,7 +54,7 @@ def naming_clients(
     round: int | None,
     advice: str = "",
 ) -> Iterator[None]:
-    """Name the clients in what the module's code raises on their data.
+    """Add the clients' names to exceptions of the module's code on their data.
 
     Args:
         stage: As in :class:`ClientError`.

@@ -194,10 +194,10 @@ def put_rows(tree: Tree, index: Tensor, new: Tree) -> Tree:
 
 
 def separated(tree: Tree, *others: Tree) -> Tree:
-    """Copy the leaves whose memory is also that of another leaf, of ``tree`` or of ``others``.
+    """Copy the leaves that share memory with another leaf of ``tree`` or ``others``.
 
-    Local training writes into what it trains, and nothing else may change along with it. Expanded
-    leaves stay what they are: whoever trains one gives it memory first.
+    Local training changes leaves in place, without effect on others. Expanded leaves stay expanded
+    until they are trained.
     """
     taken = {memory for other in others for leaf in leaves(other) if (memory := _memory(leaf))}
 

@@ -10,7 +10,7 @@ of client through both.
   running together; where a loss is known to be a mean over samples (``PersonalizedModule``), short
   minibatches are padded under a mask.
 - The user's optimizer: on the client's tensors, against tensors ``(clients, *shape)``, which an
-  elementwise optimizer can't tell from others.
+  elementwise optimizer treats alike.
 - Randomness: keyed in both; in a batched program a hash of (client key, call, element) takes the
   place of torch's random functions.
 

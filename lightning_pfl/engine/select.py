@@ -61,7 +61,7 @@ class SelectedEngine:
     A step may do later what the probe didn't see (``.item()`` from round 5 on, a skipped minibatch,
     a list that it keeps). With ``"auto"``, clients for which the vectorized engine fails then run
     in the sequential one, in this call only, so that a round's result depends on the round alone;
-    the log says why.
+    the log names the reason.
 
     Args:
         name: ``"auto"``, ``"vectorized"`` (an error if impossible) or ``"sequential"``.
@@ -250,7 +250,7 @@ class _Listener:
 
 
 def _results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:
-    """Run the work and return what it gives as a tree to compare."""
+    """Run the work and return its results as a tree to compare."""
     if isinstance(work, LocalWork):
         return training_trees(engine.train(work))
     return evaluation_trees(engine.evaluate(work), work.models)

@@ -123,7 +123,7 @@ class Cohort:
         )
 
     def accept_uploads(self, work: LocalResult, max_norm: MaxNorm) -> Verdict:
-        """Decide whose work counts; see ``gate.py``. From here on the cohort is the accepted."""
+        """Reduce the cohort to accepted clients by ``gate.py``, and return its decisions."""
         if len(self.batches) == 1:
             verdict = accept_cohort(self.shard, work, self.received, self.info, max_norm)
         else:

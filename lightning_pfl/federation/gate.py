@@ -24,22 +24,22 @@ from lightning_pfl.federation.ranks import RankShard
 
 MaxNorm = float | Literal["auto"] | None
 OUTLIER = 100.0
-"""Times the median of the round from which on an update is far too large."""
+"""Multiple of the round's median norm above which an update is an outlier."""
 ABSURD = 1e4
-"""Times the model, and the median update, from which on a step of the server is refused."""
+"""Multiple of the model's norm and the median update above which a server step is refused."""
 FEWEST = 3
-"""Clients from which on a median says what is usual."""
+"""Smallest number of clients for a meaningful median."""
 
 
 @dataclass
 class Verdict:
-    """Which uploads of a round count.
+    """The gate's decisions about the uploads of a round.
 
     Attributes:
-        accepted: Who is accepted, bool ``(clients,)``, on the CPU.
-        rejected: The reason by client id for those who aren't.
+        accepted: Accepted clients, bool ``(clients,)``, on the CPU.
+        rejected: Reasons by id of the rejected clients.
         norms: Norm of each client's update, float64 ``(clients,)``, on the CPU.
-        outliers: Accepted clients whose update is far larger than usual: by how much, by client id.
+        outliers: Descriptions by id of accepted clients with outlying updates.
     """
 
     accepted: Tensor
@@ -57,16 +57,16 @@ class Verdict:
 def accept_uploads(
     result: LocalResult, received: Tree, info: ClientInfo, max_norm: MaxNorm
 ) -> Verdict:
-    r"""Decide whose work counts, each client by itself.
+    r"""Decide for each client separately whether its upload is accepted.
 
-    A client is left out if its upload, its state or its training loss isn't finite, or if
+    A client is rejected if its upload, its state or its training loss isn't finite, or if
     :math:`\lVert \text{upload} - \text{received} \rVert_2` is above ``max_norm``. Entries of an
     upload without a counterpart in what was received count as they are, except scalars per client
     such as a log weight.
 
     Args:
-        result: The clients' work.
-        received: What the clients started from, ``(clients, ...)``.
+        result: The clients' results.
+        received: Trees that the clients started from, ``(clients, ...)``.
         info: The clients.
         max_norm: Largest norm of an update; None or ``"auto"`` for no fixed bound.
     """
@@ -76,13 +76,12 @@ def accept_uploads(
     checks = {
         "upload is not finite": everyone & finite(result.uploads),
         "client state is not finite": everyone & finite(result.client_state),
-        # NaN says that no loss was computed: by a client that took no step, or by a method that
-        # solves in closed form.
+        # NaN means no loss: the client took no step, or the method solves in closed form.
         "loss is not finite": ~loss.isinf(),
     }
     if isinstance(max_norm, (int, float)):
         checks[f"update norm above max_update_norm={max_norm}"] = norms <= max_norm
-    # The round's one wait for the device.
+    # The round's only synchronisation with the device.
     *passed, norms = torch.stack([*(ok.double() for ok in checks.values()), norms]).cpu()
     accepted = torch.stack(passed).bool().all(0)
     rejected = {}
@@ -95,15 +94,15 @@ def accept_uploads(
 def accept_cohort(
     shard: RankShard, work: LocalResult, received: Tree, info: ClientInfo, max_norm: MaxNorm
 ) -> Verdict:
-    """Decide about all clients of a round: every process judges its own, and hears of all.
+    """Decide about a cohort: every process about its shard, and all get all decisions.
 
     Args:
-        shard: This process's share of the cohort.
+        shard: This process's shard of the cohort.
         work: All clients' uploads, and the states and losses of this process's clients.
-        received: What the cohort started from, ``(clients, ...)``.
+        received: Trees that the cohort started from, ``(clients, ...)``.
         info: The cohort.
-        max_norm: As in :func:`accept_uploads`; ``"auto"`` leaves out what :func:`find_outliers`
-            finds.
+        max_norm: As in :func:`accept_uploads`; ``"auto"`` rejects the result of
+            :func:`find_outliers`.
     """
     mine = replace(work, uploads=shard.slice(work.uploads), loss=shard.slice({"": work.loss})[""])
     found = accept_uploads(mine, shard.slice(received), info.rows(shard.index), max_norm)
@@ -119,15 +118,15 @@ def accept_cohort(
 
 
 def find_outliers(verdict: Verdict, info: ClientInfo, max_norm: MaxNorm) -> Verdict:
-    """Look for accepted updates that are far larger than usual.
+    """Find accepted updates that are far larger than the median.
 
-    That is :data:`OUTLIER` times the median of the accepted, times as many local steps as the
-    client took more than the median client. With fewer than three clients nothing is usual.
+    The bound is :data:`OUTLIER` times the median of the accepted, scaled by the client's local
+    steps over the median ones. With fewer than three clients there are none.
 
     Args:
-        verdict: What was decided about each client by itself.
+        verdict: Decisions about each client separately.
         info: The clients.
-        max_norm: ``"auto"`` leaves the outliers out.
+        max_norm: ``"auto"`` rejects the outliers.
     """
     accepted, median = verdict.accepted, verdict.median
     if int(accepted.sum()) < FEWEST or median == 0:
@@ -148,12 +147,12 @@ def find_outliers(verdict: Verdict, info: ClientInfo, max_norm: MaxNorm) -> Verd
 
 
 def refuse_step(before: Tree, after: Tree, models: tuple[Model, Model], median: float) -> str:
-    """Say why the server must not take a step, although all uploads were accepted.
+    """Return why the server must not take a step, although all uploads were accepted.
 
     Args:
         before: The server's tree.
-        after: What ``server_update`` returned.
-        models: What the server knows of the module, before and after.
+        after: The result of ``server_update``.
+        models: The server's models, before and after.
         median: Median norm of the accepted updates.
 
     Returns:
@@ -164,7 +163,7 @@ def refuse_step(before: Tree, after: Tree, models: tuple[Model, Model], median: 
     for name, leaf in named_leaves(after).items():
         if _is_float(leaf):
             old = known.get(name)
-            # A method may hold infinities on purpose, where nothing is known yet.
+            # A method may have infinities on purpose, as initial values.
             held = torch.ones((), dtype=torch.bool) if old is None else old.isfinite().all()
             broken[name] = ~leaf.isfinite().all() & held.to(leaf.device)
     old_model, new_model = models

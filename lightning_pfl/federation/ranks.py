@@ -6,11 +6,11 @@ of a list of clients, ``shard.slice(tree)`` its rows, and ``shard.all_gather(tre
 processes in the order of the list.
 
 - Client states stay: process r holds those of the clients with id = r modulo the number of
-  processes, and trains and evaluates these clients. Where clients remember nothing, a cohort is
-  dealt evenly. All processes load all data.
-- The uploads of all clients reach every process before they are accepted. Each process judges its
-  own clients, the verdicts are shared, and every process computes the same server update on the
-  same tensors. With the sequential engine the result has the bits of one process.
+  processes, and trains and evaluates these clients. Without client states a cohort is split
+  evenly. All processes load all data.
+- The uploads of all clients reach every process before they are accepted. Each process decides
+  about its clients, the decisions are shared, and every process computes the same server update
+  on the same tensors. With the sequential engine the result has the bits of one process.
 - Evaluations and predictions are shared in the same way, so loggers, ``EarlyStopping`` and
   ``ModelCheckpoint`` decide alike everywhere.
 - A checkpoint holds all client states, and resumes with any number of processes.

@@ -172,14 +172,14 @@ class FederationState:
         return _merge(received, self.method.download_rows(self.server, info))
 
     def shared_model(self, server: Tree | None = None) -> Model:
-        """What the server knows of the module: the global model, or its shared part."""
+        """Return the global model, or the shared part of the model."""
         server = self.server if server is None else server
         model = self.method.global_model(server)
         known = server.get("model", {}) if model is None else model
         return select(known, self.architectures[0].parameter_split.names)
 
     def refuse_step(self, server: Tree, verdict: Verdict) -> str:
-        """Say why the server must not become ``server``; empty if it may."""
+        """Return why the server must not become ``server``; empty if it may."""
         models = self.shared_model(), self.shared_model(server)
         return refuse_step(self.server, server, models, verdict.median)
 

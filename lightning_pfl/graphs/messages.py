@@ -1,7 +1,7 @@
 """Messages between neighbours over the edges of a graph, without a server.
 
-A method whose clients write to their neighbours has a ``graph``, set in ``bind``, and says in
-``exchanges(round)`` which exchanges a round has, in the order of time, before or after local
+A method whose clients send messages to neighbours has a ``graph``, set in ``bind``, and lists a
+round's exchanges in ``exchanges(round)``, in temporal order, before or after local
 training. For each, ``send`` returns the messages and ``receive`` the new client state; both are
 pure functions on a leading client axis. By the exchange's ``to``:
 
@@ -14,14 +14,14 @@ pure functions on a leading client axis. By the exchange's ``to``:
 
 Slot ``s`` of client ``i`` belongs to the neighbour ``graph.neighbours[i, s]``. Only clients of the
 cohort whose uploads were accepted send and receive. What travels is exactly what ``send`` returns,
-once for each neighbour that takes part; where messages are filled up to a common shape,
-``message_nbytes`` says how large each really is.
+once for each neighbour that takes part; where messages are padded to a common shape,
+``message_nbytes`` returns their real sizes.
 
 State of edges (maps, dual variables) has leaves ``(clients, slots, ...)`` and is named in
 ``edge_state``: only ``send`` and ``receive`` see it, so that engines and evaluation never copy what
 may be the largest part of a client's state. State that differs between clients from the start comes
 from ``init_client_state_rows``. Messages must have one shape in all architectures, which is checked
-before the first round; ``model_sizes`` says how many trainable scalars each client has.
+before the first round; ``model_sizes`` has the trainable scalars of each client.
 """
 
 from __future__ import annotations

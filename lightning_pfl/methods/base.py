@@ -15,7 +15,7 @@ A *model* is a flat dict from name to tensor, with the parameters and buffers of
 as in its ``state_dict()``. The server's tree has no client axis. A buffer with ``persistent=False``
 is in no tree: what a step writes to it is discarded after the step.
 
-**A round, function by function.** ``phases(round)`` says what trains and for how long. The server
+**A round, function by function.** ``phases(round)`` lists the phases of local training. The server
 sends exactly ``download(server, info)``, and ``download_rows`` where clients get different trees.
 ``client_init(received, client_state, info)`` makes the state in which local training begins, any
 tree; ``client_step(state, minibatches, client)`` is one minibatch; ``client_final(received,
@@ -30,7 +30,7 @@ and ``global_model(server)`` are evaluated and handed to the user.
 - Several independent minibatches in a step: ``Phase(batches_per_step=3)``.
 - All samples at once, in a fixed order (dual coordinate ascent): ``Phase(full_batch=True)``.
 - The loss of a model (FedMAP's weights): ``Phase(evaluate_only=True)`` and ``client.loss``.
-- A further term of the loss (FedProto, MOON, distillation): ``client.grad(objective=f, given=x)``,
+- Another term of the loss (FedProto, MOON, distillation): ``client.grad(objective=f, given=x)``,
   with ``f(view, x)`` of one client's minibatch; see ``contract/view.py``.
 - How many samples of each class a client has: ``known.label_counts``; sending them is an upload.
 - Another model's outputs, features or losses as constants: ``client.outputs``, ``features`` and
@@ -50,9 +50,9 @@ and ``global_model(server)`` are evaluated and handed to the user.
 - Rounds in which all clients take part, whatever the participation: ``full_participation``.
 - Clients without data that take part with the loss 0: ``include_clients_without_data``; their
   ``info.steps`` is 0.
-- Who can train at all, for a method that waits for everybody: ``has_training_data``. A budget of 0
-  steps is no lack of data.
-- Fewer bytes than the trees hold: ``upload_nbytes`` and ``download_nbytes``.
+- Clients that can train, for a method that waits for all of them: ``has_training_data``. A budget
+  of 0 steps is no lack of data.
+- Fewer bytes than those of the trees: ``upload_nbytes`` and ``download_nbytes``.
 - Values to log and warnings: ``measure``, ``check_fit``, ``warnings_before``, ``warnings_after``.
 - Messages between neighbours: ``exchanges``, ``send`` and ``receive``; see ``graphs/messages.py``.
 """

@@ -312,7 +312,7 @@ class FedMAP(WatchedPull, Method):
         model: Model = server.get("model", {})
         return dict(model) if model.keys() == set(self.parameter_split.names) else None
 
-    # --- what is said of it ---
+    # --- notes and measurements ---
 
     def notes(self, parameter_split: ParameterSplit) -> list[str]:
         """Return log lines for an infinite variance or a fixed prior."""

@@ -108,7 +108,7 @@ class IFCA(Method):
         trial_rounds: int = 5,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        advice = "Use the number of groups that you expect, or a few more."
+        advice = "Use the number of clusters that you expect, or a few more."
         check_whole("num_clusters", num_clusters, 1, advice)
         check_whole("restarts", restarts, 0, "Use 0 for one start, or 4 for five.")
         check_whole("trial_rounds", trial_rounds, 1, "Use 5, for example.")

@@ -271,7 +271,7 @@ class LinearFedRep(Method):
         """Count no bytes for the moments, which need no model."""
         return torch.zeros_like(info.index) if self.finds_moments(info.round) else None
 
-    # --- what is said of it ---
+    # --- measurements and warnings ---
 
     def measure(self, federation: FederationView, round: Round) -> Mapping[str, float]:
         """Measure the cohort's heads, and Theorem 1's bound."""

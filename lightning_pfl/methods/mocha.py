@@ -86,7 +86,7 @@ class MOCHA(Method):
 
     Args:
         regularization: :math:`\lambda > 0`.
-        outer_iterations: How often :math:`\Sigma` is learned; 0 keeps the clients apart.
+        outer_iterations: How often :math:`\Sigma` is learned; 0 keeps the clients independent.
         inner_iterations: Rounds before each time.
         local_fraction: :math:`H / N_t > 0`: visits per sample of a client in a round.
         bound: ``"common"``: the curvature as above, as published; ``"own"``: :math:`\sum_s

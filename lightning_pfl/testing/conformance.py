@@ -69,7 +69,7 @@ class Problem:
     """A federation small enough for a unit test.
 
     Args:
-        engine: The engine that runs whole fits.
+        engine: The engine of complete fits.
         folder: Folder for checkpoints.
         make_module: Makes the module, with the same numbers at every call.
         make_data: Makes the clients, from a dtype and whether samples are shuffled.
@@ -123,10 +123,10 @@ def check_received_is_not_changed(make_method: MakeMethod, problem: Problem) -> 
 
 
 def check_what_is_kept_is_not_trained(make_method: MakeMethod, problem: Problem) -> None:
-    """What a client keeps of what it received or remembered isn't trained along with its model.
+    """Check that training doesn't change copies of received trees or client states.
 
-    When training begins, no two entries of the state share memory; when it ends, the client's
-    functions see what was received and remembered bit for bit as at the beginning.
+    When training begins, no two entries of the state share memory; when it ends, received trees and
+    client states are the same bit for bit.
     """
     method, data = make_method(), problem.make_data(torch.float64, True)
     init, step, final = method.client_init, method.client_step, method.client_final
@@ -377,5 +377,5 @@ def _copy(tree: Tree) -> Tree:
 
 
 def _kinds(tree: Tree) -> dict[str, Any]:
-    """Names with shape, type and device."""
+    """Map names to shape, type and device."""
     return tmap(lambda leaf: (leaf.shape, leaf.dtype, leaf.device), tree)

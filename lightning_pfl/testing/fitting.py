@@ -1,4 +1,4 @@
-"""A federated run through ``Trainer.fit`` that prints nothing and writes no file."""
+"""Federated runs through ``Trainer.fit`` without output and files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lightning_pfl.trainer.strategy import FederatedStrategy
 
 
 class Recorder(FederatedCallback):
-    """Keeps copies of what went through each round.
+    """Keeps copies of the trees of each round.
 
     Attributes:
         rounds: The rounds, as they were after the server's update.
-        banks: All clients' memories before round 0 and after each round, ``(num_clients, ...)``.
+        banks: All clients' states before round 0 and after each round, ``(num_clients, ...)``.
         servers: The server's tree before round 0 and after each round.
     """
 
@@ -62,7 +62,7 @@ class Recorder(FederatedCallback):
 
 @dataclass
 class Fit:
-    """What a run left behind.
+    """The results of a run.
 
     Attributes:
         trainer, module, strategy: The objects that took part.
@@ -76,7 +76,7 @@ class Fit:
 
     @property
     def federation(self) -> Federation:
-        """The state of the run."""
+        """The federation of the run."""
         return self.strategy.federation
 
     @property
@@ -86,7 +86,7 @@ class Fit:
 
     @property
     def client_state(self) -> Tree:
-        """All clients' memories, ``(num_clients, ...)``."""
+        """All clients' states, ``(num_clients, ...)``."""
         return self.federation.client_states.tree
 
     @property
@@ -97,7 +97,7 @@ class Fit:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the Trainer's callbacks see at the end."""
+        """The final values of ``trainer.callback_metrics``."""
         return {name: float(value) for name, value in self.trainer.callback_metrics.items()}
 
     def save(self, path: Path) -> Path:
@@ -121,7 +121,7 @@ def fit(
     options: dict[str, Any] | None = None,
     **flags: Any,
 ) -> Fit:
-    """Train for some rounds, on the CPU unless the flags say otherwise.
+    """Train for some rounds, on the CPU by default.
 
     Args:
         method: The method.
@@ -135,7 +135,7 @@ def fit(
         callbacks: Further callbacks.
         ckpt_path: A checkpoint to go on from.
         options: Further arguments of :class:`~lightning_pfl.FederatedStrategy`.
-        **flags: Flags of the Trainer, in the place of the quiet ones.
+        **flags: Flags of the Trainer, which override the quiet ones.
     """
     module = QuadraticModule() if module is None else module
     strategy = FederatedStrategy(method, participation, engine, seed, **(options or {}))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Clients with quadratic losses: every local training has a closed form to check a method by."""
+"""Clients with quadratic losses, whose local training has a closed form."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Numbers = Sequence[float] | Sequence[Sequence[float]] | Tensor
 
 
 class QuadraticModule(L.LightningModule):
-    r"""One parameter ``w`` and a quadratic loss.
+    r"""A module with one parameter ``w`` and a quadratic loss.
 
     .. math::
         f(w) = \frac1{|B|} \sum_{j \in B} \frac{a_j}{2} \lVert w - c_j \rVert^2
 
-    A batch is a pair ``(a, c)`` of shapes ``(batch,)`` and ``(batch, dim)``. Where all of a
-    client's minibatches have the mean curvature :math:`a` and the minimiser :math:`c`, :math:`K`
+    A batch is a pair ``(a, c)`` of shapes ``(batch,)`` and ``(batch, dim)``. If all of a client's
+    minibatches have the mean curvature :math:`a` and the minimiser :math:`c`, :math:`K`
     steps of plain SGD map :math:`w` to :math:`c + (1 - \eta a)^K (w - c)` (:func:`descend`).
 
     Args:
@@ -43,7 +43,7 @@ class QuadraticModule(L.LightningModule):
         self.w = nn.Parameter(torch.full((dim,), start, dtype=dtype))
 
     def point(self) -> Tensor:
-        """Where the quadratics are evaluated, ``(dim,)``."""
+        """Return the point at which the quadratics are evaluated, ``(dim,)``."""
         return self.w
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Tensor:
@@ -59,7 +59,7 @@ class QuadraticModule(L.LightningModule):
         self._step("test", batch)
 
     def configure_optimizers(self) -> Optimizer:
-        """Plain SGD: no momentum, no weight decay."""
+        """Return plain SGD."""
         return SGD(self.parameters(), lr=self.lr)
 
     def _step(self, stage: str, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -70,7 +70,7 @@ class QuadraticModule(L.LightningModule):
 
 
 def descend(w: Tensor, curvature: Tensor, center: Tensor, lr: float, steps: Tensor | int) -> Tensor:
-    r"""Gradient descent on a quadratic: :math:`c + (1 - \eta a)^K (w - c)`.
+    r"""Compute gradient descent on a quadratic: :math:`c + (1 - \eta a)^K (w - c)`.
 
     Args:
         w: Where it starts; broadcasts against ``center``.
@@ -94,7 +94,7 @@ def quadratic_clients(
     shuffle: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> FederatedTensorDataset:
-    r"""Clients whose samples are all equal, so that every minibatch has the client's own quadratic.
+    r"""Make clients with equal samples, so that every minibatch has the client's quadratic.
 
     Args:
         curvatures: :math:`a_k`, ``(clients,)``.
@@ -119,5 +119,5 @@ def quadratic_clients(
 
 
 def q2() -> FederatedTensorDataset:
-    """Two clients, curvatures (1, 3) and optima (0, 1): the mean loss has its optimum at 0.75."""
+    """Make two clients, curvatures (1, 3) and optima (0, 1); the mean loss has its at 0.75."""
     return quadratic_clients()

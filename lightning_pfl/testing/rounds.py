@@ -1,4 +1,4 @@
-"""One client-side round without a Trainer: for tests of an engine or of a method's functions."""
+"""Client-side rounds without a Trainer, for tests of engines and methods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EngineName = Literal["vectorized", "sequential"]
 
 @dataclass
 class LocalRound:
-    """What a round of some clients gave.
+    """The results of a round of some clients.
 
     Attributes:
         info: The cohort, in the order of the ids that were asked for.
@@ -45,7 +45,7 @@ class LocalRound:
 
     @property
     def models(self) -> Model:
-        """What each client trained: its upload and its memory together, ``(clients, ...)``."""
+        """Each client's trained model: shared and personal part, ``(clients, ...)``."""
         uploaded, kept = (
             self.result.uploads.get("model", {}),
             self.result.client_state.get("model", {}),
@@ -66,7 +66,7 @@ def local_round(
     only: int | None = None,
     **options: Any,
 ) -> LocalRound:
-    """Send, train and aggregate once, with the module's own initial model.
+    """Send, train and aggregate once, with the module's initial model.
 
     Args:
         method: The method; it is bound here.
@@ -77,7 +77,7 @@ def local_round(
         round: The communication round, from 0.
         settings: The Trainer's flags; None for the defaults.
         server: The server's tree; None for the initial one.
-        client_state: The memories of all clients ``(num_clients, ...)``; None for the initial ones.
+        client_state: The states of all clients ``(num_clients, ...)``; None for the initial ones.
         only: Number of the one phase to run; None for all phases of the round.
         **options: Passed to the engine (``transform``, ``stochastic``).
     """
@@ -123,10 +123,10 @@ def local_round(
 def assert_trees_close(
     actual: Tree, expected: Tree, rtol: float = 1e-10, atol: float = 1e-12
 ) -> None:
-    """Same names, and leaves that agree within tolerance; NaN equals NaN.
+    """Check that trees have the same names and close leaves; NaN equals NaN.
 
     Raises:
-        AssertionError: Naming the leaf that differs.
+        AssertionError: If a leaf differs, with its name.
     """
     assert actual.keys() == expected.keys(), f"{sorted(actual)} != {sorted(expected)}"
     for name, leaf in actual.items():
@@ -140,9 +140,9 @@ def assert_trees_close(
 
 
 def assert_trees_equal(actual: Tree, expected: Tree) -> None:
-    """Same names and the same bits; NaN equals NaN.
+    """Check that trees have the same names and the same bits; NaN equals NaN.
 
     Raises:
-        AssertionError: Naming the leaf that differs.
+        AssertionError: If a leaf differs, with its name.
     """
     assert_trees_close(actual, expected, rtol=0.0, atol=0.0)

@@ -1,1 +1,1 @@
-"""The federation inside Lightning's Trainer: strategy, loops, checkpoints, flags."""
+"""Federated training inside Lightning's Trainer: strategy, loops, checkpoints and checks."""

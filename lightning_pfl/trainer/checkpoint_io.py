@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment."""
+"""Atomic writing of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it: a file is complete, or it is not there.
+    """Writes a checkpoint to a temporary file and renames it, so that files are never incomplete.
 
-    Lightning's own plugin goes through the system's temporary folder, whose move to another disk is
-    a copy and can be torn. Remote paths are left to Lightning.
+    Lightning's plugin uses the system's temporary folder, whose move to another disk is a copy and
+    can be interrupted. Remote paths are left to Lightning.
     """
 
     def save_checkpoint(
@@ -26,8 +26,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # No suffix .ckpt: what a kill leaves behind is not taken for a checkpoint, and the next
-        # write replaces it.
+        # Without the suffix .ckpt, so that remains of a killed run aren't taken for a checkpoint;
+        # the next write replaces them.
         temporary = target.with_name(f".{target.name}.tmp")
         with temporary.open("wb") as file:
             torch.save(checkpoint, file)

@@ -1,7 +1,6 @@
-"""What the Trainer's flags, callbacks and the module's hooks mean for federated training.
+"""Checks of the Trainer's flags, callbacks and the module's hooks for federated training.
 
-Nothing is silently ignored: each setting works as in Lightning, or raises an error that names it
-and says what to do.
+Each setting works as in Lightning, or raises an error that names it and a remedy.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ LOCAL_HOOKS = (
     "transfer_batch_to_device",
     "on_after_batch_transfer",
 )
-"""Module hooks inside a step: engines step many clients at once, with one backward pass."""
+"""Module hooks inside a step, where engines step many clients with one backward pass."""
 LOCAL_CALLBACK_HOOKS = (
     "on_before_backward",
     "on_after_backward",
@@ -60,8 +59,8 @@ REFUSED_CALLBACKS: dict[type[Callback], str] = {
     StochasticWeightAveraging: "It averages one model; use a method with a server optimizer.",
     WeightAveraging: "It averages one model; use a method with a server optimizer.",
     BaseFinetuning: "It freezes layers of one model; use a method's phases, or HeadFineTuning.",
-    SpikeDetection: "It looks at the loss of each step; set `max_update_norm` of the strategy.",
-    ModelPruning: "It prunes one model in place; prune what `client_module` returns.",
+    SpikeDetection: "It checks the loss of each step; set `max_update_norm` of the strategy.",
+    ModelPruning: "It prunes one model in place; prune the result of `client_module`.",
     GradientAccumulationScheduler: "Set `trainer.accumulate_grad_batches` to one number.",
     LearningRateFinder: "It trains one model; compare a few learning rates on validation data.",
     BatchSizeFinder: "It trains one model; set `batch_size` of the data, and `chunk_size`.",
@@ -101,7 +100,7 @@ def check_strategy(
 
 
 def refuse(flag: str, got: object, remedy: str) -> MisconfigurationException:
-    """The error for a Trainer flag: its name in Python and YAML, the value, and what to do."""
+    """Make the error for a Trainer flag, with its names in Python and YAML and a remedy."""
     return MisconfigurationException(
         f"FederatedStrategy does not support `Trainer({flag}={got!r})` (`trainer.{flag}` in a "
         f"recipe). {remedy}"
@@ -109,11 +108,11 @@ def refuse(flag: str, got: object, remedy: str) -> MisconfigurationException:
 
 
 def check_processes(asked: int, present: int) -> None:
-    """Require as many processes as the Trainer was asked for.
+    """Require the number of processes that the Trainer was asked for.
 
     Args:
         asked: ``devices`` times ``num_nodes``.
-        present: Processes that the environment (torchrun, srun, mpirun) says there are.
+        present: Number of processes according to the environment (torchrun, srun, mpirun).
 
     Raises:
         MisconfigurationException: If the numbers differ.
@@ -121,14 +120,13 @@ def check_processes(asked: int, present: int) -> None:
     if asked != present:
         raise MisconfigurationException(
             f"Expected `devices` times `num_nodes` to be the number of processes, but got {asked} "
-            f"and the environment says that there are {present} processes. Set `trainer.devices` "
-            "and `trainer.num_nodes` to what torchrun, srun or mpirun starts, or start the script "
-            "without it."
+            f"for {present} processes. Set `trainer.devices` and `trainer.num_nodes` to what "
+            "torchrun, srun or mpirun starts."
         )
 
 
 def check_one_process(architectures: int, processes: int) -> None:
-    """Require one process where clients have different architectures.
+    """Require one process for clients with different architectures.
 
     Raises:
         MisconfigurationException: If there are several.
@@ -136,12 +134,12 @@ def check_one_process(architectures: int, processes: int) -> None:
     if architectures > 1 and processes > 1:
         raise MisconfigurationException(
             f"Expected devices=1 for {architectures} architectures, but got {processes} processes. "
-            "Clients with different architectures are trained in one process."
+            "Use one process."
         )
 
 
 def digest(names: Sequence[str], num_samples: Tensor) -> str:
-    """A short string that differs for other clients."""
+    """Return a short string that differs for other clients."""
     return hashlib.sha256(repr((list(names), num_samples.tolist())).encode()).hexdigest()
 
 
@@ -152,33 +150,32 @@ def check_same_clients(digests: Sequence[str]) -> None:
         digests: What :func:`digest` says in each process.
 
     Raises:
-        MisconfigurationException: Names the first process that differs.
+        MisconfigurationException: If the clients of a process differ.
     """
     if other := [rank for rank, found in enumerate(digests) if found != digests[0]]:
         raise MisconfigurationException(
             "Expected all processes to load the same clients, but those of process "
             f"{other[0]} have other names or numbers of samples than those of process 0. Seed "
-            "what draws them, for example with seed_everything(0) at the top of the script."
+            "their draws, for example with seed_everything(0) at the top of the script."
         )
 
 
 def check_shared_run(trainer: L.Trainer) -> None:
-    """Refuse what saves a checkpoint in one process while others may be elsewhere.
+    """Refuse callbacks and plugins that save a checkpoint in one process alone.
 
-    The memories of all clients are in a checkpoint, so all processes write it together; a process
-    that tried alone would wait for the others.
+    A checkpoint has all clients' states, so all processes must write it together.
 
     Raises:
-        MisconfigurationException: Names the callback or plugin.
+        MisconfigurationException: If there is such a callback or plugin.
     """
     for callback in connected(trainer).callbacks:
         name = type(callback).__name__
         on_exception = getattr(callback, "save_on_exception", False)
         if isinstance(callback, OnExceptionCheckpoint) or on_exception:
             raise MisconfigurationException(
-                f"FederatedStrategy can't save when {name} asks on an exception in one of "
-                f"{trainer.world_size} processes: the clients' memories are in all of them. Remove "
-                f"{name} or its `save_on_exception=True`, and resume with ckpt_path='last' from "
+                f"FederatedStrategy can't save when {name} asks for it in one of "
+                f"{trainer.world_size} processes, as all have client states. Remove {name} or its "
+                "`save_on_exception=True`, and resume with ckpt_path='last' from "
                 "ModelCheckpoint(save_last=True)."
             )
     environment = getattr(trainer.strategy, "cluster_environment", None)
@@ -192,10 +189,10 @@ def check_shared_run(trainer: L.Trainer) -> None:
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Refuse flags and callbacks that have no meaning when a round is the unit.
+    """Refuse flags and callbacks that have no meaning for rounds.
 
     Raises:
-        MisconfigurationException: Names the flag or callback.
+        MisconfigurationException: If there is such a flag or callback.
     """
     if connected(trainer)._val_check_time_interval is not None:
         raise refuse(
@@ -210,16 +207,14 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise refuse(
             "val_check_interval",
             trainer.val_check_interval,
-            "A round can't be interrupted for validation. Use check_val_every_n_epoch, or an int "
-            "number of rounds "
-            "together with check_val_every_n_epoch=None.",
+            "Use check_val_every_n_epoch in rounds, or an int with check_val_every_n_epoch=None.",
         )
     check_numbers(trainer)
     if trainer._accelerator_connector._layer_sync is not None:
         raise refuse(
             "sync_batchnorm",
             True,
-            "Batch statistics belong to a client; the server averages them after a round.",
+            "Batch statistics belong to a client.",
         )
     for callback in connected(trainer).callbacks:
         check_callback(callback)
@@ -228,10 +223,10 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def check_numbers(trainer: L.Trainer) -> None:
-    """Refuse numbers that Lightning takes without looking at them.
+    """Refuse numbers that Lightning doesn't check.
 
     Raises:
-        MisconfigurationException: Names the flag.
+        MisconfigurationException: If a number is out of its range.
     """
     accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
     if not is_whole(accumulate, 1):
@@ -245,31 +240,30 @@ def check_numbers(trainer: L.Trainer) -> None:
 
 
 def check_unused(trainer: L.Trainer) -> None:
-    """Refuse a new federation in the middle of a Trainer's count of rounds.
+    """Refuse a new federation in a Trainer with finished rounds.
 
     Raises:
         MisconfigurationException: If the Trainer has finished rounds of another federation.
     """
     if trainer.global_step:
         raise MisconfigurationException(
-            "Expected the module, method and clients of the Trainer's last fit, which it goes on "
-            f"with after {trainer.global_step} rounds, but got others. Use a new Trainer, whose "
-            "rounds begin at 0."
+            "Expected the module, method and clients of the Trainer's last fit, after "
+            f"{trainer.global_step} rounds, but got others. Use a new Trainer."
         )
 
 
 def check_finite(module: L.LightningModule) -> None:
-    """Require finite parameters: no client's work could count.
+    """Require finite initial parameters.
 
     Raises:
-        MisconfigurationException: Names the first that isn't.
+        MisconfigurationException: If one isn't.
     """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not parameter.isfinite().all():
             raise MisconfigurationException(
-                "Expected a module with finite parameters to begin with, but "
-                f"{type(module).__name__} has a NaN or an infinity in {name}. Look at how it is "
-                "initialised or loaded."
+                "Expected a module with finite initial parameters, but "
+                f"{type(module).__name__} has a NaN or an infinity in {name}. Check its "
+                "initialisation, or the loaded checkpoint."
             )
 
 
@@ -277,7 +271,7 @@ def check_callback(callback: Callback) -> None:
     """Refuse a callback that works on one model's training, or that could lose a checkpoint.
 
     Raises:
-        MisconfigurationException: Names the callback.
+        MisconfigurationException: If it is one.
     """
     name = type(callback).__name__
     for kind, remedy in REFUSED_CALLBACKS.items():
@@ -288,54 +282,50 @@ def check_callback(callback: Callback) -> None:
     for hook in LOCAL_CALLBACK_HOOKS:
         if overrides(callback, hook, Callback):
             raise MisconfigurationException(
-                f"FederatedStrategy can't call `{hook}` of the callback {name}: clients step "
-                "together, without a backward pass of their own. Use `on_train_batch_end`, which "
-                "is called once per client and round."
+                f"FederatedStrategy can't call `{hook}` of the callback {name}, as clients have no "
+                "separate backward pass. Use `on_train_batch_end`, which is called once per client "
+                "and round."
             )
     if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
         raise MisconfigurationException(
-            f"FederatedStrategy does not support {name}(save_last='link'): a run that is killed "
-            "between two steps of replacing the link has no last checkpoint. Use save_last=True."
+            f"FederatedStrategy does not support {name}(save_last='link'), which can lose the last "
+            "checkpoint if the run is killed. Use save_last=True."
         )
 
 
 def check_module(module: L.LightningModule) -> None:
-    """Refuse modules whose local training isn't ``training_step`` plus one optimizer.
+    """Refuse modules whose local training isn't ``training_step`` with one optimizer.
 
     Raises:
-        MisconfigurationException: Names the attribute or hook.
+        MisconfigurationException: If an attribute or hook contradicts it.
     """
     name = type(module).__name__
     if not module.automatic_optimization:
         raise MisconfigurationException(
             f"FederatedStrategy needs automatic optimization, but {name} sets "
-            "automatic_optimization=False. Return the "
-            "loss from `training_step` and one optimizer from `configure_optimizers`; own local "
-            "updates go into a "
-            "method's `client_step`."
+            "automatic_optimization=False. Return the loss from `training_step` and an optimizer "
+            "from `configure_optimizers`; use a method's `client_step` for other updates."
         )
     for hook in LOCAL_HOOKS:
         if is_overridden(hook, module):
             raise MisconfigurationException(
                 f"FederatedStrategy can't call `{hook}`, but {name} overrides it. Use Trainer "
-                "flags such as "
-                "gradient_clip_val, the method's `client_step`, or transforms in the dataset "
-                "instead."
+                "flags such as gradient_clip_val, the method's `client_step`, or transforms in the "
+                "dataset instead."
             )
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:
-    """Require one optimizer: the template that every client gets a fresh copy of.
+    """Require one optimizer, of which every client gets a fresh copy.
 
     Raises:
         MisconfigurationException: If there are several.
-        TypeError: If clients can't have copies of it; see :func:`check_optimizer`.
+        TypeError: If it can't be copied for clients; see :func:`check_optimizer`.
     """
     if len(optimizers) != 1:
         raise MisconfigurationException(
             "FederatedStrategy supports one optimizer, but `configure_optimizers` returned "
-            f"{len(optimizers)} optimizers. "
-            "Use one optimizer with several parameter groups."
+            f"{len(optimizers)} optimizers. Use one optimizer with several parameter groups."
         )
     check_optimizer(optimizers[0])
 
@@ -357,7 +347,7 @@ def check_trains(module: L.LightningModule, optimizer: Optimizer) -> None:
 
 
 def check_schedulers(configs: list[Any]) -> None:
-    """Require schedulers that step once a round.
+    """Require schedulers that step once per round.
 
     Raises:
         MisconfigurationException: If one has ``interval: "step"``.
@@ -366,6 +356,6 @@ def check_schedulers(configs: list[Any]) -> None:
         if config.interval != "epoch":
             raise MisconfigurationException(
                 "FederatedStrategy steps learning rate schedulers once a round, but "
-                f"{type(config.scheduler).__name__} has "
-                f'"interval": {config.interval!r}. Use "interval": "epoch" and count in rounds.'
+                f'{type(config.scheduler).__name__} has "interval": {config.interval!r}. Use '
+                '"interval": "epoch" and count in rounds.'
             )

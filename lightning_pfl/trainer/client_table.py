@@ -1,4 +1,4 @@
-"""The per-client table: one CSV file per split, one row for each evaluated round and client."""
+"""The per-client table: a CSV file per split, with a row for each evaluated round and client."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ FIXED_COLUMNS = ("round", "client", "num_samples")
 class ClientTable:
     """Appends to ``clients_val.csv`` or ``clients_test.csv``.
 
-    A resumed run repeats the rounds after its checkpoint, and a run that is over can be validated
-    once more: rows of the round and of later ones are dropped before it is appended, so that no
-    round is there twice.
+    Rows of the same and later rounds are dropped before a round is appended, as a resumed run
+    repeats rounds, and a finished run can be validated again.
 
     Args:
         path: The file; its folder is made when needed.
@@ -39,7 +38,7 @@ class ClientTable:
         num_samples: Sequence[int],
         values: Mapping[str, Sequence[float]],
     ) -> None:
-        """Add the rows of a round.
+        """Append the rows of a round.
 
         Args:
             round: The round, from 0.
@@ -67,7 +66,7 @@ class ClientTable:
         num_samples: Sequence[int],
         values: Mapping[str, Sequence[float]],
     ) -> None:
-        """Add columns to the rows of a round, or the rows where the round has none.
+        """Add columns to the rows of a round, or the rows if the round has none.
 
         Args:
             round: The round, from 0.
@@ -93,11 +92,11 @@ class ClientTable:
         self._round, self._size = round, self.path.stat().st_size
 
     def _changed(self) -> bool:
-        """Whether somebody else wrote: `fit` and `validate` have a table each, of one file."""
+        """Whether another table has written to the file, as `fit` and `validate` have one each."""
         return not self.path.exists() or self.path.stat().st_size != self._size
 
     def _begin(self, round: int, names: list[str]) -> None:
-        """Write the header and what stays of an earlier run; a torn row has no last column."""
+        """Write the header and the rows to keep; an incomplete row has no last column."""
         kept, known = self._read()
         self.columns = [*dict.fromkeys([*known, *names])]
         last = max((int(row["round"]) for row in kept), default=-1)
@@ -109,7 +108,7 @@ class ClientTable:
         self._write([row for row in kept if int(row["round"]) < round])
 
     def _read(self) -> tuple[list[dict[str, str]], list[str]]:
-        """Complete rows, and the names of the metrics."""
+        """Read complete rows, and the names of the metrics."""
         if not self.path.exists():
             return [], self.columns
         with self.path.open(newline="") as file:
@@ -132,7 +131,7 @@ def _replace(path: Path, columns: list[str], table: Iterable[dict[str, str]]) ->
 
 
 def log_folder(trainer: L.Trainer) -> Path | None:
-    """Where the loggers write; None without a logger, and in all processes but one.
+    """Return the loggers' folder; None without a logger, and in all processes but one.
 
     ``trainer.log_dir`` is the same, but waits for the other processes.
     """

@@ -1,4 +1,4 @@
-"""Where a split's samples lie, in which precision, and which clients they belong to."""
+"""Device, precision and clients of a split's samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_pfl.data.datasets import (
 
 
 class Then:
-    """One function after another; a class, so that worker processes can be given it.
+    """A composition of two functions, as a class that can be pickled for worker processes.
 
     Args:
         first: Called first; None for nothing.
@@ -32,17 +32,17 @@ class Then:
         self.first, self.second = first, second
 
     def __call__(self, batch: Any) -> Any:
-        """Run both."""
+        """Apply both functions."""
         return self.second(batch if self.first is None else self.first(batch))
 
 
 def to_double(batch: Any) -> Any:
-    """Every floating-point tensor of a batch in double precision, for ``precision="64-true"``."""
+    """Convert a batch's floating-point tensors to double precision, for ``"64-true"``."""
     return map_batch(batch, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf)
 
 
 def move_to_device(data: FederatedDataset, trainer: L.Trainer) -> FederatedDataset:
-    """Move resident samples to the training device; convert batches to the Trainer's precision."""
+    """Move resident samples to the training device, and convert batches to its precision."""
     if isinstance(data, FederatedTensorDataset):
         data = data.to(trainer.strategy.root_device)
     if not isinstance(trainer.precision_plugin, DoublePrecision):
@@ -58,11 +58,10 @@ def move_to_device(data: FederatedDataset, trainer: L.Trainer) -> FederatedDatas
 
 
 def due_reload(trainer: L.Trainer) -> int:
-    """The last round, up to now, in which data were due to be loaded.
+    """Return the last round so far in which data were due to be loaded.
 
-    Every ``reload_dataloaders_every_n_epochs`` rounds from round 0, not from whenever they were
-    loaded: a resumed run loads its data where it begins, and must load the next where one that
-    wasn't interrupted does.
+    These are every ``reload_dataloaders_every_n_epochs`` rounds from round 0, so that a resumed run
+    loads data in the same rounds.
     """
     every = connected(trainer).reload_dataloaders_every_n_epochs
     return int(trainer.current_epoch) // every * every if every else int(trainer.current_epoch)
@@ -80,23 +79,21 @@ def align_clients(data: FederatedDataset, names: Sequence[str], what: str) -> tu
         Rows of ``data`` with samples, and the ids of these clients, each int64 ``(clients,)``.
 
     Raises:
-        ValueError: If the split has other clients. What has names (a dict of loaders) goes by them,
-            whatever its order, and may leave clients out; a list must have one for each client.
+        ValueError: If the split has other clients. Named splits (a dict of loaders) are matched by
+            name and may leave clients out; a list must have one for each client.
     """
     unnamed = not data.named
     if unnamed and data.num_clients != len(names):
         raise ValueError(
             f"Expected `{what}` to hold one DataLoader for each of the {len(names)} clients, but "
-            f"got {data.num_clients}. "
-            "Give every client one, or a dict by client name to leave some out."
+            f"got {data.num_clients}. Give one per client, or a dict by client name."
         )
     ids = {name: client for client, name in enumerate(names)}
     if not unnamed and (unknown := [name for name in data.names if name not in ids]):
         raise ValueError(
-            f"Expected `{what}` to hold clients of the training data, but got {unknown[:5]}, which "
-            "are not among "
-            f"{list(names[:5])}{'...' if len(names) > 5 else ''}. Use the same names; see "
-            "NewClientAdaptation for new ones."
+            f"Expected `{what}` to hold clients of the training data, but got {unknown[:5]}, not "
+            f"in {list(names[:5])}{'...' if len(names) > 5 else ''}. Use the same names, or "
+            "NewClientAdaptation for new clients."
         )
     rows = data.num_samples.nonzero().flatten()
     clients = torch.tensor(

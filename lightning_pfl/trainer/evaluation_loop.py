@@ -1,4 +1,4 @@
-"""Evaluation: every client with its personal model, and with the global model if there is one."""
+"""The evaluation loop: every client with its personal model, and with the global model if any."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from lightning_pfl.trainer.progress import ClientProgress, profiled
 
 
 class FederatedEvaluationLoop(EvaluationLoop):
-    """Validation (inside a fit or alone) and test of all clients that have samples in the split.
+    """Validates (inside a fit or alone) and tests all clients that have samples in the split.
 
     ``on_validation_batch_start`` and ``on_validation_batch_end`` (or ``on_test_...``) fire once per
     client, with its id as ``batch``. The sanity check runs ``num_sanity_val_steps`` batches of as
@@ -69,13 +69,13 @@ class FederatedEvaluationLoop(EvaluationLoop):
 
     @property
     def prefix(self) -> str:
-        """``"val"`` or ``"test"``."""
+        """Prefix of the split: ``"val"`` or ``"test"``."""
         return str(self._stage.dataloader_prefix)
 
     # --- data -------------------------------------------------------------------------------------
 
     def load(self) -> FederatedDataset:
-        """The split's data, loaded now if it isn't yet."""
+        """Load the split's data, unless they are loaded."""
         if self.data is None or self._combined_loader is None:
             data = as_federated(self._data_source.dataloader(), what=f"{self.prefix}_dataloaders")
             self.data = move_to_device(data, self.trainer)
@@ -83,7 +83,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         return self.data
 
     def evaluable(self) -> tuple[Tensor, Tensor]:
-        """The clients that have a minibatch in the split: rows of the data, and ids.
+        """Find the clients with a minibatch in the split: rows of the data, and ids.
 
         Raises:
             MisconfigurationException: If the limits leave none to any client.
@@ -122,13 +122,13 @@ class FederatedEvaluationLoop(EvaluationLoop):
 
     @no_grad_context
     def run(self) -> list[dict[str, Any]]:
-        """Evaluate; returns one dict of logged values."""
+        """Evaluate, and return one dict of logged values."""
         self.setup_data()
         if self.skip:
             return []
         self.reset()
         self.on_run_start()
-        # A validation step that draws random numbers must not change what comes after it.
+        # Random numbers in validation steps must not change later results.
         with seeded(derive(self.federation.seed, "evaluation", self.federation.rounds)):
             self._evaluate()
         self._store_dataloader_outputs()
@@ -136,7 +136,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         return logged
 
     def reset(self) -> None:
-        """Start counting."""
+        """Reset the counters."""
         self._has_run = False
         self._logged_outputs = []
         self.batch_progress.reset_on_run()
@@ -165,7 +165,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
                 )
             }
             progress.finish()
-            # All processes must agree, also one that has no clients to look at.
+            # All processes must agree, also those without clients.
             if all(federation.ranks.all_gather_objects(same)):
                 results[GLOBAL] = results[""]
             elif shared is not None:
@@ -186,7 +186,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
             self._report(results, [data.names[row] for row in rows.tolist()])
 
     def _further(self, rows: Tensor, clients: Tensor, step: str) -> dict[str, Evaluation]:
-        """What callbacks evaluate beside."""
+        """Collect the extra evaluations of callbacks."""
         trainer = self.trainer
         found: dict[str, Evaluation] = {}
         for callback in trainer.callbacks:
@@ -199,7 +199,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         return found
 
     def _report(self, results: dict[str, Evaluation], names: list[str]) -> None:
-        """Log the statistics, extend the per-client table, and remember the round."""
+        """Log the statistics, extend the per-client table, and record the round."""
         round = self.federation.rounds - 1
         values: dict[str, float] = {}
         directions: dict[str, bool] = {}
@@ -221,8 +221,8 @@ class FederatedEvaluationLoop(EvaluationLoop):
         log_values(self._results, hook, values, shown, logged)
         if self._trainer_fn == TrainerFn.FITTING:
             history = self.federation.history
-            # What this round has no value for, such as a global model that is no more, must not
-            # stand beside its values, nor be monitored.
+            # Values without a number in this round, such as of a former global model, must be
+            # neither shown nor monitored.
             forget_metrics(self.trainer, history.last.latest() - values.keys())
             history.update(round, values, directions, values.keys() - logged)
             if GLOBAL not in results:

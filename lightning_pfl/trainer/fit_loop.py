@@ -1,4 +1,4 @@
-"""FederatedLoop: one epoch of ``Trainer.fit`` is one communication round."""
+"""FederatedLoop: a fit loop whose epochs are communication rounds."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from lightning_pfl.trainer.data import due_reload, move_to_device
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
 LOOK_AHEAD = 64
-"""Rounds in which a method is expected to train at least once."""
-# How far the current round is, for a checkpoint that is written inside it. Before OPEN's end
-# nothing of it counts.
+"""Number of rounds in which a method must train at least once."""
+# Progress of the current round, for a checkpoint written inside it. Before OPEN's end nothing of
+# it counts.
 OPEN, TRAINED, VALIDATED, CLOSED = "open", "trained", "validated", "closed"
 
 
 def _no_silent_end(function: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Turn a StopIteration, by which Lightning would end the fit without a word, into an error."""
+    """Raise an error for a StopIteration, by which Lightning would end the fit silently."""
 
     @wraps(function)
     def run(loop: Any) -> None:
@@ -59,20 +59,20 @@ def _no_silent_end(function: Callable[[Any], None]) -> Callable[[Any], None]:
         except StopIteration as cause:
             raise RuntimeError(
                 "Expected a round to run to its end, but a step, a callback or the data raised "
-                "StopIteration. Look at the error above; it often comes from `next(...)` on an "
-                "iterator that is used up."
+                "StopIteration. Check the error above; it often comes from `next(...)` on an "
+                "exhausted iterator."
             ) from cause
 
     return run
 
 
 def _total(sizes: Tensor | None, tree: Tree, clients: int) -> int:
-    """Bytes of all clients: as the method says, or those of the tree."""
+    """Sum the bytes of all clients: the method's counts, or those of the tree."""
     return nbytes(tree) * clients if sizes is None else int(sizes.sum())
 
 
 class FederatedLoop(FitLoop):
-    """Runs rounds in the place of epochs; every Lightning hook fires at its normal place.
+    """Runs rounds instead of epochs; every Lightning hook fires as usual.
 
     ``on_train_batch_start`` and ``on_train_batch_end`` fire once for each client of the cohort,
     with the client's id as ``batch`` and the number of clients before it as ``batch_idx``. The last
@@ -101,7 +101,7 @@ class FederatedLoop(FitLoop):
     # --- data -------------------------------------------------------------------------------------
 
     def require_data(self) -> FederatedDataset:
-        """The training data, loaded now if it isn't yet.
+        """Load the training data, unless they are loaded.
 
         Raises:
             MisconfigurationException: If there is no source of training data.
@@ -109,8 +109,8 @@ class FederatedLoop(FitLoop):
         if self.data is None or self._combined_loader is None:
             if not self._data_source.is_defined():
                 raise MisconfigurationException(
-                    "Expected training data, which the method needs also for evaluation, but none "
-                    "was given. Pass a FederatedDataModule, or define `train_dataloader`."
+                    "Expected training data, which the method also needs for evaluation, but got "
+                    "none. Pass a FederatedDataModule, or define `train_dataloader`."
                 )
             data = as_federated(self._data_source.dataloader(), what="train_dataloaders")
             self.data = move_to_device(data, self.trainer)
@@ -131,7 +131,7 @@ class FederatedLoop(FitLoop):
         self._last_train_dl_reload_epoch = due_reload(self.trainer)
 
     def find_learners(self) -> None:
-        """Find the clients that can take a step: only they are sampled.
+        """Find the clients that can take a step, and may be sampled.
 
         Raises:
             MisconfigurationException: If there are none.
@@ -153,7 +153,7 @@ class FederatedLoop(FitLoop):
 
     @property
     def _fate(self) -> str:
-        """What becomes of clients that can't take a step."""
+        """Describe the consequence for clients that can't take a step."""
         idle = self.federation.method.include_clients_without_data
         return "take part without local steps" if idle else "are never sampled"
 
@@ -178,7 +178,7 @@ class FederatedLoop(FitLoop):
     # --- the run ----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Go on where the last run or the checkpoint stopped, also inside a round."""
+        """Continue where the last run or the checkpoint stopped, also inside a round."""
         torch.set_grad_enabled(True)
         if self._restored is not None:
             remember_metrics(self.trainer, without_summary(self._restored["callback_metrics"]))
@@ -189,7 +189,7 @@ class FederatedLoop(FitLoop):
 
     @_no_silent_end
     def on_advance_start(self) -> None:
-        """Begin a round, unless a resumed one is already under way."""
+        """Begin a round, unless a resumed one is in progress."""
         self.setup_data()
         self._check_reloaded(self.require_data())
         if self._learners is None:
@@ -219,7 +219,7 @@ class FederatedLoop(FitLoop):
             self._validate()
 
     def _begin_round(self) -> tuple[Round, Cohort]:
-        """Draw the clients and send them the server's state."""
+        """Draw the clients and send them the server's trees."""
         federation, method, data = self.federation, self.federation.method, self.require_data()
         number = self.trainer.current_epoch
         phases = method.phases(number)
@@ -236,7 +236,7 @@ class FederatedLoop(FitLoop):
         return round, cohort
 
     def _aggregate(self, round: Round, cohort: Cohort, work: LocalResult) -> None:
-        """Update the server from the uploads that are accepted, and store the client states."""
+        """Update the server from the accepted uploads, and store the client states."""
         federation, method = self.federation, self.federation.method
         round.uploads = work.uploads
         self._hook("on_local_training_end", round)
@@ -304,8 +304,8 @@ class FederatedLoop(FitLoop):
         if round.rejected:
             rank_zero_warn(
                 f"Round {round.number} left out {len(round.rejected)} of {cohort} clients "
-                f"({self._listed(round.rejected)}). They keep what they "
-                f"remembered{'; the server is unchanged' if len(round.rejected) == cohort else ''}."
+                f"({self._listed(round.rejected)}). They keep their "
+                f"states{'; the server is unchanged' if len(round.rejected) == cohort else ''}."
             )
 
         new = [k for k in verdict.outliers if f"outlier {k}" not in self._warned]
@@ -351,7 +351,7 @@ class FederatedLoop(FitLoop):
         )
 
     def _report_messages(self, round: Round, exchanged: int) -> None:
-        """Add the traffic between clients, each message as sent and as received."""
+        """Add the bytes between clients, each message as sent and as received."""
         round.bytes_exchanged = exchanged
         self.logged = {
             **self.logged,
@@ -360,7 +360,7 @@ class FederatedLoop(FitLoop):
         }
 
     def _measure(self, round: Round) -> None:
-        """Log what the method measures, and warn of what it finds."""
+        """Log the method's values, and warn of its findings."""
         federation, method = self.federation, self.federation.method
         measured = method.measure(federation, round)
         round.metrics.update(measured)
@@ -369,7 +369,7 @@ class FederatedLoop(FitLoop):
         self._warn(method.warnings_after(federation, round))
 
     def _warn(self, texts: Mapping[str, str]) -> None:
-        """Warn of what wasn't warned of before."""
+        """Warn of new findings."""
         for key, text in texts.items():
             if key not in self._warned:
                 self._warned |= {key}
@@ -388,7 +388,7 @@ class FederatedLoop(FitLoop):
                 with self.trainer.profiler.profile(f"[Callback]{callback.state_key}.{name}"):
                     getattr(callback, name)(self.trainer, self.trainer.lightning_module, round)
 
-    # --- what follows a round ---------------------------------------------------------------------
+    # --- after a round ---
 
     def _log(self) -> None:
         log_values(
@@ -421,7 +421,7 @@ class FederatedLoop(FitLoop):
 
     @_no_silent_end
     def on_advance_end(self) -> None:
-        """End the round: callbacks, schedulers that look at values, loggers."""
+        """End the round: callbacks, schedulers that use values, loggers."""
         trainer = self.trainer
         if self.stage != VALIDATED:
             step_schedulers(self, plateau=True)
@@ -431,7 +431,7 @@ class FederatedLoop(FitLoop):
         call_hooks(trainer, "on_train_epoch_end", monitoring=True)
         send_round(self)
         self.epoch_progress.increment_completed()
-        # A callback may ask for the end in one process alone.
+        # A callback may request the end in one process alone.
         heard = self.federation.ranks.all_gather_objects(
             (trainer.should_stop, trainer.received_sigterm)
         )
@@ -455,7 +455,7 @@ class FederatedLoop(FitLoop):
     # --- checkpoints ------------------------------------------------------------------------------
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        """How far the round is, and the values that callbacks may look at."""
+        """Return the progress of the round, and the values for callbacks."""
         metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         return {
             "stage": self.stage,
@@ -466,7 +466,7 @@ class FederatedLoop(FitLoop):
         }
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `on_save_checkpoint` returned."""
+        """Restore the state of `on_save_checkpoint`."""
         self._restored = state_dict
         self.stage, self.logged = state_dict["stage"], dict(state_dict["logged"])
         self._prog_bar, self._logger = tuple(state_dict["prog_bar"]), tuple(state_dict["logger"])

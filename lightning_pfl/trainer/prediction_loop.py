@@ -1,4 +1,4 @@
-"""Prediction: every client with its personal model."""
+"""The prediction loop: every client with its personal model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_pfl.trainer.progress import profiled
 
 
 class FederatedPredictionLoop(PredictionLoop):
-    """``trainer.predict`` returns one list per client: what ``predict_step`` gave for each batch.
+    """Returns one list per client from ``trainer.predict``: the results of ``predict_step``.
 
     ``on_predict_batch_start`` and ``on_predict_batch_end`` fire once per client that has samples,
     with its id as ``batch`` and its list as ``outputs``.
@@ -37,11 +37,11 @@ class FederatedPredictionLoop(PredictionLoop):
 
     @property
     def predictions(self) -> list[Any]:
-        """One list per client, in the order of the data; what prediction writers are given."""
+        """One list per client, in the order of the data, for prediction writers."""
         return self._predictions
 
     def load(self) -> FederatedDataset:
-        """The data, loaded now if it isn't yet."""
+        """Load the data, unless they are loaded."""
         if self.data is None or self._combined_loader is None:
             data = as_federated(self._data_source.dataloader(), what="predict_dataloaders")
             self.data = move_to_device(data, self.trainer)
@@ -61,7 +61,7 @@ class FederatedPredictionLoop(PredictionLoop):
 
     @no_grad_context
     def run(self) -> list[list[Any]] | None:
-        """Predict for every client; None if there is nothing to predict."""
+        """Predict for every client; return None without predictions."""
         self.setup_data()
         if self.skip:
             return None

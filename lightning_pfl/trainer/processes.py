@@ -1,4 +1,4 @@
-"""The processes behind a federated strategy: how they start, meet, and talk."""
+"""The processes of a federated strategy: start and communication."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.trainer import checks as flags
 
 TIMEOUT = timedelta(minutes=30)
-"""Torch's own default."""
+"""Timeout of collective calls, torch's default."""
 
 
 class ProcessesStrategy(ParallelStrategy):
     """One process per device, as in Lightning's DDP, but without its wrapper around the module.
 
     Several processes are started by running the script again for each device, or by torchrun,
-    SLURM and the like. One process starts nothing and joins nothing.
+    SLURM and others. One process starts nothing and joins nothing.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
@@ -66,7 +66,7 @@ class ProcessesStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """Number of processes on this node."""
         return len(self.parallel_devices or ())
 
     @property
@@ -76,12 +76,12 @@ class ProcessesStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device that this process's clients train on."""
+        """Device that this process's clients train on."""
         assert self.parallel_devices
         return self.parallel_devices[self.local_rank if self.is_distributed else 0]
 
     def set_world_ranks(self) -> None:
-        """Tell the environment, and what prints messages, which process this is."""
+        """Set this process's rank in the environment and for messages."""
         if not self.is_distributed:
             return
         assert self.cluster_environment is not None
@@ -98,7 +98,7 @@ class ProcessesStrategy(ParallelStrategy):
             )
 
     def setup_environment(self) -> None:
-        """Set up the device, and join the other processes."""
+        """Set up the device, and join the process group."""
         assert self.cluster_environment is not None
         flags.check_processes(
             self.num_processes * self.num_nodes, self.cluster_environment.world_size()
@@ -108,7 +108,7 @@ class ProcessesStrategy(ParallelStrategy):
             self.set_world_ranks()
             backend = self.process_group_backend or default_backend(self.root_device)
             connect_processes(self.cluster_environment, backend, timeout=self.timeout)
-            # Lightning does so for nccl alone; gloo's threads, left running, can abort the exit.
+            # Lightning does so for nccl only; running gloo threads can abort the exit.
             atexit.unregister(leave_processes)
             atexit.register(leave_processes)
             self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
@@ -120,13 +120,13 @@ class ProcessesStrategy(ParallelStrategy):
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """Move the module to the device; every process begins with that of process 0."""
+        """Move the module to the device; every process gets that of process 0."""
         assert self.model is not None
         self.model.to(self.root_device)
         self.ranks.broadcast_module(self.model)
 
     def reduce(self, tensor: Any, architecture: Any = None, reduce_op: Any = "mean") -> Any:
-        """Mean or sum over processes, for what users log with ``sync_dist=True``."""
+        """Reduce a value over processes, for values that users log with ``sync_dist=True``."""
         if not self.is_distributed or not isinstance(tensor, Tensor):
             return tensor
         return reduce_tensor(tensor, architecture, reduce_op=reduce_op)
@@ -138,7 +138,7 @@ class ProcessesStrategy(ParallelStrategy):
             distributed.barrier(device_ids=[self.root_device.index] if by_gpu else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """An object of one process, on all."""
+        """Send an object of one process to all."""
         if not self.is_distributed or not distributed.is_initialized():
             return obj
         sent = [obj]
@@ -156,15 +156,15 @@ def leave_processes() -> None:
 
 
 def not_distributed() -> bool:
-    """What a client's torchmetrics object is told: that there are no other processes."""
+    """Return False, for torchmetrics objects of one client, which aren't distributed."""
     return False
 
 
 def keep_metrics_apart(module: nn.Module) -> Callable[[], None]:
-    """Let a metric be that of one client, which torchmetrics would sum up over processes.
+    """Keep metrics of a client in its process, where torchmetrics would reduce over processes.
 
     Returns:
-        Undoes it.
+        A function that undoes it.
     """
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     before = [metric.distributed_available_fn for metric in metrics]

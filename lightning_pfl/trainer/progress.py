@@ -1,4 +1,4 @@
-"""Lightning's per-batch hooks, once per client: what progress bars see inside a round."""
+"""Lightning's per-batch hooks, called once per client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pfl.federation.ranks import Ranks
 
 
 def profiled(step: str) -> str:
-    """The name under which a profiler records a step of all clients: as Lightning's strategies do.
+    """Return the profiler's name of a step of all clients, as in Lightning's strategies.
 
     PyTorchProfiler counts its own steps by the end of the name.
     """
@@ -21,10 +21,9 @@ def profiled(step: str) -> str:
 
 
 class ClientProgress:
-    """Fires ``on_<stage>_batch_start`` and ``..._end`` for clients, as they finish.
+    """Fires ``on_<stage>_batch_start`` and ``..._end`` for clients when they finish.
 
-    The vectorized engine finishes a chunk of clients at once: their hooks follow each other, and a
-    progress bar moves by the chunk.
+    The vectorized engine finishes a chunk of clients at once, so a progress bar moves by chunks.
 
     ``batch`` is the client's id, ``batch_idx`` the number of clients before it.
 
@@ -37,8 +36,8 @@ class ClientProgress:
         hold_last: Whether the last client's end waits for :meth:`release`.
 
     With several processes the hooks fire for all clients in every process, and only in
-    :meth:`finish`: a hook may wait for the other processes (to stop after ``max_time``, say), so
-    all must fire it equally often, at the same place.
+    :meth:`finish`, since a hook may make collective calls (to stop after ``max_time``), so all
+    processes must fire it equally often, at the same place.
     """
 
     def __init__(
@@ -60,12 +59,12 @@ class ClientProgress:
         self.held: int | None = None
 
     def finished(self, positions: list[int]) -> None:
-        """Take the positions of clients that an engine says are done."""
+        """Fire the hooks of clients that an engine has finished."""
         if self.live:
             self._take(positions)
 
     def finish(self) -> None:
-        """Take those that the engine didn't report as done."""
+        """Fire the hooks of clients that the engine didn't report."""
         self._take(sorted(self.waiting))
 
     def _take(self, positions: list[int]) -> None:
@@ -92,8 +91,7 @@ class ClientProgress:
         if self.start(client, self.counters.current.ready - 1) == -1:
             raise MisconfigurationException(
                 "FederatedStrategy can't skip the rest of a round, but `on_train_batch_start` "
-                "returned -1. Set `trainer.should_stop = True` to stop after the round, or lower "
-                "`participation`."
+                "returned -1. Set `trainer.should_stop = True`, or lower `participation`."
             )
         self.counters.increment_started()
 

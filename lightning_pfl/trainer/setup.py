@@ -1,4 +1,4 @@
-"""What begins when a stage of the Trainer begins: loops, federation and engines."""
+"""Setup of loops, federation and engines when a stage of the Trainer begins."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class StageSetup:
         device: torch.device,
         optimizers: Sequence[Optimizer],
     ) -> None:
-        """Make the federation ready for a stage.
+        """Prepare the federation for a stage.
 
-        A new one begins if Trainer, module, method or clients are others than in the last stage.
+        A new one begins if Trainer, module, method or clients differ from those of the last stage.
 
         Args:
             trainer: The Trainer, with the federated loops.
@@ -124,7 +124,7 @@ class StageSetup:
     def _clients(
         self, trainer: L.Trainer, module: L.LightningModule
     ) -> tuple[tuple[str, ...], Tensor]:
-        """Names and training samples: of the training data, the checkpoint, or this split."""
+        """Return names and training samples of the training data, the checkpoint, or this split."""
         federation = self.federation
         if trainer.state.fn == TrainerFn.FITTING:
             data = fit_loop(trainer).require_data()
@@ -141,14 +141,13 @@ class StageSetup:
         saved = None if self.saved is None else int(self.saved["seed"])
         if saved is not None and self.seed not in (None, saved):
             rank_zero_warn(
-                f"The run continues with the checkpoint's seed {saved}; seed={self.seed} is not "
-                "used."
+                f"The run continues with the checkpoint's seed {saved}, not with seed={self.seed}."
             )
         if saved is not None:
             return saved
         if self.seed is not None:
             return self.seed
-        # What `seed_everything` leaves behind, as its documentation says.
+        # `seed_everything` sets this variable, according to its documentation.
         from_environment = os.environ.get("PL_GLOBAL_SEED")
         drawn = int(from_environment) if from_environment else secrets.randbits(31)
         return int(self.federation.ranks.all_gather_objects(drawn)[0])
@@ -159,7 +158,7 @@ class StageSetup:
         federation, fitting = self.federation, trainer.state.fn == TrainerFn.FITTING
         settings = engine_settings(trainer, federation.seed, self.chunk_size, self.feature_cache)
         if not (fresh or fitting):
-            # The engines of the fit have chosen; they read the settings when they run.
+            # The engines of the fit were chosen; they read the settings when they run.
             vars(federation.settings).update(vars(settings))
             if restored:
                 for architecture in federation.architectures:
@@ -197,13 +196,13 @@ def _warn_of_changes(federation: Federation, module: L.LightningModule) -> None:
     if changed := federation.changed_outside():
         rank_zero_warn(
             f"{type(module).__name__} was changed since its last round ({changed[0]}"
-            f"{', ...' if len(changed) > 1 else ''}), but this Trainer goes on with what server "
-            "and clients have. Use a new Trainer to start from the module."
+            f"{', ...' if len(changed) > 1 else ''}), but this Trainer continues with the models "
+            "of server and clients. Use a new Trainer to start from the module."
         )
 
 
 def _plan(trainer: L.Trainer) -> FitPlan:
-    """What a method may know of the fit that begins."""
+    """Collect the facts about a fit that a method may know."""
     endless = trainer.max_epochs is None or trainer.max_epochs < 0
     rounds = None if endless else trainer.max_epochs
     return FitPlan(rounds, connected(trainer).reload_dataloaders_every_n_epochs)
@@ -213,7 +212,7 @@ def _plan(trainer: L.Trainer) -> FitPlan:
 
 
 def install_loops(trainer: L.Trainer, federation: Federation) -> None:
-    """Replace Lightning's loops by federated ones that keep what the Trainer configured."""
+    """Replace Lightning's loops by federated ones, with the Trainer's configuration."""
     if not isinstance(trainer.fit_loop, FederatedLoop):
         validation = trainer.fit_loop.epoch_loop.val_loop
         trainer.fit_loop = take_over(FederatedLoop, trainer.fit_loop)
@@ -242,7 +241,7 @@ def fit_loop(trainer: L.Trainer) -> FederatedLoop:
 def find_method(
     trainer: L.Trainer, given: Method | None, default: Callable[[], Method] | None
 ) -> Method:
-    """Find the one method of a run; what isn't among the Trainer's callbacks yet is put there.
+    """Find the only method of a run, and add it to the Trainer's callbacks.
 
     Args:
         trainer: The Trainer.
@@ -270,7 +269,7 @@ def find_method(
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
-    """Dtype of mixed precision, None for full precision.
+    """Return the dtype of mixed precision, or None for full precision.
 
     Raises:
         MisconfigurationException: For a precision other than 32, 64 and bf16-mixed.
@@ -293,7 +292,7 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
 def engine_settings(
     trainer: L.Trainer, seed: int, chunk_size: int | None, feature_cache: bool
 ) -> EngineSettings:
-    """What the Trainer's flags say about local training."""
+    """Collect the Trainer's flags on local training."""
     algorithm = trainer.gradient_clip_algorithm
     return EngineSettings(
         seed=seed,

@@ -1,4 +1,4 @@
-"""FederatedStrategy: what a federated run owns, inside an ordinary ``Trainer.fit``."""
+"""FederatedStrategy: the strategy that makes ``Trainer.fit`` federated."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from lightning_pfl.trainer.setup import (
 )
 
 KEPT_ON_ALL_RANKS = 2**30
-"""Bytes of client state that every process has after a run, to answer users' questions."""
+"""Largest size in bytes of client states that every process gets after a run."""
 
 
 class FederatedStrategy(ProcessesStrategy):
@@ -139,7 +139,7 @@ class FederatedStrategy(ProcessesStrategy):
 
     @property
     def participation(self) -> int | float:
-        """Clients per round: a fraction, or a count; may be set between two fits."""
+        """Clients per round: a fraction or a count; can be set between two fits."""
         return self.federation.participation
 
     @participation.setter
@@ -183,7 +183,7 @@ class FederatedStrategy(ProcessesStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """How checkpoints are written; atomic unless the user gave another plugin."""
+        """The checkpoint plugin; atomic unless the user chose another one."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
         elif (
@@ -198,12 +198,12 @@ class FederatedStrategy(ProcessesStrategy):
         self._checkpoint_io = io
 
     def connect(self, model: L.LightningModule) -> None:
-        """Take the module, and find the method among the callbacks."""
+        """Connect the module, and find the method among the callbacks."""
         super().connect(model)
         self.federation.method = find_method(model.trainer, self._given, self._default_method)
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Install the federated loops; make or restore server, client states and engines."""
+        """Install the federated loops, and make or restore server, client states and engines."""
         checks.check_trainer(trainer)
         self.federation.ranks = self.ranks
         install_loops(trainer, self.federation)
@@ -214,10 +214,10 @@ class FederatedStrategy(ProcessesStrategy):
         self._stage.begin(trainer, module, self.root_device, self.optimizers)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Call ``configure_optimizers`` for the template that every client gets a fresh copy of."""
+        """Call ``configure_optimizers`` for the template of the clients' optimizers."""
         loop = fit_loop(trainer)
         loop.setup_data()
-        # `estimated_stepping_batches` then counts rounds, which is what the schedulers step by.
+        # `estimated_stepping_batches` then counts rounds, the unit of schedulers.
         cohort, loop.max_batches = loop.max_batches, trainer.accumulate_grad_batches
         self.optimizers, self.lr_scheduler_configs = self._configure_optimizers()
         loop.max_batches = cohort
@@ -227,7 +227,7 @@ class FederatedStrategy(ProcessesStrategy):
             template._opt_called = True  # type: ignore[attr-defined]
 
     def _client_optimizer(self, architecture: Architecture) -> Optimizer:
-        """The template outside of a fit, with the checkpoint's learning rates if it has any."""
+        """Make the template outside of a fit, with the checkpoint's learning rates if any."""
         template = self._configure_optimizer(architecture.module)[0][0]
         if self._saved_optimizers:
             load_optimizer(
@@ -237,7 +237,7 @@ class FederatedStrategy(ProcessesStrategy):
         return template
 
     def _configure_optimizers(self) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-        """One template, and its schedulers, for every architecture."""
+        """Make one template and its schedulers for every architecture."""
         optimizers, schedulers = [], []
         for module in modules_by_name(self.lightning_module).values():
             one, configs = self._configure_optimizer(module)
@@ -261,7 +261,7 @@ class FederatedStrategy(ProcessesStrategy):
         return optimizers, schedulers
 
     def teardown(self) -> None:
-        """Leave the device; the federation moves to the host, where users can ask for models."""
+        """Leave the device; the federation moves to the host, where its models stay available."""
         if self._undo is not None:
             self._undo()
         self._undo = None
@@ -287,8 +287,8 @@ class FederatedStrategy(ProcessesStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; by default without running code from it (``weights_only=True``)."""
-        # Lightning's own default is another one for remote paths.
+        """Read a checkpoint, by default without running code from it (``weights_only=True``)."""
+        # Lightning's default differs for remote paths.
         safely = True if weights_only is None else weights_only
         check_file(checkpoint_path)
         with explain_read_errors(checkpoint_path):
@@ -296,7 +296,7 @@ class FederatedStrategy(ProcessesStrategy):
         return require_lightning(checkpoint, checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module; the federation's state is kept until `setup` knows the clients."""
+        """Load the module, and keep the federation's state until `setup` knows the clients."""
         assert self.lightning_module is not None
         saved, method = require_federated(checkpoint), self.federation.method
         split = parameter_splits(self.lightning_module, method)
@@ -307,14 +307,14 @@ class FederatedStrategy(ProcessesStrategy):
         self._saved_optimizers = saved_optimizers(checkpoint)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take over the settings of the clients' optimizers, as schedulers left them."""
+        """Load the settings of the clients' optimizers, as schedulers left them."""
         scheduled = bool(self.lr_scheduler_configs)
         for one, saved in zip(self.optimizers, saved_optimizers(checkpoint), strict=False):
             load_optimizer(one, *saved, scheduled)
 
 
 def with_default_method() -> FederatedStrategy:
-    """The strategy behind ``Trainer(strategy="federated")``: FedAvg, if no callback is a method."""
+    """Make the strategy of ``Trainer(strategy="federated")``, with FedAvg as default method."""
     strategy = FederatedStrategy()
     strategy._default_method = FedAvg
     return strategy

@@ -157,7 +157,7 @@ def test_a_step_that_writes_to_weights_is_refused(kind: str, name: str, engine: 
     module = Writes(kind)
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(
-        ValueError, match=f"`training_step` of Writes writes to '{name}', which all clients have"
+        ValueError, match=f"`training_step` of Writes writes to '{name}'. Use a buffer"
     ):
         fit(FedAvg(), clients(), module, 1, engine)
     assert_trees_equal(dict(module.state_dict()), dict(before))

@@ -92,7 +92,7 @@ def callbacks(tmp_path: Path) -> None:
         "callback GradientAccumulationScheduler", callbacks=[GradientAccumulationScheduler({0: 2})]
     )
 
-    refused("callback SpikeDetection. It looks at the loss", callbacks=[SpikeDetection()])
+    refused("callback SpikeDetection. It checks the loss", callbacks=[SpikeDetection()])
     refused("callback LearningRateFinder. It trains one model", callbacks=[LearningRateFinder()])
 
     class Inside(Callback):
@@ -216,7 +216,7 @@ def plugins(tmp_path: Path) -> None:
             return 2
 
     refused(
-        r"Expected `devices` times .* but got 1 and the environment says that there are 2",
+        r"Expected `devices` times .* but got 1 for 2 processes",
         plugins=[TwoTasks()],
     )
 

@@ -154,7 +154,7 @@ def val_check_interval(tmp_path: Path) -> None:
         r"Trainer\(val_check_interval=0.5\)` .* Use check_val_every_n_epoch", val_check_interval=0.5
     )
     refused(
-        r"Trainer\(val_check_interval=2\)` .* together with check_val_every_n_epoch=None",
+        r"Trainer\(val_check_interval=2\)` .* with check_val_every_n_epoch=None",
         val_check_interval=2,
     )
     refused(

@@ -147,7 +147,7 @@ class Splits(L.LightningDataModule):
 
 def test_evaluation_phases_without_training_data_are_an_error() -> None:
     with pytest.raises(
-        Exception, match="Expected training data, which the method needs also for evaluation"
+        Exception, match="Expected training data, which the method also needs for evaluation"
     ):
         trainer(TunedFedAvg()).validate(Quadratic(), points(), verbose=False)
 

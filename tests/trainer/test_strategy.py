@@ -218,7 +218,7 @@ def test_before_a_run_there_is_nothing_to_ask() -> None:
         (strategy.client_module, (0,)),
         (strategy.global_state_dict, ()),
     ):
-        with pytest.raises(RuntimeError, match="nothing was trained or loaded yet"):
+        with pytest.raises(RuntimeError, match="a trained or loaded federation, but got none"):
             question(*arguments)
 
 

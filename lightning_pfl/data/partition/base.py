@@ -62,7 +62,7 @@ class Partition(ABC):
     def keys(
         self, labels: npt.NDArray[Any], columns: Mapping[str, npt.NDArray[Any]]
     ) -> npt.NDArray[Any]:
-        """Return what this partition splits by: the labels, or one of the other columns."""
+        """Return the values that this partition splits by: the labels, or another column."""
         return labels
 
     def names(self, plan: Any) -> tuple[str, ...] | None:

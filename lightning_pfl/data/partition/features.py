@@ -78,7 +78,7 @@ class FeatureSkew(Partition):
         return self.base.apply(labels, plan.base, rng)
 
     def keys(self, labels: npt.NDArray[Any], columns: Any) -> npt.NDArray[Any]:
-        """Return what the base partition splits by."""
+        """Return the values that the base partition splits by."""
         return self.base.keys(labels, columns)
 
     def names(self, plan: Any) -> tuple[str, ...] | None:

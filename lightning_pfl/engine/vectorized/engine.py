@@ -3,7 +3,7 @@
 Where it gains, besides the batching itself: ``feature_cache.py`` computes the features of a frozen,
 shared backbone once per phase; ``evaluation.py`` gives shared layers all clients' samples as one
 batch; ``trace.py`` replays the steps of a ``PersonalizedModule`` without Python; ``kernels.py`` has
-faster convolutions and pooling for CPUs. Listeners hear of a chunk's clients when it is done:
+faster convolutions and pooling for CPUs. Listeners are called when a chunk is done:
 ``chunk_size`` clients, or else at most 32 on a CPU and 512 on a GPU, so progress bars move by
 chunks.
 """
@@ -168,7 +168,7 @@ class Chunk:
         self.travel = Travel(len(self.clients), self.device) if measured else None
 
     def noise_keys(self) -> Tensor:
-        """A key for each client, int64 ``(clients,)``, also where its steps draw nothing."""
+        """Return a key for each client, int64 ``(clients,)``, also for steps without draws."""
         seed, work = self.engine.settings.seed, self.work
         return random_keys(seed, work.stream, work.info.round, self.clients).to(self.device)
 

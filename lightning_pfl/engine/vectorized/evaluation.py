@@ -133,7 +133,7 @@ class VectorizedEvaluation:
     def _tick(
         self, models: Model, tick: Tick, step: str, per_sample: bool
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Run the step; returns its output and what it logs."""
+        """Run the step; return its output and logged values."""
         part = models if tick.rows is None else rows(models, tick.rows)
         minibatch = tick.minibatches[0]
         if per_sample:

@@ -54,7 +54,7 @@ class Pull(NamedTuple):
     Attributes:
         strength: The largest :math:`c` of a client.
         formula: How it is computed, for a message.
-        remedy: What may be changed beside the learning rate, for a message.
+        remedy: A remedy besides a smaller learning rate, for the warning.
     """
 
     strength: float
