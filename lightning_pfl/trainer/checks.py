@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
@@ -30,6 +31,8 @@ from torch.optim import Optimizer
 
 from lightning_pfl._lightning import connected, is_overridden, overrides
 from lightning_pfl.core.checks import check_choice, check_number, check_whole, is_number, is_whole
+from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.tree import Model
 from lightning_pfl.engine.optimizer import check_optimizer
 from lightning_pfl.engine.select import check_engine
 from lightning_pfl.federation.gate import MaxNorm
@@ -250,6 +253,61 @@ def check_unused(trainer: L.Trainer) -> None:
             "Expected the module, method and clients of the Trainer's last fit, after "
             f"{trainer.global_step} rounds, but got others. Use a new Trainer."
         )
+
+
+def check_kept(trainer: L.Trainer, owner: L.Trainer, rounds: int) -> None:
+    """Refuse to evaluate another module in the place of trained clients, which would be lost.
+
+    Args:
+        trainer: The Trainer that evaluates.
+        owner: The Trainer of the federation.
+        rounds: Finished rounds of the federation.
+
+    Raises:
+        MisconfigurationException: If the clients were trained by this Trainer.
+    """
+    if trainer is owner and rounds:
+        raise MisconfigurationException(
+            "Expected the module, method and clients of the Trainer's last fit, whose clients were "
+            f"trained for {rounds} rounds, but got others. Use a new Trainer for them, or pass "
+            "ckpt_path to load other clients."
+        )
+
+
+class ModuleAtStart:
+    """The parameters with which a fit begins, to notice changes that no client would hear of.
+
+    Args:
+        splits: The parameter split of each architecture.
+    """
+
+    def __init__(self, splits: Sequence[ParameterSplit]) -> None:
+        self._splits = splits
+        self._models: list[Model] | None = [split.model() for split in splits]
+
+    def check(self) -> None:
+        """Refuse what hooks have frozen or unfrozen, and in the first call what they have written.
+
+        Raises:
+            MisconfigurationException: Names the parameter.
+        """
+        for split in self._splits:
+            now = {name for name, leaf in split.module.named_parameters() if leaf.requires_grad}
+            if other := sorted(now ^ set(split.trainable)):
+                raise _changed(split.module, other[0], "frozen or unfrozen")
+        for split, before in zip(self._splits, self._models or (), strict=False):
+            for name, leaf in split.model().items():
+                if not torch.allclose(leaf, before[name], rtol=0, atol=0, equal_nan=True):
+                    raise _changed(split.module, name, "changed")
+        self._models = None
+
+
+def _changed(module: Any, name: str, how: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"Expected the parameters of {type(module).__name__} to stay as they were in `setup`, but "
+        f"`{name}` was {how} in a later hook, of which no client would hear. Do so in `__init__`, "
+        "`configure_model` or `setup`."
+    )
 
 
 def check_finite(module: L.LightningModule) -> None:

@@ -39,6 +39,7 @@ from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.metrics.history import without_summary
+from lightning_pfl.trainer.checks import ModuleAtStart
 from lightning_pfl.trainer.data import due_reload, move_to_device
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
@@ -81,6 +82,7 @@ class FederatedLoop(FitLoop):
     Attributes:
         federation: The state of the run.
         data: The training data.
+        module_at_start: The parameters with which the fit began.
         stage: How far the current round is.
         logged: What the current round logs, by name; kept for a run that is resumed inside the
             round.
@@ -88,6 +90,7 @@ class FederatedLoop(FitLoop):
 
     trainer: ConnectedTrainer
     federation: Federation
+    module_at_start: ModuleAtStart
     data: FederatedDataset | None = None
     stage: str = CLOSED
     logged: Mapping[str, float] = MappingProxyType({})
@@ -199,6 +202,7 @@ class FederatedLoop(FitLoop):
         self.stage = OPEN
         self.epoch_progress.increment_ready()
         call_hooks(self.trainer, "on_train_epoch_start")
+        self.module_at_start.check()
         self.epoch_progress.increment_started()
 
     @_no_silent_end

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import lightning as L
 import torch
@@ -30,6 +31,8 @@ from lightning_pfl.trainer.evaluation_loop import FederatedEvaluationLoop
 from lightning_pfl.trainer.fit_loop import FederatedLoop
 from lightning_pfl.trainer.prediction_loop import FederatedPredictionLoop
 
+_PERSONALIZED_BY: WeakKeyDictionary[L.LightningModule, str] = WeakKeyDictionary()
+"""The method that has trained a module for clients with personal parts; empty for one without."""
 ClientStateDevice = Literal["auto", "device", "host"]
 
 
@@ -98,9 +101,14 @@ class StageSetup:
         checks.check_one_process(len(split), federation.ranks.size)
         choose = partial(choose_device, self.client_state_device, device)
         if fresh:
-            if trainer.state.fn == TrainerFn.FITTING and saved is None:
+            fitting = trainer.state.fn == TrainerFn.FITTING
+            if fitting and saved is None:
                 checks.check_unused(trainer)
                 checks.check_finite(module)
+            elif saved is None:
+                if self._owner is not None:
+                    checks.check_kept(trainer, self._owner[0], federation.rounds)
+                _warn_of_lost_parts(module)
             architectures = make_architectures(module, split, names)
             federation.begin(module, architectures, names, num_samples, choose)
             self._owner = owner
@@ -118,7 +126,11 @@ class StageSetup:
         self.saved = None
         self._begin_engines(trainer, optimizers, fresh, restored=saved is not None)
         if trainer.state.fn == TrainerFn.FITTING:
-            fit_loop(trainer).find_learners()
+            loop = fit_loop(trainer)
+            loop.find_learners()
+            splits = [architecture.parameter_split for architecture in federation.architectures]
+            loop.module_at_start = checks.ModuleAtStart(splits)
+            _note_parts(federation, module)
             self._report(trainer)
 
     def _clients(
@@ -190,6 +202,24 @@ class StageSetup:
             rank_zero_info(note)
         if problem := federation.method.check_fit(_plan(trainer)):
             rank_zero_warn(problem)
+
+
+def _note_parts(federation: Federation, module: L.LightningModule) -> None:
+    personal = any(
+        architecture.method.personalized_entries(architecture.parameter_split)
+        for architecture in federation.architectures
+    )
+    _PERSONALIZED_BY[module] = type(federation.method).__name__ if personal else ""
+
+
+def _warn_of_lost_parts(module: L.LightningModule) -> None:
+    """Warn of a module without its clients, which another Trainer has trained."""
+    if method := _PERSONALIZED_BY.get(module):
+        rank_zero_warn(
+            f"{type(module).__name__} holds the shared part of a federation that another Trainer "
+            f"has trained with {method}; this Trainer evaluates it without the clients' personal "
+            "parts. Use the Trainer of the fit, or pass ckpt_path."
+        )
 
 
 def _warn_of_changes(federation: Federation, module: L.LightningModule) -> None:

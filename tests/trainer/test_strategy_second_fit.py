@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -101,3 +102,62 @@ def test_participation_may_change_between_fits_within_its_range() -> None:
     assert run.callback_metrics["round/clients"] == 2
     with pytest.raises(ValueError, match=r"Expected `participation` .* got participation=0"):
         run.strategy.participation = 0
+
+
+# --- clients that would be lost, and changes that no client would hear of
+
+
+def test_another_module_on_the_same_trainer_is_refused_and_nothing_is_lost() -> None:
+    run, module = trainer(FedRep(), max_epochs=2), network()
+    run.fit(module, *classes())
+    (before,) = run.test(module, classes()[1], verbose=False)
+    with pytest.raises(MisconfigurationException, match="clients were trained for 2 rounds, but"):
+        run.test(network(1), classes()[1], verbose=False)
+    (after,) = run.test(module, classes()[1], verbose=False)
+    assert after == before
+
+
+@pytest.mark.parametrize(("method", "warned"), [(FedRep, True), (FedAvg, False)])
+def test_a_new_trainer_has_no_personal_parts_and_that_is_warned_of(
+    method: Callable[[], Method], warned: bool
+) -> None:
+    module = network()
+    trainer(method(), max_epochs=1).fit(module, *classes())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer(method()).test(module, classes()[1], verbose=False)
+    match = "holds the shared part of a federation that another Trainer has trained with FedRep"
+    assert any(match in str(one.message) for one in found) == warned
+
+
+class Changing(Quadratic):
+    """Changes itself in a hook of Lightning's."""
+
+    def __init__(self, hook: str, change: Callable[[Any], object]) -> None:
+        super().__init__()
+        setattr(self, hook, lambda *_, **__: change(self))
+
+
+def freeze(module: Any) -> None:
+    module.w.requires_grad_(False)
+
+
+def write(module: Any) -> None:
+    module.w.data.fill_(7.0)
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+@pytest.mark.parametrize(
+    ("change", "how"), [(freeze, "`w` was frozen or unfrozen"), (write, "`w` was changed")]
+)
+@pytest.mark.parametrize("method", [FedAvg, LocalOnly])
+def test_a_change_after_setup_is_refused(method: Any, change: Any, how: str, hook: str) -> None:
+    with pytest.raises(MisconfigurationException, match=f"{how} in a later hook"):
+        trainer(method(), max_epochs=2).fit(Changing(hook, change), points())
+
+
+def test_a_change_in_setup_counts() -> None:
+    run = trainer(LocalOnly(), max_epochs=1)
+    run.fit(Changing("setup", write), points())
+    want = trained(torch.full((2,), 7.0, dtype=torch.float64), 1)
+    torch.testing.assert_close(run.strategy.client_state_dict(1)["w"], want, rtol=0, atol=1e-12)
