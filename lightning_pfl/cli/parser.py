@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from pydoc import locate
 from typing import Any, NoReturn
 
+import yaml
+from jsonargparse import get_loader, set_loader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -47,8 +49,16 @@ SYMBOLS = {
 }
 
 
+MODE = "yaml with each key once"
+"""The parser mode of configuration files; jsonargparse's own takes the last of equal keys."""
+_load_yaml = get_loader("yaml")
+
+
 class Parser(LightningArgumentParser):
     """Lightning's parser with short errors and readable help."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"parser_mode": MODE, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Exit with status 2 and the message, with the nearest name for a misspelt one."""
@@ -66,6 +76,38 @@ class Parser(LightningArgumentParser):
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Format the help, with formulas as plain text."""
         return plain(super().format_help(*args, **kwargs))
+
+
+def load_with_each_key_once(text: str) -> Any:
+    """Load YAML as jsonargparse does.
+
+    Raises:
+        yaml.YAMLError: If a mapping has a key twice: one of the two values would be lost.
+    """
+    if "\n" in text:  # a file, and no value of the command line
+        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader))
+    return _load_yaml(text)
+
+
+def _check_keys(node: yaml.Node | None) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for entry in node.value:
+            _check_keys(entry)
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            _check_keys(value)
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if (first := lines.setdefault(key.value, line)) != line:
+                raise yaml.YAMLError(
+                    f"Expected each key once, but got {key.value!r} in lines {first} and {line}. "
+                    "Remove one of them."
+                )
+
+
+set_loader(MODE, load_with_each_key_once, (yaml.YAMLError,))
 
 
 def explain(message: str, keys: Iterable[str]) -> str:

@@ -62,6 +62,22 @@ def test_keys_of_a_file_are_suggested_too(
 
 
 @pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [
+        ("method: FedRep\nmodel: DigitsCNN\nmethod: FedAvg\n", "method", "1 and 3"),
+        ("trainer:\n  max_epochs: 1\n  max_epochs: 2\n", "max_epochs", "2 and 3"),
+        ("trainer:\n  callbacks:\n  - a: 1\n    a: 2\n", "a", "3 and 4"),
+    ],
+)
+def test_a_key_that_a_file_has_twice_is_refused(
+    text: str, key: str, lines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "twice.yaml").write_text(text)
+    shown = refused(capsys, "--config", str(tmp_path / "twice.yaml"))
+    assert f"Expected each key once, but got {key!r} in lines {lines}. Remove one" in shown
+
+
+@pytest.mark.parametrize(
     "wrong",
     [["--method", "FedRepp"], ["--method.help", "FedRepp"], ["--method", "lightning_pfl.FedRepp"]],
 )

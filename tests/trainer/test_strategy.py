@@ -222,7 +222,7 @@ def test_before_a_run_there_is_nothing_to_ask() -> None:
             question(*arguments)
 
 
-def test_a_second_fit_continues_and_another_module_starts_anew() -> None:
+def test_a_second_fit_continues_and_another_module_does_not_replace_the_clients() -> None:
     run = trainer(LocalOnly(), max_epochs=1)
     module = Quadratic()
     run.fit(module, points())
@@ -230,8 +230,9 @@ def test_a_second_fit_continues_and_another_module_starts_anew() -> None:
     run.fit(module, points())
     want = trained(ZERO, 3, 2 * steps_of(SIZES[3]))
     torch.testing.assert_close(run.strategy.client_state_dict(3)["w"], want, rtol=0, atol=1e-12)
-    run.validate(Quadratic(), points(), verbose=False)
-    assert torch.equal(run.strategy.client_state_dict(3)["w"], ZERO)
+    with pytest.raises(MisconfigurationException, match="trained for 2 rounds, but got others"):
+        run.validate(Quadratic(), points(), verbose=False)
+    torch.testing.assert_close(run.strategy.client_state_dict(3)["w"], want, rtol=0, atol=1e-12)
 
 
 def test_a_list_of_loaders_trains_an_ordinary_module() -> None:
