@@ -1,1 +1,1 @@
-"""Workloads with their baselines, timed side by side in one run."""
+"""Workloads and baselines, timed in one run."""

@@ -32,7 +32,7 @@ def read_idx(path: Path) -> Tensor:
     """Read a gzipped IDX file of bytes: images ``(n, 28, 28)`` or labels ``(n,)``, as uint8.
 
     Raises:
-        ValueError: If the file holds something else than bytes, or not as many as it says.
+        ValueError: If the file has other contents than bytes, or another number of them.
     """
     raw = gzip.decompress(path.read_bytes())
     kind, ndim = raw[2], raw[3]

@@ -1,4 +1,4 @@
-"""What a round costs beside local training, aggregation and evaluation; and what an import costs.
+"""Costs of a round besides local training, aggregation and evaluation, and of an import.
 
 python -m benchmarks.overhead --rounds 30
 """
@@ -29,14 +29,14 @@ INSIDE = (profiled("training_step"), "aggregation", profiled("validation_step"))
 
 
 class QuietProfiler(SimpleProfiler):
-    """Measures without printing its table at the end."""
+    """A callback that measures without printing a table at the end."""
 
     def describe(self) -> None:
         """Print nothing."""
 
 
 def overhead(rounds: int, logger: str) -> float:
-    """Median milliseconds of a round outside the clients' and the server's work.
+    """Return the median milliseconds of a round outside the clients' and the server's work.
 
     Args:
         rounds: Rounds that count, after three that don't.
@@ -74,7 +74,7 @@ def overhead(rounds: int, logger: str) -> float:
 
 
 def import_seconds(statement: str) -> float:
-    """Median seconds of an import in fresh processes."""
+    """Return the median seconds of an import in fresh processes."""
     times = []
     for _ in range(5):
         start = time.perf_counter()
@@ -84,7 +84,7 @@ def import_seconds(statement: str) -> float:
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
-    """Print both."""
+    """Print both costs."""
     parser = argparse.ArgumentParser(description="Time what isn't training.")
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args(None if arguments is None else list(arguments))

@@ -59,7 +59,7 @@ class RoundTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole round."""
+        """Seconds of the round."""
         return self.train + self.evaluate
 
 
@@ -171,7 +171,7 @@ class R0:
 
 
 def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
-    """SGD of the workload: weights decay, biases don't."""
+    """Make the workload's SGD, with weight decay for weights only."""
     named = [pair for module in modules for pair in module.named_parameters()]
     weights = [p for name, p in named if not name.endswith("bias")]
     biases = [p for name, p in named if name.endswith("bias")]

@@ -1,4 +1,4 @@
-"""W1: whole rounds of FedAvg and FedRep inside ``Trainer.fit`` against the plain-PyTorch loop R0.
+"""W1: rounds of FedAvg and FedRep inside ``Trainer.fit`` against the plain-PyTorch loop R0.
 
 The workload is that of `benchmarks.r0`: Fashion-MNIST, 100 clients with two classes each, 10 a
 round, batches of 10, LeNet, and an evaluation of all clients after every round. Both sides run in
@@ -44,24 +44,24 @@ class RoundClock(FederatedCallback):
         self.training: list[float] = []
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The round begins."""
+        """Store the start of the round."""
         self.start = time.perf_counter()
 
     def on_local_training_start(self, trainer: L.Trainer, module: Any, round: Round) -> None:
-        """The clients begin."""
+        """Store the start of local training."""
         self.begun = time.perf_counter()
 
     def on_local_training_end(self, trainer: L.Trainer, module: Any, round: Round) -> None:
-        """The clients are done."""
+        """Store the end of local training."""
         self.training.append(time.perf_counter() - self.begun)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The round ends, after the evaluation."""
+        """Store the end of the round, after the evaluation."""
         self.rounds.append(time.perf_counter() - self.start)
 
 
 def federated(split: Split, batch_size: int, shuffle: bool) -> FederatedTensorDataset:
-    """All clients' samples in one pool; client k holds a contiguous part."""
+    """Put all clients' samples in one pool; client k has a contiguous part."""
     clients, samples = split.labels.shape
     positions = torch.arange(clients * samples).view(clients, samples)
     fields = split.images.flatten(0, 1), split.labels.flatten()
@@ -71,7 +71,7 @@ def federated(split: Split, batch_size: int, shuffle: bool) -> FederatedTensorDa
 def run(
     method: Method, data: tuple[Split, Split], rounds: int, threads: int, **settings: Any
 ) -> tuple[RoundClock, float]:
-    """Train some rounds; returns the times after the warm-up, and the mean accuracy at the end."""
+    """Train some rounds; return the times after the warm-up, and the final mean accuracy."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     clock = RoundClock()
@@ -97,7 +97,7 @@ def run(
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
-    """Print seconds a round of both sides and the ratio."""
+    """Print both sides' seconds per round and the ratio."""
     parser = argparse.ArgumentParser(description="Time whole rounds against the baseline R0.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])

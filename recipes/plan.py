@@ -1,7 +1,7 @@
-"""A resumable plan: an experiment is a set of cells, each run once and stored as a line of JSON.
+"""A resumable plan: an experiment's cells, each run once and stored as a line of JSON.
 
-An experiment is a file of ``recipes/experiments/``; run it again after an interruption and it goes
-on with the cells that are missing. A cell whose settings have changed runs again.
+An experiment is a file of ``recipes/experiments/``; running it again continues with missing cells,
+and repeats cells whose settings have changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Plan:
         self.path = self.results / f"{name}.jsonl"
 
     def cells(self) -> dict[str, dict[str, Any]]:
-        """Everything stored, by key; a line that was cut off by a crash is left out."""
+        """Read all stored results by key, without an incomplete last line."""
         found: dict[str, dict[str, Any]] = {}
         if self.path.is_file():
             for line in self.path.read_text().splitlines():
@@ -54,12 +54,12 @@ class Plan:
         return found
 
     def stored(self, key: str, settings: dict[str, Any]) -> Any | None:
-        """The stored result of a cell, if it is that of these settings; None otherwise."""
+        """Return the stored result of a cell with these settings, or None."""
         cell = self.cells().get(key)
         return cell["result"] if cell and cell["fingerprint"] == _digest(settings) else None
 
     def cell(self, key: str, settings: dict[str, Any], work: Callable[[], Any]) -> Any:
-        """The stored result of a cell, or that of ``work()``, which is stored.
+        """Return the stored result of a cell, or store and return that of ``work()``.
 
         Args:
             key: Names the cell within the experiment.
@@ -92,7 +92,7 @@ class Plan:
         extra: list[str],
         settings: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The stored outcome of a recipe with settings, or of a run in a process of its own.
+        """Return the outcome of a recipe with settings, stored or from a run in a new process.
 
         A run that was interrupted resumes from its last checkpoint.
 
@@ -117,7 +117,7 @@ class Plan:
     def stored_recipe(
         self, key: str, recipe: Path, seed: int, extra: list[str]
     ) -> dict[str, Any] | None:
-        """The stored outcome of a recipe with settings; None if there is none yet."""
+        """Return the stored outcome of a recipe with settings, or None."""
         run = self._run(recipe, seed, extra)
         return self.stored(key, {"run": run.fingerprint, "seed": seed})
 
@@ -149,7 +149,7 @@ class Plan:
         readme.write_text(f"{before}{begin}\n{text.strip()}\n{end}{rest.split(end)[1]}")
 
     def _append(self, line: str) -> None:
-        """One write per line; a line that an earlier crash cut off is ended first."""
+        """Write a line at once, after ending an incomplete line of a crash."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         cut = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
         with self.path.open("a") as file:

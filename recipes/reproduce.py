@@ -35,25 +35,25 @@ NO_DATA = 69
 
 
 class ProcessTimer(Callback):
-    """Processor time of all rounds with their evaluations, which other programs don't lengthen."""
+    """Processor time of all rounds with their evaluations, independent of other programs."""
 
     def __init__(self) -> None:
         self.seconds = self._before = self._begin = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count on from what a resumed run has used."""
+        """Continue the count of a resumed run."""
         self._before, self._begin = self.seconds, time.process_time()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the time after each round, so that fine-tuning after the last isn't in it."""
+        """Store the time after each round, without fine-tuning after the last."""
         self.seconds = self._before + time.process_time() - self._begin
 
     def state_dict(self) -> dict[str, Any]:
-        """The time so far."""
+        """Return the time so far."""
         return {"seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The time of the run that this one continues."""
+        """Restore the time of the run that this one continues."""
         self.seconds = state_dict["seconds"]
 
 
@@ -76,7 +76,7 @@ class Run:
         self.outcome: Path = options.results / f"{recipe.stem}-seed{seed}.json"
 
     def is_done(self) -> bool:
-        """Whether there is a stored outcome of the settings as they are now."""
+        """Whether there is a stored outcome for the current settings."""
         if not self.outcome.is_file():
             return False
         return bool(json.loads(self.outcome.read_text())["fingerprint"] == self.fingerprint)
@@ -87,12 +87,12 @@ class Run:
         shutil.rmtree(self.options.logs / self.recipe.stem / self.version, ignore_errors=True)
 
     def was_begun(self) -> bool:
-        """Whether an interrupted run has left a checkpoint to go on from."""
+        """Whether an interrupted run has left a checkpoint."""
         folder = self.options.logs / self.recipe.stem / self.version / "checkpoints"
         return any(folder.glob("last*.ckpt"))
 
     def start(self) -> None:
-        """Run in a process of its own, so that its memory is measured, and freed after it."""
+        """Run in a new process, which measures its memory and frees it."""
         options = self.options
         subprocess.run(
             [
@@ -106,7 +106,7 @@ class Run:
         )
 
     def work(self) -> None:
-        """Train, test every client, and store what the table needs."""
+        """Train, test every client, and store the values of the table."""
         timer, processor = Timer(), ProcessTimer()  # count on when a run resumes
         resumed = self.was_begun()
         cli = PFLCLI(self.arguments(), extra_callbacks=[timer, processor])
@@ -137,7 +137,7 @@ class Run:
         self.outcome.write_text(json.dumps(outcome, indent=1) + "\n")
 
     def arguments(self) -> list[str]:
-        """The command line of ``lightning-pfl``."""
+        """Return the command line of ``lightning-pfl``."""
         return [
             *("fit", "--config", str(self.recipe), "--seed_everything", str(self.seed)),
             *("--trainer.logger", "lightning.pytorch.loggers.TensorBoardLogger"),
@@ -150,14 +150,14 @@ class Run:
 
 
 def commit() -> str:
-    """The short hash of the code that runs; ``unknown`` outside a checkout."""
+    """Return the short hash of the running code; ``unknown`` outside a checkout."""
     command = ["git", "-C", str(RECIPES), "rev-parse", "--short", "HEAD"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.strip() or "unknown"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line; settings that it doesn't know go to ``lightning-pfl fit``."""
+    """Parse the command line; unknown settings go to ``lightning-pfl fit``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("recipes", nargs="*", type=Path, help="Recipe files; none: all of them.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -174,7 +174,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def work(run: Run) -> None:
-    """Run in this process; leave with :data:`NO_DATA` where the source finds no data."""
+    """Run in this process; exit with :data:`NO_DATA` if the source finds no data."""
     try:
         run.work()
     except FileNotFoundError as error:
@@ -183,7 +183,7 @@ def work(run: Run) -> None:
 
 
 def run_all(runs: list[Run], fresh: bool) -> tuple[list[str], list[str]]:
-    """Run what isn't done yet, whatever fails.
+    """Run missing outcomes, and continue after failures.
 
     Returns:
         Recipes whose data are not here, and runs that failed.
@@ -206,7 +206,7 @@ def run_all(runs: list[Run], fresh: bool) -> tuple[list[str], list[str]]:
 
 
 def stored_outcomes(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The outcomes of recipes as they are now: not of settings that have changed since."""
+    """Return the stored outcomes for the recipes' current settings."""
     found = []
     for path in sorted(options.results.glob("*-seed*.json")):
         outcome = json.loads(path.read_text())
@@ -224,7 +224,7 @@ def stored_outcomes(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what isn't done yet, then print the comparison."""
+    """Run missing outcomes, then print the comparison."""
     options = parse(arguments)
     runs = [Run(recipe, seed, options) for seed in options.seeds for recipe in options.recipes]
     if options.worker:

@@ -26,7 +26,7 @@ SHOWN = ("method", "last 10 rounds", "worst decile", "test", "test worst decile"
 
 
 def spread(values: list[float]) -> str:
-    """Mean and sample standard deviation in percent; one value alone has no deviation."""
+    """Format mean and sample standard deviation in percent, without deviation for one value."""
     percent = [100 * value for value in values]
     if not percent:
         return "-"
@@ -36,7 +36,7 @@ def spread(values: list[float]) -> str:
 
 
 def losses(values: list[float]) -> str:
-    """Mean and sample standard deviation of losses, which are no percentages."""
+    """Format mean and sample standard deviation of losses."""
     if not values:
         return "-"
     deviation = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
@@ -44,13 +44,13 @@ def losses(values: list[float]) -> str:
 
 
 def is_tuned(recipe: dict[str, Any]) -> bool:
-    """Whether the models that count are fine-tuned ones."""
+    """Whether the compared models are fine-tuned ones."""
     callbacks = recipe["trainer"].get("callbacks") or []
     return any(callback["class_path"].endswith("HeadFineTuning") for callback in callbacks)
 
 
 def row(recipe: Path, outcomes: list[dict[str, Any]]) -> list[str]:
-    """One line of the table; dashes where there is no value (yet)."""
+    """Make one line of the table, with dashes for missing values."""
     settings = yaml.safe_load(recipe.read_text())
     prefix = "ft/" if is_tuned(settings) else ""
 
@@ -77,7 +77,7 @@ def row(recipe: Path, outcomes: list[dict[str, Any]]) -> list[str]:
 
 
 def table(recipes: list[Path], stored: list[dict[str, Any]]) -> list[list[str]]:
-    """The rows of all recipes, in the order given."""
+    """Make the rows of all recipes, in the given order."""
     return [
         row(recipe, [outcome for outcome in stored if outcome["recipe"] == recipe.name])
         for recipe in recipes
@@ -85,7 +85,7 @@ def table(recipes: list[Path], stored: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def print_comparison(recipes: list[Path], stored: list[dict[str, Any]]) -> None:
-    """Show the rows on the terminal."""
+    """Print the rows on the terminal."""
     shown = Table(*SHOWN, title="Accuracy of the personal models, mean over clients, in percent")
     for cells in table(recipes, stored):
         values = dict(zip(COLUMNS, cells, strict=True))

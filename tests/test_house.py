@@ -163,6 +163,8 @@ def sentence_problem(docstring: str) -> str | None:
         return "doesn't end with a period"
     if CUT.search(first):
         return "is cut in two"
+    if re.match(r"(What|Who|Where|How)\b", first):
+        return "begins with a question word"
     found = re.search(rf"\b({BANNED_WORDS})\b", first, re.IGNORECASE)
     return f"has the word {found[0]!r}" if found else None
 
@@ -176,6 +178,8 @@ def sentence_problem(docstring: str) -> str | None:
         ("Evaluate beside the others.", "has the word 'beside'"),
         ("Whether nobody trains.", "has the word 'nobody'"),
         ("Draw so many samples.", "has the word 'so many'"),
+        ("What the server sends.", "begins with a question word"),
+        ("Whether it is due.", None),
         ("Retell the essay.", None),
     ],
 )

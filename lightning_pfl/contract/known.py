@@ -60,10 +60,10 @@ class Known:
         return cls(parameter_split, num_clients, seed, num_samples, num_samples > 0, model_sizes)
 
     def require_label_counts(self, method: str) -> Tensor:
-        """The clients' samples by class.
+        """Return the clients' samples by class.
 
         Args:
-            method: Who needs them, for the error.
+            method: Name of the method, for the error.
 
         Raises:
             MisconfigurationException: If they aren't known.

@@ -84,7 +84,7 @@ class LocalStep(Protocol):
         weights: Tensor | None = None,
         sample_data: Tree | None = None,
     ) -> Model:
-        """Compute the gradient of the training loss at ``model`` for what trains now.
+        """Compute the training loss's gradient at ``model`` by the phase's parameters.
 
         The forward pass updates the buffers of ``model`` (BatchNorm statistics) in place. The first
         call of a step logs the module's ``self.log`` values; further calls don't.
@@ -118,7 +118,7 @@ class LocalStep(Protocol):
         """
 
     def outputs(self, model: Model, batch: Any) -> Any:
-        """Return what the module's ``forward`` gives at ``model``, as a constant.
+        """Return the outputs of the module's ``forward`` at ``model``, as a constant.
 
         In eval mode, on the samples as augmented for :meth:`grad`; ``model`` isn't changed.
 
@@ -127,7 +127,7 @@ class LocalStep(Protocol):
         """
 
     def features(self, model: Model, batch: Any) -> Any:
-        """Return what enters the module's ``head`` at ``model``; otherwise as :meth:`outputs`."""
+        """Return the inputs of the module's ``head`` at ``model``; otherwise as :meth:`outputs`."""
 
     def losses(self, model: Model, batch: Any) -> Tensor:
         """Return the loss of each sample at ``model``, as a constant.

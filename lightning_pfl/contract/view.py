@@ -37,12 +37,12 @@ class StepView:
 
     @property
     def outputs(self) -> Any:
-        """What the module's ``forward`` returned, ``(samples, ...)``."""
+        """Outputs of the module's ``forward``, ``(samples, ...)``."""
         return require_one(self._outputs, "the module itself, `self(inputs)`")
 
     @property
     def features(self) -> Any:
-        """What entered the module's ``head``, ``(samples, ...)``."""
+        """Inputs of the module's ``head``, ``(samples, ...)``."""
         return require_one(self._features, "the submodule `head`")
 
     @property
@@ -56,10 +56,10 @@ class StepView:
         return self.batch[1]
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean over the real samples.
+        """Average over the real samples.
 
         Args:
-            values: One of each sample, ``(samples,)``.
+            values: One value per sample, ``(samples,)``.
         """
         if self.real is None:
             return values.mean()
@@ -75,7 +75,7 @@ under ``vmap``, so it must not use other tensors that differ between clients.
 
 
 def require_losses(losses: Tensor | None) -> Tensor:
-    """The losses of samples, where the module has them.
+    """Return the samples' losses, or raise TypeError without them.
 
     Raises:
         TypeError: If the loss isn't known to be a mean over samples.
@@ -90,10 +90,10 @@ def require_losses(losses: Tensor | None) -> Tensor:
 
 
 def require_one(found: tuple[Any, ...], what: str) -> Any:
-    """The result of the one call of a part of the module in a step.
+    """Return the result of the only call of a part of the module in a step.
 
     Raises:
-        RuntimeError: If it was called never, or several times.
+        RuntimeError: If there was no call, or several.
     """
     if len(found) != 1:
         raise RuntimeError(

@@ -223,7 +223,7 @@ class ClientProgram:
     def _objective(
         self, term: Term, batch: Any, step: Callable[[], Any], mask: Tensor | None
     ) -> Tensor | None:
-        """What a method differentiates, of one client's minibatch; None if it is skipped."""
+        """Compute a method's objective on one client's minibatch; None if it is skipped."""
         losses: Tensor | None = None
         with watching(self.module) as seen:
             if self.sample_wise:
@@ -379,7 +379,7 @@ class ClientProgram:
 
 
 def sample_gradient(loss: Tensor, trained: Model) -> Model:
-    """The gradient of one sample's loss, or of a sum over clients; zero where it doesn't reach.
+    """Differentiate one sample's loss, or a sum over clients; zero for unused parameters.
 
     The graph stays, for the other samples.
     """
@@ -397,7 +397,7 @@ def _means(values: dict[str, Tensor], mask: Tensor | None) -> dict[str, Tensor]:
 
 
 def _read_loss(out: Any) -> Tensor | None:
-    """The loss in what ``training_step`` returned; None if it skips the minibatch."""
+    """Read the loss in the result of ``training_step``; None if it skips the minibatch."""
     loss: Tensor | None = out["loss"] if isinstance(out, Mapping) else out
     if isinstance(loss, Tensor) and loss.ndim and loss.numel() == 1:
         loss = loss.view(())

@@ -330,7 +330,7 @@ class SequentialLocalStep:
         return {n: torch.stack([grads[n] for grads in found]).unsqueeze(0) for n in trained}
 
     def _unwritten(self, model: Model) -> Model:
-        """The client's model, with copies of the buffers that a forward pass may write to."""
+        """Copy the buffers of the client's model that a forward pass may write to."""
         one = {name: leaf[0] for name, leaf in model.items()}
         return one | {name: one[name].clone() for name in self.active.buffers if name in one}
 

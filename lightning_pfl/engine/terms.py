@@ -1,4 +1,4 @@
-"""What a method differentiates in the place of the loss, minibatch by minibatch."""
+"""Objectives that a method differentiates instead of the loss, by minibatch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pfl.core.tree import Tree, leaves, tmap
 
 @dataclass(frozen=True)
 class Term:
-    """What a method differentiates, for the clients of a minibatch or for one of them.
+    """A method's objective, for the clients of a minibatch or for one of them.
 
     Args:
         objective: The objective; None for the loss.
@@ -35,13 +35,13 @@ class Term:
         return found if self.weights is None else {**found, "weights": self.weights}
 
     def first(self) -> Term:
-        """The only client's, without client axis."""
+        """Select the only client's term, without client axis."""
         weights = None if self.weights is None else self.weights[0]
         return Term(self.objective, first(self.given), weights, first(self.sample_data))
 
 
 def first(tree: Tree) -> Tree:
-    """The first row of each leaf."""
+    """Take the first row of each leaf."""
     return tmap(lambda leaf: leaf[0], tree)
 
 
@@ -52,10 +52,10 @@ def split_terms(
     weights: Tensor | None,
     sample_data: Tree | None,
 ) -> list[Term | None]:
-    """A term for each minibatch of a step; None where the loss itself is differentiated.
+    """Make a term for each minibatch of a step; None for the loss itself.
 
     Args:
-        widths: Samples of each minibatch, with those that fill up.
+        widths: Samples of each minibatch, with padding.
         objective: As for :meth:`~lightning_pfl.contract.local.LocalStep.grad`.
         given: As there.
         weights: As there.

@@ -1,4 +1,4 @@
-"""How far the clients' optimizer goes along a constant gradient."""
+"""Distances of the clients' optimizer along a constant gradient."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ OPTIONS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 class Travel:
     r"""The distance that a constant gradient of 1 would have moved each client.
 
-    One more number a client goes through the clients' SGD, with momentum, dampening, Nesterov's
+    A further scalar per client is stepped by the clients' SGD, with momentum, dampening, Nesterov's
     step and weight decay. Divided by the learning rate of each phase it is, for plain SGD, the
     number of steps.
 
     Args:
         clients: Number of clients.
-        device: Where they train.
+        device: Device of their training.
 
     Attributes:
         total: The distance in units of the learning rate, float64 ``(clients,)``.
@@ -29,10 +29,10 @@ class Travel:
         self._moved = torch.zeros_like(self.total)
 
     def begin(self, template: Optimizer, lr: float | None) -> None:
-        """Begin a phase, in which momentum begins at zero.
+        """Begin a phase with momentum zero.
 
         Args:
-            template: What ``configure_optimizers`` returned.
+            template: The optimizer that ``configure_optimizers`` returned.
             lr: The phase's learning rate; None for the template's.
 
         Raises:
@@ -58,7 +58,7 @@ class Travel:
         """Take a step.
 
         Args:
-            rows: The clients that take it; None for all.
+            rows: Positions of these clients; None for all.
         """
         at = slice(None) if rows is None else rows
         gradient = 1 - self._decay * self._moved[at]

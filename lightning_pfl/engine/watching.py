@@ -1,4 +1,4 @@
-"""What a step computes on the way to its loss: the module's outputs and its head's inputs."""
+"""Outputs of the module and inputs of its head, collected in a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Seen:
 
 @contextmanager
 def watching(module: nn.Module) -> Iterator[Seen]:
-    """Collect what the module and its head compute in a step."""
+    """Collect the outputs of the module and the inputs of its head in a step."""
     seen = Seen()
     forward, depth = module.forward, 0
 
