@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree
+
+Split = Literal["training", "validation"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Phase:
             users' DataLoaders.
         evaluate_only: Whether nothing trains: every layer runs in eval mode without augmentation
             and logs, and ``client_step`` calls ``client.loss``. Its steps count.
+        data: ``"validation"``: a pass over the client's validation samples, all of them whatever
+            the Trainer's limits, with ``evaluate_only``. Its steps don't count.
     """
 
     train: ParameterSpec = "all"
@@ -43,6 +47,15 @@ class Phase:
     batches_per_step: int = 1
     full_batch: bool = False
     evaluate_only: bool = False
+    data: Split = "training"
+
+    def __post_init__(self) -> None:
+        """Require that nothing trains on validation data."""
+        if self.data == "validation" and not self.evaluate_only:
+            raise ValueError(
+                "Expected a phase on validation data to train nothing, but got "
+                "evaluate_only=False. Use Phase(evaluate_only=True, data='validation')."
+            )
 
 
 def without_data(phases: Iterable[Phase], steps: Tensor) -> Tensor:
@@ -120,7 +133,8 @@ class LocalStep(Protocol):
     def outputs(self, model: Model, batch: Any) -> Any:
         """Return the outputs of the module's ``forward`` at ``model``, as a constant.
 
-        In eval mode, on the samples as augmented for :meth:`grad`; ``model`` isn't changed.
+        In eval mode, on the samples as augmented for :meth:`grad`, if something trains in this
+        phase; ``model`` isn't changed.
 
         Returns:
             ``(clients, samples, ...)`` in the order of :meth:`samples`.

@@ -165,6 +165,18 @@ class FederatedTensorDataset:
         new.named = True  # positions no longer identify the clients
         return new
 
+    def arranged(self, rows: Sequence[int | None], names: Sequence[str]) -> Self:
+        """Arrange the clients anew.
+
+        Args:
+            rows: Which client comes where; None for a client without samples.
+            names: Their names.
+        """
+        nothing = self._flat[:0]
+        return self._replace(
+            self.fields, [nothing if row is None else self.indices[row] for row in rows], names
+        )
+
     def take(self, samples_per_client: int, seed: int) -> Self:
         """Keep the first samples of a seeded shuffle of each client's samples.
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
+from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Model, Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.methods.base import Method, Phase
@@ -79,6 +80,8 @@ class LocalWork:
         optimizer: What ``configure_optimizers`` returned: the template of which every client gets a
             fresh copy. It never steps itself.
         stream: Name of the random stream: two streams in one round draw other numbers.
+        validation: The validation split, a row for each client of the federation; None if there is
+            none.
     """
 
     method: Method
@@ -89,6 +92,22 @@ class LocalWork:
     phases: tuple[Phase, ...]
     optimizer: Optimizer
     stream: str = "local"
+    validation: FederatedDataset | None = None
+
+    def split(self, phase: Phase) -> FederatedDataset:
+        """Return the data of a phase.
+
+        Raises:
+            MisconfigurationException: If there are none.
+        """
+        if phase.data == "training":
+            return self.data
+        if self.validation is None:
+            raise MisconfigurationException(
+                f"Expected validation data, on which {type(self.method).__name__} measures in its "
+                "rounds, but got none. Pass `val_dataloaders`, or a positive `val_fraction`."
+            )
+        return self.validation
 
     @property
     def step(self) -> str:

@@ -251,7 +251,9 @@ class ClientProgram:
         )
         return term.objective(view, term.given)
 
-    def observed(self, model: Model, batch: Any, key: Tensor | None, number: int, what: str) -> Any:
+    def observed(
+        self, model: Model, batch: Any, key: Tensor | None, number: int, what: str, plain: bool
+    ) -> Any:
         """Outputs or features of one client's minibatch, in eval mode and without gradient.
 
         Args:
@@ -260,6 +262,7 @@ class ClientProgram:
             key: As in :meth:`training_loss`, for the same augmentation.
             number: ``batch_idx``.
             what: ``"outputs"``, or ``"features"``.
+            plain: Whether the batch isn't augmented.
         """
 
         def run() -> Any:
@@ -275,7 +278,7 @@ class ClientProgram:
 
         self.log.begin(batch)
         with self._randomness(key), torch.no_grad():
-            if self.augment is not None:
+            if self.augment is not None and not plain:
                 batch = self.augment(batch)
             with evaluating(self.module):
                 found = self.call(model, run)

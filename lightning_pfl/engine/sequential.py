@@ -38,7 +38,7 @@ from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import restore, snapshot
-from lightning_pfl.engine.steps import Limits, phase_budget, phase_steps, split_draws
+from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase_steps, split_draws
 from lightning_pfl.engine.terms import split_terms
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.methods.base import Phase
@@ -111,7 +111,12 @@ class SequentialEngine:
             budget = phase_budget(phase)
             order = (info.round, work.stream, first_epoch)
             minibatches = ClientMinibatches(
-                data, client, budget, self.limits, self.settings, *order
+                work.split(phase),
+                client,
+                budget,
+                phase_limits(phase, self.limits),
+                self.settings,
+                *order,
             )
             with active.modes(), local_step.program.capturing(), self._leaving_no_trace(phase):
                 local_step.program.throwaway = active.throwaway()
@@ -121,7 +126,8 @@ class SequentialEngine:
                     local_step.new_step()
                     with naming_clients("client_step", data.names, [client], info.round):
                         state = method.client_step(state, batch, local_step)
-            first_epoch += minibatches.epochs_used
+            if phase.data == "training":
+                first_epoch += minibatches.epochs_used
         if local_step.travel is not None:
             info.travel = local_step.travel.total
         upload, client_state = method.client_final(work.received, client_state, state, info)
@@ -297,12 +303,12 @@ class SequentialLocalStep:
         return self._observed(model, batch, "features")
 
     def _observed(self, model: Model, batch: list[tuple[int, Any]], what: str) -> Any:
-        one = self._unwritten(model)
+        one, plain = self._unwritten(model), self.active.phase.evaluate_only
         found = []
         for number, minibatch in batch:
             key, seed = self._keys(number)
             with watch_global_rng(seed) as elsewhere:
-                found.append(self.program.observed(one, minibatch, key, number, what)[None])
+                found.append(self.program.observed(one, minibatch, key, number, what, plain)[None])
             self.engine.draws_elsewhere |= elsewhere.moved
         return join_batches(found)
 

@@ -134,13 +134,20 @@ def minibatches_per_epoch(
 def phase_steps(
     data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...], limits: Limits
 ) -> Tensor:
-    """Count the optimizer steps of each client over all phases, int64 ``(clients,)``."""
+    """Count the steps of each client over all phases on training data, int64 ``(clients,)``."""
     total = torch.zeros(len(clients), dtype=torch.int64)
     for phase in phases:
+        if phase.data == "validation":
+            continue
         budget = phase_budget(phase)
         per_epoch = [minibatches_per_epoch(data, int(k), limits, phase.full_batch) for k in clients]
         total += torch.tensor([count_steps(n, budget, limits.accumulate) for n in per_epoch])
     return total
+
+
+def phase_limits(phase: Phase, limits: Limits) -> Limits:
+    """Return the limits of a phase: none on validation data."""
+    return limits if phase.data == "training" else Limits()
 
 
 def phase_budget(phase: Phase) -> Budget:

@@ -75,8 +75,19 @@ class Cohort:
             for architecture, at in federation.by_architecture(self.mine.index)
         ]
 
-    def train(self, data: FederatedDataset, on_clients: OnClients) -> LocalResult:
-        """Train locally; return the uploads and logged values of the cohort."""
+    def train(
+        self,
+        data: FederatedDataset,
+        on_clients: OnClients,
+        validation: FederatedDataset | None = None,
+    ) -> LocalResult:
+        """Train locally; return the uploads and logged values of the cohort.
+
+        Args:
+            data: The training split.
+            on_clients: Called with the positions of the clients that are done.
+            validation: The validation split by client id, for phases that measure on it.
+        """
         received = self.shard.slice(self.received)
         for batch in self.batches:
             architecture, info = batch.architecture, self.mine.rows(batch.at)
@@ -100,6 +111,7 @@ class Cohort:
                 data,
                 self.phases,
                 architecture.optimizer,
+                validation=validation,
             )
             with naming_architecture(
                 architecture, data.names, info.index, "client_step", info.round

@@ -30,6 +30,8 @@ and ``global_model(server)`` are evaluated and handed to the user.
 - Several independent minibatches in a step: ``Phase(batches_per_step=3)``.
 - All samples at once, in a fixed order (dual coordinate ascent): ``Phase(full_batch=True)``.
 - The loss of a model (FedMAP's weights): ``Phase(evaluate_only=True)`` and ``client.loss``.
+- A measurement on the clients' validation samples in a round (FedFomo): ``Phase(evaluate_only=True,
+  data="validation")``; its steps don't count.
 - Another term of the loss (FedProto, MOON, distillation): ``client.grad(objective=f, given=x)``,
   with ``f(view, x)`` of one client's minibatch; see ``contract/view.py``.
 - How many samples of each class a client has: ``known.label_counts``; sending them is an upload.

@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_pfl._lightning import connected
 from lightning_pfl.data.datasets import (
@@ -100,3 +101,20 @@ def align_clients(data: FederatedDataset, names: Sequence[str], what: str) -> tu
         [row if unnamed else ids[data.names[row]] for row in rows.tolist()], dtype=torch.int64
     )
     return rows, clients
+
+
+def by_client(data: FederatedDataset, names: Sequence[str], what: str) -> FederatedDataset:
+    """Give a split a row for each client of the federation, empty where it has none.
+
+    Args:
+        data: The split.
+        names: The federation's clients.
+        what: Name of the split's argument for error messages.
+    """
+    rows, clients = align_clients(data, names, what)
+    found = dict(zip(clients.tolist(), rows.tolist(), strict=True))
+    if isinstance(data, FederatedTensorDataset):
+        return data.arranged([found.get(client) for client in range(len(names))], names)
+    empty: DataLoader[Any] = DataLoader([])  # type: ignore[arg-type]
+    loaders = [data.loaders[found[k]] if k in found else empty for k in range(len(names))]
+    return FederatedLoaders(loaders, names)

@@ -30,6 +30,7 @@ from lightning_pfl._lightning import (
     validates_after_round,
 )
 from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.local import Phase
 from lightning_pfl.contract.records import LocalResult, Round
 from lightning_pfl.core.tree import Tree, nbytes, rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
@@ -40,7 +41,7 @@ from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.metrics.history import without_summary
 from lightning_pfl.trainer.checks import ModuleAtStart
-from lightning_pfl.trainer.data import due_reload, move_to_device
+from lightning_pfl.trainer.data import by_client, due_reload, move_to_device
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
 LOOK_AHEAD = 64
@@ -214,13 +215,24 @@ class FederatedLoop(FitLoop):
                 round, cohort = self._begin_round()
                 clients = self._progress(round.info.index)
                 with profile(profiled("training_step")):
-                    work = cohort.train(self.require_data(), clients.finished)
+                    validation = self._validation_data(cohort.phases)
+                    work = cohort.train(self.require_data(), clients.finished, validation)
                 clients.finish()
                 self._aggregate(round, cohort, work)
                 clients.release()
         self._log()
         if self.stage == TRAINED and self._validation_due():
             self._validate()
+
+    def _validation_data(self, phases: tuple[Phase, ...]) -> FederatedDataset | None:
+        """Return the validation split by client id, if a phase measures on it and there is one."""
+        validation: Any = self.epoch_loop.val_loop
+        needed = any(phase.data == "validation" for phase in phases)
+        if not needed or not validation._data_source.is_defined():
+            return None
+        names = self.federation.client_names
+        found = by_client(validation.load(), names, "val_dataloaders")
+        return found if found.num_samples.any() else None
 
     def _begin_round(self) -> tuple[Round, Cohort]:
         """Draw the clients and send them the server's trees."""

@@ -44,7 +44,14 @@ from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
 from lightning_pfl.engine.safety.guard import guarded
-from lightning_pfl.engine.steps import Limits, order_key, phase_budget, phase_steps, split_draws
+from lightning_pfl.engine.steps import (
+    Limits,
+    order_key,
+    phase_budget,
+    phase_limits,
+    phase_steps,
+    split_draws,
+)
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.vectorized.evaluation import ONE_BY_ONE, VectorizedEvaluation
 from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
@@ -185,6 +192,8 @@ class Chunk:
                 batches = self._batches(phase, active, first_epochs)
                 self.engine.prefix.attach(batches, active, state, self.program)
                 state = self._phase(state, active, batches, number)
+            if phase.data == "validation":
+                continue
             used = zip(first_epochs, batches.epochs_used, strict=True)
             first_epochs = [first + epochs for first, epochs in used]
         if self.travel is not None:
@@ -203,17 +212,16 @@ class Chunk:
                 self.engine.settings.seed, self.work.stream, self.info.round, client, epoch
             )
 
-        budget, limits = phase_budget(phase), self.engine.limits
-        if isinstance(self.data, FederatedTensorDataset):
+        budget, limits = phase_budget(phase), phase_limits(phase, self.engine.limits)
+        data = self.work.split(phase)
+        if isinstance(data, FederatedTensorDataset):
             # A dropout mask is a function of the shape: a padded batch could get another one than
             # the client alone where samples aren't the first axis.
             random = self.keys is not None
             module = self.engine.module
             pad = is_sample_wise(module) and not random and not couples_samples(module, True)
-            return ResidentBatches(self.data, self.clients, budget, limits, key, pad, first_epochs)
-        return LoaderBatches(
-            self.data, self.clients, budget, limits, key, self.device, first_epochs
-        )
+            return ResidentBatches(data, self.clients, budget, limits, key, pad, first_epochs)
+        return LoaderBatches(data, self.clients, budget, limits, key, self.device, first_epochs)
 
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
         if active.idle or not len(batches.steps):

@@ -13,7 +13,7 @@ from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.minibatches import fetch
 from lightning_pfl.engine.steps import Budget, Limits, epochs_used, step_bounds, step_size
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
-from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick, tick_rows
+from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick, active_rows, tick_rows
 
 
 class LoaderBatches:
@@ -43,7 +43,7 @@ class LoaderBatches:
     def at(self, step: int) -> Iterator[Tick]:
         """Iterate over the ticks of one step: clients whose minibatches have equal shapes."""
         groups: dict[Any, list[tuple[int, list[Any]]]] = {}
-        for row in range(int((self.steps > step).sum())):
+        for row in active_rows(self.steps, step):
             batches = [self._next(row, number) for number in range(*self.bounds[row][step])]
             groups.setdefault(tuple(map(signature, batches)), []).append((row, batches))
         for members in groups.values():

@@ -135,7 +135,8 @@ class VectorizedLocalStep:
 
             def observed(one: Model, inputs: Inputs, number: int = minibatch.number) -> Any:
                 key = inputs.get("key")
-                return self.program.observed(one, inputs["data"], key, number, what)
+                plain = self.active.phase.evaluate_only
+                return self.program.observed(one, inputs["data"], key, number, what, plain)
 
             inputs = self._inputs(minibatch, minibatch.samples())
             found.append(self.gradient.run(observed, model, inputs))

@@ -20,7 +20,7 @@ from lightning_pfl.engine.steps import (
     step_bounds,
     step_size,
 )
-from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick, tick_rows
+from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick, active_rows, tick_rows
 
 
 class ResidentBatches:
@@ -117,17 +117,19 @@ class ResidentBatches:
 
     def at(self, step: int) -> Iterator[Tick]:
         """Iterate over the ticks of one step number."""
-        first, last = self.bounds[0][step]
         number = step * self.step_size
         if self._aligned:
-            yield self._aligned_tick(len(self.steps), range(first, last), number)
+            yield self._aligned_tick(len(self.steps), range(*self.bounds[0][step]), number)
             return
-        active = int((self.steps > step).sum())  # the chunk is sorted by steps, longest first
-        if self._full and all(self.bounds[row][step] == (first, last) for row in range(active)):
-            yield self._aligned_tick(active, range(first, last), number)
+        active = active_rows(self.steps, step)
+        first = self.bounds[active[0]][step]
+        # The chunk is sorted by its steps on training data, longest first.
+        leading = self._full and isinstance(active, range)
+        if leading and all(self.bounds[row][step] == first for row in active):
+            yield self._aligned_tick(len(active), range(*first), number)
             return
         groups: dict[Any, list[int]] = {}
-        for row in range(active):
+        for row in active:
             begin, end = self.bounds[row][step]
             sizes = tuple(self.sizes[row, begin:end].tolist())
             groups.setdefault(len(sizes) if self.pad else sizes, []).append(row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,18 @@ class Tick:
 
     rows: slice | Tensor | None
     minibatches: list[Minibatch]
+
+
+def active_rows(steps: Tensor, step: int) -> Sequence[int]:
+    """Find the clients that take a step: the first ones, if they are sorted by their steps.
+
+    Args:
+        steps: Steps of each client, int64 ``(clients,)``.
+        step: Number of the step.
+    """
+    active = steps > step
+    count = int(active.sum())
+    return range(count) if active[:count].all() else active.nonzero().flatten().tolist()
 
 
 def tick_rows(rows: Tensor, clients: int, device: torch.device) -> slice | Tensor | None:
