@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_pfl.core.checks import check_whole, is_number
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.data.holdout import cut
@@ -93,6 +94,7 @@ class FederatedDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         _check_settings(val_fraction, test_fraction, val_split, new_clients)
+        check_whole("seed", seed, 0, "Use 0, or the number of a repetition.")
         for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
@@ -327,12 +329,12 @@ def _require_source(source: Any) -> Source:
 def _check_settings(
     val_fraction: float, test_fraction: float | None, val_split: str, new_clients: int
 ) -> None:
-    if not 0 <= val_fraction < 1:
+    if not is_number(val_fraction) or not 0 <= val_fraction < 1:
         raise ValueError(
             f"Expected `val_fraction` to be in [0, 1), but got {val_fraction=}. "
             "Use 0.1 to keep a tenth of the training samples for validation."
         )
-    if test_fraction is not None and not 0 < test_fraction < 1:
+    if test_fraction is not None and not (is_number(test_fraction) and 0 < test_fraction < 1):
         raise ValueError(
             f"Expected `test_fraction` to be in (0, 1), but got {test_fraction=}. "
             "Use 0.2 to keep a fifth of each client's samples for testing."

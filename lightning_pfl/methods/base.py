@@ -116,7 +116,7 @@ class Method(FederatedCallback):
 
     Args:
         local_epochs: Passes over a client's data per round.
-        local_steps: Optimizer steps per round instead. Exactly one of the two.
+        local_steps: Optimizer steps per round instead; they replace the default epoch.
         weighting: ``"samples"``: a client's weight is its share of the cohort's training samples;
             ``"uniform"``.
 
@@ -160,6 +160,8 @@ class Method(FederatedCallback):
         local_steps: int | None = None,
         weighting: Weighting = "samples",
     ) -> None:
+        # `local_steps=5` alone means steps instead of the default epoch, not both.
+        local_epochs = None if local_steps is not None and local_epochs == 1 else local_epochs
         check_budget(local_epochs, local_steps)
         check_weighting(weighting)
         self.local_epochs, self.local_steps = local_epochs, local_steps

@@ -10,7 +10,7 @@ import torch
 from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo, Round
-from lightning_pfl.core.checks import check_number
+from lightning_pfl.core.checks import check_budget, check_number
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree, expand
 from lightning_pfl.graphs import GraphLike
@@ -104,6 +104,9 @@ class HomologicalConstraints(SheafClients, Method):
         local_epochs: int | None = None,
         local_steps: int | None = 1,
     ) -> None:
+        # As in L2GD, the default step gives way to epochs.
+        local_steps = None if local_epochs is not None and local_steps == 1 else local_steps
+        check_budget(local_epochs, local_steps)
         super().__init__(local_epochs, local_steps, weighting="uniform")
         if step is not None:
             check_number("step", step, "Use None for the learning rate.", positive=True)

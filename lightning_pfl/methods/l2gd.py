@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.checks import check_number, is_number
+from lightning_pfl.core.checks import check_budget, check_number, is_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, Tree, floats, weighted_mean
@@ -84,6 +84,7 @@ class L2GD(Method):
     ) -> None:
         # `local_epochs=1` alone means epochs instead of the default step, not both.
         local_steps = None if local_epochs is not None and local_steps == 1 else local_steps
+        check_budget(local_epochs, local_steps)
         super().__init__(local_epochs, local_steps, weighting="uniform")
         check_number("mixing_weight", mixing_weight, "Use 0 to train every client alone.")
         if not is_number(aggregation_probability) or not 0 < aggregation_probability < 1:

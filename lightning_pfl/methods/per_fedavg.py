@@ -46,7 +46,7 @@ class PerFedAvg(Method):
     one is plain SGD.
 
     Example:
-        >>> per_fedavg = PerFedAvg(order="hessian-free", local_epochs=None, local_steps=10)
+        >>> per_fedavg = PerFedAvg(order="hessian-free", local_steps=10)
         >>> per_fedavg.phases(0)[0].batches_per_step
         3
 

@@ -44,7 +44,7 @@ class PFedMe(Method):
     :math:`\theta_k` of the round, as in that code.
 
     Example:
-        >>> PFedMe(moreau_weight=15.0, local_epochs=None, local_steps=20).local_steps
+        >>> PFedMe(moreau_weight=15.0, local_steps=20).local_steps
         20
 
     References:

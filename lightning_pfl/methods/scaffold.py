@@ -58,7 +58,7 @@ class SCAFFOLD(Method):
     ``accumulate_grad_batches`` option I weights an incomplete last step of the pass too little.
 
     Example:
-        >>> SCAFFOLD(option="I", local_epochs=None, local_steps=10).option
+        >>> SCAFFOLD(option="I", local_steps=10).option
         'I'
 
     References:

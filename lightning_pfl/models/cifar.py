@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from lightning_pfl.models.base import PersonalizedModule
-from lightning_pfl.models.layers import convolution_blocks, dense
+from lightning_pfl.models.layers import Layers, convolution_blocks, dense
 
 
-class CIFARBackbone(nn.Sequential):
+class CIFARBackbone(Layers):
     """Convolutions from images ``(batch, 3, 32, 32)`` to features ``(batch, hidden[-1])``.
 
     Two blocks of a 5 x 5 convolution, max pooling and ReLU, then fully connected layers.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.models.layers import Layers
 from lightning_pfl.models.mlp import LossChoice, MLPBackbone
 
 
@@ -27,7 +28,7 @@ def normalised_dense(inputs: int, outputs: int) -> list[nn.Module]:
     return [nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU()]
 
 
-class AlexNetBackbone(nn.Sequential):
+class AlexNetBackbone(Layers):
     """AlexNet from images ``(batch, 3, side, side)``, side >= 63, to ``(batch, num_hidden)``.
 
     Args:
@@ -81,7 +82,7 @@ class AlexNetBN(PersonalizedModule):
         self.save_hyperparameters({"num_hidden": num_hidden})
 
 
-class FEMNISTBackbone(nn.Sequential):
+class FEMNISTBackbone(Layers):
     """Convolutions from images ``(batch, 1, 28, 28)`` to features ``(batch, 512)``."""
 
     def __init__(self) -> None:

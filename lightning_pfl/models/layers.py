@@ -4,8 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
+
+
+class Layers(nn.Sequential):
+    """Layers in a row whose slices are plain ``nn.Sequential`` modules of the same layers.
+
+    ``nn.Sequential`` makes a slice by the constructor of its class, which is another one here.
+
+    Example:
+        >>> Layers(nn.Linear(2, 3), nn.ReLU())[:1]
+        Sequential(
+          (0): Linear(in_features=2, out_features=3, bias=True)
+        )
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a layer by its number, or the layers of a slice."""
+        return nn.Sequential(*self)[index]
 
 
 def dense(sizes: Sequence[int]) -> list[nn.Module]:

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from lightning_pfl.models.base import PersonalizedModule
-from lightning_pfl.models.layers import convolution_blocks, dense
+from lightning_pfl.models.layers import Layers, convolution_blocks, dense
 
 
-class LeNetBackbone(nn.Sequential):
+class LeNetBackbone(Layers):
     """Convolutions from images ``(batch, in_channels, 28, 28)`` to features ``(batch, 100)``.
 
     Two blocks of a 5 x 5 convolution, max pooling and ReLU with 6 and 16 channels, then fully
@@ -59,7 +59,7 @@ class LeNet(PersonalizedModule):
         self.save_hyperparameters({"in_channels": in_channels, "batch_norm": batch_norm})
 
 
-class DigitsBackbone(nn.Sequential):
+class DigitsBackbone(Layers):
     """Convolutions from digits ``(batch, 1, 8, 8)`` or ``(batch, 64)`` to ``(batch, 64)``."""
 
     def __init__(self) -> None:

@@ -8,13 +8,13 @@ from typing import Any, Literal
 from torch import nn
 
 from lightning_pfl.models.base import PersonalizedModule
-from lightning_pfl.models.layers import dense
+from lightning_pfl.models.layers import Layers, dense
 from lightning_pfl.models.losses import Loss
 
 LossChoice = Literal["cross_entropy", "mse", "bce"] | Loss
 
 
-class MLPBackbone(nn.Sequential):
+class MLPBackbone(Layers):
     """Fully connected layers with ReLU after each, on flattened inputs.
 
     Args:

@@ -231,6 +231,15 @@ CASES: dict[str, Case] = {
     ),
     "negative validation": (lambda: module(val_fraction=-0.1), ValueError, "val_fraction=-0.1"),
     "validation nan": (lambda: module(val_fraction=float("nan")), ValueError, "val_fraction=nan"),
+    "validation text": (
+        lambda: module(val_fraction="0.2"),
+        ValueError,
+        r"`val_fraction` to be in \[0, 1\), but got val_fraction='0.2'. Use 0.1",
+    ),
+    "test text": (lambda: module(test_fraction="0.2"), ValueError, "got test_fraction='0.2'. Use"),
+    "negative seed": (lambda: module(seed=-1), ValueError, "`seed` .* >= 0, but got seed=-1. Use"),
+    "seed text": (lambda: module(seed="a"), ValueError, "whole number >= 0, but got seed='a'"),
+    "seed fraction": (lambda: module(seed=0.5), ValueError, "whole number >= 0, but got seed=0.5"),
     "no test": (lambda: module(test_fraction=0.0), ValueError, r"in \(0, 1\).* test_fraction=0.0"),
     "test of everything": (lambda: module(test_fraction=1), ValueError, "test_fraction=1"),
     "test cut of a source with test set": (

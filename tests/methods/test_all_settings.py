@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 from lightning_pfl import methods
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods.base import Method
+from tests.methods.cases import ALL
 from tests.trainer.setting import classes, network, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
@@ -44,6 +47,25 @@ def test_the_log_says_what_a_method_has_become(
     with caplog.at_level(logging.INFO):
         run.fit(network(), classes(2)[0])
     assert sum(record.getMessage().startswith(note) for record in caplog.records) == 1
+
+
+WITH_STEPS = [
+    name
+    for name in methods.__all__
+    if "local_steps" in inspect.signature(getattr(methods, name)).parameters
+]
+NEEDED = {name: case.needed for name, case in ALL.items()}
+
+
+@pytest.mark.parametrize("name", WITH_STEPS)
+def test_steps_alone_replace_the_default_epoch_and_the_other_way_round(name: str) -> None:
+    make = partial(getattr(methods, name), *NEEDED[name])
+    method = make(local_steps=5)
+    assert (method.local_epochs, method.local_steps) == (None, 5)
+    method = make(local_epochs=3)
+    assert (method.local_epochs, method.local_steps) == (3, None)
+    with pytest.raises(ValueError, match="Expected exactly one of `local_epochs` and"):
+        make(local_epochs=3, local_steps=5)
 
 
 def test_fedbn_without_batchnorm_says_so_and_with_it_doesnt() -> None:

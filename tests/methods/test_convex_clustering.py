@@ -303,7 +303,7 @@ def test_what_does_not_fit_is_refused_before_the_start(monkeypatch: pytest.Monke
         ({"scale": "eq3"}, "`scale` to be 'canonical', .*scale='eq3'"),
         ({"step": "half"}, "`step` to be 'full' or 'printed', .*step='half'"),
         ({"local_solver": "lbfgs"}, "`local_solver` to be 'optimizer' or 'exact', .*='lbfgs'"),
-        ({"local_epochs": 1, "local_steps": 1}, "exactly one of `local_epochs` and"),
+        ({"local_epochs": 2, "local_steps": 1}, "exactly one of `local_epochs` and"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], text: str) -> None:

@@ -244,7 +244,7 @@ class TestServerOptimizers:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"local_epochs": 1, "local_steps": 1}, {"local_epochs": None}]
+    "settings", [{"local_epochs": 2, "local_steps": 1}, {"local_epochs": None}]
 )
 def test_exactly_one_budget(settings: dict[str, Any]) -> None:
     with pytest.raises(

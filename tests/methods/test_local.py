@@ -104,7 +104,7 @@ class TestLocalOnly:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"local_epochs": 1, "local_steps": 1}, {"local_epochs": None}]
+    "settings", [{"local_epochs": 2, "local_steps": 1}, {"local_epochs": None}]
 )
 def test_exactly_one_budget(settings: dict[str, Any]) -> None:
     with pytest.raises(

@@ -63,6 +63,20 @@ def test_every_network_is_listed() -> None:
     assert networks == set(NETWORKS)
 
 
+with torch.device("meta"):
+    SLICED = [name for name in NETWORKS if isinstance(build(name).backbone, nn.Sequential)]
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_a_slice_of_a_backbone_has_its_layers(name: str) -> None:
+    with torch.device("meta"):
+        backbone: Any = build(name).backbone
+    part = backbone[1:3]
+    assert type(part) is nn.Sequential
+    assert list(part) == list(backbone)[1:3]
+    assert backbone[-1] is list(backbone)[-1]
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 class TestNetwork:
     def test_number_of_parameters(self, name: str) -> None:

@@ -19,6 +19,7 @@ from lightning_pfl.data.partition.base import (
     cut_by_shares,
     top_up,
 )
+from lightning_pfl.data.partition.draw import class_counts
 
 
 class ClassesPerClient(Partition):
@@ -107,9 +108,9 @@ class Dirichlet(Partition):
 
     For each class the proportions over the :math:`n` clients are drawn from
     :math:`\mathrm{Dir}(\alpha 1_n)`. Small :math:`\alpha` concentrates a class at few clients,
-    large :math:`\alpha` approaches IID. All samples are used, and the test split follows the same
-    proportions. Clients below ``min_size`` are topped up with random samples of the largest ones,
-    where drawing again might never end.
+    large :math:`\alpha` approaches IID. All samples are used, and each class of the test split is
+    divided in proportion to the clients' training samples of it. Clients below ``min_size`` are
+    topped up with random samples of the largest ones, where drawing again might never end.
 
     Args:
         alpha: :math:`\alpha > 0`, concentration.
@@ -128,14 +129,22 @@ class Dirichlet(Partition):
     def split(
         self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
     ) -> tuple[Parts, Any]:
-        """Draw proportions, the plan ``{class: (num_clients,)}``, and cut every class by them."""
+        """Draw proportions, cut every class by them, and top up small clients.
+
+        The plan ``{class: (num_clients,)}`` has the clients' samples of each class, so that no
+        client is tested on a class that rounding left it without, or that it was topped up with.
+        """
         clients = check_clients(len(labels), num_clients, self.min_size)
         classes = check_classes(labels, "Dirichlet")
-        plan = {label: self._proportions(clients, rng) for label in classes.tolist()}
-        return top_up(self.apply(labels, plan, rng), self.min_size, rng), plan
+        shares = {label: self._proportions(clients, rng) for label in classes.tolist()}
+        parts = top_up(cut_classes(labels, shares, rng), self.min_size, rng)
+        return parts, dict(zip(classes.tolist(), class_counts(parts, labels)[1], strict=True))
 
     def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
-        """Cut every class by the same proportions; classes outside the plan are left out."""
+        """Divide each class in proportion to the clients' training samples of it.
+
+        Classes outside the plan are left out.
+        """
         return cut_classes(labels, plan, rng)
 
     def _proportions(self, num_clients: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:

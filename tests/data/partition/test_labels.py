@@ -99,6 +99,21 @@ class TestDirichlet:
             test_share = np.bincount(TEST[test_part], minlength=10) / 100
             assert np.abs(share - test_share).max() <= 0.5 / 500 * 2 + 0.5 / 100 * 2
 
+    @pytest.mark.parametrize(("alpha", "clients", "min_size"), [(0.1, 100, 25), (0.5, 50, 0)])
+    def test_nobody_is_tested_on_a_class_that_it_has_no_sample_of(
+        self, alpha: float, clients: int, min_size: int
+    ) -> None:
+        """Also where rounding left a client without, or topping up gave it another class."""
+        partition = Dirichlet(alpha, min_size)
+        parts, plan = partition.split(TRAIN, clients, rng())
+        test = partition.apply(TEST, plan, rng(1))
+        held = np.stack([np.bincount(TRAIN[part], minlength=10) for part in parts])
+        tested = np.stack([np.bincount(TEST[part], minlength=10) for part in test])
+        assert tested.sum() == len(TEST)
+        assert not tested[held == 0].any()
+        # A fifth of the training samples, up to the rounding of two cumulated sizes.
+        assert np.abs(tested - held / 5).max() <= 1
+
     def test_test_classes_that_train_lacks_are_left_out(self) -> None:
         partition = Dirichlet(0.5)
         _, plan = partition.split(TRAIN, 10, rng())
