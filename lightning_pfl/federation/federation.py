@@ -11,18 +11,88 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl._lightning import copy_apart
+from lightning_pfl.contract.records import ClientInfo, Evaluation, OnClients
 from lightning_pfl.core.mixture import MixedForward, parts
-from lightning_pfl.core.tree import Model
+from lightning_pfl.core.tree import Model, Tree, expand
+from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.federation.architectures import (
     Architecture,
     one_architecture,
 )
-from lightning_pfl.federation.evaluate import personal_models
+from lightning_pfl.federation.cohort import Cohort
+from lightning_pfl.federation.evaluate import (
+    GLOBAL,
+    evaluate_clients,
+    is_global,
+    personal_models,
+)
 from lightning_pfl.federation.state import FederationState
+from lightning_pfl.methods.base import Phase
 
 
 class Federation(FederationState):
     """A federation with its public interface; ``trainer.strategy.federation``."""
+
+    # --- what the loops ask for -------------------------------------------------------------------
+
+    def cohort(self, info: ClientInfo, received: Tree, phases: tuple[Phase, ...]) -> Cohort:
+        """Begin the clients' side of a round.
+
+        Args:
+            info: The clients that take part.
+            received: What the server sends them, ``(clients, ...)``.
+            phases: What trains, and for how long.
+        """
+        return Cohort(self, info, received, phases)
+
+    def global_model(self) -> Model | None:
+        """The one model for everybody, without client axis; None if the method has none."""
+        return self.method.global_model(self.server)
+
+    def evaluate(
+        self,
+        clients: Tensor,
+        rows: Tensor,
+        data: FederatedDataset,
+        step: str,
+        limit: float | int,
+        on_clients: OnClients | None = None,
+    ) -> dict[str, Evaluation]:
+        """Evaluate the personal models, and the global one if there is one.
+
+        Several processes call it together, with the same clients.
+
+        Args:
+            clients: Ids, int64 ``(clients,)``.
+            rows: Their rows in ``data``, int64 ``(clients,)``.
+            data: The split.
+            step: ``"validation_step"`` or ``"test_step"``.
+            limit: Minibatches per client: a count (int) or a fraction (float).
+            on_clients: Called with the positions of the clients whose personal model is done.
+
+        Returns:
+            The results by prefix: ``""`` for the personal models, ``"global/"``.
+        """
+        shared = self.global_model()
+        same = shared is not None
+
+        def personal(ids: Tensor) -> Model:
+            nonlocal same
+            models = personal_models(self, ids)
+            same = same and shared is not None and is_global(models, shared)
+            return models
+
+        work = (clients, rows, data, step, limit)
+        results = {"": evaluate_clients(self, personal, *work, on_clients)}
+        # All processes must agree, also one that has no clients to look at.
+        if all(self.ranks.all_gather_objects(same)):
+            results[GLOBAL] = results[""]
+        elif shared is not None:
+            everybody = shared  # a name that mypy knows to be a model
+            results[GLOBAL] = evaluate_clients(self, lambda ids: expand(everybody, len(ids)), *work)
+        return results
+
+    # --- what users ask for -----------------------------------------------------------------------
 
     def client_state_dict(self, client: int | str) -> dict[str, Any]:
         """Return a client's personal model as a ``state_dict`` of the user's module.

@@ -239,8 +239,19 @@ class FederationState:
         held = [-(-architecture.count(count) // self.ranks.size) for architecture in architectures]
         device = place(sum(whole_nbytes(row) * n for row, n in zip(begun, held, strict=True)))
         for method, architecture, row in zip(methods, architectures, begun, strict=True):
-            architecture.begin(method, row, count, device, self.ranks, everyone)
+            self._begin_client_states(architecture, method, row, device, everyone)
         check_messages(architectures, everyone)
+
+    def _begin_client_states(
+        self,
+        architecture: Architecture,
+        method: Method,
+        row: Tree,
+        device: torch.device,
+        everyone: ClientInfo,
+    ) -> None:
+        """Make the client states of an architecture before round 0."""
+        architecture.begin(method, row, self.num_clients, device, self.ranks, everyone)
 
     def _bind(self, num_samples: Tensor | None = None) -> list[Method]:
         samples = self.num_samples if num_samples is None else num_samples

@@ -23,15 +23,11 @@ from lightning_pfl._lightning import (
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import Evaluation, LogOptions
 from lightning_pfl.core.randomness import derive, seeded
-from lightning_pfl.core.tree import Model, expand
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.evaluate import (
     GLOBAL,
     direction,
-    evaluate_clients,
-    is_global,
-    personal_models,
     summaries,
 )
 from lightning_pfl.federation.federation import Federation
@@ -147,38 +143,11 @@ class FederatedEvaluationLoop(EvaluationLoop):
         rows, clients, data = self.rows[:count], self.clients[:count], self.load()
         step = "test_step" if trainer.testing else "validation_step"
         limit = evaluation_limit(trainer)
-        shared = federation.method.global_model(federation.server)
-        same = shared is not None
-
-        def personal(ids: Tensor) -> Model:
-            nonlocal same
-            models = personal_models(federation, ids)
-            same = same and shared is not None and is_global(models, shared)
-            return models
-
         stage = "test" if trainer.testing else "validation"
         progress = ClientProgress(trainer, federation.ranks, self, clients, stage)
         with trainer.profiler.profile(profiled(step)):
-            results = {
-                "": evaluate_clients(
-                    federation, personal, clients, rows, data, step, limit, progress.finished
-                )
-            }
+            results = federation.evaluate(clients, rows, data, step, limit, progress.finished)
             progress.finish()
-            # All processes must agree, also those without clients.
-            if all(federation.ranks.all_gather_objects(same)):
-                results[GLOBAL] = results[""]
-            elif shared is not None:
-                everybody = shared  # a name that mypy knows to be a model
-                results[GLOBAL] = evaluate_clients(
-                    federation,
-                    lambda ids: expand(everybody, len(ids)),
-                    clients,
-                    rows,
-                    data,
-                    step,
-                    limit,
-                )
         if not trainer.sanity_checking:
             self._has_run = True
             results |= self._further(rows, clients, step)

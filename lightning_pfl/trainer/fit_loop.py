@@ -246,7 +246,7 @@ class FederatedLoop(FitLoop):
         self._hook("on_round_start", round)
 
         round.received = federation.download(info)
-        cohort = Cohort(federation, info, round.received, phases)
+        cohort = federation.cohort(info, round.received, phases)
         cohort.exchange("before")
         self._hook("on_local_training_start", round)
         return round, cohort

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -92,6 +92,7 @@ class FederatedStrategy(ProcessesStrategy):
     """
 
     strategy_name = "federated"
+    federation_class: ClassVar[type[Federation]] = Federation
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class FederatedStrategy(ProcessesStrategy):
         checks.check_strategy(
             method, engine, seed, chunk_size, max_update_norm, client_state_device
         )
-        self.federation = Federation()
+        self.federation = self.federation_class()
         self.federation.client_optimizer = self._client_optimizer
         self.federation.max_update_norm = max_update_norm
         self.participation = participation
