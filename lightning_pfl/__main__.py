@@ -1,5 +1,21 @@
-"""``python -m lightning_pfl`` is the console script ``lightning-pfl``."""
+"""The command line: ``lightning-pfl`` and ``python -m lightning_pfl``."""
 
-from lightning_pfl.cli.command_line import main
+from __future__ import annotations
 
-main()
+import sys
+
+from lightning_pfl import cli
+from lightning_pfl.deploy import commands
+
+
+def main() -> None:
+    """Run a recipe, or a part of a deployment (``deploy``)."""
+    if sys.argv[1:2] == ["deploy"]:
+        cli.find_modules_here()
+        commands.main(sys.argv[2:])
+    else:
+        cli.main()
+
+
+if __name__ == "__main__":
+    main()

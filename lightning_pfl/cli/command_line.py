@@ -151,20 +151,24 @@ class PFLCLI(LightningCLI):
 
 
 def main(args: ArgsType = None) -> None:
-    """Run the command line; the console script ``lightning-pfl``.
-
-    It finds modules in the working directory, as ``python -m lightning_pfl`` does, so that recipes
-    can name users' classes by ``module.Class``.
-    """
-    here = str(Path.cwd())
-    # Python itself has `safe_path` (`python -P`) since 3.11.
-    if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
-        sys.path.insert(0, here)
+    """Run a recipe."""
+    find_modules_here()
     words = sys.argv[1:] if args is None else args
     if isinstance(words, list) and words and words[0] in COMMANDS:
         run_catalogue(words)
         return
     PFLCLI(args)
+
+
+def find_modules_here() -> None:
+    """Find modules in the working directory, as ``python -m lightning_pfl`` does.
+
+    Recipes name classes of one's own by ``module.Class``.
+    """
+    here = str(Path.cwd())
+    # Python itself has `safe_path` (`python -P`) since 3.11.
+    if not getattr(sys.flags, "safe_path", False) and here not in sys.path:
+        sys.path.insert(0, here)
 
 
 if __name__ == "__main__":

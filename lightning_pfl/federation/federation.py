@@ -46,7 +46,7 @@ class Federation(FederationState):
         return Cohort(self, info, received, phases)
 
     def global_model(self) -> Model | None:
-        """The one model for everybody, without client axis; None if the method has none."""
+        """Return the global model, without client axis; None if the method has none."""
         return self.method.global_model(self.server)
 
     def evaluate(

@@ -128,6 +128,8 @@ class Method(FederatedCallback):
         include_clients_without_data: Whether clients without a minibatch to train on participate,
             with loss 0 and ``info.steps`` 0 (methods over a graph, where they pass messages on).
             Otherwise they are never sampled.
+        needs_sample_counts: Whether the clients' own functions read each other's numbers of
+            samples: in a deployment the nodes are then sent them.
         client_axes: Top-level entries of the server's tree with leading axes of all clients, in the
             order of their ids, and how many such axes: ``{"models": 1, "relationship": 2}``.
         state_settings: Settings on which the server's state depends: a checkpoint with another
@@ -146,6 +148,7 @@ class Method(FederatedCallback):
     personal: ParameterSpec = None
     model_scope: ClassVar[str] = SHARED
     include_clients_without_data: ClassVar[bool] = False
+    needs_sample_counts: ClassVar[bool] = False
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
     state_settings: ClassVar[tuple[str, ...]] = ()
     measures_travel: ClassVar[bool] = False

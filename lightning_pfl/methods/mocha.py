@@ -127,6 +127,7 @@ class MOCHA(Method):
         {"dual_vectors": 1, "relationship": 2}
     )
     model_scope: ClassVar[str] = PER_CLIENT
+    needs_sample_counts: ClassVar[bool] = True  # all clients' dual variables have one length
 
     def __init__(
         self,

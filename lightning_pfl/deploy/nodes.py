@@ -1,0 +1,280 @@
+"""The nodes as the server sees them: who is where, and questions that many are asked at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lightning_pfl.deploy.data import SPLITS, Counts
+from lightning_pfl.deploy.packet import HEADER, Packet, PacketError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Presence:
+    """A node that is there now.
+
+    Args:
+        node: Its number in the network.
+        name: The name under which its key is registered; empty in a network without keys.
+        since: When it came, as text: a node that went away and came back has another.
+    """
+
+    node: int
+    name: str = ""
+    since: str = ""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer from the network.
+
+    Args:
+        question: Number of the question.
+        data: The answer; None where the network says that there is none.
+        error: What the network says.
+    """
+
+    question: str
+    data: bytes | None = None
+    error: str = ""
+
+
+class Line(Protocol):
+    """A network: it brings bytes to nodes and back."""
+
+    def present(self) -> Sequence[Presence]:
+        """List the nodes that are there."""
+
+    def send(self, node: int, kind: str, data: bytes) -> str:
+        """Send a question; returns its number."""
+
+    def replies(self, questions: Sequence[str]) -> Sequence[Reply]:
+        """Take the answers that have come to some questions, each once."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a question to the clients of a node.
+
+    Args:
+        clients: Who was asked.
+        packet: The answer; None if there is none that can be read.
+        reason: Why not.
+    """
+
+    clients: list[str]
+    packet: Packet | None = None
+    reason: str = ""
+
+
+@dataclass
+class _Asked:
+    clients: list[str]
+    node: int
+    since: str
+
+
+@dataclass
+class Nodes:
+    """The nodes of a deployment.
+
+    Args:
+        line: The network.
+        names: The federation's clients, in the order of their ids.
+        owners: By client, the name of the node that may speak for it; empty in a network without
+            keys, where the first node that claims a client keeps it.
+        digest: What the nodes' recipes must be like.
+        timeout: Seconds that a question waits for its answer; None for ever.
+        max_samples: Samples that a client may have at most.
+        pause: Seconds between two looks at the network.
+        say: Is told what happens, a sentence at a time.
+
+    Attributes:
+        join: Makes the message by which a node joins; None until the server knows all numbers.
+        counts: By client, the numbers of its splits.
+        home: By client, its node, if that is there and has joined.
+    """
+
+    line: Line
+    names: Sequence[str]
+    owners: Mapping[str, str]
+    digest: Mapping[str, str]
+    timeout: float | None = 600.0
+    max_samples: int = 10**7
+    pause: float = 0.1
+    say: Callable[[str], None] = log.info
+    join: Callable[[], Packet] | None = None
+    counts: dict[str, dict[str, Counts]] = field(default_factory=dict)
+    home: dict[str, int] = field(default_factory=dict)
+    _since: dict[int, str] = field(default_factory=dict)
+    _joining: dict[str, tuple[Presence, list[str]]] = field(default_factory=dict)
+    _greeted: dict[int, tuple[Presence, list[str]]] = field(default_factory=dict)
+    _looked: float = 0.0
+
+    # --- who is there -----------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait until the numbers of all clients are known."""
+        missing: list[str] = []
+        while left := [name for name in self.names if name not in self.counts]:
+            if left != missing:
+                self.say(f"Waiting for {', '.join(left)}.")
+                missing = left
+            self.look()
+            time.sleep(self.pause)
+
+    def look(self) -> None:
+        """Greet nodes that came or came back, and take their answers."""
+        if (now := time.monotonic()) - self._looked < self.pause:
+            return
+        self._looked = now
+        here = {presence.node: presence for presence in self.line.present()}
+        for name, node in list(self.home.items()):
+            if node not in here or here[node].since != self._since.get(node):
+                del self.home[name]
+        for node, presence in here.items():
+            if self._since.get(node) != presence.since:
+                self._since[node] = presence.since
+                question = self.line.send(node, "query", Packet("hello").to_bytes())
+                self._joining[question] = (presence, [])
+        for node, (presence, clients) in list(self._greeted.items()) if self.join else ():
+            assert self.join is not None
+            del self._greeted[node]
+            question = self.line.send(node, "query", self.join().to_bytes())
+            self._joining[question] = (presence, clients)
+        for reply in self.line.replies([*self._joining]) if self._joining else ():
+            presence, clients = self._joining.pop(reply.question)
+            if self._since.get(presence.node) == presence.since:
+                self._greet(presence, clients, reply)
+
+    def _greet(self, presence: Presence, clients: list[str], reply: Reply) -> None:
+        """Take the answer of a node that was greeted, or asked to join."""
+        who = presence.name or f"node {presence.node}"
+        try:
+            packet = read_answer(reply, HEADER)
+            if packet.kind == "hello":
+                clients = self._read_hello(packet, presence)
+            elif packet.kind != "joined" or not clients:
+                raise PacketError(f"answer is {packet.kind!r}")
+        except (PacketError, ValueError, TypeError, KeyError, RecursionError) as error:
+            self.say(f"{who} isn't let in: {error}.")
+            return
+        if packet.kind == "hello":
+            self._greeted[presence.node] = (presence, clients)
+            return
+        self.home |= dict.fromkeys(clients, presence.node)
+        self.say(f"{who} is here with {', '.join(clients)}.")
+
+    def _read_hello(self, packet: Packet, presence: Presence) -> list[str]:
+        packet.require({"protocol": int, "digest": dict, "counts": dict})
+        if packet.meta["protocol"] != 1:
+            raise PacketError(f"it speaks version {packet.meta['protocol']} of the protocol, not 1")
+        if wrong := [k for k, v in self.digest.items() if packet.meta["digest"].get(k) != v]:
+            raise PacketError(f"its recipe is another one: {', '.join(wrong)} differs")
+        found: dict[str, dict[str, Counts]] = {}
+        for name, splits in packet.meta["counts"].items():
+            if name not in self.names:
+                raise PacketError(f"it says that it is {name!r}, which isn't a client")
+            if self.owners and self.owners.get(name) != presence.name:
+                raise PacketError(f"it says that it is {name!r}, whose key it doesn't have")
+            if not self.owners and self.home.get(name, presence.node) != presence.node:
+                raise PacketError(f"it says that it is {name!r}, which another node is")
+            if not isinstance(splits, dict) or splits.keys() != set(SPLITS):
+                raise PacketError(f"numbers of {name!r} aren't those of {', '.join(SPLITS)}")
+            found[name] = {
+                split: Counts.read(numbers, f"{split} of {name!r}", self.max_samples)
+                for split, numbers in splits.items()
+            }
+            if self.counts.get(name, found[name]) != found[name]:
+                raise PacketError(f"the data of {name!r} are other ones than when it joined")
+        if not found:
+            raise PacketError("it has no clients")
+        self.counts |= found
+        return list(found)
+
+    # --- questions --------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        kind: str,
+        clients: Sequence[str],
+        question: Callable[[list[str]], Packet],
+        limit: Callable[[int], int],
+    ) -> Iterator[Answer]:
+        """Ask the nodes of some clients, and take each answer as it comes.
+
+        A node that went away and came back is asked again.
+
+        Args:
+            kind: Flower's kind of message: ``"train"``, ``"evaluate"`` or ``"query"``.
+            clients: Who is asked.
+            question: Makes the message for some clients of one node.
+            limit: Bytes of an answer for so many clients at most.
+        """
+        end = None if self.timeout is None else time.monotonic() + self.timeout
+        waiting = dict.fromkeys(clients)
+        asked: dict[str, _Asked] = {}
+        while waiting and (end is None or time.monotonic() < end):
+            self.look()
+            busy = {name for each in asked.values() for name in each.clients}
+            for node, some in self._by_node(name for name in waiting if name not in busy).items():
+                number = self.line.send(node, kind, question(some).to_bytes())
+                asked[number] = _Asked(some, node, self._since[node])
+            for reply in self.line.replies([*asked]) if asked else ():
+                done = asked.pop(reply.question)
+                if reply.data is None:  # the node is gone: ask again when it is back
+                    self.say(f"No answer of {', '.join(done.clients)} yet: {reply.error}.")
+                    self._lose(done)
+                    continue
+                for name in done.clients:
+                    del waiting[name]
+                yield self._read(done.clients, reply, limit(len(done.clients)))
+            for number, each in list(asked.items()):
+                if self._since.get(each.node) != each.since:
+                    del asked[number]
+            if waiting:
+                time.sleep(self.pause)
+        if waiting:
+            yield Answer([*waiting], reason=f"no answer within {self.timeout} s")
+
+    def _by_node(self, names: Iterator[str]) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for name in names:
+            if name in self.home:
+                found.setdefault(self.home[name], []).append(name)
+        return found
+
+    def _lose(self, done: _Asked) -> None:
+        for name in done.clients:
+            if self.home.get(name) == done.node:
+                del self.home[name]
+        self._since.pop(done.node, None)
+
+    @staticmethod
+    def _read(clients: list[str], reply: Reply, limit: int) -> Answer:
+        try:
+            return Answer(clients, read_answer(reply, limit))
+        except (PacketError, ValueError, TypeError, KeyError, RecursionError) as error:
+            return Answer(clients, reason=str(error))
+
+
+def read_answer(reply: Reply, limit: int) -> Packet:
+    """Read an answer.
+
+    Raises:
+        PacketError: If there is none, or none that can be read, or if the node refuses.
+    """
+    if reply.data is None:
+        raise PacketError(reply.error or "no answer")
+    packet = Packet.from_bytes(reply.data, limit)
+    if packet.kind == "refused":
+        reason = packet.meta.get("reason")
+        # Text of a node goes to a log and to a terminal: no control characters, no long stories.
+        text = "".join(c for c in str(reason)[:300] if c.isprintable())
+        raise PacketError(f"the node refuses: {text}")
+    return packet

@@ -1,0 +1,155 @@
+"""A deployment in processes on 127.0.0.1: a SuperLink and SuperNodes, started and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lightning_pfl.core.tree import Tree, rows
+from lightning_pfl.deploy import commands
+from lightning_pfl.deploy.keys import make_keys
+from lightning_pfl.deploy.node import Node
+from lightning_pfl.deploy.processes import free_port
+from tests.deploy.setting import leaves_of
+
+ROOT = Path(__file__).parents[2]
+
+
+class Processes:
+    """The server and three nodes of a deployment, each in a process group of its own.
+
+    Args:
+        folder: A new folder.
+        recipe: The recipe.
+        names: The nodes; each is one client of the recipe's data.
+        **server: Settings of ``server.yaml``.
+    """
+
+    def __init__(
+        self, folder: Path, recipe: dict[str, Any], names: tuple[str, ...], **server: Any
+    ) -> None:
+        self.folder, self.recipe, self.names = folder / "deployment", recipe, names
+        path = folder / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        self.port = free_port()
+        address = f"127.0.0.1:{self.port}"
+        commands.main(
+            [
+                "init",
+                str(self.folder),
+                "--recipe",
+                str(path),
+                "--address",
+                address,
+                "--nodes",
+                *names,
+            ]
+        )
+        settings = self.folder / "server" / "server.yaml"
+        changed = {**yaml.safe_load(settings.read_text()), "address": address, **server}
+        settings.write_text(yaml.safe_dump(changed))
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.running):
+            self.kill(name)
+
+    def add_stranger(self) -> None:
+        """Add the node ``"stranger"``: it says that it is node 0, but has another key."""
+        shutil.copytree(self.folder / "0", self.folder / "stranger")
+        make_keys(self.folder / "unused", {"stranger": self.folder / "other"}, ["localhost"])
+        key = (self.folder / "other" / "node.key").read_bytes()
+        (self.folder / "stranger" / "keys" / "node.key").write_bytes(key)
+
+    def start(self, *names: str) -> None:
+        """Start the server (``"server"``) and nodes by their names."""
+        for name in names:
+            what = "server" if name == "server" else "client"
+            with (self.folder / name / "out.txt").open("ab") as out:
+                self.running[name] = subprocess.Popen(
+                    [sys.executable, "-m", "lightning_pfl", "deploy", what],
+                    cwd=self.folder / name,
+                    stdout=out,
+                    stderr=out,
+                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                    start_new_session=True,
+                )
+
+    def kill(self, *names: str) -> None:
+        """Kill processes with all that they have started."""
+        for name in names:
+            process = self.running.pop(name)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    @property
+    def log(self) -> str:
+        """What the server has said."""
+        path = self.folder / "server" / "run" / "progress.log"
+        return path.read_text() if path.is_file() else ""
+
+    def until(self, there: Callable[[], bool], limit: float = 900.0) -> None:
+        """Wait for something; the outputs of all processes are the error if it doesn't come."""
+        end = time.monotonic() + limit
+        while not there():
+            server = self.running.get("server")
+            ended = server is not None and server.poll() not in (None, 0)
+            if ended or time.monotonic() > end:
+                told = [f"{p}:\n{p.read_text()[-2000:]}" for p in self.folder.glob("*/out.txt")]
+                logs = [f"{p}:\n{p.read_text()[-2000:]}" for p in self.folder.rglob("*.log")]
+                raise AssertionError("\n".join([*told, *logs]))
+            time.sleep(0.2)
+
+    def finish(self) -> None:
+        """Wait for the end of the server."""
+        self.until(lambda: self.running["server"].poll() == 0)
+
+    def differences(self, simulated: Any) -> list[str]:
+        """Name the entries of server and client states that aren't those of a simulation."""
+        saved = torch.load(self.folder / "server" / "run" / "last.ckpt", weights_only=True)
+        held = saved["federated"]
+        states = {}
+        for client, name in enumerate(held["clients"]):
+            version = int(held["client_states"]["version"][client])
+            states[name] = self.state(name, client, version)
+        ours = {
+            name: rows(simulated.client_states.tree, slice(k, k + 1))
+            for k, name in enumerate(simulated.client_names)
+        }
+        expected = leaves_of({"server": simulated.server, **ours})
+        found = leaves_of({"server": held["server"], **states})
+        return [
+            path
+            for path in {**expected, **found}
+            if path not in expected
+            or path not in found
+            or not torch.equal(expected[path], found[path])
+        ]
+
+    def state(self, name: str, client: int, version: int) -> Tree:
+        """Read a client's state from its node's disk."""
+        folder = self.folder / name / "state"
+        if version >= 0:
+            (path,) = folder.glob(f"*/states/{client}/version-{version:08d}.pt")
+            state: Tree = torch.load(path, weights_only=True)["state"]
+            return state
+        node = Node(self.recipe, folder, [name])
+        (joined,) = folder.glob("*/join.bin")
+        node.resume(joined.parent.name)
+        assert node.federation is not None
+        return node.federation.states.gather(torch.tensor([client]))

@@ -1,0 +1,193 @@
+"""A deployment gives the models of the simulation, bit by bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.records import Round
+from lightning_pfl.core.tree import leaves
+from lightning_pfl.deploy.loop import LoopLine
+from lightning_pfl.deploy.node import Node
+from lightning_pfl.deploy.nodes import Presence
+from lightning_pfl.deploy.packet import Packet
+from lightning_pfl.deploy.server import serve
+from tests.deploy.setting import (
+    HOMES,
+    METHODS,
+    deploy,
+    differences,
+    make_nodes,
+    recipe_of,
+    simulate,
+)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_models_and_values_equal_those_of_the_simulation(method: str, tmp_path: Path) -> None:
+    recipe = recipe_of(method)
+    simulated = simulate(recipe, tmp_path)
+    trainer, line = deploy(recipe, tmp_path)
+    ours, theirs = simulated.strategy.federation, trainer.strategy.federation
+    assert differences(ours, theirs, line.nodes) == []
+    expected = {k: float(v) for k, v in simulated.callback_metrics.items()}
+    found = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    assert found.keys() == expected.keys()
+    assert [k for k, v in expected.items() if not math.isnan(v) and found[k] != v] == []
+
+
+AWAY = (1, 2)
+"""Rounds in which node 101 is away."""
+
+
+class AwayLine(LoopLine):
+    """A network from which a node is gone for two rounds."""
+
+    round = -1
+
+    def present(self) -> Sequence[Presence]:
+        gone = self.round in AWAY
+        since = "later" if self.round > max(AWAY) else "first"
+        return [
+            Presence(node, since=since if node == 101 else "")
+            for node in self.nodes
+            if not (gone and node == 101)
+        ]
+
+
+class Rounds(FederatedCallback):
+    """Says the round to a network."""
+
+    line: AwayLine
+
+    def on_round_start(self, trainer: Any, module: Any, round: Round) -> None:
+        self.line.round = round.number
+        for _ in range(3):  # who came back says hello and joins, before its time to answer runs
+            trainer.strategy.federation.nodes.look()
+
+
+class LeftOut(FederatedCallback):
+    """Spoils the uploads of node 101's clients while it is away: the gate leaves them out."""
+
+    def on_local_training_end(self, trainer: Any, module: Any, round: Round) -> None:
+        gone = torch.tensor([str(k) in HOMES[1] for k in round.info.index.tolist()])
+        if round.number in AWAY and round.uploads is not None:
+            for leaf in leaves(round.uploads):
+                leaf[gone] = torch.nan
+
+
+@pytest.mark.filterwarnings("ignore:Round . left out 2 of 6 clients")
+@pytest.mark.parametrize("method", ["FedMAP", "SCAFFOLD"])
+def test_a_node_that_is_away_is_left_out_and_goes_on_later(method: str, tmp_path: Path) -> None:
+    recipe = recipe_of(method, participation=1.0, limit_val_batches=0)
+    simulated = simulate(recipe, tmp_path, (LeftOut(),))
+    recipe["trainer"]["callbacks"] = [{"class_path": f"{__name__}.Rounds"}]
+    line = AwayLine(make_nodes(recipe, tmp_path))
+    Rounds.line = line
+    trainer, _ = deploy(recipe, tmp_path, line, timeout=0.05)
+    ours, theirs = simulated.strategy.federation, trainer.strategy.federation
+    assert differences(ours, theirs, line.nodes) == []
+
+
+class Killed(Exception):
+    """Stands for SIGKILL of the server."""
+
+
+class KillServer(FederatedCallback):
+    """Ends the server after the nodes have trained, before anything of the round is written."""
+
+    at = 2
+
+    def on_aggregation_start(self, trainer: Any, module: Any, round: Round) -> None:
+        if round.number == KillServer.at:
+            KillServer.at = -1
+            raise Killed
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("method", ["FedMAP", "SCAFFOLD", "Ditto"])
+def test_a_server_that_was_killed_goes_on_with_new_nodes(method: str, tmp_path: Path) -> None:
+    recipe = recipe_of(method, participation=0.5)
+    simulated = simulate(recipe, tmp_path)
+    recipe["trainer"]["callbacks"] = [{"class_path": f"{__name__}.KillServer"}]
+    KillServer.at = 2
+    with pytest.raises(Killed):
+        deploy(recipe, tmp_path)
+    trainer, line = deploy(recipe, tmp_path)  # and all nodes are new objects over the same disks
+    assert any("Resuming" in text for text in log_of(tmp_path))
+    ours, theirs = simulated.strategy.federation, trainer.strategy.federation
+    assert differences(ours, theirs, line.nodes) == []
+    again = [Packet.from_bytes(q).meta["round"] for _, q, _ in line.sent if b'"train"' in q[:40]]
+    assert min(again) == 2
+
+
+def log_of(folder: Path) -> list[str]:
+    return (folder / "server" / "progress.log").read_text().splitlines()
+
+
+def test_the_same_question_gets_the_same_answer_and_changes_nothing(tmp_path: Path) -> None:
+    recipe = recipe_of("SCAFFOLD", rounds=2, participation=1.0, limit_val_batches=0)
+    _, line = deploy(recipe, tmp_path)
+    asked = [(node, q, a) for node, q, a in line.sent if Packet.from_bytes(q).kind == "train"]
+    node, question, answer = asked[-1]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("version-*.pt")}
+    assert line.nodes[node].handle(question) == answer
+    restarted = make_nodes(recipe, tmp_path)[node]
+    assert restarted.handle(question) == answer
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("version-*.pt")} == before
+
+
+def test_a_node_that_lost_its_disk_says_so(tmp_path: Path) -> None:
+    recipe = recipe_of("SCAFFOLD", rounds=2, participation=1.0, limit_val_batches=0)
+    _, line = deploy(recipe, tmp_path)
+    node, question, _ = next(
+        sent for sent in reversed(line.sent) if Packet.from_bytes(sent[1]).kind == "train"
+    )
+    for path in tmp_path.rglob("version-*.pt"):
+        path.unlink()
+    for path in tmp_path.rglob("answer.bin"):
+        path.unlink()
+    refused = Packet.from_bytes(line.nodes[node].handle(question))
+    assert refused.kind == "refused"
+    assert "should have its state of round 0" in refused.meta["reason"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"federation": "../../etc"}, "isn't 16 hexadecimal digits"),
+        ({"digest": {"model": "another"}}, "has another recipe: model differs"),
+        ({"names": ["x"]}, "no client '0'"),
+    ],
+)
+def test_a_node_joins_no_other_federation(
+    change: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    node = Node(recipe_of("FedAvg"), tmp_path, ["0"])
+    meta = {"federation": "0" * 16, "names": ["0"], "seed": 0, "digest": node.digest}
+    answer = Packet.from_bytes(node.handle(Packet("join", meta | change).to_bytes()))
+    assert (answer.kind, reason in answer.meta["reason"]) == ("refused", True)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "reason"),
+    [
+        ("GTVMin", {"graph": "ring"}, "write to each other"),
+        ("FedU", {"graph": "ring", "decentralized": True}, "write to each other"),
+        ("LinearFedRep", {}, "measures them"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused_with_the_reason(
+    method: str, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    recipe = recipe_of("FedAvg")
+    recipe["method"] = {"class_path": method, "init_args": settings}
+    with pytest.raises(MisconfigurationException, match=reason):
+        serve(recipe, LoopLine({}), tmp_path, ["0"])

@@ -1,0 +1,185 @@
+"""What a node says is checked before it is used; a lie costs the liar its round, and is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_pfl.core.tree import leaves
+from lightning_pfl.deploy.loop import LoopLine
+from lightning_pfl.deploy.nodes import Reply
+from lightning_pfl.deploy.packet import MAGIC, Packet
+from lightning_pfl.deploy.states import NONE
+from tests.deploy.setting import deploy, make_nodes, recipe_of
+
+PWNED = Path(tempfile.gettempdir()) / f"lightning-pfl-pwned-{os.getpid()}"
+Lie = Callable[[Packet], Any]
+"""Changes an answer; what isn't None stands in its place, as bytes."""
+HEAD = "upload/model/backbone.0.weight"
+
+
+class LyingLine(LoopLine):
+    """A network in which node 101 tells another lie in every round."""
+
+    def send(self, node: int, kind: str, data: bytes) -> str:
+        question = super().send(node, kind, data)
+        packet = Packet.from_bytes(self.sent[-1][2])
+        if node == 101 and packet.kind == "trained":
+            lie, _ = list(UPLOADS.values())[packet.meta["round"]]
+            told = lie(packet)
+            self._replies[question] = Reply(
+                question, told if isinstance(told, bytes) else packet.to_bytes()
+            )
+        return question
+
+
+def meta(**changes: Any) -> Lie:
+    return lambda packet: packet.meta.update(changes)
+
+
+def without(name: str) -> Lie:
+    def lie(packet: Packet) -> None:
+        del packet.meta[name]
+
+    return lie
+
+
+def array(change: Callable[[Any], Any]) -> Lie:
+    def lie(packet: Packet) -> None:
+        packet.arrays[first(packet)] = change(packet.arrays[first(packet)].copy())
+
+    return lie
+
+
+def first(packet: Packet) -> str:
+    return next(path for path in packet.arrays if path.startswith("upload/"))
+
+
+def remove(packet: Packet) -> None:
+    del packet.arrays[first(packet)]
+
+
+def add(packet: Packet) -> None:
+    packet.arrays["upload/model/evil"] = np.zeros(3, np.float32)
+
+
+def kind(packet: Packet) -> None:
+    packet.kind = "evaluated"
+
+
+class Evil:
+    """Runs code where somebody unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (PWNED,))
+
+
+def bomb(packet: Packet) -> bytes:
+    header = {"kind": "trained", "meta": packet.meta, "arrays": [[HEAD, "float32", [10**12]]]}
+    text = json.dumps(header).encode()
+    return MAGIC + len(text).to_bytes(8, "little") + text + b"1234"
+
+
+def deep(packet: Packet) -> bytes:
+    text = b"[" * 10**6
+    return MAGIC + len(text).to_bytes(8, "little") + text
+
+
+def padded(packet: Packet) -> bytes:
+    return packet.to_bytes() + bytes(2**23)
+
+
+def object_array(packet: Packet) -> bytes:
+    return packet.to_bytes().replace(b'"float32"', b'"object "', 1)
+
+
+def logs(**changes: Any) -> Lie:
+    def lie(packet: Packet) -> None:
+        packet.meta["logs"]["train_loss"] |= changes
+
+    return lie
+
+
+UPLOADS: dict[str, tuple[Lie, str]] = {
+    "a pickle": (lambda packet: pickle.dumps(Evil()), "another format"),
+    "an array of objects": (object_array, "can't be read|of dtype"),
+    "a bomb": (bomb, "message ends before"),
+    "a header without end": (deep, "can't be read"),
+    "a message that is too long": (padded, "more than the"),
+    "a truncated message": (lambda packet: packet.to_bytes()[:-9], "message ends before"),
+    "nothing": (lambda packet: b"", "another format"),
+    "another kind": (kind, "answer is 'evaluated'"),
+    "NaN": (array(lambda a: a * np.float32("nan")), "upload is not finite"),
+    "infinity": (array(lambda a: a * 0 + np.float32("inf")), "upload is not finite"),
+    "a huge norm": (array(lambda a: a + np.float32(1e6)), "update norm above"),
+    "another shape": (array(lambda a: a[..., :1]), "not float32"),
+    "another dtype": (array(lambda a: a.astype(np.float64)), "is float64"),
+    "more rows": (array(lambda a: np.concatenate([a, a])), "not float32"),
+    "a missing entry": (remove, "is missing"),
+    "one more entry": (add, "unknown entry 'upload/model/evil'"),
+    "another round": (meta(round=0), "answer has round 0"),
+    "a round to come": (meta(round=2), "answer has round 2"),
+    "another client's id": (meta(clients=["0"]), "answer has clients"),
+    "another federation": (meta(federation="0" * 16), "answer has federation"),
+    "a huge count of steps": (meta(steps=[10**9]), "answer has steps"),
+    "steps that are no list": (meta(steps=3), "'steps' of trained is a int"),
+    "no loss": (without("loss"), "trained lacks 'loss'"),
+    "a loss of text": (meta(loss=["low"]), "'loss' holds a str"),
+    "an infinite loss": (meta(loss=[float("inf")]), "loss is not finite"),
+    "two losses": (meta(loss=[0.1, 0.1]), "isn't one number"),
+    "a state that isn't finite": (meta(sane=[False]), "client state is not finite"),
+    "sane of another kind": (meta(sane=["yes"]), "'sane' isn't true or false"),
+    "a huge logged value": (logs(values=[1e30]), "is not within"),
+    "five logged values": (logs(values=[0.0] * 5), "isn't one number"),
+    "options of another form": (logs(options=[1, 2]), "of another form"),
+    "a thousand values": (
+        meta(logs={str(i): {"values": [0.0], "options": [False, True, None]} for i in range(1000)}),
+        "aren't at most 100",
+    ),
+    "a name that moves the cursor": (
+        meta(logs={"\x1b[2J": {"values": [0.0], "options": [False, True, None]}}),
+        "a name of another form",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the server has said about each round; the end is checked here."""
+    folder, recipe = tmp_path_factory.mktemp("lies"), recipe_of("FedAvg", len(UPLOADS), 1.0, 3)
+    recipe["trainer"]["limit_val_batches"] = 0
+    recipe["trainer"]["strategy"]["init_args"]["max_update_norm"] = 50.0
+    line = LyingLine(make_nodes(recipe, folder, [["0"], ["1"], ["2"]]))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Round \d+ left out 1 of 3 clients")
+        trainer, _ = deploy(recipe, folder, line)
+    federation = trainer.strategy.federation
+    last = len(UPLOADS) - 1
+    assert federation.versions.tolist() == [last, NONE, last]
+    assert all(leaf.isfinite().all() for leaf in leaves(federation.server))
+    log = (folder / "server" / "progress.log").read_text().splitlines()
+    return [text for text in log if "] Round " in text]
+
+
+@pytest.mark.parametrize("lie", UPLOADS)
+def test_a_lying_upload_is_named_and_left_out(lie: str, rounds: list[str]) -> None:
+    said = rounds[list(UPLOADS).index(lie)]
+    assert re.search(rf"3 clients, without 1 \(.*({UPLOADS[lie][1]})", said)
+    assert not PWNED.exists()
+
+
+def test_the_pickle_would_have_been_noticed() -> None:
+    assert not PWNED.exists()
+    pickle.loads(pickle.dumps(Evil()))
+    assert PWNED.exists()
+    PWNED.unlink()
