@@ -16,8 +16,6 @@ from jsonargparse import ArgumentParser
 
 from lightning_pfl import (
     load_clients,
-    metrics,
-    solvers,
 )
 from lightning_pfl.cli.command_line import PFLCLI, main
 from lightning_pfl.graphs import resolve_graph
@@ -187,10 +185,3 @@ def test_the_method_of_a_package_of_ones_own_runs(
         assert "server_lr" in capsys.readouterr().out
     finally:
         sys.modules.pop("my_package", None)
-
-
-@pytest.mark.parametrize("package", [metrics, solvers])
-def test_public_names_are_there_also_those_that_are_loaded_late(package: Any) -> None:
-    assert all(getattr(package, name) is not None for name in package.__all__)
-    with pytest.raises(AttributeError, match="has no attribute 'missing'"):
-        _ = package.missing

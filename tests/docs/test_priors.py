@@ -34,7 +34,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_the_server_has_what_the_text_says(names: dict[str, Any]) -> None:
     student, layers = (trainer.strategy for trainer in names["trainers"])
-    assert student.rounds == layers.rounds == 1
+    assert student.federation.rounds == layers.federation.rounds == 1
     mean = student.server["model"]["head.weight"]
     assert torch.equal(names["gamma"]["mean"]["head.weight"], mean)
     assert torch.equal(student.global_state_dict()["head.weight"], mean)
