@@ -263,7 +263,12 @@ class RemoteCohort(Cohort):
         begun = method.client_init(received, kept, info)
         return form_of(method.client_final(received, kept, begun, info)[0], "upload")
 
-    def train(self, data: FederatedDataset, on_clients: OnClients) -> LocalResult:
+    def train(
+        self,
+        data: FederatedDataset,
+        on_clients: OnClients,
+        validation: FederatedDataset | None = None,
+    ) -> LocalResult:
         """Let the nodes train; a client without a good answer is named in ``failed``."""
         federation, count = self.federation, len(self.info)
         names = federation.names_of(self.info.index)
