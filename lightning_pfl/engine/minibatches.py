@@ -10,6 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_pfl.core.errors import ClientError
 from lightning_pfl.core.randomness import derive, permutation, seeded
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.data.loaders import reseed
@@ -113,6 +114,7 @@ def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterato
 
     Raises:
         ValueError: If the loader has fewer batches than its length.
+        ClientError: If reading a batch fails.
     """
     iterator: Iterator[Any] | None = None
     for within in range(count):
@@ -128,6 +130,14 @@ def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterato
                     f"as its length says, but got {within}. Correct the `__len__` of its dataset "
                     "or sampler."
                 ) from None
+            except torch.OutOfMemoryError:  # it isn't about one client
+                raise
+            # A data set may raise anything, and a worker process may be killed.
+            except Exception as cause:
+                last = (str(cause).strip().splitlines() or [""])[-1]
+                kind = type(cause).__name__
+                text = last if last.startswith(kind) else f"{kind}: {last}"
+                raise ClientError("reading a batch", client, None, text) from cause
         yield batch
 
 

@@ -138,6 +138,10 @@ def log_folder(trainer: L.Trainer) -> Path | None:
     if not trainer.loggers or connected(trainer).fast_dev_run or not trainer.is_global_zero:
         return None
     logger = trainer.loggers[0]
-    by_run = isinstance(logger, (TensorBoardLogger, CSVLogger))
-    folder = logger.log_dir if by_run else logger.save_dir
-    return None if folder is None else Path(folder)
+    if isinstance(logger, (TensorBoardLogger, CSVLogger)):
+        return None if logger.log_dir is None else Path(logger.log_dir)
+    if logger.save_dir is None or logger.name is None or logger.version is None:
+        return None if logger.save_dir is None else Path(logger.save_dir)
+    # Where ModelCheckpoint puts the run's files; `save_dir` is one folder for all runs.
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return Path(logger.save_dir, str(logger.name), version)

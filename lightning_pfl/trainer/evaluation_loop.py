@@ -22,6 +22,7 @@ from lightning_pfl._lightning import (
 )
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import Evaluation, LogOptions
+from lightning_pfl.core.errors import format_names
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.federation.eligibility import can_be_evaluated
@@ -62,6 +63,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
     clients: Tensor
     results: Mapping[str, Evaluation] = MappingProxyType({})
     table: ClientTable | None = None
+    _named_nan: frozenset[str] = frozenset()
 
     @property
     def prefix(self) -> str:
@@ -186,6 +188,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
                 directions |= dict.fromkeys(keys, direction(key, evaluation))
                 logged |= keys if options.logger else set()
                 shown |= {f"{prefix}{key}"} if options.prog_bar and not prefix else set()
+            self._warn_of_nan(prefix, evaluation, names)
         hook = "test_step" if self.trainer.testing else "validation_step"
         log_values(self._results, hook, values, shown, logged)
         if self._trainer_fn == TrainerFn.FITTING:
@@ -205,6 +208,19 @@ class FederatedEvaluationLoop(EvaluationLoop):
                 f"{p}{key}": v.tolist() for p, e in results.items() for key, v in e.values.items()
             }
             self.table.append(round, names, results[""].counts.tolist(), columns)
+
+    def _warn_of_nan(self, prefix: str, evaluation: Evaluation, names: list[str]) -> None:
+        """Name, once per value, the clients whose value is NaN, and so the mean over clients."""
+        for key, values in evaluation.values.items():
+            broken = (values.cpu().isnan() & (evaluation.counts.cpu() > 0)).nonzero().flatten()
+            name = f"{prefix}{key}"
+            if len(broken) and key not in self._named_nan:
+                self._named_nan |= {key}
+                rank_zero_warn(
+                    f"{name!r} is NaN for {format_names(names, broken.tolist())}, and so are its "
+                    f"statistics over clients. Look at the {self.prefix} data of these clients "
+                    "and at their models."
+                )
 
     def _on_evaluation_epoch_end(self) -> None:
         super()._on_evaluation_epoch_end()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_pfl.core.errors import ClientError
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
@@ -81,3 +82,24 @@ class TestStreams:
         outcome = local_round(FedAvg(), cnn(), streams(c3=8), engine)
         assert outcome.info.steps[3] == 2
         assert evaluate(engine, streams(c3=8)).counts[3] == 8
+
+
+class Broken(Stream):
+    """A file that can't be read, after two samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(super().__iter__())[:2]
+        raise OSError("scan_0042.png is truncated")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_fails_names_its_client(engine: Any, workers: int) -> None:
+    loaders = list(streams().loaders)
+    loaders[2] = DataLoader(Broken(2), 4, num_workers=workers)
+    data = FederatedLoaders(loaders, [f"c{client}" for client in range(len(SIZES))])
+    match = "reading a batch failed for client 'c2': OSError: scan_0042.png is truncated"
+    with pytest.raises(ClientError, match=match):
+        local_round(FedAvg(), cnn(), data, engine=engine)
+    with pytest.raises(ClientError, match=match):
+        evaluate(engine, data)

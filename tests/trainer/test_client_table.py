@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.callbacks import HeadFineTuning
@@ -18,11 +18,12 @@ from lightning_pfl.data import (
     FederatedLoaders,
     FederatedTensorDataset,
 )
+from lightning_pfl.methods import FedAvg
 from lightning_pfl.metrics.history import History
 from lightning_pfl.models import MLP
 from lightning_pfl.trainer.client_table import ClientTable
 from lightning_pfl.trainer.data import align_clients, move_to_device
-from tests.trainer.setting import points, trainer
+from tests.trainer.setting import Quadratic, points, trainer
 
 
 def rows(path: Path) -> list[tuple[str, ...]]:
@@ -236,3 +237,45 @@ def test_clients_are_aligned_by_position_or_by_name() -> None:
     assert (found.tolist(), clients.tolist()) == ([0, 2, 3], [3, 1, 0])
     with pytest.raises(ValueError, match="one DataLoader for each of the 5 clients, but got 4"):
         align_clients(points(), list("abcde"), "val_dataloaders")
+
+
+class Tracker(Logger):
+    """A logger with one folder for all runs, as W&B's and MLflow's have."""
+
+    def __init__(self, folder: Path, run: str | int) -> None:
+        super().__init__()
+        self._folder, self._run = str(folder), run
+
+    @property
+    def save_dir(self) -> str:
+        return self._folder
+
+    @property
+    def name(self) -> str:
+        return "project"
+
+    @property
+    def version(self) -> str | int:
+        return self._run
+
+    def log_metrics(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("runs", "folders"), [(("a1", "b2"), ("a1", "b2")), ((0,), ("version_0",))]
+)
+def test_every_run_of_a_tracker_has_its_own_table(
+    runs: tuple[str | int, ...], folders: tuple[str, ...], tmp_path: Path
+) -> None:
+    for number, run in enumerate(runs, start=1):
+        one = trainer(FedAvg(), logger=Tracker(tmp_path, run), max_epochs=number)
+        one.fit(Quadratic(), points(), points())
+    tables = {path.parent: path for path in tmp_path.rglob("clients_val.csv")}
+    assert sorted(tables) == sorted(tmp_path / "project" / folder for folder in folders)
+    for number, folder in enumerate(folders, start=1):
+        found = rows(tables[tmp_path / "project" / folder])
+        assert {row[0] for row in found} == {str(round) for round in range(number)}

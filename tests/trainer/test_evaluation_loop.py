@@ -4,6 +4,7 @@ in the test."""
 from __future__ import annotations
 
 import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -345,3 +346,17 @@ def test_a_torchmetrics_object_says_which_direction_is_better() -> None:
     assert len(set(rounds)) > 1
     assert float(logged["best/val_score"]) == pytest.approx(min(rounds))
     assert run.strategy.federation.history.state_dict()["best"]["mode"] == "min"
+
+
+def test_a_value_that_is_nan_names_its_clients_once() -> None:
+    """It stays in the table: the mean of a federation with a broken client is NaN too."""
+    val = points(names=["ann", "bob", "cem", "dag"])
+    val.fields[0][val.indices[2][0]] = torch.nan
+    run = trainer(FedAvg(), max_epochs=3)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run.fit(Quadratic(), points(names=["ann", "bob", "cem", "dag"]), val)
+    texts = [str(one.message) for one in found if "is NaN for" in str(one.message)]
+    assert len(texts) == 1
+    assert "'val_loss' is NaN for cem, and so" in texts[0]
+    assert run.callback_metrics["val_loss"].isnan()
