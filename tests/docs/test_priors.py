@@ -40,7 +40,7 @@ def test_the_server_has_what_the_text_says(names: dict[str, Any]) -> None:
     assert torch.equal(student.global_state_dict()["head.weight"], mean)
     assert "prior" not in student.server
     variances = layers.server["prior"]["variance"]
-    assert set(variances) == set(layers.parameter_split.trainable)
+    assert set(variances) == set(layers.federation.parameter_split.trainable)
     assert all(leaf.ndim == 0 and float(leaf) >= 0.999 for leaf in variances.values())
     assert all(trainer.callback_metrics["round/rejected"] == 0 for trainer in names["trainers"])
 
