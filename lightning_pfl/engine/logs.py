@@ -74,7 +74,7 @@ class LogCapture:
         if not isinstance(value, Metric):
             value = value if isinstance(value, Tensor) else _number(name, value)
             value = value.detach() if value.is_floating_point() else value.detach().float()
-            value = value.mean()
+            value = value.mean() if value.ndim else value
         if name in self.values:
             value, logged = self._together(name, value, logged)
         self.values[name], self.reductions[name] = value, logged

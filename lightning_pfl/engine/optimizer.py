@@ -91,14 +91,20 @@ class ClientOptimizer:
         # A learning rate scheduler wraps `step` on the instance, bound to the template.
         self._optimizer.__dict__.pop("step", None)
         self._optimizer.param_groups = []
+        elementwise = why_not_elementwise(template) is None
         for group in template.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             if lr is not None:
                 options["lr"] = lr
-            if stacked and type(template) in FUSED and not (options["fused"] or options["foreach"]):
+            if type(template) in FUSED and not (options["fused"] or options["foreach"]):
                 options["fused"] = options["fused"] is None and not options["differentiable"]
-            self._optimizer.param_groups.append({**options, "params": []})
-            self._groups.append([names[id(p)] for p in group["params"] if id(p) in names])
+            options["params"] = []
+            members = [names[id(p)] for p in group["params"] if id(p) in names]
+            if elementwise and options in self._optimizer.param_groups:
+                self._groups[self._optimizer.param_groups.index(options)] += members
+            else:
+                self._optimizer.param_groups.append(options)
+                self._groups.append(members)
             for p in group["params"]:
                 if template.state.get(p):  # Adagrad creates its state at construction
                     self._initial[names[id(p)]] = {
@@ -107,6 +113,8 @@ class ClientOptimizer:
         self.names = frozenset(name for group in self._groups for name in group)
         self._state: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
         self._before: dict[tuple[str, int, str], dict[str, Any] | None] = {}
+        self._params: dict[str, Tensor] = {}
+        self._bound: tuple[Any, ...] = ()
 
     def _spread(self, value: Any, like: Tensor) -> Any:
         if not isinstance(value, Tensor):
@@ -144,45 +152,46 @@ class ClientOptimizer:
             call: Number of updates of this slot in the tick so far; clients of several groups share
                 step counters.
         """
-        new = dict(model)
-        state: dict[Tensor, dict[str, Any]] = {}
-        bound: dict[str, Tensor] = {}
+        leaves = {name: model[name] for name in self.names if name in grads}
+        if rows is None and self._bound == (slot, *map(id, leaves.values())):
+            self._step(leaves, grads)
+            return dict(model)
+        leaves = {
+            name: leaf.clone(memory_format=torch.contiguous_format) if is_expanded(leaf) else leaf
+            for name, leaf in leaves.items()
+        }
+        self._params = {name: p if self.stacked else p[0] for name, p in leaves.items()}
+        self._optimizer.state = defaultdict(dict)
         slow: list[dict[str, Any]] = []
         for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group["params"] = []
-            begun = 0
-            for name in names:
-                if name not in grads:
-                    continue
-                leaf = model[name]
-                if is_expanded(leaf):
-                    leaf = leaf.clone(memory_format=torch.contiguous_format)
-                new[name] = leaf
-                param = leaf if self.stacked else leaf[0]
-                # torch's fused CPU kernels need gradients with the parameters' memory layout.
-                grad = (
-                    grads[name]
-                    if grads[name].stride() == leaf.stride()
-                    else grads[name].contiguous()
-                )
-                param.grad = grad if self.stacked else grad[0]
-                group["params"].append(param)
-                bound[name] = param
-                state[param] = self._gather(slot, name, leaf, rows, call)
-                begun += bool(state[param])
+            here = {name: self._params[name] for name in names if name in leaves}
+            states = [self._gather(slot, name, leaves[name], rows, call) for name in here]
+            self._optimizer.state.update(zip(here.values(), states, strict=True))
+            group["params"] = list(here.values())
             if group.get("fused") and "momentum" in group:
                 # torch's fused SGD needs all momentum buffers or none, but a parameter may have its
                 # first gradient later than others.
-                group["fused"] = begun in (0, len(group["params"]))
+                group["fused"] = sum(map(bool, states)) in (0, len(here))
                 slow += [] if group["fused"] else [group]
-        self._optimizer.state = defaultdict(dict, state)
-        self._optimizer.step()
+        self._step(leaves, grads)
         for group in slow:
             group["fused"] = True
-        for name, param in bound.items():
-            param.grad = None
+        for name, param in self._params.items():
             self._scatter(slot, name, param, rows)
-        return new
+        # The next step of the same tensors finds everything in place.
+        self._bound = (slot, *map(id, leaves.values())) if rows is None else ()
+        self._kept = leaves
+        return {**model, **leaves}
+
+    def _step(self, leaves: Model, grads: Model) -> None:
+        for name, param in self._params.items():
+            grad = grads[name]
+            # torch's fused CPU kernels need gradients with the parameters' memory layout.
+            grad = grad if grad.stride() == leaves[name].stride() else grad.contiguous()
+            param.grad = grad if self.stacked else grad[0]
+        self._optimizer.step()
+        for param in self._params.values():
+            param.grad = None
 
     def _gather(
         self, slot: str, name: str, leaf: Tensor, rows: slice | Tensor | None, call: int

@@ -37,7 +37,7 @@ from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minib
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
-from lightning_pfl.engine.safety.snapshot import restore, snapshot
+from lightning_pfl.engine.safety.snapshot import attributes, restore, snapshot
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase_steps, split_draws
 from lightning_pfl.engine.terms import split_terms
 from lightning_pfl.engine.travel import Travel
@@ -53,6 +53,8 @@ class SequentialEngine:
         settings: The Trainer's flags.
 
     Attributes:
+        deterministic: Whether no training step has drawn random numbers so far; None before the
+            first one.
         random_calls: Random calls in the last training step; 0 shows that the step is
             deterministic.
         draws_elsewhere: Whether the last training step, or a step of the last evaluation, used
@@ -69,6 +71,7 @@ class SequentialEngine:
         settings: EngineSettings,
     ) -> None:
         self.module, self.parameter_split, self.settings = module, parameter_split, settings
+        self.deterministic: bool | None = None
         self.random_calls = 0
         self.draws_elsewhere = False
         self.limits = Limits(
@@ -99,9 +102,31 @@ class SequentialEngine:
         )
 
     def _client(self, work: LocalWork) -> LocalResult:
+        """Train one client; without keyed random functions where no step has used any so far.
+
+        To intercept them costs as much as a small step. A client whose steps draw after all is
+        trained once more, with them.
+        """
+        if self.deterministic:
+            before = snapshot(self.module)
+            with watch_global_rng(derive(self.settings.seed, "guard", work.info.round)) as found:
+                result = self._train_client(work, SequentialLocalStep(self, work, keyed=False))
+            if not (found.moved or found.moved_torch):
+                return result
+            restore(self.module, before)
+            self.deterministic = False
+        local_step = SequentialLocalStep(self, work, keyed=True)
+        result = self._train_client(work, local_step)
+        if local_step.drew is not None:
+            # A generator of the module's own leaves no trace in the global ones.
+            own = any(isinstance(held, torch.Generator) for *_, held in attributes(self.module))
+            drew = local_step.drew or own
+            self.deterministic = self.deterministic is not False and not drew
+        return result
+
+    def _train_client(self, work: LocalWork, local_step: SequentialLocalStep) -> LocalResult:
         method, info, data = work.method, work.info, work.data
         client = int(info.index)
-        local_step = SequentialLocalStep(self, work)
         received, client_state = work.received, work.client_state
         state = method.client_init(received, client_state, info)
         state = separated(state, received, client_state)
@@ -192,8 +217,9 @@ class SequentialEngine:
 class SequentialLocalStep:
     """The step interface of one client (:class:`~lightning_pfl.contract.local.LocalStep`)."""
 
-    def __init__(self, engine: SequentialEngine, work: LocalWork) -> None:
-        self.engine, self.template = engine, work.optimizer
+    def __init__(self, engine: SequentialEngine, work: LocalWork, keyed: bool) -> None:
+        self.engine, self.template, self.keyed = engine, work.optimizer, keyed
+        self.drew: bool | None = None
         settings, client, round = engine.settings, int(work.info.index), work.info.round
         augment = getattr(work.data, "augment", None)
         self.program = ClientProgram(engine.module, settings.autocast, augment)
@@ -212,13 +238,23 @@ class SequentialLocalStep:
         if self.travel is not None and not active.phase.evaluate_only:
             self.travel.begin(self.template, active.phase.lr)
 
-    def _keys(self, number: int) -> tuple[Tensor, int]:
-        """Return a minibatch's key for random functions, and the seed of the global generators.
+    def _key(self, number: int) -> Tensor:
+        """Return the key of a minibatch or a step, on the host."""
+        return mix(self.key + (self.number << 32) + number)
 
-        Both are computed on the host, without waiting for the device.
-        """
-        key = mix(self.key + (self.number << 32) + number)
-        return key.to(self.engine.settings.device, non_blocking=True), int(key) & (2**63 - 1)
+    @contextmanager
+    def _randomness(self, number: int) -> Iterator[Tensor | None]:
+        """Yield a minibatch's key for random functions, and seed the global generators by it."""
+        if not self.keyed:
+            yield None
+            return
+        key = self._key(number)
+        # The seed comes from the host, without waiting for the device.
+        with watch_global_rng(int(key) & (2**63 - 1)) as found:
+            yield key.to(self.engine.settings.device, non_blocking=True)
+        self.engine.draws_elsewhere |= found.moved
+        drew = bool(self.program.random_calls) or found.moved or found.moved_torch
+        self.drew = bool(self.drew) or drew
 
     def new_step(self) -> None:
         """Start a step, whose first gradient logs."""
@@ -252,7 +288,7 @@ class SequentialLocalStep:
 
         def backward(loss: Tensor) -> None:
             try:
-                (loss / accumulate).backward()
+                (loss / accumulate if accumulate > 1 else loss).backward()
             except RuntimeError as cause:
                 if loss.requires_grad:
                     raise
@@ -261,20 +297,19 @@ class SequentialLocalStep:
         widths = [batch_length(minibatch) for _, minibatch in batch]
         terms = split_terms(widths, objective, given, weights, sample_data)
         for (number, minibatch), term in zip(batch, terms, strict=True):
-            key, seed = self._keys(number)
             term = None if term is None else term.first()
-            with watch_global_rng(seed) as elsewhere:
+            with self._randomness(number) as key:
                 loss, logged = self.program.training_loss(
                     {**fixed, **trained}, minibatch, key, number, None, None, backward, term
                 )
             self.engine.random_calls = self.program.random_calls
-            self.engine.draws_elsewhere |= elsewhere.moved
             if loss is None:  # `training_step` may skip a batch
                 continue
             if not self._logged:
-                size = torch.tensor([batch_length(minibatch)])
+                size = batch_length(minibatch)
                 values = {**_values(logged), LOSS: loss.detach().view(1)}
-                self.logs.add(values, size, None, self.program.log.reductions)
+                reductions = self.program.log.reductions
+                self.logs.add(values, torch.tensor([size]), None, reductions, size)
                 self.metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
         self._logged = True
         return {n: leaf.grad[None] for n, leaf in trained.items() if leaf.grad is not None}
@@ -285,10 +320,8 @@ class SequentialLocalStep:
         total = torch.zeros(1, dtype=torch.float64, device=self.engine.settings.device)
         count = torch.zeros_like(total)
         for number, minibatch in batch:
-            key, seed = self._keys(number)
-            with torch.no_grad(), watch_global_rng(seed) as elsewhere:
+            with torch.no_grad(), self._randomness(number) as key:
                 loss = self.program.measured_loss(one, minibatch, key, number, None)
-            self.engine.draws_elsewhere |= elsewhere.moved
             if loss is not None:
                 total += loss.double() * batch_length(minibatch)
                 count += batch_length(minibatch)
@@ -306,20 +339,17 @@ class SequentialLocalStep:
         one, plain = self._unwritten(model), self.active.phase.evaluate_only
         found = []
         for number, minibatch in batch:
-            key, seed = self._keys(number)
-            with watch_global_rng(seed) as elsewhere:
+            with self._randomness(number) as key:
                 found.append(self.program.observed(one, minibatch, key, number, what, plain)[None])
-            self.engine.draws_elsewhere |= elsewhere.moved
         return join_batches(found)
 
     def losses(self, model: Model, batch: list[tuple[int, Any]]) -> Tensor:
         """Return the losses of the samples, ``(1, samples)``."""
         one = self._unwritten(model)
-        with torch.no_grad():
-            found = [
-                self.program.sample_losses(one, minibatch, self._keys(number)[0], None)
-                for number, minibatch in batch
-            ]
+        found = []
+        for number, minibatch in batch:
+            with torch.no_grad(), self._randomness(number) as key:
+                found.append(self.program.sample_losses(one, minibatch, key, None))
         return torch.cat(found).unsqueeze(0)
 
     def sample_grads(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
@@ -329,9 +359,10 @@ class SequentialLocalStep:
         trained = {n: one[n].detach().requires_grad_() for n in self.active.trainable}
         found = []
         for number, minibatch in batch:
-            losses = self.program.sample_losses(
-                {**one, **trained}, minibatch, self._keys(number)[0], None, training=True
-            )
+            with self._randomness(number) as key:
+                losses = self.program.sample_losses(
+                    {**one, **trained}, minibatch, key, None, training=True
+                )
             found += [sample_gradient(loss, trained) for loss in losses]
         return {n: torch.stack([grads[n] for grads in found]).unsqueeze(0) for n in trained}
 
@@ -354,7 +385,7 @@ class SequentialLocalStep:
 
     def noise(self, like: Tree, key: str = "noise") -> Tree:
         """Normal numbers of the client's step, ``(1, ...)``."""
-        return noise(self._keys(self.step)[0].view(1), like, key)
+        return noise(self._key(self.step).to(self.engine.settings.device).view(1), like, key)
 
     def samples(self, batch: list[tuple[int, Any]]) -> tuple[Any, Tensor]:
         """Return the samples of a step's minibatches; all are real."""

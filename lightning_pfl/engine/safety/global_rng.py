@@ -9,19 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from lightning_pfl.core.randomness import seeded
 
 
 @dataclass
 class Elsewhere:
-    """A record of draws from Python's and NumPy's global generators.
+    """A record of draws from the global generators.
 
     Attributes:
-        moved: Whether one of them was used.
+        moved: Whether Python's or NumPy's was used.
+        moved_torch: Whether one of torch's was used.
     """
 
     moved: bool = False
+    moved_torch: bool = False
 
 
 @contextmanager
@@ -35,13 +39,19 @@ def watch_global_rng(key: int) -> Iterator[Elsewhere]:
         key: A key of :func:`~lightning_pfl.core.randomness.derive`.
 
     Yields:
-        A record of draws from Python's or NumPy's generator, valid after the block.
+        A record of draws, valid after the block.
     """
     found = Elsewhere()
     with seeded(key, everything=True):
-        before = _positions()
+        before, torch_before = _positions(), _torch_states()
         yield found
         found.moved = _positions() != before
+        found.moved_torch = not all(map(torch.equal, torch_before, _torch_states()))
+
+
+def _torch_states() -> list[Tensor]:
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *devices]
 
 
 def _positions() -> tuple[Any, ...]:

@@ -137,11 +137,14 @@ def test_other_draws_are_not_elsewhere() -> None:
 def test_the_last_step_counts() -> None:
     """The first of 2 + 4 minibatches draws, the last doesn't; with accumulation both are one."""
     for accumulate, expected in ((1, False), (4, True)):
-        calls = iter([*[0] * 2, 1, *[0] * 3])
+        module = Drawing(lambda: 1.0)
+        module.calls = 0  # type: ignore[assignment]
 
-        def draw(calls: Any = calls) -> float:
-            return random.random() if next(calls) else 1.0
+        def draw(module: Any = module) -> float:
+            module.calls += 1
+            return random.random() if module.calls == 3 else 1.0
 
+        module.draw = draw
         settings = EngineSettings(accumulate=accumulate)
-        outcome = local_round(FedAvg(), Drawing(draw), data(), "sequential", settings=settings)
+        outcome = local_round(FedAvg(), module, data(), "sequential", settings=settings)
         assert draws_elsewhere(outcome) is expected

@@ -1,0 +1,95 @@
+"""The sequential engine intercepts random functions only for steps that use some."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.functional import dropout as imported_dropout
+
+from lightning_pfl.contract.records import LocalResult
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.base import LocalWork
+from lightning_pfl.engine.keyed.mode import KeyedRandomness
+from lightning_pfl.engine.sequential import SequentialEngine, SequentialLocalStep
+from lightning_pfl.methods import FedAvg
+from lightning_pfl.testing import local_round
+from lightning_pfl.testing.rounds import LocalRound, assert_trees_equal
+
+CLIENTS, STEPS = 3, 4
+ONES = torch.ones(50, dtype=torch.float64)
+DRAWS: dict[str, Callable[[Any], Tensor | float]] = {
+    "dropout": lambda module: F.dropout(ONES, 0.5).mean(),
+    "imported dropout": lambda module: imported_dropout(ONES, 0.5).mean(),
+    "randn": lambda module: torch.randn(()),
+    "multinomial": lambda module: torch.multinomial(ONES, 1)[0] / 50,
+    "own generator": lambda module: torch.rand((), generator=module.generator),
+    "python": lambda module: random.random(),
+    "numpy": lambda module: float(np.random.rand()),
+}
+
+
+class Late(L.LightningModule):
+    """Its gradient is 1 for some steps, counted over all clients, and then what it draws."""
+
+    def __init__(self, draw: Callable[[Any], Tensor | float], quiet: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.draw, self.quiet, self.seen = draw, quiet, 0
+        if draw is DRAWS["own generator"]:
+            self.generator = torch.Generator()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += 1
+        return self.w * (self.draw(self) if self.seen > self.quiet else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def run(module: Late) -> LocalRound:
+    samples = torch.arange(2 * STEPS * CLIENTS).split(2 * STEPS)
+    fields = (torch.zeros(2 * STEPS * CLIENTS),)
+    data = FederatedTensorDataset(fields, samples, batch_size=2)
+    return local_round(FedAvg(local_epochs=1), module, data, "sequential")
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("quiet", [0, 1, STEPS, STEPS + 2, CLIENTS * STEPS])
+def test_a_client_that_draws_later_gets_the_numbers_of_its_key(
+    draw: str, quiet: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def always(engine: SequentialEngine, work: LocalWork) -> LocalResult:
+        return engine._train_client(work, SequentialLocalStep(engine, work, keyed=True))
+
+    module = Late(DRAWS[draw], quiet)
+    states = random.getstate(), torch.get_rng_state()
+    found = run(module)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert module.seen == CLIENTS * STEPS  # a client's first try leaves no trace
+    monkeypatch.setattr(SequentialEngine, "_client", always)
+    assert_trees_equal(found.models, run(Late(DRAWS[draw], quiet)).models)
+
+
+@pytest.mark.parametrize(("quiet", "intercepted"), [(CLIENTS * STEPS, 1), (0, CLIENTS)])
+def test_the_first_client_settles_it(
+    quiet: int, intercepted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = []
+    enter: Any = KeyedRandomness.__enter__
+
+    def counted(mode: KeyedRandomness) -> Any:
+        entered.append(mode)
+        return enter(mode)
+
+    monkeypatch.setattr(KeyedRandomness, "__enter__", counted)
+    run(Late(DRAWS["randn"], quiet))
+    assert len(entered) == intercepted * STEPS
