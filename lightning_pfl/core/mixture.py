@@ -1,23 +1,29 @@
-"""Modules whose output is the mixed output of two models, as for APFL."""
+"""Modules whose output is mixed from those of several models, for APFL and ensembles."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from lightning_pfl.core.checks import check_choice
 from lightning_pfl.core.parameters import places
 from lightning_pfl.core.tree import Model
 
+Space = Literal["outputs", "probabilities", "log-probabilities"]
+"""What an ensemble averages."""
 OTHER = "other:"
-"""Prefix of the second model's entries."""
+"""Prefix of the entries of all models but the first."""
 SHARE = "other:share"
 """Name of the first model's weight in the output, ``(clients,)``."""
+WEIGHTS = "other:weights:"
+"""Prefix of the name of an ensemble's weights, which ends in its space."""
 
 
 def mixture(model: Model, other: Model, share: Tensor) -> Model:
@@ -31,74 +37,157 @@ def mixture(model: Model, other: Model, share: Tensor) -> Model:
     return {**model, **{OTHER + name: leaf for name, leaf in other.items()}, SHARE: share}
 
 
-def parts(model: Model) -> tuple[Model, Model, Tensor | None]:
-    """Split a mixture into two models and the weight, which is None for a plain model."""
-    if SHARE not in model:
-        return model, {}, None
-    first = {name: leaf for name, leaf in model.items() if not name.startswith(OTHER)}
-    second = {
-        name.removeprefix(OTHER): leaf
-        for name, leaf in model.items()
-        if name.startswith(OTHER) and name != SHARE
+def ensemble(models: Model, weights: Tensor, space: Space = "probabilities") -> Model:
+    r"""Combine :math:`K` models so that the module's output is a mean over them.
+
+    With the outputs :math:`o_k` and weights :math:`\pi_k`: ``"outputs"``: :math:`\sum_k \pi_k o_k`,
+    for regression; ``"probabilities"``: :math:`\log \sum_k \pi_k \operatorname{softmax}(o_k)`;
+    ``"log-probabilities"``: :math:`\sum_k \pi_k \log \operatorname{softmax}(o_k)`. The last two are
+    logits as well: the softmax of the first is the mixture, that of the second the normalised
+    geometric mean, so the module's own loss and accuracy are those of the ensemble.
+
+    Args:
+        models: Leaves ``(clients, K, ...)``.
+        weights: :math:`\pi`, ``(clients, K)``, at least 0 with the sum 1.
+        space: What is averaged. The outputs' classes are their second axis.
+
+    Raises:
+        ValueError: If the space is unknown, or there aren't as many weights as models.
+    """
+    check_choice("space", space, get_args(Space), "Use 'probabilities' for classes.")
+    count = next(iter(models.values())).shape[1]
+    if weights.ndim != 2 or weights.shape[1] != count:
+        raise ValueError(
+            f"Expected `weights` to be (clients, {count}), one for each model, but got "
+            f"{tuple(weights.shape)}. Give every client a weight for each of the models."
+        )
+    first = {name: leaf[:, 0] for name, leaf in models.items()}
+    others = {
+        f"{OTHER}{k}:{name}": leaf[:, k] for k in range(1, count) for name, leaf in models.items()
     }
-    return first, second, model[SHARE]
+    return {**first, **others, WEIGHTS + space: weights}
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The models besides the first, and how outputs are mixed.
+
+    Args:
+        others: The other models.
+        weights: The first model's share, ``()``, or the weights of an ensemble, ``(K,)``; with
+            clients in front where the models have them.
+        space: What an ensemble averages; None for two models with a share.
+    """
+
+    others: tuple[Model, ...]
+    weights: Tensor
+    space: Space | None = None
+
+    @property
+    def count(self) -> str:
+        """The number of models, as a word for messages."""
+        return "two" if len(self.others) == 1 else str(len(self.others) + 1)
+
+    def __call__(self, outputs: list[Tensor]) -> Tensor:
+        """Mix the outputs of all models, the first one's first."""
+        weights = self.weights.to(outputs[0])
+        if self.space is None:
+            return weights * outputs[0] + (1 - weights) * outputs[1]
+        if self.space != "outputs":
+            if outputs[0].ndim < 2:
+                raise ValueError(
+                    "Expected outputs to be logits (batch, classes, ...), as probabilities are "
+                    f"averaged, but got {tuple(outputs[0].shape)}. Average outputs instead."
+                )
+            outputs = [output.log_softmax(1) for output in outputs]
+        stacked = torch.stack(outputs, -1)
+        if self.space == "probabilities":
+            return torch.logsumexp(stacked + weights.log(), -1)
+        return (stacked * weights).sum(-1)
+
+
+def is_mixed(model: Model) -> bool:
+    """Whether it is a mixture or an ensemble."""
+    return any(name == SHARE or name.startswith(WEIGHTS) for name in model)
+
+
+def parts(model: Model) -> tuple[Model, Mix | None]:
+    """Split into the first model and the rest, which is None for a plain model."""
+    if not is_mixed(model):
+        return model, None
+    first = {name: leaf for name, leaf in model.items() if not name.startswith(OTHER)}
+    rest = {
+        name.removeprefix(OTHER): leaf for name, leaf in model.items() if name.startswith(OTHER)
+    }
+    if SHARE in model:
+        share = rest.pop(SHARE.removeprefix(OTHER))
+        return first, Mix((rest,), share)
+    name = next(name for name in model if name.startswith(WEIGHTS))
+    weights, count = model[name], model[name].shape[-1]
+    others = tuple({n: rest[f"{k}:{n}"] for n in first} for k in range(1, count))
+    space: Any = name.removeprefix(WEIGHTS)
+    return first, Mix(others, weights, space)
 
 
 def shielded(model: Model, buffers: Iterable[str]) -> Model:
-    """Copy the second model's buffers, which a forward pass in training mode would change."""
-    if SHARE not in model:
+    """Copy the other models' buffers, which a forward pass in training mode would change."""
+    if not is_mixed(model):
         return model
+    constant = frozenset(buffers)
     copies = {
-        name: model[name].clone(memory_format=torch.contiguous_format)
-        for name in (OTHER + buffer for buffer in buffers)
-        if name in model
+        name: leaf.clone(memory_format=torch.contiguous_format)
+        for name, leaf in model.items()
+        if name.startswith(OTHER) and name.rpartition(":")[2] in constant
     }
     return {**model, **copies}
 
 
 class MixedForward:
-    """A replacement of a module's ``forward`` that mixes two models' outputs.
+    """A replacement of a module's ``forward`` that mixes several models' outputs.
 
     Args:
         module: The module, which holds the first model.
-        other: The second model, without client axis.
-        share: Weight of the first model's output, a scalar in [0, 1].
+        mix: The other models and the weights, without client axis.
 
     Attributes:
         calls: Number of calls.
     """
 
-    def __init__(self, module: L.LightningModule, other: Model, share: Tensor) -> None:
-        self.module, self.share = module, share
+    def __init__(self, module: L.LightningModule, mix: Mix) -> None:
+        self.module, self.mix = module, mix
         at = places(module)
-        self.other = {place: leaf for name, leaf in other.items() for place in at[name]}
+        self.others = [
+            {place: leaf for name, leaf in other.items() for place in at[name]}
+            for other in mix.others
+        ]
         self.original = module.forward
         self.calls = 0
-        self._second = False
+        self._inside = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the mixed outputs of both models.
+        """Return the mixed outputs of all models.
 
         Raises:
             TypeError: If the module's ``forward`` doesn't return a tensor.
         """
         first = self.original(*args, **kwargs)
-        if self._second:
+        if self._inside:
             return first
         self.calls += 1
         if not isinstance(first, Tensor):
             raise TypeError(
-                "Expected `forward` to return a tensor, since outputs of two models are mixed, "
-                f"but got {type(first).__name__}. Return a tensor, or mix parameters."
+                "Expected `forward` to return a tensor, since outputs of models are mixed, but got "
+                f"{type(first).__name__}. Return a tensor, or mix parameters."
             )
-        self._second = True
+        outputs = [first]
+        self._inside = True
         try:
-            other = {name: leaf.to(first.device) for name, leaf in self.other.items()}
-            second = functional_call(self.module, other, args, kwargs, tie_weights=False)
+            for other in self.others:
+                here = {name: leaf.to(first.device) for name, leaf in other.items()}
+                outputs.append(functional_call(self.module, here, args, kwargs, tie_weights=False))
         finally:
-            self._second = False
-        share = self.share.to(first)
-        return share * first + (1 - share) * second
+            self._inside = False
+        return self.mix(outputs)
 
 
 def excuse(module: L.LightningModule) -> None:
@@ -109,16 +198,16 @@ def excuse(module: L.LightningModule) -> None:
 
 
 @contextmanager
-def mixed_outputs(module: L.LightningModule, other: Model, share: Tensor | None) -> Iterator[None]:
+def mixed_outputs(module: L.LightningModule, mix: Mix | None) -> Iterator[None]:
     """Make the module return mixed outputs inside a ``with`` block.
 
     Raises:
-        RuntimeError: If the module is never called, which would ignore the second model.
+        RuntimeError: If the module is never called, which would ignore the other models.
     """
-    if share is None:
+    if mix is None:
         yield
         return
-    forward = MixedForward(module, other, share)
+    forward = MixedForward(module, mix)
     module.__dict__["forward"] = forward
     try:
         yield
@@ -127,5 +216,5 @@ def mixed_outputs(module: L.LightningModule, other: Model, share: Tensor | None)
     if not forward.calls:
         raise RuntimeError(
             f"Expected the steps of {type(module).__name__} to call the module itself, so that "
-            "outputs of two models can be mixed. Write `self(inputs)` in them, or mix parameters."
+            "outputs of models can be mixed. Write `self(inputs)` in them, or mix parameters."
         )

@@ -111,7 +111,7 @@ class ClientProgram:
 
     def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the module with its parameters and buffers replaced by ``model``."""
-        model, other, share = parts(model)
+        model, mix = parts(model)
         named = {place: leaf for name, leaf in model.items() for place in self._places[name]}
         if self.throwaway:
             kept: dict[str, Tensor] = dict(self.module.named_buffers())
@@ -122,7 +122,7 @@ class ClientProgram:
             torch.autocast(self._device(model), self.autocast) if self.autocast else nullcontext()
         )
         kernels = FastKernels() if self.fast_kernels else nullcontext()
-        with precision, kernels, mixed_outputs(self.module, other, share):
+        with precision, kernels, mixed_outputs(self.module, mix):
             result = functional_call(self.caller, named, (function, *args), tie_weights=False)
         if self._buffers:
             self._keep_assigned(model, named)

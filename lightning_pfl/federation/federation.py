@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_pfl._lightning import copy_apart
 from lightning_pfl.contract.records import ClientInfo, Evaluation, OnClients
-from lightning_pfl.core.mixture import MixedForward, parts
-from lightning_pfl.core.tree import Model, Tree, expand
+from lightning_pfl.core.mixture import Mix, MixedForward, parts
+from lightning_pfl.core.tree import Model, Tree, expand, tmap
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.federation.architectures import (
     Architecture,
@@ -106,11 +106,11 @@ class Federation(FederationState):
             KeyError: If the client is unknown.
             MisconfigurationException: If the method mixes the outputs of two models.
         """
-        model, _, share = parts(self._personal_model(client))
-        if share is not None:
+        model, mix = parts(self._personal_model(client))
+        if mix is not None:
             raise MisconfigurationException(
                 "Expected a personal model that is one state_dict, but "
-                f"{type(self.method).__name__} mixes the outputs of two. Use "
+                f"{type(self.method).__name__} mixes the outputs of {mix.count}. Use "
                 "`client_module(client)`, or mix parameters."
             )
         return self._state_dict(self._architecture_of(client), model)
@@ -126,13 +126,14 @@ class Federation(FederationState):
 
     def client_module(self, client: int | str) -> L.LightningModule:
         """Return a client's personal model as a copy of the module, in eval mode."""
-        model, other, share = parts(self._personal_model(client))
+        model, mix = parts(self._personal_model(client))
         architecture = self._architecture_of(client)
         copy: L.LightningModule = copy_apart(architecture.module)
         copy.load_state_dict(self._state_dict(architecture, model))
-        if share is not None:
-            held = {name: leaf.detach().clone() for name, leaf in other.items()}
-            copy.__dict__["forward"] = MixedForward(copy, held, share.detach().clone())
+        if mix is not None:
+            others = tuple(tmap(lambda leaf: leaf.detach().clone(), other) for other in mix.others)
+            kept = Mix(others, mix.weights.detach().clone(), mix.space)
+            copy.__dict__["forward"] = MixedForward(copy, kept)
         return copy.eval()
 
     def global_state_dict(self) -> dict[str, Any]:

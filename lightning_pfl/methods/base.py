@@ -45,6 +45,8 @@ and ``global_model(server)`` are evaluated and handed to the user.
 - Random numbers: ``client.noise(like)`` in a step, ``self.client_noise`` around the steps,
   ``self.server_noise`` on the server. They are keyed: engines and resumed runs draw the same.
 - Two models whose outputs are mixed (APFL): ``core.mixture.mixture`` and ``client.grad(also=...)``.
+- A prediction by several models (FedEM, averages over draws): ``personal_model`` returns
+  ``core.mixture.ensemble(models, weights, space)``.
 - A step of its own at evaluation (Per-FedAvg): ``evaluation_phases`` and ``evaluation_step``.
 - A step of its own for clients that never took part (FedMAP's prior): ``adaptation_step``.
 - A server that knows its clients one by one: entries of its tree that ``client_axes`` names.

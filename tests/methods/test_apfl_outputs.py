@@ -154,9 +154,10 @@ def test_new_clients_adapt_the_first_model_alone(engine: str) -> None:
     new = (data.subset([3]), data.subset([3]))
     adaptation = NewClientAdaptation(new, samples=[4], steps=2, scope="all")
     run = fit(APFL(0.4, **OUTPUTS), data, small_module(), 1, engine, callbacks=[adaptation])
-    found, second, share = parts(adaptation.results[0].models)
-    assert share is not None
-    assert share.tolist() == [0.4]
+    found, mix = parts(adaptation.results[0].models)
+    assert mix is not None
+    (second,) = mix.others
+    assert mix.weights.tolist() == [0.4]
     assert_trees_equal({n: leaf[0] for n, leaf in second.items()}, run.server["model"])
     start = small_module().state_dict()
     assert not torch.equal(found["backbone.1.running_mean"][0], start["backbone.1.running_mean"])
@@ -194,8 +195,11 @@ def test_a_mixture_comes_apart_again() -> None:
     share = torch.tensor([0.1, 0.2])
     mixed = mixture(first, second, share)
     assert set(mixed) == {"w", f"{OTHER}w", f"{OTHER}b", SHARE}
-    assert parts(mixed) == (first, second, share)
-    assert parts(first) == (first, {}, None)
+    found, mix = parts(mixed)
+    assert mix is not None
+    assert (found, mix.others) == (first, (second,))
+    assert mix.weights is share
+    assert parts(first) == (first, None)
 
 
 def test_an_unknown_mix_is_refused() -> None:

@@ -28,7 +28,7 @@ from lightning_pfl.callbacks.new_clients.start import Start, starting_models
 from lightning_pfl.callbacks.settings import budget_phase, check_lr
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.core.checks import is_whole
-from lightning_pfl.core.mixture import SHARE
+from lightning_pfl.core.mixture import parts
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import rows
@@ -228,11 +228,12 @@ class NewClientAdaptation(FederatedCallback):
             )
         if self.start == "global":
             starting_models(federation, 1, self.start)  # an error without such a model
-        mixed = self.start != "global" and SHARE in starting_models(federation, 1, "personal")
-        if self.save_models and mixed:
+        start = {} if self.start == "global" else starting_models(federation, 1, "personal")
+        mix = parts(start)[1]
+        if self.save_models and mix is not None:
             raise MisconfigurationException(
                 f"Expected models that are one state_dict for save_models=True, but {name} mixes "
-                "the outputs of two. Mix parameters, or use start='global'."
+                f"the outputs of {mix.count}. Mix parameters, or use start='global'."
             )
         untrained = self.start == "personal" and method.global_model(federation.server) is None
         if 0 in self.samples and untrained:
