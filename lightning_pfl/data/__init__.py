@@ -10,6 +10,7 @@ from lightning_pfl.data.datasets import (
     label_counts,
 )
 from lightning_pfl.data.fresh import FreshDataModule
+from lightning_pfl.data.holdout import Cut, LastSamples, Stratified, WholeGroups
 from lightning_pfl.data.partition import (
     IID,
     ClassesPerClient,
@@ -47,6 +48,10 @@ __all__ = [
     "Batch",
     "as_federated",
     "label_counts",
+    "Cut",
+    "Stratified",
+    "LastSamples",
+    "WholeGroups",
     "Source",
     "FreshSource",
     "SourceData",

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_pfl.core.checks import check_whole, is_number
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.data.holdout import cut
+from lightning_pfl.data.holdout import Cut, cut, require_cut
 from lightning_pfl.data.partition import IID, Natural, Partition, Parts, draw
 from lightning_pfl.data.partition.check import checked, require_partition, split_result
 from lightning_pfl.data.sources.base import Fields, Source, SourceData
@@ -64,6 +64,9 @@ class FederatedDataModule(L.LightningDataModule):
         val_split: ``"train"``: validation data are cut from training data; ``"test"``: validation
             uses the test split.
         drop_last: Whether a training epoch omits a last batch that is too short.
+        cut: Choice of the samples that are cut off for test and validation. ``None``: `Stratified`,
+            random samples of every class. `LastSamples` for series, `WholeGroups` for samples that
+            belong together.
 
     Raises:
         ValueError: A number is out of range, or settings contradict each other; in `setup`, the
@@ -91,6 +94,7 @@ class FederatedDataModule(L.LightningDataModule):
         new_clients: int = 0,
         val_split: Literal["train", "test"] = "train",
         drop_last: bool = False,
+        cut: Cut | None = None,
     ) -> None:
         super().__init__()
         _check_settings(val_fraction, test_fraction, val_split, new_clients)
@@ -112,6 +116,7 @@ class FederatedDataModule(L.LightningDataModule):
         self.num_new_clients = new_clients
         self.val_split = val_split
         self.drop_last = drop_last
+        self.cut = None if cut is None else require_cut(cut)
         self._splits: dict[str, _Split] = {}
         self._arrays: SourceData | None = None
         self._names: tuple[str, ...] = ()
@@ -154,11 +159,11 @@ class FederatedDataModule(L.LightningDataModule):
         features, *rest = arrays.fields
         fields = (partition.change_features(features, parts, plan), *rest)
         if arrays.test_fields is None or arrays.test_labels is None:
-            parts, test_parts = cut(parts, arrays.labels, self._test_share(), self._rng("test"))
+            parts, test_parts = self._cut(parts, arrays, self._test_share(), "test")
             test = _Split(fields, arrays.labels, test_parts)
         else:
             test = self._own_test(arrays, partition, plan, len(parts))
-        train, val = cut(parts, arrays.labels, self.val_fraction, self._rng("val"))
+        train, val = self._cut(parts, arrays, self.val_fraction, "val")
         self._names = partition.names(plan) or tuple(str(k) for k in range(len(parts)))
         self._arrays = arrays
         self._splits = {
@@ -249,6 +254,11 @@ class FederatedDataModule(L.LightningDataModule):
 
     def _rng(self, purpose: str) -> np.random.Generator:
         return np.random.default_rng(derive(self.seed, "data", purpose))
+
+    def _cut(
+        self, parts: Parts, arrays: SourceData, share: float, split: str
+    ) -> tuple[Parts, Parts]:
+        return cut(parts, arrays.labels, share, self._rng(split), self.cut, arrays.columns)
 
     def _loaded(self) -> SourceData:
         self.setup()
