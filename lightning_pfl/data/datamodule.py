@@ -59,8 +59,8 @@ class FederatedDataModule(L.LightningDataModule):
             without a test set.
         batch_size: Samples per training batch of a client.
         eval_batch_size: Samples per batch of a client in evaluation.
-        seed: Seed of the partition and the cuts. Training has its own (``seed_everything``), so runs
-            with several seeds have the same clients, unless this one differs too.
+        seed: Seed of the partition and the cuts. Training has its own (``seed_everything``), so
+            runs with several seeds have the same clients, unless this one differs too.
         new_clients: Number of clients, the last ones, that never take part; see `new_clients`.
         val_split: ``"train"``: validation data are cut from training data; ``"test"``: validation
             uses the test split.
