@@ -152,7 +152,7 @@ def bounds(problem: Problem, weights: list[float]) -> dict[str, Any]:
 def federated(
     problem: Problem, method: Any, weight: float, rounds: int, iterations: int
 ) -> dict[str, Any]:
-    """A federated method in the Trainer, beside the direct solution of the same problem."""
+    """Run a federated method in the Trainer, and compare it with the direct solution."""
     module = SquaredHingeClassifier(2).double()
     run = fit(method, problem.data.train_dataloader(), module, rounds)
     models = torch.cat([run.models["head.weight"].squeeze(1), run.models["head.bias"]], 1)

@@ -136,7 +136,7 @@ def table(cells: Cells) -> str:
 
 
 def recovery_table(cells: Cells) -> str:
-    """Where the true clusters are found, beside what the theorems promise."""
+    """Compare the weights that recover the true clusters with the theorems' bounds."""
     lines = [
         "| clients | seed | equal up to tolerance | equal exactly | promised | one model from |",
         "|---|---|---|---|---|---|",
@@ -154,7 +154,7 @@ def recovery_table(cells: Cells) -> str:
 
 
 def federated_table(cells: Cells) -> str:
-    """The federated methods beside the direct solutions."""
+    """Compare the federated methods with the direct solutions."""
     lines = [
         "| clients | method | weight | rounds | accuracy | direct | models | direct "
         "| objective above the direct solver's | largest distance of a model |",
@@ -239,7 +239,7 @@ def unsolved(cells: Cells) -> str:
 
 
 def note(cells: Cells) -> str:
-    """What is to be said beside the paper; what depends on the results is computed from them."""
+    """Compare the results with the paper; numbers are computed from the results."""
     overlapping, far = (compact_from(cells[setting]) for setting in ("overlap", "recovery"))
     return f"""{NOTE.strip()}
 

@@ -47,7 +47,7 @@ class Row:
     Args:
         recipe: The recipe without ``_fashion_mnist.yaml``.
         paper: Accuracies of Table 1 on CIFAR-10 at the three splits.
-        passes: The argument that says how often a round passes over the body.
+        passes: Name of the argument with the passes over the body per round.
         rounds: An argument that counts rounds, and is the same share of them at all splits.
         tuned: Whether the models are the fine-tuned ones.
     """
@@ -215,7 +215,7 @@ def seconds(outcomes: list[dict[str, Any]]) -> str:
 
 
 def accuracies(grid: Grid) -> str:
-    """Mean accuracies beside the paper's."""
+    """Compare mean accuracies with the paper's."""
     titles = [title for split in SPLITS for title in (shown(split), "paper")]
     lines = ["| method | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
     for name, row in ROWS.items():

@@ -111,7 +111,7 @@ def points(name: str, options: argparse.Namespace) -> dict[str, tuple[Path, list
 
 
 def identity(name: str, extra: list[str]) -> dict[str, Any]:
-    """All that a score depends on: not what the recipe says of the arguments of its grid."""
+    """Collect the settings that a score depends on, without the arguments of the grid."""
     file, grid = GRIDS[name]
     recipe = yaml.safe_load((RECIPES / f"{file}_fashion_mnist.yaml").read_text())
     for argument in ["trainer.max_epochs", *(n for names in grid for n in names.split(","))]:

@@ -125,7 +125,7 @@ def table(scenario: str, found: dict[str, list[list[float]]]) -> str:
 
 
 def beyond(found: Found) -> str:
-    """The lines that the paper doesn't have, by groups of clients, beside the two it is about."""
+    """Make the lines by kind of clients, which the paper doesn't have."""
     lines = ["| skew | line | seeds | " + " | ".join(GROUPS) + " |", "|---" * 6 + "|"]
     for scenario, by_line in found.items():
         for line, seeds in by_line.items():

@@ -107,7 +107,7 @@ def adapt(line: str, seed: int, options: argparse.Namespace) -> dict[str, float]
 
 
 def _rounds(line: str, options: argparse.Namespace) -> int:
-    """Training doesn't change a body that nobody trains."""
+    """Check that training doesn't change a frozen body."""
     return SMALL_ROUNDS if options.small or line == "untrained body" else ROUNDS
 
 

@@ -111,7 +111,7 @@ def by_samples(
     found: Mapping[str, Sequence[float]],
     samples: Iterable[int],
 ) -> str:
-    """What was expected beside what was found, by method and number of samples."""
+    """Compare expected and measured values, by method and number of samples."""
     rows = []
     for name, values in found.items():
         pairs = zip(expected[name], values, strict=True)
