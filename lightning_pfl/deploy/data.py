@@ -1,4 +1,4 @@
-"""Who has how many samples: all that a server knows of the data of a deployment."""
+"""The numbers of the clients' samples, all that a server knows of a deployment's data."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class RefusedError(RuntimeError):
-    """What the server asks for can't be done; the text goes to the server."""
+    """A request of the server that a node can't fulfil; the text goes to the server."""
 
 
 class NodeFederation(Federation):
@@ -135,7 +135,7 @@ class _SetupAlone(Callback):
 
 
 class Node:
-    """What a node does with a message: bytes come in, bytes go out.
+    """The handling of messages on a node, from bytes to bytes.
 
     Args:
         settings: The recipe as plain values; its ``data`` are this node's.
@@ -223,7 +223,7 @@ class Node:
         return Packet("refused", {"reason": reason})
 
     def hello(self, packet: Packet) -> Packet:
-        """Say who is here, and how many samples the clients have."""
+        """Send the names and numbers of samples of this node's clients."""
         counts = {
             name: {
                 split: vars(count(self._splits.get(split), self._rows[name])) for split in SPLITS
@@ -395,7 +395,7 @@ class Node:
     def _shared(
         self, values: Mapping[str, Tensor], options: Mapping[str, LogOptions]
     ) -> dict[str, Any]:
-        """The values that may leave this node, with the way in which the user logged them."""
+        """Select the values that may leave this node, with the way in which the user logged them."""
         return {
             name: {
                 "values": value.double().cpu().tolist(),

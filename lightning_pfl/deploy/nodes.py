@@ -59,7 +59,7 @@ class Line(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a question to the clients of a node.
+    """The result of a question to the clients of a node.
 
     Args:
         clients: Who was asked.

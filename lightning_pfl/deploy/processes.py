@@ -197,7 +197,7 @@ def _follow(log: Path, read: int) -> int:
 
 
 def _write_connection(home: Path, port: int, keys: Path | None) -> None:
-    """Say to Flower's own command line where the SuperLink is."""
+    """Configure the SuperLink's address for Flower's command line."""
     secure = "insecure = true" if keys is None else f'root-certificates = "{keys / "ca.crt"}"'
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{port}"\n{secure}\n'

@@ -482,7 +482,7 @@ class Progress(FederatedCallback):
         self.began = time.monotonic()
 
     def on_round_end(self, trainer: Any, module: Any, round: Round) -> None:
-        """Say how the round went."""
+        """Print the result of the round."""
         names, seconds = self.nodes.names, time.monotonic() - self.began
         rejected = {names[client]: reason for client, reason in round.rejected.items()}
         values = ", ".join(f"{name} {value:.4g}" for name, value in round.metrics.items())
@@ -494,7 +494,7 @@ class Progress(FederatedCallback):
         self.write(trainer, rejected)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Say the values of the evaluation."""
+        """Print the values of the evaluation."""
         found = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()

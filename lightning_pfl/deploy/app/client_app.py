@@ -1,4 +1,4 @@
-"""What Flower runs on a node: it carries bytes between the server and the node's worker.
+"""Flower's client app, which carries bytes between the server and a node's worker.
 
 Flower starts a process for every message, with code that comes from the server. So nothing is done
 here: the worker, which the node's owner has started, has the data.

@@ -1,4 +1,4 @@
-"""What Flower runs on the server's machine: the fit whose clients are the nodes."""
+"""Flower's server app: a fit with the nodes as clients."""
 
 from __future__ import annotations
 
