@@ -395,7 +395,7 @@ class Node:
     def _shared(
         self, values: Mapping[str, Tensor], options: Mapping[str, LogOptions]
     ) -> dict[str, Any]:
-        """Select the values that may leave this node, with the way in which the user logged them."""
+        """Select the values that may leave this node, with the options of their logging."""
         return {
             name: {
                 "values": value.double().cpu().tolist(),
