@@ -121,7 +121,8 @@ def show_method(name: str) -> None:
     console = Console()
     console.print(Text(_in_words(f"{method.__name__}: {first}")))
     console.print(table)
-    console.print(Text(LEGEND))
+    if method.about:
+        console.print(Text(LEGEND))
     print(f"What each argument means: lightning-pfl fit --method.help {name}")
 
 

@@ -182,3 +182,17 @@ class Engine(Protocol):
 
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a step of the user's module on the data of every client."""
+
+
+def require_same_entries(method: Method, before: Tree, after: Tree) -> None:
+    """Require ``client_step`` to return the entries that it got.
+
+    Raises:
+        ValueError: If it adds or removes some: clients without a step wouldn't have them.
+    """
+    if before.keys() != after.keys():
+        raise ValueError(
+            f"Expected `client_step` of {type(method).__name__} to return a state with the entries "
+            f"{sorted(before)}, but got {sorted(after)}. Begin with all of them in `client_init`, "
+            "as clients may take no step."
+        )

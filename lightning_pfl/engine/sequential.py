@@ -31,7 +31,12 @@ from lightning_pfl.core.tree import Model, Tree, materialize, select, separated,
 from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.active_phase import ActivePhase, writable
-from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
+from lightning_pfl.engine.base import (
+    EngineSettings,
+    EvaluationWork,
+    LocalWork,
+    require_same_entries,
+)
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minibatches
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
@@ -150,7 +155,9 @@ class SequentialEngine:
                     batch = split_draws(step, phase.batches_per_step)
                     local_step.new_step()
                     with naming_clients("client_step", data.names, [client], info.round):
-                        state = method.client_step(state, batch, local_step)
+                        new = method.client_step(state, batch, local_step)
+                        require_same_entries(method, state, new)
+                    state = new
             if phase.data == "training":
                 first_epoch += minibatches.epochs_used
         if local_step.travel is not None:

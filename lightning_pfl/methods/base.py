@@ -306,7 +306,11 @@ class Method(FederatedCallback):
         return {"model": {**received["model"], **client_state.get("model", {})}}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
-        """Take one local step on a minibatch; default: the user's optimizer on the loss."""
+        """Take one local step on a minibatch; default: the user's optimizer on the loss.
+
+        It returns the state's entries, no more and no fewer: a client may take no step, so what
+        :meth:`client_final` reads has to be there from :meth:`client_init` on.
+        """
         return {
             **state,
             "model": client.update(state["model"], client.grad(state["model"], minibatches)),

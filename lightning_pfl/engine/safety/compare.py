@@ -84,6 +84,8 @@ def _summary(error: Exception) -> str:
     )
     if rule:
         return f"{rule.group(1)} has no batching rule"
+    if isinstance(error, KeyError):  # its text is the key alone
+        return f"KeyError: {error}"
     lines = str(error).strip().splitlines()
     return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
 

@@ -39,7 +39,12 @@ from lightning_pfl.engine.active_phase import (
     is_sample_wise,
     is_unmodified,
 )
-from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
+from lightning_pfl.engine.base import (
+    EngineSettings,
+    EvaluationWork,
+    LocalWork,
+    require_same_entries,
+)
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
@@ -237,6 +242,7 @@ class Chunk:
                 part = state if tick.rows is None else rows(state, tick.rows)
                 with naming_clients("client_step", *at_work, ONE_BY_ONE):
                     new = self.method.client_step(part, batch, local_step)
+                    require_same_entries(self.method, part, new)
                 state = new if tick.rows is None else _write(state, part, new, tick.rows)
         return state
 
