@@ -304,7 +304,7 @@ def test_inputs_have_to_be_those_of_the_layer() -> None:
             return x.flatten(1)[:, :10]
 
     module = PersonalizedModule(Half(), nn.Linear(10, 3)).double()
-    with pytest.raises(ClientError, match=r"Expected inputs of 10 numbers, .* but got 25"):
+    with pytest.raises(ClientError, match=r"Expected inputs of 10 numbers, but got 25"):
         fit(MOCHA(), small_clients(), module)
 
 
