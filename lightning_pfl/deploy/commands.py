@@ -174,7 +174,13 @@ def print_what_is_sent(settings: ClientSettings) -> None:
         "enable_model_summary": False,
     }
     with tempfile.TemporaryDirectory() as folder:
-        node = Node({**found, "trainer": flags}, folder, settings.clients, settings.share)
+        node = Node(
+            {**found, "trainer": flags},
+            folder,
+            settings.clients,
+            settings.share,
+            settings.privacy,
+        )
         line = LoopLine({1: node})
         serve(
             {**found, "trainer": flags}, line, Path(folder) / "server", settings.clients, 1, pause=0

@@ -24,6 +24,7 @@ from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.deploy import recipe
 from lightning_pfl.deploy.data import SPLITS, NodeDataModule, count, in_federation
 from lightning_pfl.deploy.packet import Packet, PacketError
+from lightning_pfl.deploy.privacy import add_noise, check_privacy
 from lightning_pfl.deploy.states import LostStateError, StatesOnDisk
 from lightning_pfl.deploy.wire import Writer, read_rows, read_tree
 from lightning_pfl.engine.optimizer import learning_rates
@@ -32,6 +33,7 @@ from lightning_pfl.federation.architectures import Architecture
 from lightning_pfl.federation.evaluate import GLOBAL
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Method
+from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.trainer.data import move_to_device
 from lightning_pfl.trainer.strategy import FederatedStrategy
 
@@ -142,9 +144,11 @@ class Node:
         folder: Where the node keeps its clients' states.
         clients: Its clients, by the names that the server knows.
         share: Names of the logged values that leave the node; None for all of them.
+        privacy: Noise for uploads, as for :func:`~lightning_pfl.deploy.privacy.check_privacy`;
+            None for no noise.
 
     Raises:
-        ValueError: If the data have no such clients.
+        ValueError: If the data have no such clients, or if the method can't use the noise.
     """
 
     def __init__(
@@ -153,12 +157,17 @@ class Node:
         folder: str | Path,
         clients: Sequence[str],
         share: Sequence[str] | None = None,
+        privacy: Mapping[str, float] | None = None,
     ) -> None:
+        self.privacy = privacy
         self.settings, self.folder, self.clients = dict(settings), Path(folder), list(clients)
         self.share = None if share is None else frozenset(share)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         cli = self._make(0)
         self.digest = recipe.digest(cli)
+        if privacy is not None:
+            methods = (c for c in cli.trainer.callbacks if isinstance(c, Method))
+            check_privacy(privacy, type(next(methods, FedAvg())).__name__)
         self._splits = self._load(cli)
         self._rows = self._find(self._splits["train"])
         self._placed: dict[str, FederatedDataset] = {}
@@ -341,7 +350,10 @@ class Node:
         cohort.store()
         sane = torch.ones(len(info), dtype=torch.bool) & finite(work.client_state).cpu()
         writer = Writer()
-        writer.add_tree(work.uploads, "upload")
+        uploads = work.uploads
+        if self.privacy is not None:
+            uploads = add_noise(uploads, federation.received, self.privacy)
+        writer.add_tree(uploads, "upload")
         answer = writer.packet(
             "trained",
             {

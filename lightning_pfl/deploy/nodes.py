@@ -13,6 +13,9 @@ from lightning_pfl.deploy.packet import HEADER, Packet, PacketError
 
 log = logging.getLogger(__name__)
 
+PAUSES = 5
+"""After so many looks for answers, the network is asked who is there."""
+
 
 @dataclass(frozen=True)
 class Presence:
@@ -130,7 +133,7 @@ class Nodes:
 
     def look(self) -> None:
         """Greet nodes that came or came back, and take their answers."""
-        if (now := time.monotonic()) - self._looked < self.pause:
+        if (now := time.monotonic()) - self._looked < PAUSES * self.pause:
             return
         self._looked = now
         here = {presence.node: presence for presence in self.line.present()}

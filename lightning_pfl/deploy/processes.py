@@ -211,7 +211,7 @@ def _submit(settings: ServerSettings, config: Path, home: Path, port: int) -> No
         assert settings.keys is not None
         public = str(settings.keys / f"{node}.pub")
         _flower(home, "supernode", "register", public, "--name", node, known="already")
-    values = f"config={json.dumps(str(config.resolve()))}"
+    values = f"config={json.dumps(str(config.resolve()))} starter={os.getpid()}"
     _flower(home, "run", str(APP), "--run-config", values)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ class ClientSettings:
         folder: Where the clients' states go.
         keys: The folder of the certificate and this node's key; null for a deployment without TLS.
         share: Names of the logged values that may leave this node; null for all of them.
+        privacy: Noise for uploads: ``clipping_norm``, ``sensitivity``, ``epsilon`` and ``delta`` of
+            Flower's ``LocalDpMod``; null for no noise.
     """
 
     name: str
@@ -68,6 +71,7 @@ class ClientSettings:
     folder: Path = Path("state")
     keys: Path | None = Path("keys")
     share: list[str] | None = None
+    privacy: dict[str, float] | None = None
 
 
 def read_server(path: str | Path) -> ServerSettings:
@@ -164,20 +168,35 @@ def run_server(path: str, line: Line) -> None:
     """Run the server of ``server.yaml`` on a network."""
     settings = read_server(path)
     secure = settings.keys is not None
+    settings.folder.mkdir(parents=True, exist_ok=True)
     try:
-        serve(
-            recipe.load(settings.recipe),
-            line,
-            settings.folder,
-            settings.owners if secure else list(settings.owners),
-            settings.timeout,
-            settings.max_samples,
-        )
+        with alone(settings.folder / "lock"):
+            serve(
+                recipe.load(settings.recipe),
+                line,
+                settings.folder,
+                settings.owners if secure else list(settings.owners),
+                settings.timeout,
+                settings.max_samples,
+                pause=0.2,
+            )
+    except ProcessLookupError:  # `deploy server` was killed; another one may have begun
+        raise
     except Exception as error:
         # `deploy server` is another process: it ends with this reason.
         reason = f"{type(error).__name__}: {error}"
         (settings.folder / "failed.txt").write_text(reason, encoding="utf-8")
         raise
+
+
+@contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Wait until no other process works in the folder of a file."""
+    import fcntl
+
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def recipe_of(settings: ClientSettings) -> Mapping[str, Any]:
@@ -189,4 +208,4 @@ def recipe_of(settings: ClientSettings) -> Mapping[str, Any]:
 def make_node(settings: ClientSettings) -> Node:
     """Make the node of ``client.yaml``."""
     found = recipe_of(settings)
-    return Node(found, settings.folder, settings.clients, settings.share)
+    return Node(found, settings.folder, settings.clients, settings.share, settings.privacy)

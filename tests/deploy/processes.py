@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,17 @@ from lightning_pfl.deploy.processes import free_port
 from tests.deploy.setting import leaves_of
 
 ROOT = Path(__file__).parents[2]
+
+
+def wait_for_port(port: int, limit: float = 120.0) -> None:
+    """Wait until something listens on a port."""
+    end = time.monotonic() + limit
+    while True:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        assert time.monotonic() < end
+        time.sleep(0.2)
 
 
 class Processes:
@@ -67,6 +79,12 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         for name in list(self.running):
             self.kill(name)
+        # Flower starts some of its processes in sessions of their own.
+        mark = str(self.folder).encode()
+        for found in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (found / "environ").read_bytes() + (found / "cmdline").read_bytes():
+                    os.kill(int(found.name), signal.SIGKILL)
 
     def add_stranger(self) -> None:
         """Add the node ``"stranger"``: it says that it is node 0, but has another key."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
@@ -16,13 +17,16 @@ class FlowerLine:
 
     Args:
         grid: Flower's network.
+        starter: The process that has started the SuperLink.
     """
 
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
+    def __init__(self, grid: Grid, starter: int) -> None:
+        self.grid, self.starter = grid, starter
 
     def present(self) -> Sequence[Presence]:
         """List the SuperNodes that are online."""
+        # Flower runs this in a session of its own, which a killed server would leave behind.
+        os.kill(self.starter, 0)
         return [
             Presence(node.node_id, node.name, node.last_activated_at)
             for node in self.grid.get_nodes()
@@ -53,7 +57,8 @@ class FlowerLine:
 
 def main(grid: Grid, context: Context) -> None:
     """Run the server."""
-    run_server(str(context.run_config["config"]), FlowerLine(grid))
+    config = context.run_config
+    run_server(str(config["config"]), FlowerLine(grid, int(config["starter"])))
 
 
 app = ServerApp()
