@@ -187,9 +187,7 @@ def test_the_coin_is_fair_to_its_probability_and_follows_from_seed_and_round() -
 
 
 def test_moving_beyond_the_mean_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"to be at most 1, .* but got 2 with lr=0.1, mixing_w.*=20"
-    ):
+    with pytest.raises(ValueError, match=r"to be at most 1, but got 2 with lr=0.1, mixing_w.*=20"):
         fit(L2GD(20.0), four(), QuadraticModule(lr=0.1), 3)
 
 

@@ -63,9 +63,7 @@ def test_another_module_needs_another_trainer() -> None:
     run = trainer(FedAvg(), max_epochs=2)
     run.fit(Quadratic(), points())
     run.fit_loop.max_epochs = 4
-    with pytest.raises(
-        MisconfigurationException, match=r"last fit, after 2 rounds, but got oth"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"last fit, after 2 rounds, but got oth"):
         run.fit(Quadratic(), points())
 
 
