@@ -1,0 +1,116 @@
+"""The files that `deploy init` writes, and the walkthrough of docs/deployment.md on them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_pfl.deploy import commands, recipe
+from lightning_pfl.deploy.loop import LoopLine
+from lightning_pfl.deploy.server import serve
+from lightning_pfl.deploy.settings import make_node, read_client, read_server
+
+PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text()
+HOSPITALS = ["hospital-a", "hospital-b", "hospital-c"]
+needs_flower = pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs Python 3.11")
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the walkthrough, after its Python block and its `deploy init`."""
+    folder = tmp_path_factory.mktemp("walkthrough")
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(block, {})
+        given = ["--recipe", "recipe.yaml", "--address", "127.0.0.1:8000"]
+        commands.main(["init", "deployment", *given, "--nodes", *HOSPITALS])
+    for hospital in HOSPITALS:
+        shutil.copy(folder / f"{hospital}.csv", folder / "deployment" / hospital / "patients.csv")
+    return folder / "deployment"
+
+
+@needs_flower
+def test_the_walkthrough_runs(
+    deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = {}
+    for number, hospital in enumerate(HOSPITALS):
+        monkeypatch.chdir(deployment / hospital)
+        nodes[number] = make_node(read_client("client.yaml"))
+    settings = read_server(deployment / "server" / "server.yaml")
+    found = recipe.load(settings.recipe)
+    found["trainer"] |= {"max_epochs": 2, "logger": False, "enable_progress_bar": False}
+    found["trainer"] |= {"enable_model_summary": False}
+    trainer = serve(found, LoopLine(nodes), tmp_path, list(settings.owners), 1, pause=0)
+    assert float(trainer.callback_metrics["val_acc"]) > 0.5  # a coin's
+    monkeypatch.chdir(deployment / "hospital-b")
+    commands.main(["export", "--output", str(tmp_path / "b.pt")])
+    state = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert [tuple(leaf.shape) for leaf in state.values()] == [(16, 30), (16,), (2, 16), (2,)]
+
+
+@needs_flower
+@pytest.mark.filterwarnings("ignore:.*clients.*test split")
+def test_what_is_sent_is_printed_field_by_field(
+    deployment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(deployment / "hospital-a")
+    commands.main(["client", "--what-is-sent"])
+    said = capsys.readouterr().out.split("What hospital-a sends")[1]
+    for kind in ("hello (once", "joined (once", "trained (a round", "evaluated (an evaluation"):
+        assert kind in said
+    assert re.search(r"upload/model/backbone\S+ +1920 bytes  float32 \(1, 16, 30\)", said)
+    assert re.search(r"upload/log_weight +8 bytes  float64 \(1,\)", said)
+    assert '"train_loss"' in said
+    assert '"samples": 122' in said  # 190 patients, a fifth for testing, a fifth of the rest
+
+
+@needs_flower
+def test_keys_are_secret_and_only_where_they_belong(deployment: Path) -> None:
+    secrets = {str(p.relative_to(deployment)) for p in deployment.rglob("*.key")}
+    assert secrets == {"server/keys/server.key", *(f"{h}/keys/node.key" for h in HOSPITALS)}
+    for name in secrets:
+        assert stat.S_IMODE((deployment / name).stat().st_mode) == 0o600
+    public = {path.name for path in (deployment / "server" / "keys").glob("*.pub")}
+    assert public == {f"{hospital}.pub" for hospital in HOSPITALS}
+
+
+def error_of(read: Any, path: Path, **settings: Any) -> str:
+    path.write_text(yaml.safe_dump(settings))
+    with pytest.raises(ValueError, match="Expected") as error:
+        read(path)
+    return str(error.value)
+
+
+def test_wrong_settings_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    known: dict[str, Any] = {"recipe": "r.yaml", "nodes": ["a"]}
+    assert "Did you mean 'timeout'?" in error_of(read_server, path, **known, timout=3)
+    assert "to have the setting `nodes`" in error_of(read_server, path, recipe="r.yaml")
+    assert "nodes=3" in error_of(read_server, path, recipe="r.yaml", nodes=3)
+    twice = {"a": ["x"], "b": ["x"]}
+    assert "every client on one node" in error_of(read_server, path, recipe="r", nodes=twice)
+    assert "HOST:PORT" in error_of(read_server, path, **known, address="here")
+    assert "a server that others can reach" in error_of(
+        read_server, path, **known, keys=None, address="0.0.0.0:8000"
+    )
+    assert "`share` to be a list" in error_of(read_client, path, name="a", recipe="r", share="x")
+
+
+def test_a_folder_that_is_in_use_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    given = ["--recipe", "r.yaml", "--nodes", "a", "--address", "127.0.0.1:1"]
+    with pytest.raises(SystemExit):
+        commands.main(["init", str(tmp_path), *given])
+    assert "aren't overwritten" in capsys.readouterr().err
