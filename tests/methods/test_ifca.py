@@ -329,6 +329,6 @@ def test_a_run_that_ends_in_a_trial_is_warned_of(rounds: int) -> None:
         warnings.simplefilter("always")
         trainer.fit(QuadraticModule(lr=0.5), planted())
     said = [str(one.message) for one in found if "in which IFCA tries" in str(one.message)]
-    known = f"more rounds than the 4 .* 2 sets of models, but got max_epochs={rounds}: "
+    known = f"more rounds than the 4 .* 2 sets of models, but got max_epochs={rounds}, which ends"
     assert len(said) == (rounds <= 4)
     assert all(re.search(known, one) for one in said)
