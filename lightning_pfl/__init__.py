@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_pfl.core.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_pfl.compare.clients import read_clients
     from lightning_pfl.contract.callback import FederatedCallback
     from lightning_pfl.data import FederatedDataModule
     from lightning_pfl.federation.load import load_clients
@@ -30,6 +31,7 @@ __all__ = [
     "FederatedLoop",
     "FederatedCallback",
     "load_clients",
+    "read_clients",
     "__version__",
 ]
 
@@ -44,6 +46,7 @@ __getattr__, __dir__ = lazy_names(
         "FederatedLoop": "lightning_pfl.trainer.fit_loop",
         "FederatedCallback": "lightning_pfl.contract.callback",
         "load_clients": "lightning_pfl.federation.load",
+        "read_clients": "lightning_pfl.compare.clients",
     },
 )
 

@@ -60,7 +60,16 @@ def test_callbacks_has_every_monitor() -> None:
     assert monitors <= set(callbacks.__all__)
 
 
-HEAVY = {"torchvision", "datasets", "tensorboard", "sklearn", "matplotlib", "scipy", "networkx"}
+HEAVY = {
+    "torchvision",
+    "datasets",
+    "tensorboard",
+    "sklearn",
+    "matplotlib",
+    "scipy",
+    "networkx",
+    "pandas",
+}
 HEAVY_IMPORTS = """
 import json, sys
 import lightning

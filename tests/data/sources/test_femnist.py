@@ -6,7 +6,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pandas as pd  # type: ignore[import-untyped]
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
