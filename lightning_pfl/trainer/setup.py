@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_pfl._lightning import connected, take_over
 from lightning_pfl.contract.records import FitPlan
+from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.select import EngineName, SelectedEngine
 from lightning_pfl.federation.architectures import make_architectures, parameter_splits, table
@@ -123,6 +124,8 @@ class StageSetup:
             federation.num_samples = num_samples
         if saved is not None:
             federation.load_state_dict(saved)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._warn_of_other_settings(trainer, saved.get("run", {}))
         self.saved = None
         self._begin_engines(trainer, optimizers, fresh, restored=saved is not None)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -132,6 +135,34 @@ class StageSetup:
             loop.module_at_start = checks.ModuleAtStart(splits)
             _note_parts(federation, module)
             self._report(trainer)
+
+    def run_settings(self, trainer: L.Trainer) -> dict[str, str]:
+        """Return the settings of the run, besides the method's, that decide what a round does."""
+        data = fit_loop(trainer).data
+        known = {
+            "participation": self.federation.participation,
+            "max_update_norm": self.federation.max_update_norm,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "limit_train_batches": trainer.limit_train_batches,
+            "overfit_batches": connected(trainer).overfit_batches,
+        }
+        if isinstance(data, FederatedTensorDataset):
+            known |= {"batch_size": data.batch_size, "drop_last": data.drop_last}
+        return {name: repr(value) for name, value in known.items()}
+
+    def _warn_of_other_settings(self, trainer: L.Trainer, saved: Mapping[str, str]) -> None:
+        now = self.run_settings(trainer)
+        changed = [
+            f"{name} was {saved[name]}, is {value}"
+            for name, value in now.items()
+            if saved.get(name, value) != value
+        ]
+        if changed:
+            rank_zero_warn(
+                "The run continues with other settings than the checkpoint's: "
+                f"{'; '.join(changed)}."
+            )
 
     def _clients(
         self, trainer: L.Trainer, module: L.LightningModule

@@ -282,7 +282,11 @@ class FederatedStrategy(ProcessesStrategy):
         """Add the federation's state to Lightning's checkpoint and write it."""
         if self._stage.trainer is not None:
             names = [type(template).__name__ for template in self.optimizers]
-            checkpoint["federated"] = {**self.federation.state_dict(), "optimizers": names}
+            checkpoint["federated"] = {
+                **self.federation.state_dict(),
+                "optimizers": names,
+                "run": self._stage.run_settings(self._stage.trainer),
+            }
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(

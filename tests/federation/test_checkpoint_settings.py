@@ -254,3 +254,16 @@ def test_weights_alone_can_be_tested(tmp_path: Path) -> None:
     tested.test(network(1), classes()[1], ckpt_path=str(tmp_path / "weights.ckpt"), verbose=False)
     for name, leaf in run.strategy.client_state_dict(2).items():
         assert torch.equal(tested.strategy.client_state_dict(2)[name], leaf)
+
+
+def test_other_settings_of_the_run_are_warned_of(tmp_path: Path) -> None:
+    path = saved(FedAvg(), tmp_path)
+    data = points()
+    data.batch_size += 1
+    run = trainer(FedAvg(), max_epochs=2, participation=2, gradient_clip_val=0.5)
+    match = (
+        r"than the checkpoint's: participation was 1.0, is 2; gradient_clip_val was None, is 0.5; "
+        rf"batch_size was {data.batch_size - 1}, is {data.batch_size}\."
+    )
+    with pytest.warns(UserWarning, match=match):
+        run.fit(Quadratic(), data, points(), ckpt_path=path)
