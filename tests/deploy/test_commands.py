@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,11 @@ def test_a_folder_that_is_in_use_is_left_alone(
     with pytest.raises(SystemExit):
         commands.main(["init", str(tmp_path), *given])
     assert "aren't overwritten" in capsys.readouterr().err
+
+
+def test_the_command_line_needs_no_flower() -> None:
+    code = "import sys, lightning_pfl.__main__; print({m.split('.')[0] for m in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "'lightning_pfl'" in done.stdout
+    assert "'flwr'" not in done.stdout
+    assert "'cryptography'" not in done.stdout
