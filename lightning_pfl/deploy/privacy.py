@@ -66,7 +66,7 @@ def add_noise(uploads: Tree, received: Tree, settings: Mapping[str, float]) -> T
 
     model = uploads["model"]
     names = [name for name, leaf in model.items() if leaf.is_floating_point()]
-    protect = LocalDpMod(**settings)
+    protect: Any = LocalDpMod(**settings)  # called with messages of no run, so without a context
 
     def record(tree: Tree, client: int) -> Any:
         return RecordDict(
