@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs
 NAMES = ("0", "1", "2")
 
 
+@pytest.mark.slow
 def test_one_round_equals_the_simulation_and_strangers_are_kept_out(tmp_path: Path) -> None:
     recipe = recipe_of("FedMAP", rounds=1, participation=1.0, clients=3, limit_val_batches=0)
     simulated = simulate(recipe, tmp_path)
