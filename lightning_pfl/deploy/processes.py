@@ -54,6 +54,11 @@ def program(name: str) -> str:
     return str(beside) if beside.is_file() else shutil.which(name) or name
 
 
+def search_path() -> str:
+    """Return PATH with this Python's environment first: Flower's programs start each other."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
 def free_port() -> int:
     """Find a port on which nothing listens."""
     with socket.socket() as found:
@@ -109,7 +114,7 @@ class Children:
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **QUIET, **environment},
+                env={**os.environ, **QUIET, "PATH": search_path(), **environment},
             )
 
     def look(self) -> list[str]:
@@ -243,7 +248,7 @@ def _flower(home: Path, *command: str, known: str = "") -> dict[str, Any]:
     """
     done = subprocess.run(
         [program("flwr"), *command, "--format", "json"],
-        env={**os.environ, **QUIET, "FLWR_HOME": str(home)},
+        env={**os.environ, **QUIET, "PATH": search_path(), "FLWR_HOME": str(home)},
         capture_output=True,
         text=True,
         check=False,

@@ -90,10 +90,28 @@ class SequentialEngine:
         return phase_steps(data, clients, phases, self.limits)
 
     def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
-        """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
+        """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`.
+
+        To intercept random functions costs as much as a small step, so clients train without it
+        where no step has drawn so far. A client whose steps draw after all is trained once more,
+        with keyed random functions.
+        """
         results: list[LocalResult] = []
         for row in range(len(work.info)):
-            results.append(self._client(work.rows(slice(row, row + 1))))
+            one = work.rows(slice(row, row + 1))
+            if self.deterministic:
+                before = snapshot(self.module)
+                key = derive(self.settings.seed, "guard", work.info.round)
+                with watch_global_rng(key) as found:
+                    result = self._client(one, SequentialLocalStep(self, one, keyed=False))
+                if found.moved or found.moved_torch:
+                    restore(self.module, before)
+                    self.deterministic = False
+            if not self.deterministic:
+                local_step = SequentialLocalStep(self, one, keyed=True)
+                result = self._client(one, local_step)
+                self._note_draws(local_step)
+            results.append(result)
             if on_clients is not None:
                 on_clients([row])
         names = dict.fromkeys(name for result in results for name in result.logs)
@@ -106,30 +124,14 @@ class SequentialEngine:
             torch.cat([result.loss for result in results]),
         )
 
-    def _client(self, work: LocalWork) -> LocalResult:
-        """Train one client; without keyed random functions where no step has used any so far.
-
-        To intercept them costs as much as a small step. A client whose steps draw after all is
-        trained once more, with them.
-        """
-        if self.deterministic:
-            before = snapshot(self.module)
-            with watch_global_rng(derive(self.settings.seed, "guard", work.info.round)) as found:
-                result = self._train_client(work, SequentialLocalStep(self, work, keyed=False))
-            if not (found.moved or found.moved_torch):
-                return result
-            restore(self.module, before)
-            self.deterministic = False
-        local_step = SequentialLocalStep(self, work, keyed=True)
-        result = self._train_client(work, local_step)
+    def _note_draws(self, local_step: SequentialLocalStep) -> None:
         if local_step.drew is not None:
             # A generator of the module's own leaves no trace in the global ones.
             own = any(isinstance(held, torch.Generator) for *_, held in attributes(self.module))
             drew = local_step.drew or own
             self.deterministic = self.deterministic is not False and not drew
-        return result
 
-    def _train_client(self, work: LocalWork, local_step: SequentialLocalStep) -> LocalResult:
+    def _client(self, work: LocalWork, local_step: SequentialLocalStep) -> LocalResult:
         method, info, data = work.method, work.info, work.data
         client = int(info.index)
         received, client_state = work.received, work.client_state

@@ -39,12 +39,14 @@ class Verdict:
         accepted: Accepted clients, bool ``(clients,)``, on the CPU.
         rejected: Reasons by id of the rejected clients.
         norms: Norm of each client's update, float64 ``(clients,)``, on the CPU.
+        received_norms: Norm of the tree that each client received, likewise.
         outliers: Descriptions by id of accepted clients with outlying updates.
     """
 
     accepted: Tensor
     rejected: dict[int, str]
     norms: Tensor
+    received_norms: Tensor
     outliers: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -73,6 +75,7 @@ def accept_uploads(
     loss = result.loss
     everyone = torch.ones(len(info), dtype=torch.bool, device=loss.device)
     norms = update_norm(result.uploads, received, everyone)
+    sizes = update_norm(received, {}, everyone)
     checks = {
         "upload is not finite": everyone & finite(result.uploads),
         "client state is not finite": everyone & finite(result.client_state),
@@ -82,13 +85,14 @@ def accept_uploads(
     if isinstance(max_norm, (int, float)):
         checks[f"update norm above max_update_norm={max_norm}"] = norms <= max_norm
     # The round's only synchronisation with the device.
-    *passed, norms = torch.stack([*(ok.double() for ok in checks.values()), norms]).cpu()
+    known = torch.stack([*(ok.double() for ok in checks.values()), norms, sizes]).cpu()
+    *passed, norms, sizes = known
     accepted = torch.stack(passed).bool().all(0)
     rejected = {}
     for position in (~accepted).nonzero().flatten().tolist():
         failed = [reason for reason, ok in zip(checks, passed, strict=True) if not ok[position]]
         rejected[int(info.index[position])] = failed[0]
-    return Verdict(accepted, rejected, norms)
+    return Verdict(accepted, rejected, norms, sizes)
 
 
 def accept_cohort(
@@ -111,9 +115,14 @@ def accept_cohort(
         for rejected in shard.ranks.all_gather_objects(found.rejected)
         for client, reason in rejected.items()
     }
-    known = shard.all_gather({"accepted": found.accepted, "norms": found.norms})
+    mine_known = {
+        "accepted": found.accepted,
+        "norms": found.norms,
+        "received": found.received_norms,
+    }
+    known = {name: leaf.cpu() for name, leaf in shard.all_gather(mine_known).items()}
     ordered = {client: reasons[client] for client in info.index.tolist() if client in reasons}
-    verdict = Verdict(known["accepted"].cpu(), ordered, known["norms"].cpu())
+    verdict = Verdict(known["accepted"], ordered, known["norms"], known["received"])
     return find_outliers(verdict, info, max_norm)
 
 
@@ -121,7 +130,9 @@ def find_outliers(verdict: Verdict, info: ClientInfo, max_norm: MaxNorm) -> Verd
     """Find accepted updates that are far larger than the median.
 
     The bound is :data:`OUTLIER` times the median of the accepted, scaled by the client's local
-    steps over the median ones. With fewer than three clients there are none.
+    steps over the median ones. An outlier is also larger than all that its client received: where
+    most clients have converged, the median is next to 0 and means nothing. With fewer than three
+    clients there are none.
 
     Args:
         verdict: Decisions about each client separately.
@@ -133,7 +144,8 @@ def find_outliers(verdict: Verdict, info: ClientInfo, max_norm: MaxNorm) -> Verd
         return verdict
     steps = info.steps.cpu().double()
     further = (steps / steps[accepted].median().clamp_min(1)).clamp_min(1)
-    large = accepted & (verdict.norms > OUTLIER * median * further)
+    bound = (OUTLIER * median * further).maximum(verdict.received_norms)
+    large = accepted & (verdict.norms > bound)
     found = {
         int(info.index[at]): f"update norm {float(verdict.norms[at]):.3g} is "
         f"{float(verdict.norms[at]) / median:.3g} times the median of the round"

@@ -40,7 +40,7 @@ NEW_SAMPLES = 20
 FEDREP_LR, FEDAVG_LR, SMALL_LR = 0.2, 0.5, 0.02
 #: By method: for m = 5, 10, 20, what a simulation of the same problem in NumPy gave.
 EXPECTED = {
-    "LocalStep": ("0.76", "0.50", "no number"),
+    "Local": ("0.76", "0.50", "no number"),
     "FedAvg": ("1.03", "1.00", "0.99"),
     "FedAvg, heads refitted": ("0.82", "0.25", "0.12"),
     "FedAvg, step 0.02, heads refitted": ("0.82", "0.25", "0.12"),
@@ -78,7 +78,9 @@ def learn(seed: int, samples: int, small: bool) -> dict[str, Any]:
     body, head = "backbone.weight", "head.weight"
     fedrep = train(LinearFedRep(body_lr=FEDREP_LR), data, rounds, seed=seed)
     fedrep_basis = fedrep.server["model"][body].double().T
-    fedrep_models = fedrep.client_states.tree["model"][head].double()[:, 0] @ fedrep_basis.T
+    fedrep_models = (
+        fedrep.federation.client_states.tree["model"][head].double()[:, 0] @ fedrep_basis.T
+    )
     moments = train(LinearFedRep(body_lr=FEDREP_LR), data, 1, seed=seed).server["model"][body]
     shared = []
     for start, lr in ((moments, FEDAVG_LR), (moments, SMALL_LR), (None, FEDAVG_LR)):
@@ -88,7 +90,7 @@ def learn(seed: int, samples: int, small: bool) -> dict[str, Any]:
     fedavg_model = shared[0].server["model"][head].double() @ bases[0].T
     x, y = samples_of(of, old, samples)
     found = {
-        "LocalStep": least_squares(x, y, ridge=RIDGE),
+        "Local": least_squares(x, y, ridge=RIDGE),
         "FedAvg": fedavg_model,
         "FedAvg, heads refitted": with_heads(bases[0], x, y),
         "FedAvg, step 0.02, heads refitted": with_heads(bases[1], x, y),

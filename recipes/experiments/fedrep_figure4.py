@@ -31,7 +31,7 @@ from recipes.plan import Plan
 SAMPLES, TRAINED_WITH = (1, 2, 5, 10, 20), 10
 #: By method: for each number of samples, what a simulation of the same problem in NumPy gave.
 EXPECTED = {
-    "LocalStep": ("0.98", "0.93", "0.78", "0.48", "0.02"),
+    "Local": ("0.98", "0.93", "0.78", "0.48", "0.02"),
     "FedAvg": ("0.81", "0.71", "0.29", "0.24", "0.23"),
     "FedAvg, step 0.02": ("0.81", "0.71", "0.29", "0.24", "0.23"),
     "FedRep": ("0.44", "1.9e-03", "2.7e-04", "1e-04", "6e-05"),
@@ -57,8 +57,8 @@ def measure(options: argparse.Namespace) -> Errors:
         new = slice(of.num_clients - NEW, of.num_clients)
         for at, count in enumerate(SAMPLES):
             x, y = samples_of(of, new, count)
-            models = {"LocalStep": least_squares(x, y, ridge=RIDGE)}
-            for name in (name for name in EXPECTED if name != "LocalStep"):
+            models = {"Local": least_squares(x, y, ridge=RIDGE)}
+            for name in (name for name in EXPECTED if name != "Local"):
                 basis = torch.tensor(cell[name], dtype=torch.float64)
                 models[name] = with_heads(basis, x, y)
             for name, model in models.items():

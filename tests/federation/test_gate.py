@@ -231,15 +231,22 @@ class Sends(FederatedCallback):
                 round.uploads["model"]["w"][client] += self.size
 
 
-def outlier_names(norms: list[float], steps: list[int]) -> list[int]:
+def outlier_names(norms: list[float], steps: list[int], received: float = 1.0) -> list[int]:
     known = info(len(norms))
     known.steps = torch.tensor(steps)
     everyone = torch.ones(len(norms), dtype=torch.bool)
-    verdict = Verdict(everyone, {}, torch.tensor(norms, dtype=torch.float64))
+    sizes = torch.full((len(norms),), received, dtype=torch.float64)
+    verdict = Verdict(everyone, {}, torch.tensor(norms, dtype=torch.float64), sizes)
     left = find_outliers(verdict, known, "auto")
     assert [*left.rejected] == [*find_outliers(verdict, known, None).outliers]
     assert left.accepted.tolist() == [k not in left.rejected for k in known.index.tolist()]
     return [client - 10 for client in left.rejected]
+
+
+def test_where_most_have_converged_an_outlier_is_larger_than_what_it_received() -> None:
+    converged = [1e-14, 2e-14, 3e-14, 0.5, 2.0]  # hundred medians are 3e-12
+    assert outlier_names(converged, [4] * 5, received=1.0) == [4]
+    assert outlier_names(converged, [4] * 5, received=0.0) == [3, 4]
 
 
 def test_an_outlier_is_a_hundred_medians_away_for_equal_steps() -> None:

@@ -36,7 +36,7 @@ def two_rounds(name: str, engine: Any) -> list[LocalRound]:
     rounds: list[LocalRound] = []
     for number in range(2):
         module = problem.get("make_module", network)(torch.float64)
-        options: dict[str, Any] = {"round": number, "server": server, "own": client_state}
+        options: dict[str, Any] = {"round": number, "server": server, "client_state": client_state}
         if engine == "vectorized":
             options["stochastic"] = False
         done = local_round(CASES[name](), module, data, engine, **options)

@@ -69,5 +69,5 @@ def test_a_graph_of_other_things_is_refused(graph: Any) -> None:
 
 
 def test_features_that_are_not_there() -> None:
-    with pytest.raises(FileNotFoundError, match=r"but got features='no\.npy', which isn't there"):
+    with pytest.raises(FileNotFoundError, match=r"but got features='no\.npy', which doesn't exist"):
         resolve_graph(KNearest("no.npy", 1), 3)

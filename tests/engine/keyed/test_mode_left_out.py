@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import dropout as imported_dropout
 
-from lightning_pfl.contract.records import LocalResult
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine.base import LocalWork
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.sequential import SequentialEngine, SequentialLocalStep
 from lightning_pfl.methods import FedAvg
@@ -66,8 +64,8 @@ def run(module: Late) -> LocalRound:
 def test_a_client_that_draws_later_gets_the_numbers_of_its_key(
     draw: str, quiet: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def always(engine: SequentialEngine, work: LocalWork) -> LocalResult:
-        return engine._train_client(work, SequentialLocalStep(engine, work, keyed=True))
+    def never_deterministic(engine: SequentialEngine, _: SequentialLocalStep) -> None:
+        engine.deterministic = False
 
     module = Late(DRAWS[draw], quiet)
     states = random.getstate(), torch.get_rng_state()
@@ -75,7 +73,7 @@ def test_a_client_that_draws_later_gets_the_numbers_of_its_key(
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
     assert module.seen == CLIENTS * STEPS  # a client's first try leaves no trace
-    monkeypatch.setattr(SequentialEngine, "_client", always)
+    monkeypatch.setattr(SequentialEngine, "_note_draws", never_deterministic)
     assert_trees_equal(found.models, run(Late(DRAWS[draw], quiet)).models)
 
 

@@ -92,9 +92,9 @@ def test_figure_1_has_the_anchors(stored: argparse.Namespace) -> None:
     found = fedrep_figure1.measure(stored)
     near(found["FedRep"], [7.0e-4, 1.9e-4, 7e-5])
     near(found["FedAvg"], [1.03, 1.00, 0.99], 1.05)
-    near(found["LocalStep"][:2], [0.76, 0.50], 1.05)
+    near(found["Local"][:2], [0.76, 0.50], 1.05)
     # A solution of least norm misses a share 1 - m/d of the squared norm, 2.
-    assert found["LocalStep"][:2] == pytest.approx([1 - 5 / 20, 1 - 10 / 20], abs=0.03)
+    assert found["Local"][:2] == pytest.approx([1 - 5 / 20, 1 - 10 / 20], abs=0.03)
     # The anchors of refitted heads lie between those of a short and a long step.
     long, short = (found[f"FedAvg{step}, heads refitted"] for step in ("", ", step 0.02"))
     for low, anchor, high in zip(short, (0.82, 0.25, 0.12), long, strict=True):
@@ -114,12 +114,12 @@ def test_figure_4_drops_where_a_new_client_has_as_many_samples_as_dimensions(
 ) -> None:
     found = fedrep_figure4.measure(stored)
     near(found["FedRep"], [0.44, 1.9e-3, 2.7e-4, 1e-4, 6e-5])
-    near(found["LocalStep"], [0.98, 0.93, 0.78, 0.48, 0.02], 1.1)
+    near(found["Local"], [0.98, 0.93, 0.78, 0.48, 0.02], 1.1)
     one, two, five, *_ = found["FedRep"]
     # 0.44 / 1.9e-3 is 230, within the factor both ways; no other doubling does a twentieth of it.
     assert one / two > 230 / FACTOR**2
     assert two / five < 230 / 20
-    for name in ("FedAvg", "FedAvg, step 0.02", "LocalStep"):
+    for name in ("FedAvg", "FedAvg, step 0.02", "Local"):
         assert found[name][0] / found[name][1] < 2
 
 
