@@ -148,16 +148,14 @@ class Cohort:
         """Compare clients of one architecture with each other; one process has all of them."""
         count = len(self.info)
         accepted, norms = torch.ones(count, dtype=torch.bool), torch.zeros(count).double()
-        received_norms = torch.zeros_like(norms)
-        verdict = Verdict(accepted, {}, norms, received_norms)
+        verdict = Verdict(accepted, {}, norms)
         reasons: dict[int, str] = {}
         for batch in self.batches:
             assert batch.work is not None
             received, info = split_rows(self.received, batch.at), self.mine.rows(batch.at)
             found = accept_uploads(batch.work, received, info, max_norm)
-            found = find_outliers(found, info, max_norm)
+            found = find_outliers(found, received, info, max_norm)
             accepted[batch.at], norms[batch.at] = found.accepted, found.norms
-            received_norms[batch.at] = found.received_norms
             verdict.outliers |= found.outliers
             reasons |= found.rejected
         verdict.rejected = {k: reasons[k] for k in self.info.index.tolist() if k in reasons}

@@ -18,7 +18,9 @@ from lightning_pfl.core.tree import (
     finite,
     items,
     leaf_at,
+    leaves,
     named_leaves,
+    rows,
 )
 from lightning_pfl.federation.ranks import RankShard
 
@@ -39,14 +41,12 @@ class Verdict:
         accepted: Accepted clients, bool ``(clients,)``, on the CPU.
         rejected: Reasons by id of the rejected clients.
         norms: Norm of each client's update, float64 ``(clients,)``, on the CPU.
-        received_norms: Norm of the tree that each client received, likewise.
         outliers: Descriptions by id of accepted clients with outlying updates.
     """
 
     accepted: Tensor
     rejected: dict[int, str]
     norms: Tensor
-    received_norms: Tensor
     outliers: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -75,7 +75,6 @@ def accept_uploads(
     loss = result.loss
     everyone = torch.ones(len(info), dtype=torch.bool, device=loss.device)
     norms = update_norm(result.uploads, received, everyone)
-    sizes = update_norm(received, {}, everyone)
     checks = {
         "upload is not finite": everyone & finite(result.uploads),
         "client state is not finite": everyone & finite(result.client_state),
@@ -85,14 +84,13 @@ def accept_uploads(
     if isinstance(max_norm, (int, float)):
         checks[f"update norm above max_update_norm={max_norm}"] = norms <= max_norm
     # The round's only synchronisation with the device.
-    known = torch.stack([*(ok.double() for ok in checks.values()), norms, sizes]).cpu()
-    *passed, norms, sizes = known
+    *passed, norms = torch.stack([*(ok.double() for ok in checks.values()), norms]).cpu()
     accepted = torch.stack(passed).bool().all(0)
     rejected = {}
     for position in (~accepted).nonzero().flatten().tolist():
         failed = [reason for reason, ok in zip(checks, passed, strict=True) if not ok[position]]
         rejected[int(info.index[position])] = failed[0]
-    return Verdict(accepted, rejected, norms, sizes)
+    return Verdict(accepted, rejected, norms)
 
 
 def accept_cohort(
@@ -115,18 +113,13 @@ def accept_cohort(
         for rejected in shard.ranks.all_gather_objects(found.rejected)
         for client, reason in rejected.items()
     }
-    mine_known = {
-        "accepted": found.accepted,
-        "norms": found.norms,
-        "received": found.received_norms,
-    }
-    known = {name: leaf.cpu() for name, leaf in shard.all_gather(mine_known).items()}
+    known = shard.all_gather({"accepted": found.accepted, "norms": found.norms})
     ordered = {client: reasons[client] for client in info.index.tolist() if client in reasons}
-    verdict = Verdict(known["accepted"], ordered, known["norms"], known["received"])
-    return find_outliers(verdict, info, max_norm)
+    verdict = Verdict(known["accepted"].cpu(), ordered, known["norms"].cpu())
+    return find_outliers(verdict, received, info, max_norm)
 
 
-def find_outliers(verdict: Verdict, info: ClientInfo, max_norm: MaxNorm) -> Verdict:
+def find_outliers(verdict: Verdict, received: Tree, info: ClientInfo, max_norm: MaxNorm) -> Verdict:
     """Find accepted updates that are far larger than the median.
 
     The bound is :data:`OUTLIER` times the median of the accepted, scaled by the client's local
@@ -136,6 +129,7 @@ def find_outliers(verdict: Verdict, info: ClientInfo, max_norm: MaxNorm) -> Verd
 
     Args:
         verdict: Decisions about each client separately.
+        received: Trees that the clients started from, ``(clients, ...)``.
         info: The clients.
         max_norm: ``"auto"`` rejects the outliers.
     """
@@ -144,8 +138,13 @@ def find_outliers(verdict: Verdict, info: ClientInfo, max_norm: MaxNorm) -> Verd
         return verdict
     steps = info.steps.cpu().double()
     further = (steps / steps[accepted].median().clamp_min(1)).clamp_min(1)
-    bound = (OUTLIER * median * further).maximum(verdict.received_norms)
-    large = accepted & (verdict.norms > bound)
+    large = accepted & (verdict.norms > OUTLIER * median * further)
+    if not large.any():
+        return verdict
+    at = large.nonzero().flatten()
+    started = rows(received, at)
+    device = next((leaf.device for leaf in leaves(started)), at.device)
+    large[at] = verdict.norms[at] > update_norm(started, {}, at.to(device)).cpu()
     found = {
         int(info.index[at]): f"update norm {float(verdict.norms[at]):.3g} is "
         f"{float(verdict.norms[at]) / median:.3g} times the median of the round"

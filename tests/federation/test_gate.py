@@ -235,10 +235,10 @@ def outlier_names(norms: list[float], steps: list[int], received: float = 1.0) -
     known = info(len(norms))
     known.steps = torch.tensor(steps)
     everyone = torch.ones(len(norms), dtype=torch.bool)
-    sizes = torch.full((len(norms),), received, dtype=torch.float64)
-    verdict = Verdict(everyone, {}, torch.tensor(norms, dtype=torch.float64), sizes)
-    left = find_outliers(verdict, known, "auto")
-    assert [*left.rejected] == [*find_outliers(verdict, known, None).outliers]
+    verdict = Verdict(everyone, {}, torch.tensor(norms, dtype=torch.float64))
+    started = {"model": {"w": torch.full((len(norms), 1), received)}}
+    left = find_outliers(verdict, started, known, "auto")
+    assert [*left.rejected] == [*find_outliers(verdict, started, known, None).outliers]
     assert left.accepted.tolist() == [k not in left.rejected for k in known.index.tolist()]
     return [client - 10 for client in left.rejected]
 
