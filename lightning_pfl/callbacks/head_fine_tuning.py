@@ -20,7 +20,8 @@ from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, expand, select, whole_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
-from lightning_pfl.federation.adapt import adapt, evaluating
+from lightning_pfl.engine.watching import in_mode
+from lightning_pfl.federation.adapt import adapt
 from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.evaluate import evaluate_clients, join, personal_models, summaries
 from lightning_pfl.federation.federation import Federation
@@ -178,7 +179,10 @@ class HeadFineTuning(FederatedCallback):
         rows, clients = loop.evaluable()
         if not len(rows):
             return
-        with evaluating(pl_module), seeded(derive(federation.seed, "evaluation", PREFIX)):
+        with (
+            in_mode(pl_module, training=False),
+            seeded(derive(federation.seed, "evaluation", PREFIX)),
+        ):
             found = self._evaluate(trainer, data, rows, clients, "validation_step")
         self._report(trainer, found, [data.names[row] for row in rows.tolist()])
 

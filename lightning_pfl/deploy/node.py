@@ -28,7 +28,7 @@ from lightning_pfl.deploy.privacy import add_noise, check_privacy
 from lightning_pfl.deploy.states import LostStateError, StatesOnDisk
 from lightning_pfl.deploy.wire import Writer, read_rows, read_tree
 from lightning_pfl.engine.optimizer import learning_rates
-from lightning_pfl.federation.adapt import evaluating
+from lightning_pfl.engine.watching import in_mode
 from lightning_pfl.federation.architectures import Architecture
 from lightning_pfl.federation.evaluate import GLOBAL
 from lightning_pfl.federation.federation import Federation
@@ -387,7 +387,7 @@ class Node:
             case _:
                 federation.everybodys = None
         key = derive(federation.seed, "evaluation", federation.rounds)
-        with evaluating(self.module), torch.no_grad(), seeded(key):
+        with in_mode(self.module, training=False), torch.no_grad(), seeded(key):
             found = federation.evaluate(
                 info.index, info.index, split, packet.meta["step"], packet.meta["limit"]
             )

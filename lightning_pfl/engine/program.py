@@ -24,7 +24,7 @@ from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.logs import LogCapture, Reduction
 from lightning_pfl.engine.terms import Term
-from lightning_pfl.engine.watching import evaluating, watching
+from lightning_pfl.engine.watching import in_mode, replaced_forward, watching
 
 
 class NotVectorizableError(RuntimeError):
@@ -280,7 +280,7 @@ class ClientProgram:
         with self._randomness(key), torch.no_grad():
             if self.augment is not None and not plain:
                 batch = self.augment(batch)
-            with evaluating(self.module):
+            with in_mode(self.module, training=False):
                 found = self.call(model, run)
         self.log.take()
         return found
@@ -304,7 +304,7 @@ class ClientProgram:
         """
         if not self.sample_wise:
             return require_losses(None)
-        with self._randomness(key), nullcontext() if training else evaluating(self.module):
+        with self._randomness(key), nullcontext() if training else in_mode(self.module, False):
             if self.augment is not None and training:
                 batch = self.augment(batch)
             losses: Tensor = self.call(model, self.module.per_sample, batch)["loss"]
@@ -331,17 +331,8 @@ class ClientProgram:
         if features is None:
             yield
             return
-        with self._backbone_forward(lambda *_, **__: features):
+        with replaced_forward(self.module.backbone, lambda *_, **__: features):
             yield
-
-    @contextmanager
-    def _backbone_forward(self, forward: Callable[..., Any]) -> Iterator[None]:
-        backbone: Any = self.module.backbone
-        backbone.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            del backbone.__dict__["forward"]
 
     def prefix_features(self, model: Model, batch: Any) -> Tensor:
         """Compute the backbone's output in a training step, ``(batch, ...)``, and stop there."""
@@ -351,7 +342,7 @@ class ClientProgram:
         def stop(*args: Any, **kwargs: Any) -> Any:
             raise _PrefixReachedError(original(*args, **kwargs))
 
-        with self._backbone_forward(stop):
+        with replaced_forward(backbone, stop):
             try:
                 self.call(model, call_step(self.module.training_step, batch, 0))
             except _PrefixReachedError as reached:
@@ -376,7 +367,7 @@ class ClientProgram:
 
         key = torch.zeros((), dtype=torch.int64, device=self._device(model))
         self.log.begin(batch)
-        with KeyedRandomness(key) as mode, self._backbone_forward(count):
+        with KeyedRandomness(key) as mode, replaced_forward(backbone, count):
             self.call(model, call_step(self.module.training_step, batch, 0))
         return seen[0], seen[1]
 

@@ -1,4 +1,4 @@
-"""Outputs of the module and inputs of its head, collected in a step."""
+"""Temporary changes of a module: its mode, its ``forward``, and watching what passes through."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def watching(module: nn.Module) -> Iterator[Seen]:
         return result
 
     head = getattr(module, "head", None)
-    with _replaced(module, watched):
+    with replaced_forward(module, watched):
         if not isinstance(head, nn.Module):
             yield seen
             return
@@ -51,15 +51,15 @@ def watching(module: nn.Module) -> Iterator[Seen]:
             seen.features.append(args[0])
             return original(*args, **kwargs)
 
-        with _replaced(head, entered):
+        with replaced_forward(head, entered):
             yield seen
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put every layer into eval mode, and back."""
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Put every layer into training or eval mode inside a ``with`` block, and each back."""
     modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+    module.train(training)
     try:
         yield
     finally:
@@ -68,7 +68,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(module: nn.Module, forward: Any) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Replace the ``forward`` of one module object inside a ``with`` block."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Model, Tree, tmap
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import LocalWork
+from lightning_pfl.engine.watching import in_mode
 from lightning_pfl.federation.architectures import one_architecture
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.methods.base import LocalStep, Method, Phase
@@ -91,10 +91,8 @@ def adapt(
     if architecture.optimizer is None:
         architecture.optimizer = federation.client_optimizer(architecture)
     # Evaluation runs without gradients; after a run the module has left the device.
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), in_mode(module, training=True):
         module.to(settings.device)
-        modes = {shard: shard.training for shard in module.modules()}
-        module.train()
         received = {"model": tmap(lambda leaf: leaf.to(settings.device), models)}
         samples = data.num_samples[clients]
         steps = architecture.engine.count_steps(data, clients, phases)
@@ -103,20 +101,6 @@ def adapt(
         info = ClientInfo(clients, samples, steps, weights, round, data.num_clients)
         work = LocalWork(method, received, {}, info, data, phases, architecture.optimizer, stream)
         result = architecture.engine.train(work)
-        for shard, training in modes.items():
-            shard.training = training
         module.to(home)
     trained: Model = tmap(lambda leaf: leaf.detach().to(home), result.uploads["model"])
     return trained
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module in eval mode inside a ``with`` block, and restore the mode of each part."""
-    modes = {shard: shard.training for shard in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for shard, training in modes.items():
-            shard.training = training

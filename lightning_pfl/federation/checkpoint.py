@@ -246,18 +246,18 @@ def load_optimizer(
     Raises:
         CheckpointMismatchError: If the class or the parameter groups differ.
     """
-    name, architectures = type(template).__name__, state["param_groups"]
-    if (kind or name, len(architectures)) != (name, len(template.param_groups)):
+    name, groups = type(template).__name__, state["param_groups"]
+    if (kind or name, len(groups)) != (name, len(template.param_groups)):
         raise CheckpointMismatchError(
             f"Expected a checkpoint of clients that train with {name} in "
             f"{len(template.param_groups)} parameter groups, but got one of {kind or name} in "
-            f"{len(architectures)}. Return the optimizer of the run that wrote it."
+            f"{len(groups)}. Return the optimizer of the run that wrote it."
         )
-    if any(not math.isfinite(theirs.get("lr", 0.0)) for theirs in architectures):
-        raise _not_finite(f"the learning rate of {name} is {architectures[0].get('lr')}")
+    if any(not math.isfinite(theirs.get("lr", 0.0)) for theirs in groups):
+        raise _not_finite(f"the learning rate of {name} is {groups[0].get('lr')}")
     # Schedulers store the initial rate.
     keys = {"initial_lr"} if scheduled else template.defaults.keys()
-    pairs = zip(template.param_groups, architectures, strict=True)
+    pairs = zip(template.param_groups, groups, strict=True)
     changed = [
         f"{key}={theirs[key]!r} instead of {ours[key]!r}"
         for ours, theirs in pairs

@@ -124,8 +124,8 @@ def join(parts: list[Evaluation], order: list[Tensor]) -> Evaluation:
     if len(parts) <= 1:
         return parts[0] if parts else Evaluation()
     position = torch.cat(order).argsort()
-    names = dict.fromkeys(name for shard in parts for name in shard.values)
-    predictions = [predictions for shard in parts for predictions in shard.predictions]
+    names = dict.fromkeys(name for part in parts for name in part.values)
+    predictions = [predictions for part in parts for predictions in part.predictions]
     return Evaluation(
         {
             name: torch.cat(
@@ -133,8 +133,8 @@ def join(parts: list[Evaluation], order: list[Tensor]) -> Evaluation:
             )[position]
             for name in names
         },
-        torch.cat([shard.counts for shard in parts])[position],
-        {name: options for shard in parts for name, options in shard.options.items()},
+        torch.cat([part.counts for part in parts])[position],
+        {name: options for part in parts for name, options in part.options.items()},
         [predictions[at] for at in position.tolist()] if predictions else [],
     )
 

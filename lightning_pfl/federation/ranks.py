@@ -166,7 +166,7 @@ class RankShard:
             sent[: len(leaf)] = leaf.detach().reshape(len(leaf), numbers)
         received = sent.new_empty(len(counts) * width, numbers)
         if numbers:
-            parts = [shard.view(torch.uint8) for shard in received.split(width)]
+            parts = [part.view(torch.uint8) for part in received.split(width)]
             distributed.all_gather(parts, sent.view(torch.uint8))
         place = torch.empty(self.total, dtype=torch.int64)
         for rank, share in enumerate(self._shards):

@@ -34,7 +34,8 @@ from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.engine.base import EvaluationWork
-from lightning_pfl.federation.adapt import adapt, evaluating
+from lightning_pfl.engine.watching import in_mode
+from lightning_pfl.federation.adapt import adapt
 from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Phase
@@ -160,7 +161,7 @@ class NewClientAdaptation(FederatedCallback):
         round = federation.rounds - 1 if federation.rounds else None
         found = []
         # Models that are trained must not be inference tensors.
-        with torch.inference_mode(False), torch.no_grad(), evaluating(module):
+        with torch.inference_mode(False), torch.no_grad(), in_mode(module, training=False):
             for samples in self.samples:
                 data = take_samples(train, samples, self.seed) if samples else train
                 clients = self._trainable(

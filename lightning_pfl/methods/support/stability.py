@@ -25,9 +25,7 @@ def momentum(federation: FederationView) -> float | None:
     plain = [one for one in optimizers if isinstance(one, torch.optim.SGD)]
     if len(plain) < len(optimizers):
         return None
-    return float(
-        max(architecture["momentum"] for one in plain for architecture in one.param_groups)
-    )
+    return float(max(group["momentum"] for one in plain for group in one.param_groups))
 
 
 def displacement(steps: int, momentum: float) -> float:
