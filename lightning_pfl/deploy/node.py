@@ -167,7 +167,7 @@ class Node:
         self.digest = recipe.digest(cli)
         if privacy is not None:
             methods = (c for c in cli.trainer.callbacks if isinstance(c, Method))
-            check_privacy(privacy, type(next(methods, FedAvg())).__name__)
+            check_privacy(privacy, next(methods, FedAvg()))
         self._splits = self._load(cli)
         self._rows = self._find(self._splits["train"])
         self._placed: dict[str, FederatedDataset] = {}

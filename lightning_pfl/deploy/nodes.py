@@ -6,10 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from lightning_pfl.deploy.data import SPLITS, Counts
-from lightning_pfl.deploy.packet import HEADER, Packet, PacketError
+from lightning_pfl.deploy.packet import HEADER, UNREADABLE, Packet, PacketError
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class Line(Protocol):
         """List the nodes that are there."""
 
     def send(self, node: int, kind: str, data: bytes) -> str:
-        """Send a question; returns its number."""
+        """Send a question, a packet of some kind; returns its number."""
 
     def replies(self, questions: Sequence[str]) -> Sequence[Reply]:
         """Take the answers that have come to some questions, each once."""
@@ -65,11 +68,13 @@ class Answer:
     """The result of a question to the clients of a node.
 
     Args:
-        clients: Who was asked.
+        at: Who was asked: positions in the list of clients, int64.
+        clients: Their names.
         packet: The answer; None if there is none that can be read.
         reason: Why not.
     """
 
+    at: Tensor
     clients: list[str]
     packet: Packet | None = None
     reason: str = ""
@@ -77,7 +82,7 @@ class Answer:
 
 @dataclass
 class _Asked:
-    clients: list[str]
+    at: list[int]
     node: int
     since: str
 
@@ -143,12 +148,12 @@ class Nodes:
         for node, presence in here.items():
             if self._since.get(node) != presence.since:
                 self._since[node] = presence.since
-                question = self.line.send(node, "query", Packet("hello").to_bytes())
+                question = self.line.send(node, "hello", Packet("hello").to_bytes())
                 self._joining[question] = (presence, [])
         for node, (presence, clients) in list(self._greeted.items()) if self.join else ():
             assert self.join is not None
             del self._greeted[node]
-            question = self.line.send(node, "query", self.join().to_bytes())
+            question = self.line.send(node, "join", self.join().to_bytes())
             self._joining[question] = (presence, clients)
         for reply in self.line.replies([*self._joining]) if self._joining else ():
             presence, clients = self._joining.pop(reply.question)
@@ -164,7 +169,7 @@ class Nodes:
                 clients = self._read_hello(packet, presence)
             elif packet.kind != "joined" or not clients:
                 raise PacketError(f"answer is {packet.kind!r}")
-        except (PacketError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except UNREADABLE as error:
             self.say(f"{who} isn't let in: {error}.")
             return
         if packet.kind == "hello":
@@ -206,7 +211,7 @@ class Nodes:
         self,
         kind: str,
         clients: Sequence[str],
-        question: Callable[[list[str]], Packet],
+        question: Callable[[Tensor], Packet],
         limit: Callable[[int], int],
     ) -> Iterator[Answer]:
         """Ask the nodes of some clients, and take each answer as it comes.
@@ -214,56 +219,53 @@ class Nodes:
         A node that went away and came back is asked again.
 
         Args:
-            kind: Flower's kind of message: ``"train"``, ``"evaluate"`` or ``"query"``.
+            kind: What is asked.
             clients: Who is asked.
-            question: Makes the message for some clients of one node.
+            question: Makes the message for the clients of one node, by their positions.
             limit: Bytes of an answer for so many clients at most.
         """
         end = None if self.timeout is None else time.monotonic() + self.timeout
-        waiting = dict.fromkeys(clients)
+        waiting = dict.fromkeys(range(len(clients)))
         asked: dict[str, _Asked] = {}
+
+        def answer(at: list[int], **found: Any) -> Answer:
+            return Answer(torch.tensor(at), [clients[k] for k in at], **found)
+
         while waiting and (end is None or time.monotonic() < end):
             self.look()
-            busy = {name for each in asked.values() for name in each.clients}
-            for node, some in self._by_node(name for name in waiting if name not in busy).items():
-                number = self.line.send(node, kind, question(some).to_bytes())
-                asked[number] = _Asked(some, node, self._since[node])
+            busy = {k for each in asked.values() for k in each.at}
+            free = [k for k in waiting if k not in busy and clients[k] in self.home]
+            for node in dict.fromkeys(self.home[clients[k]] for k in free):
+                at = [k for k in free if self.home[clients[k]] == node]
+                data = question(torch.tensor(at)).to_bytes()
+                asked[self.line.send(node, kind, data)] = _Asked(at, node, self._since[node])
             for reply in self.line.replies([*asked]) if asked else ():
                 done = asked.pop(reply.question)
                 if reply.data is None:  # the node is gone: ask again when it is back
-                    self.say(f"No answer of {', '.join(done.clients)} yet: {reply.error}.")
-                    self._lose(done)
+                    names = ", ".join(clients[k] for k in done.at)
+                    self.say(f"No answer of {names} yet: {reply.error}.")
+                    self._lose(done.node)
                     continue
-                for name in done.clients:
-                    del waiting[name]
-                yield self._read(done.clients, reply, limit(len(done.clients)))
+                for k in done.at:
+                    del waiting[k]
+                try:
+                    packet = read_answer(reply, limit(len(done.at)))
+                except UNREADABLE as error:
+                    yield answer(done.at, reason=str(error))
+                else:
+                    yield answer(done.at, packet=packet)
             for number, each in list(asked.items()):
                 if self._since.get(each.node) != each.since:
                     del asked[number]
             if waiting:
                 time.sleep(self.pause)
         if waiting:
-            yield Answer([*waiting], reason=f"no answer within {self.timeout} s")
+            yield answer([*waiting], reason=f"no answer within {self.timeout} s")
 
-    def _by_node(self, names: Iterator[str]) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
-        for name in names:
-            if name in self.home:
-                found.setdefault(self.home[name], []).append(name)
-        return found
-
-    def _lose(self, done: _Asked) -> None:
-        for name in done.clients:
-            if self.home.get(name) == done.node:
-                del self.home[name]
-        self._since.pop(done.node, None)
-
-    @staticmethod
-    def _read(clients: list[str], reply: Reply, limit: int) -> Answer:
-        try:
-            return Answer(clients, read_answer(reply, limit))
-        except (PacketError, ValueError, TypeError, KeyError, RecursionError) as error:
-            return Answer(clients, reason=str(error))
+    def _lose(self, node: int) -> None:
+        """Forget a node until it is back."""
+        self.home = {name: where for name, where in self.home.items() if where != node}
+        self._since.pop(node, None)
 
 
 def read_answer(reply: Reply, limit: int) -> Packet:

@@ -28,6 +28,10 @@ class PacketError(ValueError):
     """A message that isn't what it should be; the text is a reason for a log."""
 
 
+UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
+"""What reading a message that is a lie can raise."""
+
+
 @dataclass
 class Packet:
     """One message.

@@ -11,28 +11,15 @@ import numpy as np
 import torch
 
 from lightning_pfl.core.tree import Tree
-
-SUMMED = (
-    "APFL",
-    "Ditto",
-    "FedAvg",
-    "FedBN",
-    "FedPer",
-    "FedProx",
-    "FedRep",
-    "LGFedAvg",
-    "PFedMe",
-    "PerFedAvg",
-)
-"""Methods whose upload is a model, of which the server uses the weighted mean alone."""
+from lightning_pfl.methods.base import Method
 
 
-def check_privacy(settings: Mapping[str, float], method: str) -> None:
+def check_privacy(settings: Mapping[str, float], method: Method) -> None:
     """Refuse noise that the method can't use.
 
     Args:
         settings: ``clipping_norm``, ``sensitivity``, ``epsilon`` and ``delta``.
-        method: Name of the method.
+        method: The method.
 
     Raises:
         ValueError: If a setting is missing or unknown, or if the method needs more than a mean.
@@ -43,10 +30,11 @@ def check_privacy(settings: Mapping[str, float], method: str) -> None:
             f"Expected `privacy` to have the settings {', '.join(sorted(names))}, but got "
             f"privacy={dict(settings)!r}. Give all four."
         )
-    if method not in SUMMED:
+    if not method.averages_models:
         raise ValueError(
             f"Expected a method whose server uses the mean of the uploaded models alone, but got "
-            f"{method} with `privacy`. Use one of {', '.join(SUMMED)}, or remove `privacy`."
+            f"{type(method).__name__} with `privacy`. Use FedAvg, FedRep or Ditto, say, or remove "
+            "`privacy`."
         )
 
 

@@ -77,6 +77,7 @@ class APFL(Method):
         paper="Deng et al. 2020",
     )
     model_scope: ClassVar[str] = PER_CLIENT
+    averages_models: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -132,6 +132,10 @@ class Method(FederatedCallback):
             Otherwise they are never sampled.
         needs_sample_counts: Whether the clients' own functions read each other's numbers of
             samples: in a deployment the nodes are then sent them.
+        averages_models: Whether an upload is ``{"model": ...}`` and nothing else, of which the
+            server uses the weighted mean alone: in a deployment noise can then be added to it.
+        measures_client_states: Whether :meth:`measure` reads client states: in a deployment, in
+            which they stay on the nodes, the method is refused.
         client_axes: Top-level entries of the server's tree with leading axes of all clients, in the
             order of their ids, and how many such axes: ``{"models": 1, "relationship": 2}``.
         state_settings: Settings on which the server's state depends: a checkpoint with another
@@ -151,6 +155,8 @@ class Method(FederatedCallback):
     model_scope: ClassVar[str] = SHARED
     include_clients_without_data: ClassVar[bool] = False
     needs_sample_counts: ClassVar[bool] = False
+    averages_models: ClassVar[bool] = False
+    measures_client_states: ClassVar[bool] = False
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
     state_settings: ClassVar[tuple[str, ...]] = ()
     measures_travel: ClassVar[bool] = False

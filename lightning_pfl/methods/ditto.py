@@ -65,6 +65,7 @@ class Ditto(Method):
         paper="Li et al. 2021",
     )
     model_scope: ClassVar[str] = PER_CLIENT
+    averages_models: ClassVar[bool] = True
 
     def __init__(
         self,

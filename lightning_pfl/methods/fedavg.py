@@ -69,6 +69,7 @@ class FedAvg(Method):
         paper="McMahan et al. 2017; Reddi et al. 2021",
     )
     state_settings: ClassVar[tuple[str, ...]] = ("server_optimizer",)
+    averages_models: ClassVar[bool] = True
 
     def __init__(
         self,

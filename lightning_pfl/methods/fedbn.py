@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from lightning_pfl.core.parameters import BATCH_NORM, NORMS, ParameterSpec, ParameterSplit
 from lightning_pfl.methods.base import About, Method, Weighting, say_split
 
@@ -51,6 +53,7 @@ class FedBN(Method):
         paper="Li et al. 2021",
     )
     personal: ParameterSpec = BATCH_NORM
+    averages_models: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.methods.base import About, Method, Weighting, say_split
 
@@ -50,6 +52,7 @@ class FedPer(Method):
         global_model=None,
         paper="Arivazhagan et al. 2019",
     )
+    averages_models: ClassVar[bool] = True
 
     def __init__(
         self,

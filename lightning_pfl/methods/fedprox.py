@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number
@@ -57,6 +57,7 @@ class FedProx(Method):
         global_model="the server's",
         paper="Li et al. 2020",
     )
+    averages_models: ClassVar[bool] = True
 
     def __init__(
         self,

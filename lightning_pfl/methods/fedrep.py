@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from lightning_pfl.core.checks import check_budget, check_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.methods.base import About, Method, Phase, Weighting, say_split
@@ -63,6 +65,7 @@ class FedRep(Method):
         global_model=None,
         paper="Collins et al. 2021",
     )
+    averages_models: ClassVar[bool] = True
 
     def __init__(
         self,

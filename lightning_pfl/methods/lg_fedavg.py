@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.methods.base import About, Method, Weighting, say_split
 
@@ -49,6 +51,7 @@ class LGFedAvg(Method):
         global_model=None,
         paper="Liang et al. 2020",
     )
+    averages_models: ClassVar[bool] = True
 
     def __init__(
         self,

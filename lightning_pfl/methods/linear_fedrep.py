@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -126,6 +126,7 @@ class LinearFedRep(Method):
         paper="Collins et al. 2021, Algorithm 2",
     )
     personal: ParameterSpec = "head"
+    measures_client_states: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
 from lightning_pfl.core.parameters import ParameterSplit
@@ -68,6 +68,7 @@ class PerFedAvg(Method):
         global_model="the server's",
         paper="Fallah et al. 2020",
     )
+    averages_models: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -65,6 +65,7 @@ class PFedMe(Method):
         paper="Dinh et al. 2020",
     )
     model_scope: ClassVar[str] = PER_CLIENT
+    averages_models: ClassVar[bool] = True
 
     def __init__(
         self,

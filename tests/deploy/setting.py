@@ -13,7 +13,8 @@ from lightning_pfl.cli import PFLCLI
 from lightning_pfl.core.tree import Tree, rows
 from lightning_pfl.deploy.loop import LoopLine
 from lightning_pfl.deploy.node import Node
-from lightning_pfl.deploy.server import ServerFederation, serve
+from lightning_pfl.deploy.remote import ServerFederation
+from lightning_pfl.deploy.server import serve
 from lightning_pfl.deploy.wire import flatten
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -37,7 +37,8 @@ class FlowerLine:
         """Push a message."""
         packet = Array("uint8", (len(data),), "lightning_pfl.packet", data)
         content = RecordDict({"packet": ArrayRecord({"packet": packet})})
-        (question,) = self.grid.push_messages([Message(content, node, kind)])
+        known = kind if kind in ("train", "evaluate") else "query"  # Flower's kinds of messages
+        (question,) = self.grid.push_messages([Message(content, node, known)])
         return str(question)
 
     def replies(self, questions: Sequence[str]) -> Sequence[Reply]:

@@ -1,0 +1,339 @@
+"""The federation of a deployment: clients that train and are evaluated on their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
+from lightning_pfl.core.tree import Model, Tree, rows, tmap
+from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.deploy.logged import LoggedValues, Values, read_values
+from lightning_pfl.deploy.nodes import Answer, Nodes
+from lightning_pfl.deploy.packet import HEADER, UNREADABLE, Packet, PacketError
+from lightning_pfl.deploy.states import NONE
+from lightning_pfl.deploy.wire import (
+    Form,
+    Writer,
+    form_nbytes,
+    form_of,
+    read_counts,
+    read_form,
+    read_numbers,
+    unflatten,
+)
+from lightning_pfl.federation.architectures import Architecture
+from lightning_pfl.federation.client_states import ClientStateStore
+from lightning_pfl.federation.cohort import Cohort
+from lightning_pfl.federation.evaluate import GLOBAL, is_global
+from lightning_pfl.federation.federation import Federation
+from lightning_pfl.federation.gate import MaxNorm, Verdict
+from lightning_pfl.methods.base import Method, Phase
+
+
+class ServerFederation(Federation):
+    """The federation of a deployment: its client states are on the nodes.
+
+    In the place of a client's state it holds the version of it that counts, so that leaving out a
+    client, saving and resuming work as they do where states are here.
+
+    Attributes:
+        nodes: The nodes.
+        id: Names the federation on the nodes' disks.
+        durable: The versions that the last checkpoint counts on, int64 ``(clients,)``.
+    """
+
+    nodes: Nodes
+    id: str
+    durable: Tensor
+
+    def _begin_client_states(
+        self,
+        architecture: Architecture,
+        method: Method,
+        row: Tree,
+        device: torch.device,
+        everyone: ClientInfo,
+    ) -> None:
+        architecture.method = method
+        version = {"version": torch.tensor(NONE)}
+        architecture.client_states = ClientStateStore(version, self.num_clients)
+        self.durable = self.versions.clone()
+
+    @property
+    def versions(self) -> Tensor:
+        """The version of every client's state that counts, int64 ``(clients,)``."""
+        versions: Tensor = self.client_states.tree["version"]
+        return versions
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over a saved state."""
+        super().load_state_dict(saved)
+        self.durable = self.versions.clone()
+
+    def cohort(self, info: ClientInfo, received: Tree, phases: tuple[Phase, ...]) -> Cohort:
+        """Begin the clients' side of a round, on the nodes."""
+        return RemoteCohort(self, info, received, phases)
+
+    def ask(
+        self,
+        kind: str,
+        info: ClientInfo,
+        received: Tree,
+        largest: int,
+        shared: Model | None = None,
+        **said: Any,
+    ) -> Iterator[Answer]:
+        """Ask the nodes of some clients, and take each answer as it comes.
+
+        Args:
+            kind: ``"train"``, ``"evaluate"`` or ``"finish"``.
+            info: The clients.
+            received: What the server sends them, ``(clients, ...)``.
+            largest: Bytes of the arrays of one client's answer at most.
+            shared: A model that is sent to all of them as well.
+            **said: Plain values that are sent as well.
+        """
+
+        def question(at: Tensor) -> Packet:
+            writer = Writer()
+            writer.add_rows(rows(received, at), "received")
+            if shared is not None:
+                writer.add_tree(shared, "global")
+            return writer.packet(kind, {**self._head(info.rows(at)), **said})
+
+        names = self._names_of(info)
+        return self.nodes.ask(kind, names, question, lambda count: HEADER + count * largest)
+
+    def _head(self, info: ClientInfo) -> dict[str, Any]:
+        """Make the part that all questions share."""
+        names = self._names_of(info)
+        versions, durable = self.versions[info.index].tolist(), self.durable[info.index].tolist()
+        template = self.architectures[0].optimizer
+        groups = [] if template is None else template.param_groups
+        return {
+            "federation": self.id,
+            "round": info.round,
+            "rounds": self.rounds,
+            "clients": names,
+            "num_samples": info.num_samples.tolist(),
+            "steps": info.steps.tolist(),
+            "weights": info.weights.tolist(),
+            "optimizer": [{k: v for k, v in group.items() if _plain(v)} for group in groups],
+            "versions": dict(zip(names, versions, strict=True)),
+            "keep": {n: [v, d] for n, v, d in zip(names, versions, durable, strict=True)},
+        }
+
+    def _names_of(self, info: ClientInfo) -> list[str]:
+        return [self.client_names[client] for client in info.index.tolist()]
+
+    def evaluate(
+        self,
+        clients: Tensor,
+        rows_of: Tensor,
+        data: FederatedDataset,
+        step: str,
+        limit: float | int,
+        on_clients: OnClients | None = None,
+    ) -> dict[str, Evaluation]:
+        """Let the nodes evaluate the personal models, and the global one if there is one."""
+        info = self.info(clients, max(self.rounds - 1, 0))
+        received, shared = self.download(info), self.global_model()
+        arrives = shared is not None and is_global(received.get("model", {}), shared)
+        answers = self.ask(
+            "evaluate",
+            info,
+            received,
+            0,
+            None if arrives else shared,
+            split="test" if step == "test_step" else "val",
+            step=step,
+            limit=limit,
+            **{"global": "none" if shared is None else "received" if arrives else "sent"},
+        )
+        found: dict[str, LoggedValues] = {}
+        for answer in answers:
+            try:
+                results = self._read_evaluation(answer, data, shared is not None)
+            except UNREADABLE as error:
+                self.nodes.say(f"Evaluation without {', '.join(answer.clients)}: {error}.")
+                continue
+            for prefix, (counts, values) in results.items():
+                found.setdefault(prefix, LoggedValues(len(info))).add(answer.at, values, counts)
+            if on_clients is not None:
+                on_clients(answer.at.tolist())
+        merged = {prefix: values.evaluation() for prefix, values in found.items()}
+        merged.setdefault("", LoggedValues(len(info)).evaluation())
+        if shared is not None:
+            merged.setdefault(GLOBAL, merged[""])
+        return merged
+
+    def _read_evaluation(
+        self, answer: Answer, data: FederatedDataset, has_global: bool
+    ) -> dict[str, tuple[list[int], Values]]:
+        packet, count = _require(answer, "evaluated"), len(answer.clients)
+        packet.require({"federation": str, "rounds": int, "clients": list, "results": dict})
+        _compare(packet, federation=self.id, rounds=self.rounds, clients=answer.clients)
+        prefixes = packet.meta["results"].keys()
+        if "" not in prefixes or prefixes - {"", *([GLOBAL] if has_global else [])}:
+            raise PacketError(f"results are of {', '.join(map(repr, prefixes))}")
+        held = dict(zip(data.names, data.num_samples.tolist(), strict=True))
+        limits = {name: held.get(name, 0) for name in answer.clients}
+        return {
+            prefix: (
+                read_counts(result["counts"], limits, "counts"),
+                read_values(result["values"], count),
+            )
+            for prefix, result in packet.meta["results"].items()
+        }
+
+    def finish(self) -> None:
+        """Send the nodes what their clients' personal models are made of."""
+        info = self.info(torch.arange(self.num_clients), max(self.rounds - 1, 0))
+        for answer in self.ask("finish", info, self.download(info), 0):
+            if answer.packet is None or answer.packet.kind != "finished":
+                reason = answer.reason or f"answer is {getattr(answer.packet, 'kind', None)!r}"
+                self.nodes.say(f"{', '.join(answer.clients)} missed the end: {reason}.")
+
+    def _personal_model(self, client: int | str) -> Model:
+        raise RuntimeError(
+            f"Expected a client whose state is here, but that of {client!r} is on its node. Run "
+            "`lightning-pfl deploy export` there."
+        )
+
+
+class RemoteCohort(Cohort):
+    """The clients of a round, on their nodes."""
+
+    federation: ServerFederation
+
+    def __init__(
+        self,
+        federation: ServerFederation,
+        info: ClientInfo,
+        received: Tree,
+        phases: tuple[Phase, ...],
+    ) -> None:
+        super().__init__(federation, info, received, phases)
+        self.failed: dict[int, str] = {}
+
+    def form(self) -> Form:
+        """Say what an upload is made of: that of a client that takes no step, without data."""
+        method, info = self.federation.method, self.info.rows(slice(0, 1))
+        model = tmap(
+            lambda leaf: leaf.to(self.device),
+            self.federation.architectures[0].parameter_split.model(),
+        )
+        state = tmap(lambda leaf: leaf[None].clone(), method.init_client_state(model))
+        state = method.init_client_state_rows(state, model, info)
+        kept = {name: leaf for name, leaf in state.items() if name not in method.edge_state}
+        received = tmap(torch.clone, rows(self.received, slice(0, 1)))
+        if method.measures_travel:
+            info = replace(info, travel=torch.ones(1, dtype=torch.float64))
+        begun = method.client_init(received, kept, info)
+        return form_of(method.client_final(received, kept, begun, info)[0], "upload")
+
+    def train(
+        self,
+        data: FederatedDataset,
+        on_clients: OnClients,
+        validation: FederatedDataset | None = None,
+    ) -> LocalResult:
+        """Let the nodes train; a client without a good answer is named in ``failed``."""
+        count = len(self.info)
+        form = self.form() if count else {}
+        uploads = unflatten(
+            (
+                (path, torch.zeros(count, *shape, dtype=getattr(torch, dtype)) if dtype else None)
+                for path, (shape, dtype) in form.items()
+            ),
+            "upload",
+        )
+        loss = torch.full((count,), torch.nan, dtype=torch.float64)
+        logged, batch = LoggedValues(count), self.batches[0]
+        version = batch.client_state["version"].clone()
+        for answer in self.federation.ask("train", self.info, self.received, form_nbytes(form)):
+            at, ids = answer.at, self.info.index[answer.at].tolist()
+            try:
+                upload, losses, values, sane = self._read(answer, self.info.rows(at), form)
+            except UNREADABLE as error:
+                self.failed |= dict.fromkeys(ids, str(error))
+                continue
+            _write_rows(uploads, at, upload)
+            loss[at] = torch.tensor(losses, dtype=torch.float64)
+            logged.add(at, values)
+            version[at] = self.info.round
+            self.failed |= {
+                k: "client state is not finite"
+                for k, fine in zip(ids, sane, strict=True)
+                if not fine
+            }
+            on_clients(at.tolist())
+        gone = [k in self.failed for k in self.info.index.tolist()]
+        loss[torch.tensor(gone, dtype=torch.bool)] = torch.inf  # for the gate
+        batch.client_state = {"version": version}
+        uploads = tmap(lambda leaf: leaf.to(self.device), uploads)
+        found = logged.evaluation()
+        batch.work = LocalResult(
+            uploads, batch.client_state, found.values, found.options, loss.to(self.device)
+        )
+        return batch.work
+
+    def _read(
+        self, answer: Answer, info: ClientInfo, form: Form
+    ) -> tuple[Tree, list[float], Values, list[bool]]:
+        packet, count = _require(answer, "trained"), len(info)
+        packet.require({"federation": str, "round": int, "clients": list, "steps": list})
+        packet.require({"loss": list, "sane": list, "logs": dict})
+        _compare(
+            packet,
+            federation=self.federation.id,
+            round=info.round,
+            clients=answer.clients,
+            steps=info.steps.tolist(),
+        )
+        sane = packet.meta["sane"]
+        if len(sane) != count or not all(type(fine) is bool for fine in sane):
+            raise PacketError("'sane' isn't true or false for each client")
+        losses = read_numbers(packet.meta["loss"], count, "loss", float("inf"))
+        return (
+            read_form(packet, "upload", form, count),
+            losses,
+            read_values(packet.meta["logs"], count),
+            sane,
+        )
+
+    def accept_uploads(self, work: LocalResult, max_norm: MaxNorm) -> Verdict:
+        """Decide whose work counts: of those who answered well, whom the gate accepts."""
+        verdict = super().accept_uploads(work, max_norm)
+        verdict.rejected |= self.failed
+        return verdict
+
+
+def _write_rows(tree: Tree, at: Tensor, new: Tree) -> None:
+    """Write some clients' rows of a ``(clients, ...)`` tree, in place."""
+    tmap(lambda all, some: all.index_copy_(0, at, some), tree, new)
+
+
+def _require(answer: Answer, kind: str) -> Packet:
+    if answer.packet is None:
+        raise PacketError(answer.reason)
+    if answer.packet.kind != kind:
+        raise PacketError(f"answer is {answer.packet.kind!r}, not {kind!r}")
+    return answer.packet
+
+
+def _compare(packet: Packet, **expected: Any) -> None:
+    for name, value in expected.items():
+        if packet.meta[name] != value:
+            raise PacketError(f"answer has {name} {str(packet.meta[name])[:100]}, not {value}")
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, (bool, int, float))
