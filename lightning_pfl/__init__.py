@@ -12,12 +12,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_pfl.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_pfl.compare.clients import read_clients
     from lightning_pfl.contract.callback import FederatedCallback
     from lightning_pfl.data import FederatedDataModule
     from lightning_pfl.federation.load import load_clients
     from lightning_pfl.models.base import PersonalizedModule
     from lightning_pfl.models.client_modules import ClientModules
+    from lightning_pfl.results.clients import read_clients
+    from lightning_pfl.results.comparison import compare
     from lightning_pfl.trainer.fit_loop import FederatedLoop
     from lightning_pfl.trainer.strategy import FederatedStrategy
 
@@ -32,6 +33,7 @@ __all__ = [
     "FederatedCallback",
     "load_clients",
     "read_clients",
+    "compare",
     "__version__",
 ]
 
@@ -46,7 +48,8 @@ __getattr__, __dir__ = lazy_names(
         "FederatedLoop": "lightning_pfl.trainer.fit_loop",
         "FederatedCallback": "lightning_pfl.contract.callback",
         "load_clients": "lightning_pfl.federation.load",
-        "read_clients": "lightning_pfl.compare.clients",
+        "read_clients": "lightning_pfl.results.clients",
+        "compare": "lightning_pfl.results.comparison",
     },
 )
 

@@ -19,13 +19,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pfl import __version__
 from lightning_pfl.cli.catalogue import COMMANDS, run_catalogue
+from lightning_pfl.cli.compare import run_compare
 from lightning_pfl.cli.parser import Parser, in_a_line
 from lightning_pfl.cli.results import print_results
 from lightning_pfl.methods.base import Method
 from lightning_pfl.trainer.client_table import log_folder
 
 OTHER_COMMANDS = (
-    "Also: `methods list`, `methods show NAME`, `recipes list|show NAME|copy NAME [TO]`."
+    "Also: `methods list`, `methods show NAME`, `recipes list|show NAME|copy NAME [TO]`, "
+    "`compare RUN...`."
 )
 
 
@@ -156,6 +158,9 @@ def main(args: ArgsType = None) -> None:
     words = sys.argv[1:] if args is None else args
     if isinstance(words, list) and words and words[0] in COMMANDS:
         run_catalogue(words)
+        return
+    if isinstance(words, list) and words[:1] == ["compare"]:
+        run_compare(words[1:])
         return
     PFLCLI(args)
 

@@ -1,0 +1,267 @@
+"""Comparisons of logs whose means, deviations and differences are known."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import statistics
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lightning_pfl
+from lightning_pfl.cli.command_line import main
+from lightning_pfl.results import Comparison, compare
+from lightning_pfl.results.paired import pair
+from lightning_pfl.results.runs import WINDOW
+from lightning_pfl.results.scalars import read_scalars
+from tests.results.logs import write_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """FedRep above LocalOnly above FedAvg, with two seeds each."""
+    for seed in (0, 1):
+        for method, level in (("FedAvg", 0.25), ("LocalOnly", 0.5), ("FedRep", 0.625)):
+            rounds = [[level + 0.125 * seed, level, level + 0.25] for _ in range(12)]
+            rounds[0] = [0.0, 0.0, 0.0]  # not among the last ten
+            write_run(tmp_path / "logs" / method / f"seed{seed}", method, rounds, seed=seed)
+    return tmp_path / "logs"
+
+
+def test_groups_are_means_over_seeds_best_first(logs: Path) -> None:
+    table = compare(logs).table
+    assert table["method"].tolist() == ["FedRep", "LocalOnly", "FedAvg"]
+    means = [[(3 * level + 0.25 + 0.125 * seed) / 3 for seed in (0, 1)] for level in (0.625, 0.25)]
+    for row, values in zip((0, 2), means, strict=True):
+        assert table["val_acc"][row] == pytest.approx(statistics.mean(values))
+        assert table["val_acc sd"][row] == pytest.approx(statistics.stdev(values))
+    assert table["worst decile"].tolist() == [0.625, 0.5, 0.25]
+    assert table["MB"].tolist() == [12 * 3.0] * 3  # a megabyte down and two up in each round
+    assert table["runs"].tolist() == [2, 2, 2]
+    assert len(range(12)) > WINDOW
+
+
+def test_differences_are_paired_by_client(logs: Path) -> None:
+    rows = compare(logs).differences.set_index(["method", "against"])
+    assert rows.loc[("FedRep", "LocalOnly")].to_dict() == {
+        "data": "",
+        "difference": pytest.approx(0.125),
+        "low": pytest.approx(0.125),
+        "high": pytest.approx(0.125),
+        "better": 3,
+        "worse": 0,
+        "verdict": "above",
+    }
+    assert rows.loc[("FedAvg", "LocalOnly"), "verdict"] == "below"
+    assert compare(logs, baselines=["FedRep"]).differences["against"].unique() == ["FedRep"]
+
+
+def test_the_interval_is_the_bootstraps() -> None:
+    generator = np.random.default_rng(1)
+    gains = generator.normal(0.1, 0.3, size=40)
+    method = {f"c{i}": float(gain) for i, gain in enumerate(gains)}
+    found = pair(method, dict.fromkeys(method, 0.0), larger_is_better=True)
+    assert found is not None
+    means = generator.choice(gains, size=(20000, 40)).mean(1)
+    assert (found.low, found.high) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.01)
+    assert (found.better, found.worse) == ((gains > 0).sum(), (gains < 0).sum())
+    loss = pair(method, dict.fromkeys(method, 0.0), larger_is_better=False)
+    assert loss is not None
+    assert loss.mean == -found.mean
+    assert pair(method, {}, larger_is_better=True) is None
+
+
+def test_a_difference_within_chance_is_not_called_above() -> None:
+    method = {"a": 1.0, "b": -1.0, "c": 0.5, "d": -0.5}
+    found = pair(method, dict.fromkeys(method, 0.0), larger_is_better=True)
+    assert found is not None
+    assert found.verdict == "no difference seen"
+
+
+def test_stopped_runs_are_named_and_join_after_as_many_rounds(logs: Path) -> None:
+    stopped = [[0.75] * 3] * 4
+    write_run(logs / "FedRep" / "seed2", "FedRep", stopped, seed=2, planned=12, ended=False)
+    comparison = compare(logs)
+    assert comparison.table["runs"].tolist() == [2, 2, 2]
+    assert f"Left out, stopped after 4 of 12 rounds: {logs / 'FedRep' / 'seed2'}." in " ".join(
+        comparison.notes
+    )
+    early = compare(logs, rounds=4)
+    assert early.table["runs"].tolist() == [3, 2, 2]
+    values = [(0.0 + 3 * (3 * 0.625 + 0.25 + 0.125 * s) / 3) / 4 for s in (0, 1)] + [0.75]
+    assert early.table["val_acc"][0] == pytest.approx(statistics.mean(values))
+    assert early.table["rounds"].tolist() == ["4", "4", "4"]
+
+
+def test_settings_that_differ_make_groups_and_seeds_do_not(tmp_path: Path) -> None:
+    for weight in (0.1, 1.0):
+        for seed in (0, 1):
+            folder = tmp_path / f"{weight}-{seed}"
+            write_run(folder, "FedProx", [[weight / 2] * 3] * 2, seed=seed, prox_weight=weight)
+    comparison = compare(tmp_path)
+    assert comparison.table["method"].tolist() == [
+        "FedProx (prox_weight 1)",
+        "FedProx (prox_weight 0.1)",
+    ]
+    assert comparison.settings.index.tolist() == ["method.prox_weight"]
+    assert comparison.settings.values.tolist() == [["1", "0.1"]]
+    assert any("on one split of the data" in note for note in comparison.notes)
+
+
+def test_clients_of_other_partitions_are_other_clients(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        for method, level in (("LocalOnly", 0.25), ("FedAvg", 0.5)):
+            values = [[level + seed / 4] * 3] * 2
+            write_run(tmp_path / f"{method}{seed}", method, values, seed, data_seed=seed)
+    comparison = compare(tmp_path)
+    assert comparison.differences["better"].tolist() == [6, 0]
+    assert not any("one split" in note for note in comparison.notes)
+
+
+def test_rounds_and_seeds_that_differ_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "FedAvg", [[0.5] * 3] * 3)
+    write_run(tmp_path / "b", "LocalOnly", [[0.5] * 3] * 5, seed=1)
+    notes = " ".join(compare(tmp_path).notes)
+    assert "number of rounds (3, 5). Pass --rounds 3" in notes
+    assert "Methods differ in the seeds" in notes
+
+
+def test_a_broken_model_stays_in_the_table(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "FedAvg", [[0.5] * 3, [0.5, 0.5, float("nan")]])
+    write_run(tmp_path / "b", "LocalOnly", [[0.5] * 3] * 2)
+    comparison = compare(tmp_path)
+    assert comparison.table["method"].tolist() == ["LocalOnly", "FedAvg"]
+    assert np.isnan(comparison.table["val_acc"][1])
+    assert any("ended in nan" in note for note in comparison.notes)
+
+
+def test_values_come_from_the_table_where_the_logger_keeps_them_elsewhere(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", "FedAvg", [[0.25, 0.5, 0.75]] * 2)
+    (run / "metrics.csv").unlink()
+    table = compare(run).table
+    assert table["val_acc"].tolist() == [0.5]
+    assert table["worst decile"].tolist() == [0.25]
+
+
+def test_test_data_choose_nothing(logs: Path) -> None:
+    with pytest.raises(ValueError, match=r"Expected `metric` to be a validation value.*test_acc"):
+        compare(logs, metric="test_acc")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"metric": "val_f1"}, r"Expected `metric` to be one of \['val_acc'\], but got.*val_f1"),
+        ({"rounds": 0}, r"Expected `rounds` to be at least 1, but got rounds=0"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    logs: Path, arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare(logs, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Expected the folder of a run .* which has none"):
+        compare(tmp_path)
+    with pytest.raises(ValueError, match="Expected at least one run"):
+        compare()
+
+
+def test_event_files_are_read_up_to_a_cut_record(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        for round in range(3):
+            writer.add_scalar("val_acc", round / 4, round, walltime=100.0 + round)
+            writer.add_scalar("round/clients", 2, round, walltime=102.0 + round)
+        writer.add_histogram("clients/val_acc", np.arange(4), 2)
+    (file,) = tmp_path.glob("events*")
+    content = file.read_bytes()
+    file.write_bytes(content[:-5])
+    found = read_scalars(tmp_path)
+    assert found.values["val_acc"] == {0: 0.0, 1: 0.25, 2: 0.5}
+    assert found.seconds[2] - found.seconds[1] == pytest.approx(1)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def written(logs: Path, folder: Path) -> Path:
+    names = ("csv", "markdown", "latex", "clients", "html")
+    main(["compare", str(logs), *(w for n in names for w in (f"--{n}", str(folder / f"out.{n}")))])
+    return folder
+
+
+def test_the_command_writes_its_files(
+    logs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(logs, tmp_path)
+    out = capsys.readouterr().out
+    assert "FedRep" in out
+    assert "above" in out
+    assert "one split of" in out
+    table = (folder / "out.markdown").read_text().splitlines()
+    assert table[0].startswith("| method | val_acc | worst decile |")
+    assert table[2].startswith("| FedRep | 0.729 ± 0.029 | 0.625 |")
+    assert r"0.729 $\pm$ 0.029" in (folder / "out.latex").read_text()
+    assert (folder / "out.csv").read_text().startswith("data,method,val_acc,val_acc sd,")
+    assert len((folder / "out.clients").read_text().splitlines()) == 1 + 3 * 3
+    page = (folder / "out.html").read_text()
+    assert page.count("<svg role") >= 8
+    for label in (">round<", ">val_acc<", ">MB sent so far<", ">gain over LocalOnly<"):
+        assert label in page
+    # Nothing is loaded from anywhere: addresses are names of XML.
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]*"', page)
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_a_wrong_path_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "nowhere"])
+    assert "but got 'nowhere', which isn't there." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [1400, 500])
+def test_a_browser_shows_the_page(logs: Path, tmp_path: Path, width: int) -> None:
+    page = written(logs, tmp_path) / "out.html"
+    common = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu"]
+    picture = tmp_path / "page.png"
+    size = [f"--window-size={width},2500", f"--screenshot={picture}"]
+    subprocess.run([*common, *size, page.as_uri()], check=True, timeout=120, capture_output=True)
+    from matplotlib.image import imread
+
+    pixels = imread(picture)[..., :3]
+    colours = np.unique((pixels * 255).astype(int).reshape(-1, 3), axis=0)
+    # The lines' colours, so the pictures are drawn and not empty.
+    for colour in ((0, 114, 178), (213, 94, 0), (0, 158, 115)):
+        assert (np.abs(colours - colour).max(1) <= 2).any()
+    script = subprocess.run(
+        [*common, "--dump-dom", page.as_uri()], check=True, timeout=120, capture_output=True
+    )
+    assert "Who gains and who loses against FedAvg" in script.stdout.decode()
+
+
+def test_it_is_part_of_the_package() -> None:
+    assert lightning_pfl.compare is compare
+    assert Comparison.__module__.startswith("lightning_pfl.results")
+
+
+def test_the_code_of_the_documentation_runs(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(logs, logs / "logs" / "demo")
+    monkeypatch.chdir(logs)
+    page = (Path(__file__).parents[2] / "docs" / "comparing.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Comparison] = {}
+    exec(code, names)
+    assert names["comparison"].runs["counts"].tolist() == [True] * 6
+    assert Path("compare.html").is_file()
