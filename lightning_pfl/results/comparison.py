@@ -95,7 +95,7 @@ def _metric(runs: Sequence[Run], metric: str | None) -> str:
             f"Expected `metric` to be a validation value, but got metric={metric!r}: nothing is "
             "compared or sorted by test data. Name the validation's, such as 'val_acc'."
         )
-    if metric not in counts:
+    if metric is None or metric not in counts:
         raise ValueError(
             f"Expected `metric` to be one of {sorted(counts)}, but got metric={metric!r}. "
             "Runs need a validation of all clients with values from `validation_step`."
@@ -190,9 +190,9 @@ class Comparison:
         for data in dict.fromkeys(group.data_label for group in self.groups):
             members = [i for i, group in enumerate(self.groups) if group.data_label == data]
             for name in self.baselines:
-                base = next((i for i in members if self.groups[i].method == name), None)
-                for index in members if base is not None else ():
-                    if index == base:
+                base = next((i for i in members if self.groups[i].method == name), -1)
+                for index in members:
+                    if base in (-1, index):
                         continue
                     values = self.client_values
                     paired = pair(values[index], values[base], self.larger_is_better)

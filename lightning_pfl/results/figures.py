@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,11 +86,13 @@ def draw_curves(lines: Sequence[Line], what: str, ylabel: str) -> Figure:
         what: ``"metric"`` or ``"worst"``.
         ylabel: Name of the value.
     """
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = _new("round", ylabel)
     for line in lines:
         rounds, mean, deviation = average(getattr(line, what))
         _plot(axes, line, np.array(rounds) + 1.0, mean, deviation)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     return figure
 
 
@@ -158,8 +160,10 @@ def draw_fairness(lines: Sequence[Line], metric: str) -> Figure:
     for line in lines:
         both = [average(curves)[1][-10:] for curves in (line.metric, line.worst)]
         if all(len(values) for values in both):
+            mean, worst = (float(values.mean()) for values in both)
             axes.scatter(
-                *(values.mean() for values in both),
+                [mean],
+                [worst],
                 s=60,
                 color=line.colour,
                 marker="osD^"[line.index // len(COLOURS) % 4],
@@ -206,9 +210,9 @@ def _new(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 def _plot(
     axes: Axes,
     line: Line,
-    x: NDArray[np.float64],
-    y: NDArray[np.float64],
-    deviation: NDArray[np.float64] | None,
+    x: NDArray[Any],
+    y: NDArray[Any],
+    deviation: NDArray[Any] | None,
 ) -> None:
     """Draw a line, or a dot for a single value, with its band."""
     if len(x) == 1:
