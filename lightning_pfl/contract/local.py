@@ -113,7 +113,8 @@ class LocalStep(Protocol):
             sample_data: What the objective needs of each sample, ``(clients, samples, ...)``.
 
         Returns:
-            ``(clients, ...)``.
+            ``(clients, ...)`` by the phase's trainable parameters. A parameter that the loss
+            doesn't reach has no entry.
         """
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:

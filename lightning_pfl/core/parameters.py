@@ -43,6 +43,12 @@ class ParameterSplit:
         personal: Parameters that never leave the client. A buffer follows the module that owns it.
 
     Attributes:
+        names: Names of the model's entries, ``trainable`` and then ``buffers``.
+        trainable: Names of the parameters that train.
+        buffers: Names of the persistent buffers, such as BatchNorm's statistics.
+        static: Names of what never changes.
+        personal: Names that never leave the client.
+        shared: All other names of the model.
         aliases: Further names of tied parameters and buffers, each with its name in the model.
 
     Raises:

@@ -70,10 +70,11 @@ class StatesOnDisk(ClientStateStore):
         kept = {name: leaf for name, leaf in found.items() if name not in without}
         return tmap(lambda leaf: leaf.to(device or self.device), kept)
 
-    def scatter(self, clients: Tensor, memories: Tree) -> None:
+    def scatter(self, clients: Tensor, client_state: Tree) -> None:
         """Write the states of some clients as version :attr:`next`."""
+        self.require_entries(client_state)
         for row, client in enumerate(clients.tolist()):
-            one = rows(memories, slice(row, row + 1))
+            one = rows(client_state, slice(row, row + 1))
             # Copies: a view would bring the other clients' states into the file.
             state = tmap(lambda leaf: leaf.detach().cpu().clone(), one)
             self._io.save_checkpoint({"state": state}, self._path(client, self.next))

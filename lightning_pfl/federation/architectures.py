@@ -122,9 +122,9 @@ class Architecture:
         without = () if edges else self.method.edge_state
         return self.client_states.gather(self.positions(clients), device, without)
 
-    def scatter(self, clients: Tensor, memories: Tree) -> None:
+    def scatter(self, clients: Tensor, client_state: Tree) -> None:
         """Store the states of some of its clients."""
-        self.client_states.scatter(self.positions(clients), memories)
+        self.client_states.scatter(self.positions(clients), client_state)
 
     def positions(self, clients: Tensor) -> Tensor:
         """Find the rows of some of its clients in the store."""

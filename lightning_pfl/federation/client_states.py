@@ -7,7 +7,17 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.tree import Tree, leaves, repeat, rows, stack, tmap, whole_nbytes
+from lightning_pfl.core.tree import (
+    Tree,
+    items,
+    leaves,
+    repeat,
+    rows,
+    shapes,
+    stack,
+    tmap,
+    whole_nbytes,
+)
 from lightning_pfl.federation.ranks import Ranks
 
 
@@ -74,17 +84,33 @@ class ClientStateStore:
         known = {name: leaf for name, leaf in self.tree.items() if name not in without}
         return tmap(lambda leaf: leaf.to(device or self.device), rows(known, index))
 
-    def scatter(self, clients: Tensor, memories: Tree) -> None:
-        """Store some clients' states.
+    def scatter(self, clients: Tensor, client_state: Tree) -> None:
+        """Store some clients' states, ``(clients, ...)``.
 
         Raises:
             RuntimeError: If one of them is in another process.
+            ValueError: If a tensor isn't one of the initial state, or has another shape.
         """
+        self.require_entries(client_state)
         index = self._rows(clients)
-        for stored, new in zip(
-            leaves(self.tree), leaves(tmap(lambda _, new: new, self.tree, memories)), strict=True
-        ):
-            stored[index] = new.to(self.device)
+        new = dict(items(client_state))
+        for path, stored in items(self.tree):
+            stored[index] = new[path].to(self.device)
+
+    def require_entries(self, client_state: Tree) -> None:
+        """Raise ValueError unless states ``(clients, ...)`` have the entries of the store."""
+        stored, new = shapes(self.tree), shapes(client_state)
+        for path in {**stored, **new}:
+            wanted, given = (
+                f"the shape {entries[path][1:]}" if path in entries else "no tensor"
+                for entries in (stored, new)
+            )
+            if wanted != given:
+                raise ValueError(
+                    f"Expected a client's state to keep the entries of `init_client_state`, with "
+                    f"{wanted} as {path!r}, but after the round it has {given}. Make every entry "
+                    "in `init_client_state`, and return all of them from `client_final`."
+                )
 
     def remembers(self) -> bool:
         """Whether client states have any entries."""

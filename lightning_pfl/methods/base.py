@@ -187,7 +187,10 @@ class Method(FederatedCallback):
 
     @property
     def parameter_split(self) -> ParameterSplit:
-        """The split of parameters into shared, personal and static ones."""
+        """The split of the model's names: shared, personal, trainable, buffers, static.
+
+        :class:`~lightning_pfl.core.parameters.ParameterSplit` says what each holds.
+        """
         return self.known.parameter_split
 
     @property
@@ -314,8 +317,8 @@ class Method(FederatedCallback):
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Take one local step on a minibatch; default: the user's optimizer on the loss.
 
-        It returns the state's entries, no more and no fewer: a client may take no step, so what
-        :meth:`client_final` reads has to be there from :meth:`client_init` on.
+        It returns the entries of ``state``, no more and no fewer: a client may take no step, so
+        what :meth:`client_final` reads has to be there from :meth:`client_init` on.
         """
         return {
             **state,
@@ -325,7 +328,13 @@ class Method(FederatedCallback):
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        """Return the upload and the new client state; default: shared and personal part."""
+        """Return the upload and the new client state; default: shared and personal part.
+
+        An entry of the upload with the path of a received one counts as its new value: the gate
+        measures the difference of the two. Something else, such as a gradient, needs another name.
+        The new client state has the entries of :meth:`init_client_state`, no more and no fewer; a
+        method that remembers nothing returns ``client_state``.
+        """
         upload = {"model": select(state["model"], self.parameter_split.shared)}
         return upload, {"model": select(state["model"], self.parameter_split.personal)}
 

@@ -92,3 +92,21 @@ def test_a_method_without_memory_has_an_empty_bank() -> None:
     assert client_states.gather(torch.tensor([0, 2])) == {"model": {}}
     client_states.scatter(torch.tensor([0, 2]), {"model": {}})
     assert client_states.nbytes() == 0
+
+
+def test_states_that_could_not_be_stored_are_refused() -> None:
+    client_states = make_bank()
+    ids = torch.tensor([0, 2])
+    right = client_states.gather(ids)
+    with pytest.raises(ValueError, match=r"no tensor as 'last', but .* the shape \(2,\)"):
+        client_states.scatter(ids, {**right, "last": torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match=r"shape \(\) as 'mixing', but .* no tensor"):
+        client_states.scatter(ids, {"model": right["model"]})
+    with pytest.raises(ValueError, match=r"shape \(\) as 'mixing', but .* \(1,\)"):
+        client_states.scatter(ids, {**right, "mixing": torch.zeros(2, 1)})
+
+
+def test_names_without_a_tensor_may_be_missing() -> None:
+    client_states = ClientStateStore({"model": {}, "mixing": torch.tensor(0.5)}, 3)
+    client_states.scatter(torch.tensor([1]), {"mixing": torch.tensor([0.25])})
+    assert client_states.tree["mixing"].tolist() == [0.5, 0.25, 0.5]
