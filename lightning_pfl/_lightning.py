@@ -293,10 +293,17 @@ def publish_round(trainer: L.Trainer) -> None:
     _ = trainer.callback_metrics
 
 
-def send_round(loop: FitLoop) -> None:
-    """Send a round's values to the loggers, and advance their step by one per round."""
+def send_round(loop: FitLoop, further: Mapping[str, float]) -> None:
+    """Send a round's values to the loggers, and advance their step by one per round.
+
+    Args:
+        loop: The fit loop.
+        further: Values for the loggers that ``trainer.callback_metrics`` doesn't get.
+    """
     connector = loop.trainer._logger_connector
     connector.on_epoch_end()
+    if further:
+        connector.log_metrics(dict(further))
     connector.update_train_epoch_metrics()
     loop.epoch_loop._batches_that_stepped += 1
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_pfl._lightning import log_at_end, remember_metrics
 from lightning_pfl.callbacks.settings import budget_phase, check_lr
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
-from lightning_pfl.contract.records import Evaluation, LogOptions
+from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, expand, select, whole_nbytes
@@ -26,7 +26,6 @@ from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.evaluate import evaluate_clients, join, personal_models, summaries
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.metrics.history import headlines
-from lightning_pfl.trainer.client_table import ClientTable, log_folder
 from lightning_pfl.trainer.evaluation_loop import evaluation_limit
 
 When = Literal["end", "evaluation"]
@@ -200,11 +199,9 @@ class HeadFineTuning(FederatedCallback):
         }
         shown = summaries(replace(found, values=logged), PREFIX)
         log_at_end(trainer, shown | {f"last10/{name}": mean[name] for name in headlines(shown)})
-        if loop.table is None and (folder := log_folder(trainer)) is not None:
-            loop.table = ClientTable(folder / "clients_val.csv")
-        if loop.table is not None:
-            columns = {f"{PREFIX}{key}": v.tolist() for key, v in found.values.items()}
-            loop.table.extend(round, names, found.counts.tolist(), columns)
+        before = federation.client_results.get("val")
+        kept = before.evaluations if before is not None and before.round == round else {}
+        loop.record(ClientResults("val", round, names, {**kept, PREFIX: found}), further=PREFIX)
 
     # --- fine-tuning ------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pfl import __version__
@@ -22,8 +23,8 @@ from lightning_pfl.cli.catalogue import COMMANDS, run_catalogue
 from lightning_pfl.cli.compare import run_compare
 from lightning_pfl.cli.parser import Parser, in_a_line
 from lightning_pfl.cli.results import print_results
+from lightning_pfl.federation.log_folder import log_folder
 from lightning_pfl.methods.base import Method
-from lightning_pfl.trainer.client_table import log_folder
 
 OTHER_COMMANDS = (
     "Also: `methods list`, `methods show NAME`, `recipes list|show NAME|copy NAME [TO]`, "
@@ -126,8 +127,15 @@ class PFLCLI(LightningCLI):
             )
 
     def after_fit(self) -> None:
-        """Print the last evaluation, the mean of the last ten rounds and the best round."""
+        """Print the last evaluation, the mean of the last ten rounds, the best round, and more."""
         print_results(self.trainer.callback_metrics)
+        folder = log_folder(self.trainer)
+        if folder is None:
+            return
+        if isinstance(self.trainer.logger, TensorBoardLogger):
+            print(f"Curves and pictures: tensorboard --logdir {self.trainer.logger.root_dir}")
+        if (folder / "clients_val.csv").is_file():
+            print(f"Client by client:    lightning-pfl compare {folder} --html compare.html")
 
     def after_validate(self) -> None:
         """Print the statistics over clients as one table, below Lightning's list."""

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_pfl.contract.records import Evaluation, Round
+from lightning_pfl.contract.records import ClientResults, Evaluation, Round
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.data.datasets import FederatedDataset
@@ -124,6 +124,15 @@ class FederatedCallback(Callback):
             Results by the prefix of their keys, such as ``"ft/"``.
         """
         return {}
+
+    def on_clients_evaluated(
+        self, trainer: L.Trainer, module: L.LightningModule, results: ClientResults
+    ) -> None:
+        """Called after every evaluation but the sanity check, in every process.
+
+        Values that are added after the last round, such as those of fine-tuned models, are in
+        another call with all results of the round.
+        """
 
 
 class RoundValues(FederatedCallback):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,6 +187,37 @@ class Evaluation:
     counts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     options: dict[str, LogOptions] = field(default_factory=dict)
     predictions: list[list[Any]] = field(default_factory=list)
+
+
+@dataclass
+class ClientResults:
+    """The last evaluation of a split, client by client.
+
+    Attributes:
+        split: ``"val"`` or ``"test"``.
+        round: The round after which it was, from 0; -1 before the first.
+        names: Names of the evaluated clients.
+        evaluations: The results by prefix: ``""`` (personal models), ``"global/"``, and those of
+            callbacks, such as ``"ft/"``.
+    """
+
+    split: str
+    round: int
+    names: Sequence[str]
+    evaluations: dict[str, Evaluation]
+
+    def columns(self, only: str | None = None) -> dict[str, list[float]]:
+        """Return each value's list over clients, by its name with prefix.
+
+        Args:
+            only: The one prefix whose values are returned; None: all.
+        """
+        return {
+            f"{prefix}{key}": values.tolist()
+            for prefix, found in self.evaluations.items()
+            if only in (None, prefix)
+            for key, values in found.values.items()
+        }
 
 
 OnClients = Callable[[list[int]], None]

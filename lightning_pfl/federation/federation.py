@@ -94,6 +94,30 @@ class Federation(FederationState):
 
     # --- what users ask for -----------------------------------------------------------------------
 
+    def client_metrics(self, split: str | None = None) -> dict[str, dict[str, float]]:
+        """Return what the last evaluation found for every client.
+
+        Args:
+            split: ``"val"`` or ``"test"``; None: the split that was evaluated last.
+
+        Returns:
+            Value and client's name to number: ``client_metrics()["val_acc"]["hospital_3"]``, also
+            ``"num_samples"``. ``pandas.DataFrame(client_metrics())`` has a row for each client.
+
+        Raises:
+            ValueError: If the split wasn't evaluated.
+        """
+        found = self.client_results.get(split or next(reversed(self.client_results), ""))
+        if found is None:
+            raise ValueError(
+                f"Expected an evaluated split, but got split={split!r} and evaluations of "
+                f"{list(self.client_results) or 'none'}. Run `trainer.fit` with validation data, "
+                "`trainer.validate` or `trainer.test` before."
+            )
+        counts = next(iter(found.evaluations.values())).counts.tolist()
+        columns = {"num_samples": counts, **found.columns()}
+        return {name: dict(zip(found.names, c, strict=True)) for name, c in columns.items()}
+
     def client_state_dict(self, client: int | str) -> dict[str, Any]:
         """Return a client's personal model as a ``state_dict`` of the user's module.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.contract.known import Known
-from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.contract.records import ClientInfo, ClientResults
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, select, tmap, whole_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
@@ -59,6 +59,7 @@ class FederationState:
         num_samples: Training samples of each client, int64 ``(clients,)``; 0 if unknown.
         rounds: Finished communication rounds.
         history: Evaluations so far, for the summary at the end.
+        client_results: The last evaluation of each split, client by client.
         settings: The engines' settings.
         ranks: The processes that share the clients.
         seed: Seed of every random choice of the run.
@@ -80,6 +81,7 @@ class FederationState:
         self.participation = 1.0
         self.rounds = 0
         self.history = History()
+        self.client_results: dict[str, ClientResults] = {}
         self.client_names: tuple[str, ...] = ()
         self.num_samples = torch.zeros(0, dtype=torch.int64)
         self.module: L.LightningModule | None = None

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import require_federation
 from lightning_pfl.graphs import Graph
-from lightning_pfl.inspect.board import PictureCallback, boards, check_max_clients, new_figure, show
+from lightning_pfl.inspect.board import (
+    PictureCallback,
+    check_max_clients,
+    new_figure,
+    show,
+    takes_pictures,
+)
 from lightning_pfl.inspect.known_clusters import KnownClusters, resolve_known_clusters
 
 if TYPE_CHECKING:
@@ -44,7 +50,7 @@ class ClientGraph(PictureCallback):
 
     Raises:
         ValueError: If ``max_clients`` is below 2, or ``known_clusters`` doesn't fit the clients.
-        MisconfigurationException: At the start of a run without TensorBoardLogger, or with a method
+        MisconfigurationException: At the start of a run without a logger, or with a method
             without a graph.
 
     Example:
@@ -67,7 +73,7 @@ class ClientGraph(PictureCallback):
                 "HomologicalConstraints or ConvexClustering(graph=...), or remove ClientGraph."
             )
         known_clusters = resolve_known_clusters(self.known_clusters, federation.num_clients)
-        if not boards(trainer):
+        if not takes_pictures(trainer):
             return
         count = min(federation.num_clients, self.max_clients)
         names = federation.client_names[:count]

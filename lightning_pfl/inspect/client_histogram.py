@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
+from lightning_pfl.contract.records import ClientResults
 from lightning_pfl.federation.evaluate import direction
 from lightning_pfl.inspect.board import (
     boards,
     check_every,
     new_figure,
-    require_board,
+    require_place,
     show,
+    takes_pictures,
     whole_numbers,
 )
 from lightning_pfl.metrics.summary import summarize
@@ -26,6 +28,10 @@ from lightning_pfl.metrics.summary import summarize
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+NAMED = 40
+"""Largest number of clients that are all named."""
+WORST = 5
+"""Number of worst clients that are named where not all are."""
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
@@ -45,7 +51,7 @@ class ClientHistogram(FederatedCallback):
     Raises:
         ValueError: If ``every_n_rounds`` is below 1, ``metrics`` is empty, or a validation doesn't
             log one of them.
-        MisconfigurationException: At the start of a run without TensorBoardLogger.
+        MisconfigurationException: At the start of a run without a logger.
 
     Example:
         >>> ClientHistogram(metrics=["val_acc", "ft/val_acc"]).metrics
@@ -68,35 +74,30 @@ class ClientHistogram(FederatedCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Require a TensorBoard logger, and clear the rounds of another fit."""
         super().setup(trainer, pl_module, stage)
-        require_board(trainer, self)
+        require_place(trainer, self)
         if stage == "fit":
             self.rounds, self._drawn = {}, -1
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the clients of a validation."""
-        if trainer.sanity_checking or not boards(trainer):
-            return
+    def on_clients_evaluated(
+        self, trainer: L.Trainer, module: L.LightningModule, results: ClientResults
+    ) -> None:
+        """Draw the clients of a validation or of a test."""
         fitting = trainer.state.fn == "fit"
-        loop: Any = trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop
-        self._draw(trainer, loop.results, bars=not fitting or self._is_due(trainer.current_epoch))
-
-    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the clients of a test."""
-        if boards(trainer):
-            loop: Any = trainer.test_loop
-            self._draw(trainer, loop.results, bars=True)
+        # What is added after the last round is drawn at the end.
+        if takes_pictures(trainer) and (trainer.validating or not fitting):
+            self._draw(trainer, results, not fitting or self._is_due(trainer.current_epoch))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the last evaluation unless it was drawn, and the quantiles over the rounds."""
-        loop: Any = trainer.fit_loop.epoch_loop.val_loop
-        if not loop.results or not boards(trainer):
+        results = require_federation(trainer, self).client_results.get("val")
+        if results is None or not takes_pictures(trainer):
             return
-        for name in self._evaluated(loop.results):
+        for name in self._evaluated(results):
             history = self.rounds.get(name, {})
             last = max(history, default=0)
             if self._drawn < last:
-                values, counts, better = _values(loop.results, name)
-                figure = draw_sorted(values, counts, name, last, better)
+                values, counts, better = _values(results, name)
+                figure = draw_sorted(values, counts, name, last, better, results.names)
                 show(trainer, f"clients/{name}/sorted", figure, last)
             if len(history) > 1:
                 show(trainer, f"clients/{name}/rounds", draw_quantiles(history, name), last)
@@ -114,9 +115,9 @@ class ClientHistogram(FederatedCallback):
     def _is_due(self, round: int) -> bool:
         return (round + 1) % self.every_n_rounds == 0
 
-    def _draw(self, trainer: L.Trainer, results: Mapping[str, Any], bars: bool) -> None:
-        round = max(require_federation(trainer, self).rounds - 1, 0)
-        for name in self._evaluated(results, trainer.testing):
+    def _draw(self, trainer: L.Trainer, results: ClientResults, bars: bool) -> None:
+        round = max(results.round, 0)
+        for name in self._evaluated(results):
             values, counts, better = _values(results, name)
             seen = values[counts > 0]
             finite = seen[seen.isfinite()]
@@ -127,12 +128,12 @@ class ClientHistogram(FederatedCallback):
                 self.rounds.setdefault(name, {})[round] = quantiles.tolist()
             if bars:
                 self._drawn = round
-                figure = draw_sorted(values, counts, name, round, better)
+                figure = draw_sorted(values, counts, name, round, better, results.names)
                 show(trainer, f"clients/{name}/sorted", figure, round)
 
-    def _evaluated(self, results: Mapping[str, Any], testing: bool = False) -> list[str]:
-        known = [f"{prefix}{key}" for prefix, found in results.items() for key in found.values]
-        if testing:
+    def _evaluated(self, results: ClientResults) -> list[str]:
+        known = [*results.columns()]
+        if results.split == "test":
             names = [re.sub(r"(^|/)val(?=[_/])", r"\1test", name) for name in self.metrics]
             return [name for name in names if name in known]
         if missing := [name for name in self.metrics if name not in known]:
@@ -143,18 +144,26 @@ class ClientHistogram(FederatedCallback):
         return list(self.metrics)
 
 
-def _values(results: Mapping[str, Any], name: str) -> tuple[Tensor, Tensor, bool]:
+def _values(results: ClientResults, name: str) -> tuple[Tensor, Tensor, bool]:
     """Find a metric's values (float64), sample counts, and whether larger is better."""
-    prefix = next(
-        p for p, found in results.items() if name in {f"{p}{key}" for key in found.values}
+    found, key = next(
+        (found, key)
+        for prefix, found in results.evaluations.items()
+        for key in found.values
+        if f"{prefix}{key}" == name
     )
-    found = results[prefix]
-    key = name.removeprefix(prefix)
     return found.values[key].cpu().double(), found.counts, direction(key, found)
 
 
-def draw_sorted(values: Tensor, counts: Tensor, name: str, round: int, better: bool) -> Figure:
-    """Draw one bar per client, best to worst.
+def draw_sorted(
+    values: Tensor,
+    counts: Tensor,
+    name: str,
+    round: int,
+    better: bool,
+    clients: Sequence[str] = (),
+) -> Figure:
+    """Draw one bar per client, best to worst, and name all clients, or the worst ones.
 
     Args:
         values: ``(clients,)``.
@@ -162,9 +171,13 @@ def draw_sorted(values: Tensor, counts: Tensor, name: str, round: int, better: b
         name: The value's name.
         round: The round, from 0.
         better: Whether a larger value is better.
+        clients: The clients' names.
     """
     summary = summarize(values, counts, better)
-    ordered = values[counts > 0].sort(descending=better).values.numpy()
+    with_samples = (counts > 0).cpu().nonzero().flatten()
+    order = with_samples[values[with_samples].argsort(descending=better, stable=True)]
+    ordered = values[order].numpy()
+    named = [clients[k] for k in order.tolist()] if clients else []
     figure, axes = new_figure()
     # Lines between bars, unless they are too narrow.
     edge = 0.5 if len(ordered) <= 100 else 0.0
@@ -174,9 +187,15 @@ def draw_sorted(values: Tensor, counts: Tensor, name: str, round: int, better: b
         level = summary[statistic]
         axes.axhline(level, color="#a01c1c", linestyle=style, label=f"{label} {level:.3f}")
     axes.set_xlim(0, len(ordered))
-    whole_numbers(axes.xaxis)
     axes.set_ylim(bottom=min(0.0, float(np.nan_to_num(ordered).min())))
-    axes.set(xlabel="clients, best to worst", ylabel=name, title=f"{name} after round {round}")
+    axes.set(ylabel=name, title=f"{name} after round {round}")
+    if len(named) <= NAMED:
+        axes.set_xticks(middles[: len(named)], named, rotation=90, fontsize=7)
+        axes.set_xlabel("client, best to worst")
+    else:
+        worst = ", ".join(reversed(named[-WORST:]))
+        axes.set_xticks([])
+        axes.set_xlabel(f"{len(ordered)} clients, best to worst; the worst are {worst}")
     axes.legend(loc="lower left" if better else "upper left", frameon=True)
     return figure
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.records import Round
 from lightning_pfl.inspect.board import (
-    boards,
     check_every,
     new_figure,
-    require_board,
+    require_place,
     show,
+    takes_pictures,
     whole_numbers,
 )
 from lightning_pfl.inspect.known_clusters import KnownClusters, resolve_known_clusters
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = 20
+"""Clusters that the best colours are enough for; more get colours of their own from a scale."""
+GOLDEN = (5**0.5 - 1) / 2
 """Number of clusters with distinct colours."""
 
 
@@ -71,8 +73,8 @@ class ClusterMonitor(RoundValues):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.rounds, self._values, self._last, self._drawn = {}, {}, -1, -1
-            if boards(trainer):
-                require_board(trainer, self)
+            if takes_pictures(trainer):
+                require_place(trainer, self)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Require a method with clusters, and known clusters that fit."""
@@ -118,7 +120,7 @@ class ClusterMonitor(RoundValues):
         self.rounds, self._last = dict(state_dict["rounds"]), state_dict["last"]
 
     def _draw(self, trainer: L.Trainer) -> None:
-        if self._last == self._drawn or not boards(trainer) or not self.rounds:
+        if self._last == self._drawn or not takes_pictures(trainer) or not self.rounds:
             return
         self._drawn = self._last
         known_clusters = resolve_known_clusters(
@@ -209,12 +211,15 @@ def _colors(matrix: np.ndarray) -> np.ndarray:
     """Map entries to colours, ``(..., 3)``; light grey for -1."""
     from matplotlib import colormaps
 
-    # The strong half of the colours first, so that consecutive numbers are easy to distinguish.
-    table = np.asarray([colormaps["tab20"](color)[:3] for color in range(COLORS)])
-    table = np.concatenate([table[::2], table[1::2]])
-    painted: np.ndarray = np.where(
-        matrix[..., None] < 0, np.full(3, 0.9), table[matrix.clip(0) % COLORS]
-    )
+    number = int(matrix.max(initial=0)) + 1
+    if number <= COLORS:
+        # The strong half of the colours first, so that consecutive numbers are easy to distinguish.
+        table = colormaps["tab20"](np.arange(COLORS))[:, :3]
+        table = np.concatenate([table[::2], table[1::2]])
+    else:
+        # A colour for each cluster; consecutive numbers lie far apart on the scale.
+        table = colormaps["turbo"](np.arange(number) * GOLDEN % 1)[:, :3]
+    painted: np.ndarray = np.where(matrix[..., None] < 0, np.full(3, 0.9), table[matrix.clip(0)])
     return painted
 
 

@@ -16,11 +16,12 @@ from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.inspect.board import (
     PictureCallback,
-    boards,
     check_every,
     check_max_clients,
+    first_of,
     new_figure,
     show,
+    takes_pictures,
     whole_numbers,
 )
 
@@ -47,7 +48,7 @@ class PairwiseDistance(PictureCallback):
 
     Raises:
         ValueError: If a number is out of its range.
-        MisconfigurationException: At the start of a run without TensorBoardLogger, or if
+        MisconfigurationException: At the start of a run without a logger, or if
             ``part="personal"`` and all clients have the same model.
 
     Example:
@@ -88,14 +89,16 @@ class PairwiseDistance(PictureCallback):
     def _draw(self, trainer: L.Trainer) -> None:
         federation = require_federation(trainer, self)
         round = federation.rounds - 1
-        if round == self._drawn or not boards(trainer):
+        if round == self._drawn or not takes_pictures(trainer):
             return
         self._drawn = round
         clients = torch.arange(min(federation.num_clients, self.max_clients))
         with torch.no_grad():
             models = personal_models(federation, clients)
         matrix = distances(select(models, self._names(federation)))
-        figure = draw_matrix(matrix, round, _clusters(federation, len(clients)))
+        figure = draw_matrix(
+            matrix, round, _clusters(federation, len(clients)), federation.num_clients
+        )
         show(trainer, "distance", figure, round)
 
     def _names(self, federation: Federation) -> frozenset[str]:
@@ -128,13 +131,16 @@ def _clusters(federation: Federation, count: int) -> Tensor | None:
     return None if found is None else found[:count].cpu()
 
 
-def draw_matrix(matrix: Tensor, round: int, clusters: Tensor | None = None) -> Figure:
+def draw_matrix(
+    matrix: Tensor, round: int, clusters: Tensor | None = None, of_clients: int | None = None
+) -> Figure:
     """Draw a matrix of distances.
 
     Args:
         matrix: ``(clients, clients)``.
         round: The round, for the title.
         clusters: Each client's cluster, ``(clients,)``, by which clients are sorted and framed.
+        of_clients: The number of all clients, of which the matrix has the first; None: these.
     """
     from matplotlib.patches import Rectangle
 
@@ -158,5 +164,6 @@ def draw_matrix(matrix: Tensor, round: int, clusters: Tensor | None = None) -> F
             first += size
     image = axes.imshow(matrix.numpy(), cmap="viridis", vmin=0)
     figure.colorbar(image, ax=axes, label="distance")
-    axes.set(xlabel=label, ylabel=label, title=f"distance of models after round {round}")
+    title = f"distance of models after round {round}{first_of(len(matrix), of_clients)}"
+    axes.set(xlabel=label, ylabel=label, title=title)
     return figure

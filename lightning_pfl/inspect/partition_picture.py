@@ -12,7 +12,13 @@ from torch import Tensor
 from lightning_pfl.core.checks import check_choice
 from lightning_pfl.data.datasets import FederatedDataset, FederatedLoaders
 from lightning_pfl.data.partition.draw import draw
-from lightning_pfl.inspect.board import PictureCallback, boards, new_figure, show, whole_numbers
+from lightning_pfl.inspect.board import (
+    PictureCallback,
+    new_figure,
+    show,
+    takes_pictures,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +41,7 @@ class PartitionPicture(PictureCallback):
 
     Raises:
         ValueError: If ``split`` is unknown, or the run's data don't have it.
-        MisconfigurationException: At the start of a run without TensorBoardLogger.
+        MisconfigurationException: At the start of a run without a logger.
 
     Example:
         >>> PartitionPicture("test").split
@@ -50,7 +56,7 @@ class PartitionPicture(PictureCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the partition."""
-        if not boards(trainer):
+        if not takes_pictures(trainer):
             return
         figure, axes = new_figure()
         loop: Any = trainer.fit_loop

@@ -19,8 +19,9 @@ from lightning_pfl.inspect.board import (
     boards,
     check_every,
     new_figure,
-    require_board,
+    require_place,
     show,
+    takes_pictures,
     whole_numbers,
 )
 from lightning_pfl.methods.fedmap import FedMAP
@@ -81,8 +82,8 @@ class PriorMonitor(RoundValues):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.rounds, self._values, self._drawn = {}, {}, -1
-            if boards(trainer):
-                require_board(trainer, self)
+            if takes_pictures(trainer):
+                require_place(trainer, self)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Require a method with a prior."""
@@ -157,7 +158,7 @@ class PriorMonitor(RoundValues):
 
     def _draw(self, trainer: L.Trainer) -> None:
         last = max(self.rounds, default=-1)
-        if last == self._drawn or not boards(trainer):
+        if last == self._drawn or not takes_pictures(trainer):
             return
         self._drawn = last
         federation: Federation = require_federation(trainer, self)

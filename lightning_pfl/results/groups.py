@@ -53,7 +53,7 @@ class Group:
 
 
 def group_runs(runs: Sequence[Run], counts: Callable[[Run], bool]) -> list[Group]:
-    """Put runs with equal settings together, and find labels that tell the groups apart.
+    """Put runs with equal settings together, and find labels by which they differ.
 
     Args:
         runs: The runs.

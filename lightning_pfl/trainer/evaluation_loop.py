@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -21,7 +20,7 @@ from lightning_pfl._lightning import (
     no_grad_context,
 )
 from lightning_pfl.contract.callback import FederatedCallback
-from lightning_pfl.contract.records import Evaluation, LogOptions
+from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
 from lightning_pfl.core.errors import format_names
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
@@ -32,7 +31,9 @@ from lightning_pfl.federation.evaluate import (
     summaries,
 )
 from lightning_pfl.federation.federation import Federation
-from lightning_pfl.trainer.client_table import ClientTable, log_folder
+from lightning_pfl.federation.log_folder import log_folder
+from lightning_pfl.trainer.board_layout import add_layout
+from lightning_pfl.trainer.client_table import ClientTable
 from lightning_pfl.trainer.data import align_clients, due_reload, move_to_device
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
@@ -51,8 +52,6 @@ class FederatedEvaluationLoop(EvaluationLoop):
         data: The split.
         on_validated: Called by the validation of a fit, before the hooks that write checkpoints.
         rows, clients: Rows of ``data`` with samples, and the ids of these clients.
-        results: The last evaluation by prefix: ``""`` (personal models), ``"global/"``, and those
-            of callbacks; the clients are ``clients``.
     """
 
     trainer: ConnectedTrainer
@@ -61,7 +60,6 @@ class FederatedEvaluationLoop(EvaluationLoop):
     data: FederatedDataset | None = None
     rows: Tensor
     clients: Tensor
-    results: Mapping[str, Evaluation] = MappingProxyType({})
     table: ClientTable | None = None
     _named_nan: frozenset[str] = frozenset()
 
@@ -153,7 +151,6 @@ class FederatedEvaluationLoop(EvaluationLoop):
         if not trainer.sanity_checking:
             self._has_run = True
             results |= self._further(rows, clients, step)
-            self.results = results
             self._report(results, [data.names[row] for row in rows.tolist()])
 
     def _further(self, rows: Tensor, clients: Tensor, step: str) -> dict[str, Evaluation]:
@@ -199,15 +196,34 @@ class FederatedEvaluationLoop(EvaluationLoop):
             history.update(round, values, directions, values.keys() - logged)
             if GLOBAL not in results:
                 history.last.forget(GLOBAL)
-        folder = log_folder(self.trainer)
-        if folder is not None:
-            path = folder / f"clients_{self.prefix}.csv"
+        self.record(ClientResults(self.prefix, round, names, results))
+
+    def record(self, results: ClientResults, further: str | None = None) -> None:
+        """Keep what was evaluated for each client, tabulate it, and hand it to callbacks.
+
+        Args:
+            results: All results of the round.
+            further: Prefix of the results to add to the round's rows of the table; None: these
+                results are the round's rows.
+        """
+        trainer = self.trainer
+        if results.split == "val" and "val" not in self.federation.client_results:
+            add_layout(trainer, results)
+        # The split that was evaluated last is the last one.
+        self.federation.client_results.pop(results.split, None)
+        self.federation.client_results[results.split] = results
+        if (folder := log_folder(trainer)) is not None:
+            path = folder / f"clients_{results.split}.csv"
             if self.table is None or self.table.path != path:
                 self.table = ClientTable(path)
-            columns = {
-                f"{p}{key}": v.tolist() for p, e in results.items() for key, v in e.values.items()
-            }
-            self.table.append(round, names, results[""].counts.tolist(), columns)
+            add = self.table.append if further is None else self.table.extend
+            counts = results.evaluations[further or ""].counts.tolist()
+            add(results.round, results.names, counts, results.columns(further))
+        for callback in trainer.callbacks:
+            if isinstance(callback, FederatedCallback):
+                name = f"[Callback]{callback.state_key}.on_clients_evaluated"
+                with trainer.profiler.profile(name):
+                    callback.on_clients_evaluated(trainer, trainer.lightning_module, results)
 
     def _warn_of_nan(self, prefix: str, evaluation: Evaluation, names: list[str]) -> None:
         """Name, once per value, the clients whose value is NaN, and so the mean over clients."""

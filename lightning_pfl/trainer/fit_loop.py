@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import wraps
 from types import MappingProxyType
@@ -87,6 +88,7 @@ class FederatedLoop(FitLoop):
         stage: How far the current round is.
         logged: What the current round logs, by name; kept for a run that is resumed inside the
             round.
+        bytes_total: Bytes that all clients have received and sent in the rounds so far.
     """
 
     trainer: ConnectedTrainer
@@ -95,6 +97,8 @@ class FederatedLoop(FitLoop):
     data: FederatedDataset | None = None
     stage: str = CLOSED
     logged: Mapping[str, float] = MappingProxyType({})
+    bytes_total: float = 0.0
+    _seconds: float = 0.0  # of the current round without its evaluation; 0 if unknown
     _learners: Tensor | None = None
     _prog_bar: tuple[str, ...] = ()
     _logger: tuple[str, ...] = ()
@@ -211,6 +215,7 @@ class FederatedLoop(FitLoop):
         """Run one round: train and aggregate, then validate if due."""
         profile = self.trainer.profiler.profile
         if self.stage == OPEN:
+            begin = time.perf_counter()
             with profile("run_training_epoch"):
                 round, cohort = self._begin_round()
                 clients = self._progress(round.info.index)
@@ -220,6 +225,7 @@ class FederatedLoop(FitLoop):
                 clients.finish()
                 self._aggregate(round, cohort, work)
                 clients.release()
+            self._seconds = time.perf_counter() - begin
         self._log()
         if self.stage == TRAINED and self._validation_due():
             self._validate()
@@ -369,11 +375,15 @@ class FederatedLoop(FitLoop):
     def _report_messages(self, round: Round, exchanged: int) -> None:
         """Add the bytes between clients, each message as sent and as received."""
         round.bytes_exchanged = exchanged
+        down, up = (self.logged[f"round/bytes_{way}"] + exchanged for way in ("down", "up"))
+        self.bytes_total += down + up
         self.logged = {
             **self.logged,
-            "round/bytes_down": self.logged["round/bytes_down"] + exchanged,
-            "round/bytes_up": self.logged["round/bytes_up"] + exchanged,
+            "round/bytes_down": down,
+            "round/bytes_up": up,
+            "round/bytes_total": self.bytes_total,
         }
+        self._logger = (*self._logger, "round/bytes_total")
 
     def _measure(self, round: Round) -> None:
         """Log the method's values, and warn of its findings."""
@@ -445,7 +455,9 @@ class FederatedLoop(FitLoop):
         self.stage = CLOSED
         call_hooks(trainer, "on_train_epoch_end", monitoring=False)
         call_hooks(trainer, "on_train_epoch_end", monitoring=True)
-        send_round(self)
+        # For the loggers alone: values of a run that callbacks see are the same each time.
+        send_round(self, {"round/seconds": self._seconds} if self._seconds else {})
+        self._seconds = 0.0
         self.epoch_progress.increment_completed()
         # A callback may request the end in one process alone.
         heard = self.federation.ranks.all_gather_objects(
@@ -478,6 +490,7 @@ class FederatedLoop(FitLoop):
             "logged": dict(self.logged),
             "prog_bar": list(self._prog_bar),
             "logger": list(self._logger),
+            "bytes_total": self.bytes_total,
             "callback_metrics": metrics,
         }
 
@@ -486,3 +499,4 @@ class FederatedLoop(FitLoop):
         self._restored = state_dict
         self.stage, self.logged = state_dict["stage"], dict(state_dict["logged"])
         self._prog_bar, self._logger = tuple(state_dict["prog_bar"]), tuple(state_dict["logger"])
+        self.bytes_total = state_dict.get("bytes_total", 0.0)

@@ -162,6 +162,13 @@ class FederatedStrategy(ProcessesStrategy):
         """Names of the clients, in the order of their ids."""
         return self.federation.client_names
 
+    def client_metrics(self, split: str | None = None) -> dict[str, dict[str, float]]:
+        """Return what the last evaluation found for every client, also without a logger.
+
+        See :meth:`~lightning_pfl.federation.federation.Federation.client_metrics`.
+        """
+        return self.federation.client_metrics(split)
+
     def client_state_dict(self, client: int | str) -> dict[str, Any]:
         """Return a client's personal model as a ``state_dict`` of the user's module.
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -263,14 +264,62 @@ def test_other_splits_need_a_data_module_that_can_draw(tmp_path: Path) -> None:
 PICTURES = [ClientHistogram, PairwiseDistance, PartitionPicture]
 
 
+class TakesImages(CSVLogger):
+    """As W&B's logger does."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.images: list[tuple[str, int, np.ndarray]] = []
+
+    def log_image(self, key: str, images: list[Any], step: int | None = None) -> None:
+        assert step is not None
+        self.images += [(key, step, image) for image in images]
+
+
+def test_pictures_go_to_files_and_to_loggers_that_take_images(tmp_path: Path) -> None:
+    logger = TakesImages(tmp_path)
+    pictures = (ClientHistogram(["val_loss"]), PairwiseDistance(), PartitionPicture())
+    run = trainer(FedRep(), *pictures, logger=logger, max_epochs=2)
+    run.fit(split(), quadratics(), quadratics())
+    last = run.current_epoch - 1
+    names = {
+        f"clients-val_loss-sorted-{last:04d}.png",
+        f"clients-val_loss-rounds-{last:04d}.png",
+        f"distance-{last:04d}.png",
+        "partition-train-0000.png",
+    }
+    files = {path.name: path for path in Path(str(run.log_dir), "pictures").iterdir()}
+    assert set(files) == names
+    from matplotlib.image import imread
+
+    assert all(is_drawn(np.asarray(imread(path))) for path in files.values())
+    shown = {f"{key.replace('/', '-')}-{step:04d}.png" for key, step, _ in logger.images}
+    assert shown == names
+    assert all(is_drawn(image / 255) for _, _, image in logger.images)
+
+
 @pytest.mark.parametrize("kind", PICTURES)
-def test_pictures_need_tensorboard(kind: Any, tmp_path: Path) -> None:
-    run = trainer(FedRep(), kind(), logger=CSVLogger(tmp_path))
-    with pytest.raises(Exception, match=f"pictures of {kind.__name__}, but got CSVLogger"):
-        run.fit(split(), quadratics(), quadratics())
+def test_pictures_need_a_logger(kind: Any) -> None:
     run = trainer(FedRep(), kind(), logger=False)
-    with pytest.raises(Exception, match="but got no logger"):
+    match = f"a logger for the pictures of {kind.__name__}, but got none"
+    with pytest.raises(MisconfigurationException, match=match):
         run.fit(split(), quadratics(), quadratics())
+
+
+def test_the_worst_clients_are_named() -> None:
+    values = torch.arange(50.0).flip(0)
+    names = [f"hospital_{k}" for k in range(50)]
+    many = draw_sorted(values, torch.ones(50), "val_acc", 0, True, names)
+    worst = "hospital_49, hospital_48, hospital_47, hospital_46, hospital_45"
+    assert many.axes[0].get_xlabel() == f"50 clients, best to worst; the worst are {worst}"
+    few = draw_sorted(values[:3], torch.tensor([1, 0, 1]), "val_acc", 0, True, names[:3])
+    ticks = [label.get_text() for label in few.axes[0].get_xticklabels()]
+    assert ticks == ["hospital_0", "hospital_2"]
+
+
+def test_a_matrix_of_the_first_clients_says_so() -> None:
+    title = draw_matrix(torch.zeros(4, 4), 2, of_clients=9).axes[0].get_title()
+    assert title == "distance of models after round 2 (the first 4 of 9 clients)"
 
 
 @pytest.mark.parametrize("kind", PICTURES)

@@ -142,7 +142,7 @@ def run(name: str, folder: Path, devices: int, ckpt_path: Path | None = None) ->
         "models": personal_models(strategy.federation, torch.arange(5)),
         "per_client": {
             prefix: (found.values, found.counts)
-            for prefix, found in trainer.validate_loop.results.items()
+            for prefix, found in strategy.federation.client_results["val"].evaluations.items()
         },
     }
 

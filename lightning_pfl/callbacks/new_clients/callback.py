@@ -38,8 +38,8 @@ from lightning_pfl.engine.watching import in_mode
 from lightning_pfl.federation.adapt import adapt
 from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.federation import Federation
+from lightning_pfl.federation.log_folder import log_folder
 from lightning_pfl.methods.base import Phase
-from lightning_pfl.trainer.client_table import log_folder
 from lightning_pfl.trainer.data import move_to_device
 
 __all__ = ["Adapted", "NewClientAdaptation"]
