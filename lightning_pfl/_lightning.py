@@ -303,7 +303,7 @@ def send_round(loop: FitLoop, further: Mapping[str, float]) -> None:
     connector = loop.trainer._logger_connector
     connector.on_epoch_end()
     if further:
-        connector.log_metrics(dict(further))
+        connector.log_metrics({name: torch.as_tensor(value) for name, value in further.items()})
     connector.update_train_epoch_metrics()
     loop.epoch_loop._batches_that_stepped += 1
 

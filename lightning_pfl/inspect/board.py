@@ -110,7 +110,7 @@ def show(trainer: L.Trainer, name: str, figure: Figure, round: int) -> None:
     folder, loggers = log_folder(trainer), _with_images(trainer)
     if folder is None and not loggers:
         return
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)
     if folder is not None:
         path = folder / "pictures" / f"{name.replace('/', '-')}-{round:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def show(trainer: L.Trainer, name: str, figure: Figure, round: int) -> None:
 
 
 def first_of(drawn: int, clients: int | None) -> str:
-    """Return what a title says where only the first clients are drawn; else nothing.
+    """Return the end of a title where only the first clients are drawn; else nothing.
 
     Example:
         >>> first_of(256, 300), first_of(40, 40)

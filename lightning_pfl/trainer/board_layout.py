@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -16,11 +17,11 @@ STATISTICS = {
     "worst decile": "/worst_decile",
     "worst client": "/worst",
 }
-Layout = dict[str, dict[str, list[object]]]
+Layout = dict[str, dict[str, list[Any]]]
 
 
 def add_layout(trainer: L.Trainer, results: ClientResults) -> None:
-    """Tell every TensorBoard logger which charts come first, under "Custom Scalars"."""
+    """Write the layout of "Custom Scalars" to every TensorBoard logger."""
     names = [key for found in results.evaluations.values() for key in found.values]
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
@@ -38,7 +39,7 @@ def layout(names: Iterable[str]) -> Layout:
         Values are regular expressions for TensorBoard, so they end in ``$``.
     """
     ordered = sorted(names, key=lambda name: not higher_is_better(name))
-    charts: dict[str, list[object]] = {}
+    charts: dict[str, list[Any]] = {}
     for name in ordered:
         for title, statistic in STATISTICS.items():
             charts[f"{name}: {title}"] = _chart(f"{model}{name}{statistic}" for model in MODELS)
@@ -51,5 +52,5 @@ def layout(names: Iterable[str]) -> Layout:
     return {"clients": charts, "costs": costs}
 
 
-def _chart(names: Iterable[str]) -> list[object]:
+def _chart(names: Iterable[str]) -> list[Any]:
     return ["Multiline", [f"{name}$" for name in names]]
