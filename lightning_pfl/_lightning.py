@@ -17,6 +17,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import (
     _configure_optimizers,
     _configure_schedulers_automatic_opt,
+    _configure_schedulers_manual_opt,
+    _validate_multiple_optimizers_support,
     _validate_optimizers_attached,
     _validate_scheduler_api,
 )
@@ -24,6 +26,7 @@ from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as Evaluatio
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.loop import _Loop as Loop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
 from lightning.pytorch.loops.utilities import _no_grad_context as no_grad_context
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.profilers import Profiler
@@ -51,6 +54,7 @@ __all__ = [
     "PredictionLoop",
     "ResultCollection",
     "SubprocessScriptLauncher",
+    "TrainingEpochLoop",
     "WrappingCheckpointIO",
     "call_hooks",
     "call_module_hook",
@@ -67,6 +71,7 @@ __all__ = [
     "no_grad_context",
     "notice_termination",
     "open_step",
+    "optimizer_steps",
     "publish_round",
     "read_optimizers",
     "reduce_tensor",
@@ -138,9 +143,9 @@ def call_hooks(trainer: L.Trainer, name: str, *args: Any, monitoring: bool | Non
         _call_lightning_module_hook(trainer, name, *args)
 
 
-def call_module_hook(trainer: L.Trainer, name: str) -> Any:
+def call_module_hook(trainer: L.Trainer, name: str, *args: Any) -> Any:
     """Call a hook of the module only, and return its result."""
-    return _call_lightning_module_hook(trainer, name)
+    return _call_lightning_module_hook(trainer, name, *args)
 
 
 class ClientHooks:
@@ -152,14 +157,15 @@ class ClientHooks:
     Args:
         trainer: The running Trainer.
         name: Name of the hook, such as ``"on_validation_batch_end"``.
+        of_module: Whether the module's is one of them.
     """
 
-    def __init__(self, trainer: L.Trainer, name: str) -> None:
+    def __init__(self, trainer: L.Trainer, name: str, of_module: bool = True) -> None:
         self.trainer, self.name = trainer, name
         self.callbacks: list[Any] = [
             c for c in connected(trainer).callbacks if overrides(c, name, Callback)
         ]
-        self.on_module = is_overridden(name, trainer.lightning_module)
+        self.on_module = of_module and is_overridden(name, trainer.lightning_module)
 
     def __call__(self, *args: Any) -> Any:
         """Fire the hook, and return the result of the module's."""
@@ -212,9 +218,15 @@ def notice_termination(trainer: L.Trainer) -> None:
 
 def count_server_update(loop: FitLoop) -> None:
     """Advance ``trainer.global_step`` by one."""
-    step = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
-    step.increment_ready()
-    step.increment_completed()
+    for step in optimizer_steps(loop.epoch_loop):
+        step.increment_ready()
+        step.increment_completed()
+
+
+def optimizer_steps(loop: TrainingEpochLoop) -> tuple[Any, Any]:
+    """Return the counters of ``global_step``: with automatic, and with manual optimization."""
+    automatic = loop.automatic_optimization.optim_progress.optimizer.step
+    return automatic, loop.manual_optimization.optim_step_progress
 
 
 def set_rounds(loop: FitLoop, finished: int, begun: int) -> None:
@@ -369,8 +381,13 @@ def read_optimizers(
         check: Called with the optimizers before the schedulers are looked at.
     """
     optimizers, schedulers, monitor = _configure_optimizers(configured)
+    _validate_multiple_optimizers_support(optimizers, module)
     check(optimizers)
-    configs = _configure_schedulers_automatic_opt(schedulers, monitor)
+    configs = (
+        _configure_schedulers_automatic_opt(schedulers, monitor)
+        if module.automatic_optimization
+        else _configure_schedulers_manual_opt(schedulers)
+    )
     _validate_optimizers_attached(optimizers, configs)
     _validate_scheduler_api(configs, module)
     return optimizers, configs

@@ -87,6 +87,13 @@ class LocalStep(Protocol):
     def lr(self) -> float:
         """Learning rate of the running phase; an error if the parameter groups differ."""
 
+    def train(self, model: Model, batch: Any) -> Model:
+        """Take one step of the user's module: gradient and optimizer, ``(clients, ...)``.
+
+        It is ``update(model, grad(model, batch))``, and the only step of a module that steps its
+        optimizers itself (``automatic_optimization=False``).
+        """
+
     def grad(
         self,
         model: Model,

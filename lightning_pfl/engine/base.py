@@ -23,8 +23,10 @@ the round.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -165,6 +167,60 @@ class EvaluationWork:
             index: A slice, or positions, int64 ``(some,)``.
         """
         return replace(self, models=rows(self.models, index), clients=self.clients[index])
+
+
+class ModuleLoop(Protocol):
+    """Lightning's own loop over the minibatches of one client, which is in the module itself.
+
+    For modules with code inside a step: hooks, manual optimization, several optimizers.
+
+    Attributes:
+        why: What the module has inside a step, for messages.
+        manual: Whether ``training_step`` steps the optimizers.
+    """
+
+    why: str
+    manual: bool
+
+    def phase(
+        self, trainable: Collection[str], lr: float | None, minibatches: int
+    ) -> AbstractContextManager[None]:
+        """Begin a phase of a client, with fresh optimizers, and end it.
+
+        Args:
+            trainable: Names of the parameters that train.
+            lr: As in :class:`~lightning_pfl.methods.base.Phase`.
+            minibatches: Number of the client's minibatches in an epoch.
+        """
+
+    def run(self, batch: Any, number: int, accumulate: bool, is_last: bool) -> Tensor | None:
+        """Run a minibatch as Lightning does, with the optimizer's step; return the loss if any.
+
+        Args:
+            batch: The minibatch.
+            number: ``batch_idx``.
+            accumulate: Whether the step comes with a later minibatch.
+            is_last: Whether it is the last minibatch of an epoch.
+        """
+
+    def gradient(self, batch: Any, number: int) -> Tensor | None:
+        """Run a minibatch without the optimizer's step; the gradients are the parameters'."""
+
+    def apply(self, number: int, loss: Tensor | None, slot: str) -> None:
+        """Step the optimizer on the parameters' gradients.
+
+        Args:
+            number: ``batch_idx``.
+            loss: The minibatch's loss.
+            slot: Name of the optimizer state.
+        """
+
+    def end_round(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Let schedules go on from where the client with most steps has left them.
+
+        Args:
+            gather: Gathers an object of every process.
+        """
 
 
 class Engine(Protocol):

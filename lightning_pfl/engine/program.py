@@ -140,6 +140,10 @@ class ClientProgram:
     def _randomness(self, key: Tensor | None) -> Any:
         return nullcontext() if key is None else KeyedRandomness(key)
 
+    def prepared(self, batch: Any) -> Any:
+        """Return one client's minibatch as the module gets it."""
+        return batch if self.augment is None else self.augment(batch)
+
     # --- the steps ---
 
     def training_loss(

@@ -15,7 +15,7 @@ from lightning_pfl.contract.records import Evaluation, LocalResult, OnClients
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.base import Engine, EngineSettings, EvaluationWork, LocalWork
+from lightning_pfl.engine.base import Engine, EngineSettings, EvaluationWork, LocalWork, ModuleLoop
 from lightning_pfl.engine.optimizer import why_not_elementwise
 from lightning_pfl.engine.safety.compare import (
     difference,
@@ -68,6 +68,7 @@ class SelectedEngine:
         module: The user's module.
         parameter_split: Names of the module.
         settings: The Trainer's flags.
+        loop: Lightning's own loop, for modules with code inside a step; None for others.
 
     Attributes:
         choices: Engine and reason per step (``"training_step"``, ...).
@@ -79,6 +80,7 @@ class SelectedEngine:
         module: Any,
         parameter_split: ParameterSplit,
         settings: EngineSettings,
+        loop: ModuleLoop | None = None,
     ) -> None:
         check_engine(name)
         self.name, self.module, self.parameter_split = name, module, parameter_split
@@ -87,7 +89,16 @@ class SelectedEngine:
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
         self._checked: set[str] = set()
         self._said: set[str] = set()
-        self._sequential = SequentialEngine(module, parameter_split, settings)
+        self._sequential = SequentialEngine(module, parameter_split, settings, loop)
+
+    @property
+    def loop(self) -> ModuleLoop | None:
+        """Lightning's own loop, for modules with code inside a step; None for others."""
+        return self._sequential.loop
+
+    @loop.setter
+    def loop(self, loop: ModuleLoop | None) -> None:
+        self._sequential.loop = loop
 
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
@@ -100,7 +111,8 @@ class SelectedEngine:
         if work.step not in self._engines:
             if not int(work.info.steps.sum()):
                 return self._sequential.train(work, on_clients)
-            self._choose(self._first_steps(work), why_not_elementwise(work.optimizer))
+            why_not = why_not_elementwise(work.optimizer) if self.loop is None else self.loop.why
+            self._choose(self._first_steps(work), why_not)
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
@@ -35,8 +36,10 @@ from lightning_pfl.engine.base import (
     EngineSettings,
     EvaluationWork,
     LocalWork,
+    ModuleLoop,
     require_same_entries,
 )
+from lightning_pfl.engine.bound import BoundModule
 from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minibatches
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
@@ -56,6 +59,7 @@ class SequentialEngine:
         module: The user's module.
         parameter_split: Names of the module.
         settings: The Trainer's flags.
+        loop: Lightning's own loop, for modules with code inside a step; None for others.
 
     Attributes:
         deterministic: Whether no training step has drawn random numbers so far; None before the
@@ -74,8 +78,10 @@ class SequentialEngine:
         module: Any,
         parameter_split: ParameterSplit,
         settings: EngineSettings,
+        loop: ModuleLoop | None = None,
     ) -> None:
         self.module, self.parameter_split, self.settings = module, parameter_split, settings
+        self.loop = loop
         self.deterministic: bool | None = None
         self.random_calls = 0
         self.draws_elsewhere = False
@@ -99,7 +105,7 @@ class SequentialEngine:
         results: list[LocalResult] = []
         for row in range(len(work.info)):
             one = work.rows(slice(row, row + 1))
-            if self.deterministic:
+            if self.deterministic and self.loop is None:
                 before = snapshot(self.module)
                 key = derive(self.settings.seed, "guard", work.info.round)
                 with watch_global_rng(key) as found:
@@ -107,7 +113,7 @@ class SequentialEngine:
                 if found.moved or found.moved_torch:
                     restore(self.module, before)
                     self.deterministic = False
-            if not self.deterministic:
+            if not self.deterministic or self.loop is not None:
                 local_step = SequentialLocalStep(self, one, keyed=True)
                 result = self._client(one, local_step)
                 self._note_draws(local_step)
@@ -153,13 +159,8 @@ class SequentialEngine:
             with active.modes(), local_step.program.capturing(), self._leaving_no_trace(phase):
                 local_step.program.throwaway = active.throwaway()
                 local_step.begin(active, number)
-                for step in () if active.idle else minibatches:
-                    batch = split_draws(step, phase.batches_per_step)
-                    local_step.new_step()
-                    with naming_clients("client_step", data.names, [client], info.round):
-                        new = method.client_step(state, batch, local_step)
-                        require_same_entries(method, state, new)
-                    state = new
+                with local_step.in_loop(minibatches.per_epoch):
+                    state = self._steps(work, state, local_step, minibatches)
             if phase.data == "training":
                 first_epoch += minibatches.epochs_used
         if local_step.travel is not None:
@@ -170,6 +171,23 @@ class SequentialEngine:
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         loss = logs.pop(LOSS, missing)
         return LocalResult(upload, client_state, logs, dict(local_step.program.log.options), loss)
+
+    def _steps(
+        self,
+        work: LocalWork,
+        state: Tree,
+        local_step: SequentialLocalStep,
+        minibatches: ClientMinibatches,
+    ) -> Tree:
+        active, names, client = local_step.active, work.data.names, [int(work.info.index)]
+        for step in () if active.idle else minibatches:
+            batch = split_draws(step, active.phase.batches_per_step)
+            local_step.new_step()
+            with naming_clients("client_step", names, client, work.info.round):
+                new = work.method.client_step(state, batch, local_step)
+                require_same_entries(work.method, state, new)
+            state = new
+        return state
 
     @contextmanager
     def _leaving_no_trace(self, phase: Phase) -> Iterator[None]:
@@ -236,6 +254,8 @@ class SequentialLocalStep:
         self.metrics: dict[str, Metric] = {}
         self.key = random_keys(settings.seed, work.stream, round, [client])[0]
         self.travel = Travel(1, settings.device) if work.method.measures_travel else None
+        self.method, self.loop = type(work.method).__name__, engine.loop
+        self.bound: BoundModule | None = None
 
     def begin(self, active: ActivePhase, number: int) -> None:
         """Start a phase with a fresh optimizer."""
@@ -246,6 +266,90 @@ class SequentialLocalStep:
         )
         if self.travel is not None and not active.phase.evaluate_only:
             self.travel.begin(self.template, active.phase.lr)
+
+    @contextmanager
+    def in_loop(self, per_epoch: int) -> Iterator[None]:
+        """Take a phase's steps in Lightning's own loop, if the module needs it.
+
+        Args:
+            per_epoch: Number of the client's minibatches in an epoch.
+        """
+        active, accumulate = self.active, self.engine.settings.accumulate
+        if self.loop is None or active.idle or active.phase.evaluate_only:
+            yield
+            return
+        self.steps_per_epoch = -(-per_epoch // accumulate)
+        changing = (*active.trainable, *active.buffers)
+        with self.loop.phase(active.trainable, active.phase.lr, per_epoch):
+            self.bound = BoundModule(self.engine.module, changing, self.program.throwaway)
+            try:
+                yield
+            finally:
+                self.bound.release()
+                self.bound = None
+
+    def train(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
+        """Step the optimizer on the gradient; in Lightning's own loop if the module needs it."""
+        if self.loop is None or self.bound is None:
+            return self.update(model, self.grad(model, batch))
+        if self.travel is not None:
+            self.travel.step()
+        model, end = self.bound.bind(model), len(batch) - 1
+        last = (self.step + 1) % self.steps_per_epoch == 0
+        for at, (number, minibatch) in enumerate(batch):
+            with self._looped(number, minibatch) as (ready, found):
+                found += [self.loop.run(ready, number, at < end, last and at == end)]
+        self._logged = True
+        self.bound.keep(model)
+        return model
+
+    def _gradient(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
+        """Compute the gradient in Lightning's own loop."""
+        assert self.loop is not None
+        assert self.bound is not None
+        model = self.bound.bind(model)
+        for number, minibatch in batch:
+            with self._looped(number, minibatch) as (ready, found):
+                found += [self.loop.gradient(ready, number)]
+            self.last = number, found[0]
+        self._logged = True
+        self.bound.keep(model)
+        return self.bound.gradients(self.active.trainable)
+
+    @contextmanager
+    def _looped(self, number: int, minibatch: Any) -> Iterator[tuple[Any, list[Tensor | None]]]:
+        """Yield a minibatch as the module gets it and a list for its loss, which is logged."""
+        found: list[Tensor | None] = []
+        self.program.log.begin(minibatch)
+        with self._randomness(number):
+            yield self.program.prepared(minibatch), found
+        logged = self.program.log.take()
+        if not self._logged:
+            self._log(found[0], logged, batch_length(minibatch))
+
+    def _log(self, loss: Tensor | None, logged: dict[str, Any], size: int) -> None:
+        values = _values(logged)
+        if loss is not None:
+            values[LOSS] = loss.detach().view(1)
+        self.logs.add(values, torch.tensor([size]), None, self.program.log.reductions, size)
+        self.metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
+
+    def _require_automatic(self, what: str) -> None:
+        if self.loop is not None and self.loop.manual:
+            raise MisconfigurationException(
+                f"Expected a module with automatic optimization, as {self.method} computes {what} "
+                f"itself, but {type(self.engine.module).__name__} sets "
+                "automatic_optimization=False. Return the loss from `training_step`, or use a "
+                "method such as FedAvg, FedPer or FedRep, whose steps are the module's own."
+            )
+
+    def _require_loss(self, plain: bool) -> None:
+        if self.loop is not None and not plain:
+            raise MisconfigurationException(
+                f"Expected a module without code inside a step, as {self.method} differentiates "
+                f"more than its loss, but {self.loop.why}. Use a method that trains on the "
+                "module's loss alone."
+            )
 
     def _key(self, number: int) -> Tensor:
         """Return the key of a minibatch or a step, on the host."""
@@ -288,6 +392,10 @@ class SequentialLocalStep:
         sample_data: Tree | None = None,
     ) -> Model:
         """Compute the gradient ``(1, ...)`` of the mean loss over the step's minibatches."""
+        self._require_automatic("gradients")
+        if self.bound is not None:
+            self._require_loss(plain=not also and objective is None and weights is None)
+            return self._gradient(model, batch)
         materialize(model, self.active.buffers)
         model = shielded(model, self.engine.parameter_split.buffers)
         names = self.active.trainable + also
@@ -315,16 +423,13 @@ class SequentialLocalStep:
             if loss is None:  # `training_step` may skip a batch
                 continue
             if not self._logged:
-                size = batch_length(minibatch)
-                values = {**_values(logged), LOSS: loss.detach().view(1)}
-                reductions = self.program.log.reductions
-                self.logs.add(values, torch.tensor([size]), None, reductions, size)
-                self.metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
+                self._log(loss, logged, batch_length(minibatch))
         self._logged = True
         return {n: leaf.grad[None] for n, leaf in trained.items() if leaf.grad is not None}
 
     def loss(self, model: Model, batch: list[tuple[int, Any]]) -> tuple[Tensor, Tensor]:
         """Compute the mean loss over the step's samples, and their number, ``(1,)``."""
+        self._require_automatic("losses")
         one = self._unwritten(model)
         total = torch.zeros(1, dtype=torch.float64, device=self.engine.settings.device)
         count = torch.zeros_like(total)
@@ -345,6 +450,7 @@ class SequentialLocalStep:
         return self._observed(model, batch, "features")
 
     def _observed(self, model: Model, batch: list[tuple[int, Any]], what: str) -> Any:
+        self._require_automatic(what)
         one, plain = self._unwritten(model), self.active.phase.evaluate_only
         found = []
         for number, minibatch in batch:
@@ -387,6 +493,12 @@ class SequentialLocalStep:
             return model
         if self.travel is not None and slot == "model":
             self.travel.step()
+        if self.loop is not None and self.bound is not None:
+            model = self.bound.bind(model)
+            self.bound.set_gradients(select(grads, self.optimizer.names))
+            self.loop.apply(*self.last, slot)
+            self.bound.keep(model)
+            return model
         if settings.clip_value:
             grads = select(grads, self.optimizer.names)
             grads = clip(grads, settings.clip_value, settings.clip_algorithm)

@@ -256,7 +256,7 @@ class Method(FederatedCallback):
 
     def evaluation_step(self, model: Model, minibatches: Any, client: LocalStep) -> Model:
         """Take one step of :meth:`evaluation_phases`; default: the user's optimizer."""
-        return client.update(model, client.grad(model, minibatches))
+        return client.train(model, minibatches)
 
     def adaptation_step(
         self, server: Tree, model: Model, minibatches: Any, client: LocalStep, samples: Tensor
@@ -270,7 +270,7 @@ class Method(FederatedCallback):
             client: The step interface of the engine.
             samples: Each client's training samples, float64 ``(clients,)``.
         """
-        return client.update(model, client.grad(model, minibatches))
+        return client.train(model, minibatches)
 
     # --- state ---
 
@@ -320,10 +320,7 @@ class Method(FederatedCallback):
         It returns the entries of ``state``, no more and no fewer: a client may take no step, so
         what :meth:`client_final` reads has to be there from :meth:`client_init` on.
         """
-        return {
-            **state,
-            "model": client.update(state["model"], client.grad(state["model"], minibatches)),
-        }
+        return {**state, "model": client.train(state["model"], minibatches)}
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo

@@ -288,10 +288,7 @@ class IFCA(Method):
                 **state,
                 "gradient": {**state["gradient"], **client.grad(state["model"], minibatches)},
             }
-        return {
-            **state,
-            "model": client.update(state["model"], client.grad(state["model"], minibatches)),
-        }
+        return {**state, "model": client.train(state["model"], minibatches)}
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo

@@ -29,7 +29,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pfl._lightning import connected, is_overridden, overrides
+from lightning_pfl._lightning import connected
 from lightning_pfl.core.checks import check_choice, check_number, check_whole, is_number, is_whole
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model
@@ -38,26 +38,6 @@ from lightning_pfl.engine.select import check_engine
 from lightning_pfl.federation.gate import MaxNorm
 from lightning_pfl.methods.base import Method
 
-LOCAL_HOOKS = (
-    "backward",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "configure_gradient_clipping",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-)
-"""Module hooks inside a step, where engines step many clients with one backward pass."""
-LOCAL_CALLBACK_HOOKS = (
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-)
 REFUSED_CALLBACKS: dict[type[Callback], str] = {
     StochasticWeightAveraging: "It averages one model; use a method with a server optimizer.",
     WeightAveraging: "It averages one model; use a method with a server optimizer.",
@@ -337,13 +317,6 @@ def check_callback(callback: Callback) -> None:
             raise MisconfigurationException(
                 f"FederatedStrategy does not support the callback {name}. {remedy}"
             )
-    for hook in LOCAL_CALLBACK_HOOKS:
-        if overrides(callback, hook, Callback):
-            raise MisconfigurationException(
-                f"FederatedStrategy can't call `{hook}` of the callback {name}, as clients have no "
-                "separate backward pass. Use `on_train_batch_end`, which is called once per client "
-                "and round."
-            )
     if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
         raise MisconfigurationException(
             f"FederatedStrategy does not support {name}(save_last='link'), which can lose the last "
@@ -351,69 +324,46 @@ def check_callback(callback: Callback) -> None:
         )
 
 
-def check_module(module: L.LightningModule) -> None:
-    """Refuse modules whose local training isn't ``training_step`` with one optimizer.
-
-    Raises:
-        MisconfigurationException: If an attribute or hook contradicts it.
-    """
-    name = type(module).__name__
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            f"FederatedStrategy needs automatic optimization, but {name} sets "
-            "automatic_optimization=False. Return the loss from `training_step` and an optimizer "
-            "from `configure_optimizers`; use a method's `client_step` for other updates."
-        )
-    for hook in LOCAL_HOOKS:
-        if is_overridden(hook, module):
-            raise MisconfigurationException(
-                f"FederatedStrategy can't call `{hook}`, but {name} overrides it. Use Trainer "
-                "flags such as gradient_clip_val, the method's `client_step`, or transforms in the "
-                "dataset instead."
-            )
-
-
 def check_optimizers(optimizers: list[Optimizer]) -> None:
-    """Require one optimizer, of which every client gets a fresh copy.
+    """Require optimizers of which every client can get fresh copies.
 
     Raises:
-        MisconfigurationException: If there are several.
-        TypeError: If it can't be copied for clients; see :func:`check_optimizer`.
+        TypeError: If one can't be copied for clients; see :func:`check_optimizer`.
     """
-    if len(optimizers) != 1:
-        raise MisconfigurationException(
-            "FederatedStrategy supports one optimizer, but `configure_optimizers` returned "
-            f"{len(optimizers)} optimizers. Use one optimizer with several parameter groups."
-        )
-    check_optimizer(optimizers[0])
+    for optimizer in optimizers:
+        check_optimizer(optimizer)
 
 
-def check_trains(module: L.LightningModule, optimizer: Optimizer) -> None:
-    """Require an optimizer that holds parameters of the module.
+def check_trains(module: L.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+    """Require optimizers that hold parameters of the module.
 
     Raises:
-        MisconfigurationException: If it holds none that trains.
+        MisconfigurationException: If they hold none that trains.
     """
-    trained = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
+    trained = {
+        id(leaf) for one in optimizers for group in one.param_groups for leaf in group["params"]
+    }
     ours = [leaf for leaf in module.parameters() if leaf.requires_grad]
     if ours and not any(id(leaf) in trained for leaf in ours):
         raise MisconfigurationException(
             f"Expected `configure_optimizers` of {type(module).__name__} to return an optimizer of "
-            f"its parameters, but {type(optimizer).__name__} holds none of them. Make it with "
+            f"its parameters, but {type(optimizers[0]).__name__} holds none of them. Make it with "
             "self.parameters()."
         )
 
 
-def check_schedulers(configs: list[Any]) -> None:
-    """Require schedulers that step once per round.
+def check_architectures(optimizers: Sequence[Sequence[Optimizer]]) -> None:
+    """Require one optimizer for each of several architectures.
+
+    Args:
+        optimizers: Those of each architecture.
 
     Raises:
-        MisconfigurationException: If one has ``interval: "step"``.
+        MisconfigurationException: If one of several architectures has several.
     """
-    for config in configs:
-        if config.interval != "epoch":
-            raise MisconfigurationException(
-                "FederatedStrategy steps learning rate schedulers once a round, but "
-                f'{type(config.scheduler).__name__} has "interval": {config.interval!r}. Use '
-                '"interval": "epoch" and count in rounds.'
-            )
+    most = max(map(len, optimizers))
+    if len(optimizers) > 1 and most > 1:
+        raise MisconfigurationException(
+            f"Expected one optimizer for each of {len(optimizers)} architectures, but "
+            f"`configure_optimizers` returned {most} optimizers. Use one module for all clients."
+        )

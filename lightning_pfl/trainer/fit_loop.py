@@ -42,6 +42,7 @@ from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.metrics.history import without_summary
 from lightning_pfl.trainer.checks import ModuleAtStart
+from lightning_pfl.trainer.client_loop import ClientLoop
 from lightning_pfl.trainer.data import by_client, due_reload, move_to_device
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
@@ -289,6 +290,9 @@ class FederatedLoop(FitLoop):
             self._left_out = next(iter(round.rejected.values()))
         federation.commit(server)
         count_server_update(self)
+        for architecture in federation.architectures:
+            if architecture.engine.loop is not None:
+                architecture.engine.loop.end_round(federation.ranks.all_gather_objects)
         step_schedulers(self, plateau=False)
         self.stage = TRAINED
         self._hook("on_aggregation_end", round)
@@ -423,7 +427,9 @@ class FederatedLoop(FitLoop):
         publish_round(self.trainer)
 
     def _should_accumulate(self) -> bool:
-        return False  # a round is one step; accumulation happens inside the clients
+        # A round is one step; accumulation happens inside the clients.
+        inside = isinstance(self.epoch_loop, ClientLoop)
+        return inside and self.epoch_loop._should_accumulate()
 
     def _validation_due(self) -> bool:
         trainer = self.trainer

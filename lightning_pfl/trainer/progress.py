@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl._lightning import ClientHooks, close_step, open_step
@@ -54,8 +53,10 @@ class ClientProgress:
         self.counters, self.results = loop.batch_progress, loop._results
         self.ids = clients.tolist()
         self.waiting = set(range(len(self.ids)))
-        self.start = ClientHooks(trainer, f"on_{stage}_batch_start")
-        self.end = ClientHooks(trainer, f"on_{stage}_batch_end")
+        # A module's are called for its minibatches, by the clients' loop.
+        of_module = stage != "train"
+        self.start = ClientHooks(trainer, f"on_{stage}_batch_start", of_module)
+        self.end = ClientHooks(trainer, f"on_{stage}_batch_end", of_module)
         self.held: int | None = None
 
     def finished(self, positions: list[int]) -> None:
@@ -88,11 +89,7 @@ class ClientProgress:
         open_step(self.trainer, self.results, client)
         self.counters.increment_ready()
         self.counters.is_last_batch = not self.waiting
-        if self.start(client, self.counters.current.ready - 1) == -1:
-            raise MisconfigurationException(
-                "FederatedStrategy can't skip the rest of a round, but `on_train_batch_start` "
-                "returned -1. Set `trainer.should_stop = True`, or lower `participation`."
-            )
+        self.start(client, self.counters.current.ready - 1)
         self.counters.increment_started()
 
     def _end(self, client: int) -> None:

@@ -16,7 +16,6 @@ from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision,
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_pfl._lightning import connected, take_over
 from lightning_pfl.contract.records import FitPlan
@@ -28,6 +27,7 @@ from lightning_pfl.federation.client_states import choose_device
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Method
 from lightning_pfl.trainer import checks
+from lightning_pfl.trainer.client_loop import ClientTraining
 from lightning_pfl.trainer.evaluation_loop import FederatedEvaluationLoop
 from lightning_pfl.trainer.fit_loop import FederatedLoop
 from lightning_pfl.trainer.prediction_loop import FederatedPredictionLoop
@@ -74,7 +74,7 @@ class StageSetup:
         trainer: L.Trainer,
         module: L.LightningModule,
         device: torch.device,
-        optimizers: Sequence[Optimizer],
+        training: Sequence[ClientTraining],
     ) -> None:
         """Prepare the federation for a stage.
 
@@ -84,7 +84,7 @@ class StageSetup:
             trainer: The Trainer, with the federated loops.
             module: The user's module.
             device: Where clients train.
-            optimizers: The template of each architecture's clients; used in a fit alone.
+            training: The optimizers of each architecture's clients; used in a fit alone.
 
         Raises:
             MisconfigurationException: If processes, module or Trainer don't fit.
@@ -127,7 +127,7 @@ class StageSetup:
             if trainer.state.fn == TrainerFn.FITTING:
                 self._warn_of_other_settings(trainer, saved.get("run", {}))
         self.saved = None
-        self._begin_engines(trainer, optimizers, fresh, restored=saved is not None)
+        self._begin_engines(trainer, training, fresh, restored=saved is not None)
         if trainer.state.fn == TrainerFn.FITTING:
             loop = fit_loop(trainer)
             loop.find_learners()
@@ -196,7 +196,7 @@ class StageSetup:
         return int(self.federation.ranks.all_gather_objects(drawn)[0])
 
     def _begin_engines(
-        self, trainer: L.Trainer, optimizers: Sequence[Optimizer], fresh: bool, restored: bool
+        self, trainer: L.Trainer, training: Sequence[ClientTraining], fresh: bool, restored: bool
     ) -> None:
         federation, fitting = self.federation, trainer.state.fn == TrainerFn.FITTING
         settings = engine_settings(trainer, federation.seed, self.chunk_size, self.feature_cache)
@@ -210,9 +210,10 @@ class StageSetup:
             return
         federation.settings = settings
         for number, architecture in enumerate(federation.architectures):
-            architecture.optimizer = optimizers[number] if fitting else None
+            architecture.optimizer = training[number].optimizers[0] if fitting else None
+            loop = training[number].loop if fitting else None
             architecture.engine = SelectedEngine(
-                self.engine, architecture.module, architecture.parameter_split, settings
+                self.engine, architecture.module, architecture.parameter_split, settings, loop
             )
 
     def _report(self, trainer: L.Trainer) -> None:
@@ -336,13 +337,7 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
         MisconfigurationException: For a precision other than 32, 64 and bf16-mixed.
     """
     if isinstance(precision, MixedPrecision):
-        if precision.precision == "bf16-mixed":
-            return torch.bfloat16
-        raise checks.refuse(
-            "precision",
-            precision.precision,
-            "Loss scaling is not per client; use precision='bf16-mixed'.",
-        )
+        return torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
     if type(precision) in (Precision, DoublePrecision):
         return None
     raise checks.refuse(

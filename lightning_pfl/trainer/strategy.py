@@ -13,7 +13,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
 from lightning_pfl._lightning import WrappingCheckpointIO, read_optimizers
@@ -41,6 +40,7 @@ from lightning_pfl.methods.base import Method
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.trainer import checks
 from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
+from lightning_pfl.trainer.client_loop import ClientTraining
 from lightning_pfl.trainer.processes import TIMEOUT, ProcessesStrategy, keep_metrics_apart
 from lightning_pfl.trainer.setup import (
     ClientStateDevice,
@@ -135,6 +135,7 @@ class FederatedStrategy(ProcessesStrategy):
         self._default_method: type[Method] | None = None
         self._saved_optimizers: list[tuple[str, dict[str, Any]]] = []
         self._undo: Callable[[], None] | None = None
+        self._client_training: list[ClientTraining] = []
 
     # --- what users ask for -----------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class FederatedStrategy(ProcessesStrategy):
         module = self.lightning_module
         assert module is not None
         self._undo = keep_metrics_apart(module)
-        self._stage.begin(trainer, module, self.root_device, self.optimizers)
+        self._stage.begin(trainer, module, self.root_device, self._client_training)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Call ``configure_optimizers`` for the template of the clients' optimizers."""
@@ -227,36 +228,31 @@ class FederatedStrategy(ProcessesStrategy):
         loop.setup_data()
         # `estimated_stepping_batches` then counts rounds, the unit of schedulers.
         cohort, loop.max_batches = loop.max_batches, trainer.accumulate_grad_batches
-        self.optimizers, self.lr_scheduler_configs = self._configure_optimizers()
+        self._client_training = [
+            self._configure_optimizer(module)
+            for module in modules_by_name(self.lightning_module).values()
+        ]
+        checks.check_architectures([one.optimizers for one in self._client_training])
+        self.optimizers = [each for one in self._client_training for each in one.optimizers]
+        self.lr_scheduler_configs = [
+            each for one in self._client_training for each in one.schedulers
+        ]
         loop.max_batches = cohort
-        checks.check_schedulers(self.lr_scheduler_configs)
         # Templates never step; without this, torch warns that a scheduler stepped first.
         for template in self.optimizers:
             template._opt_called = True  # type: ignore[attr-defined]
 
     def _client_optimizer(self, architecture: Architecture) -> Optimizer:
         """Make the template outside of a fit, with the checkpoint's learning rates if any."""
-        template = self._configure_optimizer(architecture.module)[0][0]
-        if self._saved_optimizers:
-            load_optimizer(
-                template,
-                *self._saved_optimizers[self.federation.architectures.index(architecture)],
-            )
-        return template
+        training = self._configure_optimizer(architecture.module)
+        first = self.federation.architectures.index(architecture)
+        for number, template in enumerate(training.optimizers if self._saved_optimizers else ()):
+            load_optimizer(template, *self._saved_optimizers[first + number])
+        architecture.engine.loop = training.loop
+        return training.optimizers[0]
 
-    def _configure_optimizers(self) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-        """Make one template and its schedulers for every architecture."""
-        optimizers, schedulers = [], []
-        for module in modules_by_name(self.lightning_module).values():
-            one, configs = self._configure_optimizer(module)
-            optimizers += one
-            schedulers += configs
-        return optimizers, schedulers
-
-    def _configure_optimizer(
-        self, module: L.LightningModule
-    ) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-        checks.check_module(module)
+    def _configure_optimizer(self, module: L.LightningModule) -> ClientTraining:
+        """Make the templates and the schedulers of one architecture."""
         configured = module.configure_optimizers()
         if configured is None:
             raise MisconfigurationException(
@@ -265,8 +261,9 @@ class FederatedStrategy(ProcessesStrategy):
                 "torch.optim.SGD(self.parameters(), lr=0.01)."
             )
         optimizers, schedulers = read_optimizers(module, configured, checks.check_optimizers)
-        checks.check_trains(module, optimizers[0])
-        return optimizers, schedulers
+        checks.check_trains(module, optimizers)
+        assert self.lightning_module is not None
+        return ClientTraining(self.lightning_module.trainer, module, optimizers, schedulers)
 
     def teardown(self) -> None:
         """Leave the device; the federation moves to the host, where its models stay available."""
@@ -293,6 +290,7 @@ class FederatedStrategy(ProcessesStrategy):
                 **self.federation.state_dict(),
                 "optimizers": names,
                 "run": self._stage.run_settings(self._stage.trainer),
+                "local_steps": [one.steps for one in self._client_training],
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -323,6 +321,9 @@ class FederatedStrategy(ProcessesStrategy):
         scheduled = bool(self.lr_scheduler_configs)
         for one, saved in zip(self.optimizers, saved_optimizers(checkpoint), strict=False):
             load_optimizer(one, *saved, scheduled)
+        steps = require_federated(checkpoint).get("local_steps", ())
+        for training, taken in zip(self._client_training, steps, strict=False):
+            training.steps = taken
 
 
 def with_default_method() -> FederatedStrategy:

@@ -84,6 +84,10 @@ class VectorizedLocalStep:
         self._tick, self._logged, self.step = tick, False, step
         self._calls.clear()
 
+    def train(self, model: Model, batch: list[Minibatch]) -> Model:
+        """Step each client's optimizer on its gradient."""
+        return self.update(model, self.grad(model, batch))
+
     def grad(
         self,
         model: Model,
