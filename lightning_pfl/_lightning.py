@@ -33,7 +33,11 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies.launchers import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
-from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
+from lightning.pytorch.trainer.call import (
+    _call_callback_hooks,
+    _call_lightning_datamodule_hook,
+    _call_lightning_module_hook,
+)
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultCollection as ResultCollection,
 )
@@ -56,6 +60,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TrainingEpochLoop",
     "WrappingCheckpointIO",
+    "call_batch_hook",
     "call_hooks",
     "call_module_hook",
     "close_step",
@@ -146,6 +151,13 @@ def call_hooks(trainer: L.Trainer, name: str, *args: Any, monitoring: bool | Non
 def call_module_hook(trainer: L.Trainer, name: str, *args: Any) -> Any:
     """Call a hook of the module only, and return its result."""
     return _call_lightning_module_hook(trainer, name, *args)
+
+
+def call_batch_hook(trainer: L.Trainer, module: L.LightningModule, name: str, *args: Any) -> Any:
+    """Call a hook on a batch: the data module's, if it has one, else the module's."""
+    if (data := connected(trainer).datamodule) is not None and is_overridden(name, data):
+        return _call_lightning_datamodule_hook(trainer, name, *args)
+    return _call_lightning_module_hook(trainer, name, *args, pl_module=module)
 
 
 class ClientHooks:

@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import lightning as L
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,6 +38,9 @@ from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Model, Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.methods.base import Method, Phase
+
+BatchHooks = Callable[[L.LightningModule, Any], Any]
+"""Passes one client's minibatch through the hooks of a module and of the data module."""
 
 
 @dataclass
@@ -54,6 +58,8 @@ class EngineSettings:
         chunk_size: Clients per batched program; None fits the memory.
         autocast: dtype of mixed precision, None for full precision.
         feature_cache: Whether features of a frozen shared prefix are computed once per phase.
+        batch_hooks: Lightning's hooks on a batch, such as ``on_after_batch_transfer``; None without
+            any.
     """
 
     seed: int = 0
@@ -66,6 +72,7 @@ class EngineSettings:
     chunk_size: int | None = None
     autocast: torch.dtype | None = None
     feature_cache: bool = True
+    batch_hooks: BatchHooks | None = None
 
 
 @dataclass(frozen=True)

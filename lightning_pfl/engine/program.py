@@ -71,6 +71,7 @@ class ClientProgram:
         module: The user's module, attached to the Trainer.
         autocast: dtype of mixed precision; None for full precision.
         augment: Random function of a batch, run before ``training_step``.
+        hooks: Lightning's hooks on a batch, run before every step; None without any.
         fast_kernels: Whether :class:`~lightning_pfl.engine.kernels.FastKernels` may replace
             operators; only under ``vmap`` of the forward pass.
     """
@@ -81,12 +82,13 @@ class ClientProgram:
         autocast: torch.dtype | None = None,
         augment: Callable[[Any], Any] | None = None,
         fast_kernels: bool = False,
+        hooks: Callable[[L.LightningModule, Any], Any] | None = None,
     ) -> None:
         # Any, as not every module has `per_sample` or `backbone`; callers have checked.
         self.module: Any = module
         self.caller = _StepCaller(module)
         self.autocast = autocast
-        self.augment = augment
+        self.augment, self.hooks = augment, hooks
         self.fast_kernels = fast_kernels
         self.log = LogCapture()
         self.throwaway: tuple[str, ...] = ()
@@ -140,9 +142,11 @@ class ClientProgram:
     def _randomness(self, key: Tensor | None) -> Any:
         return nullcontext() if key is None else KeyedRandomness(key)
 
-    def prepared(self, batch: Any) -> Any:
+    def prepared(self, batch: Any, augmented: bool = True) -> Any:
         """Return one client's minibatch as the module gets it."""
-        return batch if self.augment is None else self.augment(batch)
+        if self.augment is not None and augmented:
+            batch = self.augment(batch)
+        return batch if self.hooks is None else self.hooks(self.module, batch)
 
     # --- the steps ---
 
@@ -181,8 +185,7 @@ class ClientProgram:
 
         self.log.begin(batch)
         with self._randomness(key) as mode, self._prefix(features):
-            if self.augment is not None:
-                batch = self.augment(batch)
+            batch = self.prepared(batch)
             if mask is not None and term is None:
                 return self._masked_loss(model, batch, mask)
             step = call_step(self.module.training_step, batch, number)
@@ -282,8 +285,7 @@ class ClientProgram:
 
         self.log.begin(batch)
         with self._randomness(key), torch.no_grad():
-            if self.augment is not None and not plain:
-                batch = self.augment(batch)
+            batch = self.prepared(batch, augmented=not plain)
             with in_mode(self.module, training=False):
                 found = self.call(model, run)
         self.log.take()
@@ -309,8 +311,7 @@ class ClientProgram:
         if not self.sample_wise:
             return require_losses(None)
         with self._randomness(key), nullcontext() if training else in_mode(self.module, False):
-            if self.augment is not None and training:
-                batch = self.augment(batch)
+            batch = self.prepared(batch, augmented=training)
             losses: Tensor = self.call(model, self.module.per_sample, batch)["loss"]
         return losses if mask is None else losses.where(mask > 0, 0)
 
@@ -319,6 +320,7 @@ class ClientProgram:
     ) -> tuple[Any, dict[str, Any]]:
         """Run a validation, test or prediction step on one client's batch, and return its logs."""
         self.log.begin(batch)
+        batch = self.prepared(batch)
         out = self.call(model, call_step(getattr(self.module, step), batch, number))
         return out, self.log.take()
 

@@ -204,7 +204,8 @@ class SequentialEngine:
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
         clients, data, step = work.clients, work.data, work.step
-        program = ClientProgram(self.module, self.settings.autocast)
+        hooks = self.settings.batch_hooks
+        program = ClientProgram(self.module, self.settings.autocast, hooks=hooks)
         program.throwaway = writable(self.module)
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64)
@@ -249,7 +250,8 @@ class SequentialLocalStep:
         self.drew: bool | None = None
         settings, client, round = engine.settings, int(work.info.index), work.info.round
         augment = getattr(work.data, "augment", None)
-        self.program = ClientProgram(engine.module, settings.autocast, augment)
+        hooks = settings.batch_hooks
+        self.program = ClientProgram(engine.module, settings.autocast, augment, hooks=hooks)
         self.logs = ClientLogs(1, settings.device)
         self.metrics: dict[str, Metric] = {}
         self.key = random_keys(settings.seed, work.stream, round, [client])[0]

@@ -12,13 +12,15 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_pfl._lightning import connected
+from lightning_pfl._lightning import call_batch_hook, connected, is_overridden
 from lightning_pfl.data.datasets import (
     FederatedDataset,
     FederatedLoaders,
     FederatedTensorDataset,
     map_batch,
 )
+from lightning_pfl.engine.base import BatchHooks
+from lightning_pfl.federation.architectures import modules_by_name
 
 
 class Then:
@@ -56,6 +58,32 @@ def move_to_device(data: FederatedDataset, trainer: L.Trainer) -> FederatedDatas
     for loader in loaders:
         loader.collate_fn = Then(loader.collate_fn, to_double)
     return FederatedLoaders(loaders, data.names if data.named else None)
+
+
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks of a module or a data module that a minibatch passes, in this order."""
+
+
+def batch_hooks(trainer: L.Trainer) -> BatchHooks | None:
+    """Make the function that passes a minibatch through Lightning's hooks; None without any.
+
+    Samples may be on the device before.
+    """
+    owners = [connected(trainer).datamodule, *modules_by_name(trainer.lightning_module).values()]
+    names = [
+        name
+        for name in BATCH_HOOKS
+        if any(one is not None and is_overridden(name, one) for one in owners)
+    ]
+    device = trainer.strategy.root_device
+
+    def run(module: L.LightningModule, batch: Any) -> Any:
+        for name in names:
+            where = (device,) if name == "transfer_batch_to_device" else ()
+            batch = call_batch_hook(trainer, module, name, batch, *where, 0)
+        return batch
+
+    return run if names else None
 
 
 def due_reload(trainer: L.Trainer) -> int:

@@ -28,6 +28,7 @@ from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Method
 from lightning_pfl.trainer import checks
 from lightning_pfl.trainer.client_loop import ClientTraining
+from lightning_pfl.trainer.data import batch_hooks
 from lightning_pfl.trainer.evaluation_loop import FederatedEvaluationLoop
 from lightning_pfl.trainer.fit_loop import FederatedLoop
 from lightning_pfl.trainer.prediction_loop import FederatedPredictionLoop
@@ -361,4 +362,5 @@ def engine_settings(
         chunk_size=chunk_size,
         autocast=autocast_dtype(trainer.precision_plugin),
         feature_cache=feature_cache,
+        batch_hooks=batch_hooks(trainer),
     )

@@ -70,7 +70,7 @@ class GAN(L.LightningModule):
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
+        x = batch[0]
         first, second = self.optimizers()  # type: ignore[misc]
         noise = x.roll(1, 0)
         with first.toggle_model():
@@ -80,7 +80,9 @@ class GAN(L.LightningModule):
             first.step()
         self.log("generator_loss", loss, on_step=False, on_epoch=True)
         self.toggle_optimizer(second)
-        loss = self.critic(self.generator(noise).detach()).tanh().mean() - self.critic(x).tanh().mean()
+        loss = (
+            self.critic(self.generator(noise).detach()).tanh().mean() - self.critic(x).tanh().mean()
+        )
         second.zero_grad()
         self.manual_backward(loss)
         self.clip_gradients(second, 0.5, "norm")

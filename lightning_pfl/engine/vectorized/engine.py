@@ -117,13 +117,15 @@ class VectorizedEngine:
         One step without random calls settles it only for modules that provably do the same in
         every step, while their settings, such as a dropout rate, stay the same.
         """
-        return self.stochastic or fingerprint(self.module) != self._settled
+        known = self.settings.batch_hooks is None and fingerprint(self.module) == self._settled
+        return self.stochastic or not known
 
     def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
         """Return the user's step, cached since a replayed step doesn't log its options again."""
-        if self._program is None or self._program.augment is not augment:
+        hooks, known = self.settings.batch_hooks, self._program
+        if known is None or known.augment is not augment or known.hooks is not hooks:
             fast = self.transform == "forward"
-            self._program = ClientProgram(self.module, self.settings.autocast, augment, fast)
+            self._program = ClientProgram(self.module, self.settings.autocast, augment, fast, hooks)
         return self._program
 
     def _fitting(self) -> int:
@@ -251,7 +253,7 @@ class Chunk:
         if self.travel is not None and not active.phase.evaluate_only:
             self.travel.begin(self.work.optimizer, active.phase.lr)
         if engine.traces.enabled:
-            recordable = program.augment is None
+            recordable = program.augment is None and program.hooks is None
             settings = fingerprint(engine.module)
             engine.traces.enter(
                 (active.trainable, program, settings) if recordable else None, steps

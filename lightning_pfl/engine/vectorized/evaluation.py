@@ -77,16 +77,17 @@ class VectorizedEvaluation:
 
     def __init__(self, module: Any, settings: EngineSettings, transform: str = "forward") -> None:
         self.module, self.settings, self.transform = module, settings, transform
-        self.program = ClientProgram(module, settings.autocast, fast_kernels=transform == "forward")
+        fast, hooks = transform == "forward", settings.batch_hooks
+        self.program = ClientProgram(module, settings.autocast, fast_kernels=fast, hooks=hooks)
         self.program.throwaway = writable(module)
 
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
         clients, data, step = work.clients, work.data, work.step
         samples = data.num_samples[clients]
-        per_sample = evaluates_per_sample(self.module, step) and not couples_samples(
-            self.module, training=False
-        )
+        # A hook may do anything with the samples of a batch.
+        independent = self.program.hooks is None and not couples_samples(self.module, False)
+        per_sample = independent and evaluates_per_sample(self.module, step)
         width = self._width(data, samples, per_sample, work.limit)
         order = torch.argsort(samples, descending=True, stable=True)
         logs = ClientLogs(len(clients), self.settings.device)

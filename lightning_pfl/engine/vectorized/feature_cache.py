@@ -55,6 +55,7 @@ class PrefixCache:
         model = state.get("model")
         if (
             not self.enabled
+            or program.hooks is not None
             or not isinstance(model, dict)
             or not self._allows(batches, active, model)
         ):
