@@ -56,7 +56,8 @@ class EngineSettings:
         limit_train_batches: Per client and epoch: a count (int) or a fraction (float).
         overfit_batches: When not 0: this number (or fraction) of unshuffled batches.
         chunk_size: Clients per batched program; None fits the memory.
-        autocast: dtype of mixed precision, None for full precision.
+        autocast: dtype of mixed precision; None without it.
+        default_dtype: dtype of what a step makes, as ``"bf16-true"`` sets it; None for torch's.
         feature_cache: Whether features of a frozen shared prefix are computed once per phase.
         batch_hooks: Lightning's hooks on a batch, such as ``on_after_batch_transfer``; None without
             any.
@@ -71,6 +72,7 @@ class EngineSettings:
     overfit_batches: float | int = 0.0
     chunk_size: int | None = None
     autocast: torch.dtype | None = None
+    default_dtype: torch.dtype | None = None
     feature_cache: bool = True
     batch_hooks: BatchHooks | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import Parameter, signature
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from lightning_pfl.core.mixture import excuse, mixed_outputs, parts
 from lightning_pfl.core.parameters import places
 from lightning_pfl.core.tree import Model
 from lightning_pfl.engine.active_phase import is_sample_wise
+from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.logs import LogCapture, Reduction
@@ -53,6 +54,16 @@ def batchable_kernels(transform: str) -> Iterator[None]:
         backend.enabled = onednn
 
 
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class _StepCaller(nn.Module):
     """A module whose ``forward``, reached by ``functional_call``, calls the user's step."""
 
@@ -69,9 +80,8 @@ class ClientProgram:
 
     Args:
         module: The user's module, attached to the Trainer.
-        autocast: dtype of mixed precision; None for full precision.
+        settings: The Trainer's flags: precision, and hooks on a batch.
         augment: Random function of a batch, run before ``training_step``.
-        hooks: Lightning's hooks on a batch, run before every step; None without any.
         fast_kernels: Whether :class:`~lightning_pfl.engine.kernels.FastKernels` may replace
             operators; only under ``vmap`` of the forward pass.
     """
@@ -79,16 +89,15 @@ class ClientProgram:
     def __init__(
         self,
         module: L.LightningModule,
-        autocast: torch.dtype | None = None,
+        settings: EngineSettings,
         augment: Callable[[Any], Any] | None = None,
         fast_kernels: bool = False,
-        hooks: Callable[[L.LightningModule, Any], Any] | None = None,
     ) -> None:
         # Any, as not every module has `per_sample` or `backbone`; callers have checked.
         self.module: Any = module
         self.caller = _StepCaller(module)
-        self.autocast = autocast
-        self.augment, self.hooks = augment, hooks
+        self.autocast, self.default_dtype = settings.autocast, settings.default_dtype
+        self.augment, self.hooks = augment, settings.batch_hooks
         self.fast_kernels = fast_kernels
         self.log = LogCapture()
         self.throwaway: tuple[str, ...] = ()
@@ -120,15 +129,18 @@ class ClientProgram:
             for name in self.throwaway:
                 copy = model.get(name, kept[name]).clone()
                 named.update(dict.fromkeys(self._places[name], copy))
-        precision = (
-            torch.autocast(self._device(model), self.autocast) if self.autocast else nullcontext()
-        )
+        precision = self._precision(self._device(model))
         kernels = FastKernels() if self.fast_kernels else nullcontext()
         with precision, kernels, mixed_outputs(self.module, mix):
             result = functional_call(self.caller, named, (function, *args), tie_weights=False)
         if self._buffers:
             self._keep_assigned(model, named)
         return result
+
+    def _precision(self, device: str) -> AbstractContextManager[Any]:
+        if self.autocast is not None:
+            return torch.autocast(device, self.autocast)
+        return nullcontext() if self.default_dtype is None else _default(self.default_dtype)
 
     def _keep_assigned(self, model: Model, named: dict[str, Tensor]) -> None:
         """Copy buffers that a step has assigned, ``self.average = ...``, to the model's."""

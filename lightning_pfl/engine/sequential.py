@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
@@ -24,7 +23,7 @@ from lightning_pfl.contract.records import (
 )
 from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.draws import mix, noise, random_keys
-from lightning_pfl.core.errors import naming_clients
+from lightning_pfl.core.errors import MisconfigurationException, naming_clients
 from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
@@ -204,8 +203,7 @@ class SequentialEngine:
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
         clients, data, step = work.clients, work.data, work.step
-        hooks = self.settings.batch_hooks
-        program = ClientProgram(self.module, self.settings.autocast, hooks=hooks)
+        program = ClientProgram(self.module, self.settings)
         program.throwaway = writable(self.module)
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64)
@@ -250,8 +248,7 @@ class SequentialLocalStep:
         self.drew: bool | None = None
         settings, client, round = engine.settings, int(work.info.index), work.info.round
         augment = getattr(work.data, "augment", None)
-        hooks = settings.batch_hooks
-        self.program = ClientProgram(engine.module, settings.autocast, augment, hooks=hooks)
+        self.program = ClientProgram(engine.module, settings, augment)
         self.logs = ClientLogs(1, settings.device)
         self.metrics: dict[str, Metric] = {}
         self.key = random_keys(settings.seed, work.stream, round, [client])[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -39,24 +39,46 @@ class Then:
         return self.second(batch if self.first is None else self.first(batch))
 
 
-def to_double(batch: Any) -> Any:
-    """Convert a batch's floating-point tensors to double precision, for ``"64-true"``."""
-    return map_batch(batch, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf)
+class ToDtype:
+    """Converts a batch's floating-point tensors, as a class that can be pickled.
+
+    Args:
+        dtype: The type.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, batch: Any) -> Any:
+        """Convert a batch."""
+        return map_batch(batch, self._convert)
+
+    def _convert(self, leaf: Tensor) -> Tensor:
+        return leaf.to(self.dtype) if leaf.is_floating_point() else leaf
+
+
+def true_dtype(precision: Precision) -> torch.dtype | None:
+    """Return the dtype of modules and data with ``"64-true"``, ``"16-true"`` or ``"bf16-true"``."""
+    if type(precision) not in (DoublePrecision, HalfPrecision):
+        return None
+    known = {"64-true": torch.float64, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+    return known[str(precision.precision)]
 
 
 def move_to_device(data: FederatedDataset, trainer: L.Trainer) -> FederatedDataset:
     """Move resident samples to the training device, and convert batches to its precision."""
     if isinstance(data, FederatedTensorDataset):
         data = data.to(trainer.strategy.root_device)
-    if not isinstance(trainer.precision_plugin, DoublePrecision):
+    dtype = true_dtype(trainer.precision_plugin)
+    if dtype is None:
         return data
     if isinstance(data, FederatedTensorDataset):
         converted = copy.copy(data)
-        converted.transform = Then(data.transform, to_double)
+        converted.transform = Then(data.transform, ToDtype(dtype))
         return converted
     loaders = [copy.copy(loader) for loader in data.loaders]
     for loader in loaders:
-        loader.collate_fn = Then(loader.collate_fn, to_double)
+        loader.collate_fn = Then(loader.collate_fn, ToDtype(dtype))
     return FederatedLoaders(loaders, data.names if data.named else None)
 
 

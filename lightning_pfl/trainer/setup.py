@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -28,7 +28,7 @@ from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Method
 from lightning_pfl.trainer import checks
 from lightning_pfl.trainer.client_loop import ClientTraining
-from lightning_pfl.trainer.data import batch_hooks
+from lightning_pfl.trainer.data import batch_hooks, true_dtype
 from lightning_pfl.trainer.evaluation_loop import FederatedEvaluationLoop
 from lightning_pfl.trainer.fit_loop import FederatedLoop
 from lightning_pfl.trainer.prediction_loop import FederatedPredictionLoop
@@ -332,17 +332,17 @@ def find_method(
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype of mixed precision, or None for full precision.
+    """Return the dtype of mixed precision; None without it.
 
     Raises:
-        MisconfigurationException: For a precision other than 32, 64 and bf16-mixed.
+        MisconfigurationException: For a plugin of another kind.
     """
     if isinstance(precision, MixedPrecision):
         return torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
-    if type(precision) in (Precision, DoublePrecision):
+    if type(precision) is Precision or true_dtype(precision) is not None:
         return None
     raise checks.refuse(
-        "precision", precision.precision, "Use '32-true', '64-true' or 'bf16-mixed'."
+        "precision", precision.precision, "Use '32-true' or another '-true', or '-mixed'."
     )
 
 
@@ -361,6 +361,7 @@ def engine_settings(
         overfit_batches=connected(trainer).overfit_batches,
         chunk_size=chunk_size,
         autocast=autocast_dtype(trainer.precision_plugin),
+        default_dtype=true_dtype(trainer.precision_plugin),
         feature_cache=feature_cache,
         batch_hooks=batch_hooks(trainer),
     )

@@ -71,7 +71,8 @@ class GAN(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x = batch[0]
-        first, second = self.optimizers()  # type: ignore[misc]
+        optimizers: Any = self.optimizers()
+        first, second = optimizers
         noise = x.roll(1, 0)
         with first.toggle_model():
             loss = -self.critic(self.generator(noise)).mean()

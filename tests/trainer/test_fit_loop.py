@@ -208,9 +208,10 @@ class SkippingModule(Quadratic):
         return -1
 
 
-def test_skipping_the_rest_of_a_round_is_refused() -> None:
+def test_skipping_the_rest_of_an_epoch_is_refused() -> None:
     with pytest.raises(
-        Exception, match="can't skip the rest of a round, but `on_train_batch_start` returned -1"
+        Exception,
+        match="can't skip the rest of an epoch, but `on_train_batch_start` of SkippingModule",
     ):
         trainer().fit(SkippingModule(), points())
 
@@ -295,10 +296,10 @@ class Stepping(Quadratic):
 def test_the_page_names_every_call_from_a_round_to_a_clients_step() -> None:
     trainer(max_epochs=1, engine="sequential").fit(Stepping(), points())
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
-    named = re.findall(r"^[1-8]\. `\w+\.(\w+)` \(`(?:\w+/)*(\w+\.py)`", page, re.MULTILINE)
+    named = re.findall(r"^\d+\. `\w+\.(\w+)` \(`(?:\w+/)*(\w+\.py)`", page, re.MULTILINE)
     named = [f"{file}: {name}" for name, file in named]
-    assert len(named) == 8
+    assert len(named) == 10
     begin = Traced.calls.index(named[0])
     # The last one is the optimizer's own step, which torch wraps.
-    assert Traced.calls[begin : begin + 8] == named
-    assert all("optim" in call or "test_fit" in call for call in Traced.calls[begin + 8 :])
+    assert Traced.calls[begin : begin + 10] == named
+    assert all("optim" in call or "test_fit" in call for call in Traced.calls[begin + 10 :])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -310,56 +309,19 @@ def module_with(**members: Any) -> Any:
     return type("Special", (Quadratic,), members)()
 
 
-def manual() -> L.LightningModule:
-    module = Quadratic()
-    module.automatic_optimization = False
-    return module
-
-
 def two(self: Any) -> Any:
     return [torch.optim.SGD([self.w], lr=0.1), torch.optim.SGD([self.w], lr=0.1)]
 
 
-def by_step(self: Any) -> Any:
-    optimizer = torch.optim.SGD([self.w], lr=0.1)
-    return [optimizer], [
-        {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
-    ]
-
-
-def hook(self: Any, *args: Any, **kwargs: Any) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("module", "match"),
-    [
-        (manual(), "needs automatic optimization, but Quadratic sets automatic_optimization=False"),
-        (
-            module_with(configure_optimizers=lambda self: None),
-            "`configure_optimizers` returned None",
-        ),
-        (module_with(configure_optimizers=two), "`configure_optimizers` returned 2 optimizers"),
-        (module_with(configure_optimizers=by_step), "StepLR has \"interval\": 'step'"),
-        *(
-            (module_with(**{name: hook}), f"can't call `{name}`, but Special overrides it")
-            for name in (
-                "backward",
-                "optimizer_step",
-                "optimizer_zero_grad",
-                "configure_gradient_clipping",
-                "on_before_optimizer_step",
-                "on_after_backward",
-                "on_after_batch_transfer",
-            )
-        ),
-    ],
-)
-def test_local_training_that_is_not_one_optimizer_is_refused(
-    module: L.LightningModule, match: str
-) -> None:
-    with pytest.raises(MisconfigurationException, match=match):
+def test_no_optimizer_is_refused() -> None:
+    module = module_with(configure_optimizers=lambda self: None)
+    with pytest.raises(MisconfigurationException, match="`configure_optimizers` returned None"):
         trainer().fit(module, points())
+
+
+def test_several_optimizers_need_manual_optimization() -> None:
+    with pytest.raises(RuntimeError, match="only supported with manual optimization"):
+        trainer().fit(module_with(configure_optimizers=two), points())
 
 
 class Halving(Quadratic):

@@ -125,8 +125,9 @@ class VectorizedEngine:
         hooks, known = self.settings.batch_hooks, self._program
         if known is None or known.augment is not augment or known.hooks is not hooks:
             fast = self.transform == "forward"
-            self._program = ClientProgram(self.module, self.settings.autocast, augment, fast, hooks)
-        return self._program
+            known = ClientProgram(self.module, self.settings, augment, fast)
+            self._program = known
+        return known
 
     def _fitting(self) -> int:
         """Compute the clients per chunk whose models, gradients and moments fill 1/4 of the memory.

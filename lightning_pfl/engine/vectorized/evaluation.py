@@ -77,8 +77,7 @@ class VectorizedEvaluation:
 
     def __init__(self, module: Any, settings: EngineSettings, transform: str = "forward") -> None:
         self.module, self.settings, self.transform = module, settings, transform
-        fast, hooks = transform == "forward", settings.batch_hooks
-        self.program = ClientProgram(module, settings.autocast, fast_kernels=fast, hooks=hooks)
+        self.program = ClientProgram(module, settings, fast_kernels=transform == "forward")
         self.program.throwaway = writable(module)
 
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
