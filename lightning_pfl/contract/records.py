@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -220,8 +220,14 @@ class ClientResults:
         }
 
 
-OnClients = Callable[[list[int]], None]
-"""A function that is called with the positions in the cohort of clients that have finished."""
+class OnClients(Protocol):
+    """A function that is called when clients have finished.
+
+    It gets their positions in the cohort, and in training their losses, ``(clients,)``.
+    """
+
+    def __call__(self, positions: list[int], losses: Tensor | None = None) -> None:
+        """Take note of the clients."""
 
 
 def as_positions_of(on_clients: OnClients | None, at: slice | Tensor) -> OnClients | None:
@@ -233,4 +239,8 @@ def as_positions_of(on_clients: OnClients | None, at: slice | Tensor) -> OnClien
     """
     if on_clients is None or isinstance(at, slice):
         return on_clients
-    return lambda done: on_clients(at[torch.tensor(done, dtype=torch.int64)].tolist())
+
+    def call(positions: list[int], losses: Tensor | None = None) -> None:
+        on_clients(at[torch.tensor(positions, dtype=torch.int64)].tolist(), losses)
+
+    return call

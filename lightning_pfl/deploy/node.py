@@ -345,7 +345,7 @@ class Node:
         info.steps = federation.count_steps(train, info.index, phases)
         cohort = federation.cohort(info, federation.received, phases)
         with torch.enable_grad():
-            work = cohort.train(train, lambda done: None, self._placed.get("val"))
+            work = cohort.train(train, lambda *_: None, self._placed.get("val"))
         federation.states.next = info.round
         cohort.store()
         sane = torch.ones(len(info), dtype=torch.bool) & finite(work.client_state).cpu()

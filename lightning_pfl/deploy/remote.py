@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
+from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Model, Tree, rows, tmap
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.deploy.logged import LoggedValues, Values, read_values
@@ -113,7 +114,12 @@ class ServerFederation(Federation):
         """Make the part that all questions share."""
         names = self._names_of(info)
         versions, durable = self.versions[info.index].tolist(), self.durable[info.index].tolist()
-        template = self.architectures[0].optimizer
+        template, loop = self.architectures[0].optimizer, self.architectures[0].engine.loop
+        if loop is not None and loop.counts_steps:
+            raise MisconfigurationException(
+                "A deployment can't go on with schedules that count the clients' steps, which only "
+                f'the nodes take, but {loop.why}. Use schedulers with "interval": "epoch".'
+            )
         groups = [] if template is None else template.param_groups
         return {
             "federation": self.id,
@@ -272,7 +278,7 @@ class RemoteCohort(Cohort):
                 for k, fine in zip(ids, sane, strict=True)
                 if not fine
             }
-            on_clients(at.tolist())
+            on_clients(at.tolist(), loss[at])
         gone = [k in self.failed for k in self.info.index.tolist()]
         loss[torch.tensor(gone, dtype=torch.bool)] = torch.inf  # for the gate
         batch.client_state = {"version": version}

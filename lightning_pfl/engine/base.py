@@ -186,10 +186,12 @@ class ModuleLoop(Protocol):
     Attributes:
         why: What the module has inside a step, for messages.
         manual: Whether ``training_step`` steps the optimizers.
+        counts_steps: Whether a scheduler counts the clients' steps, and not rounds.
     """
 
     why: str
     manual: bool
+    counts_steps: bool
 
     def phase(
         self, trainable: Collection[str], lr: float | None, minibatches: int

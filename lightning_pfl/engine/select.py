@@ -253,11 +253,11 @@ class _Listener:
         self.on_clients = on_clients
         self.failed = False
 
-    def __call__(self, positions: list[int]) -> None:
+    def __call__(self, positions: list[int], losses: Tensor | None = None) -> None:
         if self.on_clients is None:
             return
         self.failed = True
-        self.on_clients(positions)
+        self.on_clients(positions, losses)
         self.failed = False
 
 

@@ -118,7 +118,7 @@ class SequentialEngine:
                 self._note_draws(local_step)
             results.append(result)
             if on_clients is not None:
-                on_clients([row])
+                on_clients([row], result.loss)
         names = dict.fromkeys(name for result in results for name in result.logs)
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         return LocalResult(

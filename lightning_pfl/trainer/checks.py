@@ -312,6 +312,12 @@ def check_callback(callback: Callback) -> None:
         MisconfigurationException: If it is one.
     """
     name = type(callback).__name__
+    if not isinstance(callback, Callback):
+        raise MisconfigurationException(
+            f"Expected callbacks of `lightning`, but {name} is one of {type(callback).__module__}. "
+            "Use `import lightning as L` and `lightning.pytorch` in the place of "
+            "`pytorch_lightning`, whose classes are others."
+        )
     for kind, remedy in REFUSED_CALLBACKS.items():
         if isinstance(callback, kind):
             raise MisconfigurationException(

@@ -143,6 +143,8 @@ class ClientLoop(TrainingEpochLoop):
         super().__init__(trainer)
         self.module, self.why, self.manual = module, why, not module.automatic_optimization
         self.client_optimizers, self.configs = training.optimizers, training.schedulers
+        by_step = any(config.interval == "step" for config in self.configs)
+        self.counts_steps = by_step or (self.manual and bool(self.configs))
         self.steps_before = 0
         self._wrapped: list[LightningOptimizer] = []
         self._accumulating = False

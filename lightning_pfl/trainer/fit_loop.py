@@ -79,8 +79,9 @@ class FederatedLoop(FitLoop):
     """Runs rounds instead of epochs; every Lightning hook fires as usual.
 
     ``on_train_batch_start`` and ``on_train_batch_end`` fire once for each client of the cohort,
-    with the client's id as ``batch`` and the number of clients before it as ``batch_idx``. The last
-    client's end comes after the server's update.
+    for callbacks, with the client's id as ``batch``, the number of clients before it as
+    ``batch_idx``, and its mean loss in ``outputs``. The last client's end comes after the server's
+    update. A module's are called for each minibatch of each client; see ``client_loop.py``.
 
     Attributes:
         federation: The state of the run.
@@ -223,7 +224,7 @@ class FederatedLoop(FitLoop):
                 with profile(profiled("training_step")):
                     validation = self._validation_data(cohort.phases)
                     work = cohort.train(self.require_data(), clients.finished, validation)
-                clients.finish()
+                clients.finish(work.loss)
                 self._aggregate(round, cohort, work)
                 clients.release()
             self._seconds = time.perf_counter() - begin

@@ -19,7 +19,7 @@ from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.evaluate import evaluate_clients, personal_models
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.trainer.data import align_clients, move_to_device
-from lightning_pfl.trainer.progress import profiled
+from lightning_pfl.trainer.progress import ClientBatch, profiled
 
 
 class FederatedPredictionLoop(PredictionLoop):
@@ -90,7 +90,8 @@ class FederatedPredictionLoop(PredictionLoop):
         start = ClientHooks(self.trainer, "on_predict_batch_start")
         end = ClientHooks(self.trainer, "on_predict_batch_end")
         pairs = zip(self.rows.tolist(), self.clients.tolist(), found.predictions, strict=True)
-        for number, (row, client, outputs) in enumerate(pairs):
+        for number, (row, of, outputs) in enumerate(pairs):
+            client = ClientBatch(of)
             self.batch_progress.increment_ready()
             start(client, number)
             self.batch_progress.increment_started()

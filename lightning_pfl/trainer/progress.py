@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -19,12 +20,50 @@ def profiled(step: str) -> str:
     return f"[Strategy]FederatedStrategy.{step}"
 
 
+def _no_samples(client: int) -> str:
+    return (
+        f"Expected no access to samples: FederatedStrategy calls the hooks of a callback around a "
+        f"batch once per client, and `batch` is the client's id, {int(client)}. Look at samples in "
+        "the module's step, or in its own `on_train_batch_end`, which gets each minibatch."
+    )
+
+
+class ClientBatch(int):
+    """The ``batch`` of hooks that are called once per client: its id, which has no samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(_no_samples(self))
+
+    def __len__(self) -> int:
+        raise TypeError(_no_samples(self))
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(_no_samples(self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(_no_samples(self))
+
+
+class ClientOutputs(dict[str, Tensor]):
+    """The ``outputs`` of ``on_train_batch_end``: the mean ``loss`` of the client's minibatches."""
+
+    def __missing__(self, key: str) -> Tensor:
+        raise KeyError(
+            f"Expected the key 'loss', but got {key!r}: FederatedStrategy calls the hook of a "
+            "callback once per client, and `outputs` has the client's mean loss. Log other values "
+            "in `training_step`."
+        )
+
+
 class ClientProgress:
     """Fires ``on_<stage>_batch_start`` and ``..._end`` for clients when they finish.
 
     The vectorized engine finishes a chunk of clients at once, so a progress bar moves by chunks.
 
-    ``batch`` is the client's id, ``batch_idx`` the number of clients before it.
+    ``batch`` is the client's id, ``batch_idx`` the number of clients before it, ``outputs`` the
+    client's mean loss in training.
 
     Args:
         trainer: The running Trainer.
@@ -57,43 +96,50 @@ class ClientProgress:
         of_module = stage != "train"
         self.start = ClientHooks(trainer, f"on_{stage}_batch_start", of_module)
         self.end = ClientHooks(trainer, f"on_{stage}_batch_end", of_module)
-        self.held: int | None = None
+        self.held: tuple[ClientBatch, ClientOutputs | None] | None = None
 
-    def finished(self, positions: list[int]) -> None:
+    def finished(self, positions: list[int], losses: Tensor | None = None) -> None:
         """Fire the hooks of clients that an engine has finished."""
         if self.live:
-            self._take(positions)
+            self._take(positions, losses)
 
-    def finish(self) -> None:
-        """Fire the hooks of clients that the engine didn't report."""
-        self._take(sorted(self.waiting))
+    def finish(self, losses: Tensor | None = None) -> None:
+        """Fire the hooks of clients that the engine didn't report.
 
-    def _take(self, positions: list[int]) -> None:
-        for position in positions:
+        Args:
+            losses: The losses of all clients, ``(clients,)``; None in an evaluation.
+        """
+        waiting = sorted(self.waiting)
+        self._take(waiting, None if losses is None else losses[waiting])
+
+    def _take(self, positions: list[int], losses: Tensor | None) -> None:
+        for number, position in enumerate(positions):
             if position not in self.waiting:
                 continue
             self.waiting.remove(position)
-            self._begin(self.ids[position])
+            client = ClientBatch(self.ids[position])
+            outputs = None if losses is None else ClientOutputs(loss=losses[number])
+            self._begin(client)
             if self.hold_last and not self.waiting:
-                self.held = self.ids[position]
+                self.held = client, outputs
             else:
-                self._end(self.ids[position])
+                self._end(client, outputs)
 
     def release(self) -> None:
         """End the client that was held back."""
         if self.held is not None:
-            self._end(self.held)
+            self._end(*self.held)
             self.held = None
 
-    def _begin(self, client: int) -> None:
-        open_step(self.trainer, self.results, client)
+    def _begin(self, client: ClientBatch) -> None:
+        open_step(self.trainer, self.results, int(client))
         self.counters.increment_ready()
         self.counters.is_last_batch = not self.waiting
         self.start(client, self.counters.current.ready - 1)
         self.counters.increment_started()
 
-    def _end(self, client: int) -> None:
+    def _end(self, client: ClientBatch, outputs: ClientOutputs | None) -> None:
         self.counters.increment_processed()
-        self.end(None, client, self.counters.current.ready - 1)
+        self.end(outputs, client, self.counters.current.ready - 1)
         self.counters.increment_completed()
         close_step(self.trainer, self.results)

@@ -210,12 +210,28 @@ class StageSetup:
                     architecture.optimizer = None
             return
         federation.settings = settings
-        for number, architecture in enumerate(federation.architectures):
-            architecture.optimizer = training[number].optimizers[0] if fitting else None
-            loop = training[number].loop if fitting else None
+        for architecture in federation.architectures:
+            architecture.optimizer = None
             architecture.engine = SelectedEngine(
-                self.engine, architecture.module, architecture.parameter_split, settings, loop
+                self.engine, architecture.module, architecture.parameter_split, settings
             )
+        if fitting:
+            self.use(training)
+
+    def use(self, training: Sequence[ClientTraining]) -> None:
+        """Let clients train with these optimizers."""
+        for architecture, one in zip(self.federation.architectures, training, strict=True):
+            architecture.optimizer, architecture.engine.loop = one.optimizers[0], one.loop
+
+    def local_steps(self, trainer: L.Trainer) -> int:
+        """Count the steps of the longest phase of a round, of the client with most steps."""
+        data = fit_loop(trainer).require_data()
+        clients = torch.arange(data.num_clients)
+        counts = [
+            int(self.federation.count_steps(data, clients, (phase,)).max())
+            for phase in self.federation.method.phases(trainer.current_epoch)
+        ]
+        return max(counts, default=1)
 
     def _report(self, trainer: L.Trainer) -> None:
         federation = self.federation

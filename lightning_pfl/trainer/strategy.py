@@ -12,7 +12,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_pfl._lightning import WrappingCheckpointIO, read_optimizers
@@ -221,23 +221,36 @@ class FederatedStrategy(ProcessesStrategy):
         assert module is not None
         self._undo = keep_metrics_apart(module)
         self._stage.begin(trainer, module, self.root_device, self._client_training)
+        loops = [one.loop for one in self._client_training if one.loop is not None]
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and any(loop.counts_steps for loop in loops):
+            # Only now it is known how many steps a round has.
+            self._configure(trainer, self._stage.local_steps(trainer))
+            self._stage.use(self._client_training)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
-        """Call ``configure_optimizers`` for the template of the clients' optimizers."""
+        """Call ``configure_optimizers`` for the templates of the clients' optimizers."""
+        # `estimated_stepping_batches` then counts rounds, the unit of schedulers.
+        self._configure(trainer, steps=1)
+
+    def _configure(self, trainer: L.Trainer, steps: int) -> None:
+        """Call ``configure_optimizers``.
+
+        Args:
+            trainer: The Trainer.
+            steps: What ``estimated_stepping_batches`` counts in a round.
+        """
         loop = fit_loop(trainer)
         loop.setup_data()
-        # `estimated_stepping_batches` then counts rounds, the unit of schedulers.
-        cohort, loop.max_batches = loop.max_batches, trainer.accumulate_grad_batches
-        self._client_training = [
-            self._configure_optimizer(module)
-            for module in modules_by_name(self.lightning_module).values()
-        ]
+        cohort, loop.max_batches = loop.max_batches, steps * trainer.accumulate_grad_batches
+        modules = modules_by_name(self.lightning_module).values()
+        self._client_training = [self._configure_optimizer(module) for module in modules]
+        loop.max_batches = cohort
         checks.check_architectures([one.optimizers for one in self._client_training])
         self.optimizers = [each for one in self._client_training for each in one.optimizers]
         self.lr_scheduler_configs = [
             each for one in self._client_training for each in one.schedulers
         ]
-        loop.max_batches = cohort
         # Templates never step; without this, torch warns that a scheduler stepped first.
         for template in self.optimizers:
             template._opt_called = True  # type: ignore[attr-defined]

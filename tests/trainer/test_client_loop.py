@@ -1,4 +1,4 @@
-"""Modules with code inside a step: one client with FedAvg is a plain ``Trainer.fit``."""
+"""Code inside a step: Lightning's own loop for each client."""
 
 from __future__ import annotations
 
@@ -8,59 +8,16 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pfl import FederatedStrategy
-from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.methods import SCAFFOLD, FedAvg
-from lightning_pfl.testing.fitting import quiet
+from lightning_pfl.core.errors import MisconfigurationException
+from lightning_pfl.methods import SCAFFOLD, FedAvg, FedPer, FedProx, FedRep
+from tests.trainer.plain import Regression, fit, require_plain
 
-SAMPLES, BATCH = 10, 4
-
-
-def fields() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
-    return x, x @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-
-
-def run(module: L.LightningModule, rounds: int, method: Any = None, **flags: Any) -> L.Trainer:
-    """Train plainly, or with a method on one client."""
-    options: dict[str, Any] = {
-        "max_epochs": rounds,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        **flags,
-    }
-    if method is None:
-        data: Any = DataLoader(TensorDataset(*fields()), batch_size=BATCH)
-    else:
-        engine = options.pop("engine", "auto")
-        options["strategy"] = FederatedStrategy(method, seed=0, engine=engine)
-        data = FederatedTensorDataset(fields(), [range(SAMPLES)], batch_size=BATCH)
-    with quiet():
-        trainer = L.Trainer(**options)
-        trainer.fit(module, data)
-    return trainer
-
-
-def require_plain(make: Any, rounds: int = 3, local_epochs: int = 1, **flags: Any) -> L.Trainer:
-    """Compare all parameters and buffers, and the logged values, with those of plain training."""
-    plain, ours = make(), make()
-    expected = run(plain, rounds * local_epochs, **flags)
-    found = run(ours, rounds, FedAvg(local_epochs=local_epochs), **flags)
-    for name, leaf in plain.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], leaf, rtol=1e-6, atol=1e-8)
-    for name, value in expected.callback_metrics.items() if local_epochs == 1 else ():
-        assert float(found.callback_metrics[name]) == pytest.approx(float(value), rel=1e-6)
-    return found
+# --- manual optimization ---
 
 
 class GAN(L.LightningModule):
-    """Two networks with an optimizer each, by manual optimization."""
+    """Two networks with an optimizer each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,9 +38,8 @@ class GAN(L.LightningModule):
             first.step()
         self.log("generator_loss", loss, on_step=False, on_epoch=True)
         self.toggle_optimizer(second)
-        loss = (
-            self.critic(self.generator(noise).detach()).tanh().mean() - self.critic(x).tanh().mean()
-        )
+        made = self.critic(self.generator(noise).detach())
+        loss = made.tanh().mean() - self.critic(x).tanh().mean()
         second.zero_grad()
         self.manual_backward(loss)
         self.clip_gradients(second, 0.5, "norm")
@@ -104,15 +60,284 @@ def test_gan() -> None:
     assert [one.param_groups[0]["lr"] for one in trainer.optimizers] == [0.1, 0.2 / 8]
 
 
-def test_gan_over_epochs_of_one_round() -> None:
-    require_plain(GAN, rounds=1, local_epochs=3)
+class AdversarialMoments(GAN):
+    def configure_optimizers(self) -> Any:
+        rate = {"lr": 0.05, "betas": (0.5, 0.9)}
+        first = torch.optim.Adam(self.generator.parameters(), **rate)  # type: ignore[arg-type]
+        second = torch.optim.AdamW(self.critic.parameters(), **rate)  # type: ignore[arg-type]
+        return [first, second], [torch.optim.lr_scheduler.StepLR(second, 1, 0.5)]
 
 
-def test_a_method_that_computes_gradients_refuses_manual_optimization() -> None:
-    with pytest.raises(Exception, match="SCAFFOLD computes gradients itself, but GAN sets"):
-        run(GAN(), 1, SCAFFOLD())
+def test_optimizers_keep_their_moments_through_the_epochs_of_a_round() -> None:
+    require_plain(AdversarialMoments, rounds=1, local_epochs=3)
 
 
-def test_the_vectorized_engine_refuses_by_name() -> None:
-    with pytest.raises(ValueError, match="GAN sets automatic_optimization=False"):
-        run(GAN(), 1, FedAvg(), engine="vectorized")
+class EveryOther(Regression):
+    """Gradients of two minibatches, and a loss for the log."""
+
+    def build(self) -> None:
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer: Any = self.optimizers()
+        if batch_idx % 2 == 1 or self.trainer.is_last_batch:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def test_gradients_stay_between_minibatches() -> None:
+    require_plain(EveryOther)
+
+
+def test_a_client_begins_without_what_another_left() -> None:
+    """Clients that are trained together and alone end alike: moments, schedules, gradients."""
+    from lightning_pfl.data import FederatedTensorDataset
+    from lightning_pfl.testing.fitting import fit as federate
+    from tests.trainer.plain import fields
+
+    def models(parts: list[Any]) -> Any:
+        data = FederatedTensorDataset(fields(), parts, batch_size=4)
+        return federate(FedPer("layers"), data, EveryOther(), 2, "auto").models["layers.0.weight"]
+
+    parts = [range(5), range(5, 10)]
+    both = models(parts)
+    for number, part in enumerate(parts):
+        torch.testing.assert_close(models([part])[0], both[number], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [SCAFFOLD(), FedProx(0.1)], ids=["SCAFFOLD", "FedProx"])
+def test_methods_that_compute_gradients_refuse_manual_optimization(method: Any) -> None:
+    match = f"{type(method).__name__} computes gradients itself, but GAN sets automatic_optim"
+    with pytest.raises(MisconfigurationException, match=match):
+        fit(GAN(), 1, method)
+
+
+def test_the_vectorized_engine_names_what_it_can_not_run() -> None:
+    with pytest.raises(ValueError, match=r"vectorized', but it can't: GAN sets automatic_optim"):
+        fit(GAN(), 1, FedAvg(), engine="vectorized")
+
+
+def test_frozen_parameters_of_a_phase_stay() -> None:
+    class Halves(EveryOther):
+        pass
+
+    before = Halves().state_dict()
+    trainer = fit(Halves(), 1, FedRep("layers.2", head_steps=3, body_steps=0))
+    state = trainer.strategy.client_state_dict("ada")  # type: ignore[attr-defined]
+    assert torch.equal(state["layers.0.weight"], before["layers.0.weight"])
+    assert not torch.equal(state["layers.2.weight"], before["layers.2.weight"])
+
+
+# --- hooks ---
+
+
+class Clipped(Regression):
+    """Clips the layers apart."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for layer in (self.layers[0], self.layers[2]):
+            nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+
+
+class WarmUp(Regression):
+    """Raises the rate over the first five steps, by the counter of the Trainer."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 5)
+        optimizer.step(closure=optimizer_closure)
+
+
+class Average(Regression):
+    """Keeps a moving average of the weights in a buffer."""
+
+    average: Tensor
+
+    def build(self) -> None:
+        self.register_buffer("average", torch.zeros(4, 3))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert set(outputs) == {"loss"}
+        self.average = 0.9 * self.average + 0.1 * self.layers[0].weight.detach()
+
+
+class GradientHooks(Regression):
+    """Doubles the loss, halves gradients of one layer, adds decay, logs a norm."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("seen", loss, on_step=False, on_epoch=True)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+    def on_after_backward(self) -> None:
+        self.layers[0].weight.grad.mul_(0.5)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.layers[2].weight.grad.add_(self.layers[2].weight.detach(), alpha=0.1)
+        norm = self.layers[0].weight.grad.norm()
+        self.log("norm", norm, on_step=False, on_epoch=True)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class ByStep(Regression):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.3, int(total), cycle_momentum=False
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Both(Regression):
+    """One schedule counts steps, the other epochs."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        epochs = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": steps, "interval": "step"}, epochs]
+
+
+class Twice(Regression):
+    """An optimizer that evaluates the loss again, as SAM does."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        optimizer_closure()
+        with torch.no_grad():
+            moves = [p.grad.mul(0.1) for p in self.parameters() if p.grad is not None]
+            for p, move in zip(self.parameters(), moves, strict=True):
+                p.add_(move)
+        optimizer_closure()
+        with torch.no_grad():
+            for p, move in zip(self.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+
+
+KINDS = [Clipped, WarmUp, Average, GradientHooks, ByStep, Both, Twice]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks(kind: type[Regression]) -> None:
+    require_plain(kind)
+
+
+@pytest.mark.parametrize("kind", [Clipped, WarmUp, GradientHooks, Both])
+def test_hooks_under_accumulation(kind: type[Regression]) -> None:
+    require_plain(kind, accumulate_grad_batches=2)
+
+
+def test_flags_reach_the_hook() -> None:
+    class Passing(Regression):
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            assert gradient_clip_val == 0.05
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    require_plain(Passing, gradient_clip_val=0.05)
+
+
+def test_methods_with_gradients_of_their_own_call_the_hooks() -> None:
+    """FedProx without its term, taken apart into gradient and step, is FedAvg."""
+
+    class Apart(FedProx):
+        def client_step(self, state: Any, minibatches: Any, client: Any) -> Any:
+            grads = client.grad(state["model"], minibatches)
+            return {**state, "model": client.update(state["model"], grads)}
+
+    for kind in (Clipped, GradientHooks, Both, WarmUp):
+        whole, apart = kind(), kind()
+        fit(whole, 2, FedAvg())
+        fit(apart, 2, Apart(0.0))
+        for name, leaf in whole.state_dict().items():
+            torch.testing.assert_close(apart.state_dict()[name], leaf, rtol=1e-12, atol=1e-12)
+
+
+class Counting(L.Callback):
+    """Counts the hooks of a step."""
+
+    def __init__(self) -> None:
+        self.steps, self.norms = 0, list[float]()
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.steps += 1
+        self.norms.append(float(module.layers[0].weight.grad.norm()))
+
+
+def test_hooks_of_callbacks_see_every_step_of_the_client() -> None:
+    plain, ours = Counting(), Counting()
+    fit(Regression(), 2, callbacks=[plain])
+    trainer: Any = fit(Regression(), 2, FedAvg(), callbacks=[ours])
+    assert ours.steps == plain.steps == 6
+    assert ours.norms == pytest.approx(plain.norms, rel=1e-9)
+    choice = trainer.strategy.federation.engine.choices["training_step"]
+    assert choice == "sequential (Counting overrides `on_before_optimizer_step`)"
+
+
+def test_the_module_is_the_users_again_after_a_step() -> None:
+    module = Clipped()
+    own = {name: leaf.data_ptr() for name, leaf in module.named_parameters()}
+    fit(module, 2, FedAvg())
+    assert {name: leaf.data_ptr() for name, leaf in module.named_parameters()} == own
+    assert all(leaf.requires_grad and leaf.grad is None for leaf in module.parameters())
+
+
+def test_more_than_the_loss_is_refused_by_name() -> None:
+    class Weighted(FedAvg):
+        def client_step(self, state: Any, minibatches: Any, client: Any) -> Any:
+            grads = client.grad(
+                state["model"], minibatches, objective=lambda view, _: 2 * view.loss
+            )
+            return {**state, "model": client.update(state["model"], grads)}
+
+    match = "Weighted differentiates more than its loss, but Clipped overrides `configure_gradient"
+    with pytest.raises(MisconfigurationException, match=match):
+        fit(Clipped(), 1, Weighted())
+
+
+# --- hooks on a batch ---
+
+
+class Scaled(Regression):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [2 * batch[0], batch[1]]
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        batch = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return [batch[0] + 1, batch[1]]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x = batch[0].square() if self.trainer.training else batch[0]
+        return [x, batch[1]]
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+def test_hooks_on_a_batch(engine: str) -> None:
+    require_plain(Scaled, engine=engine)
+
+
+def test_hooks_on_a_batch_with_code_inside_a_step() -> None:
+    class All(Scaled, Clipped):
+        pass
+
+    require_plain(All)
+
+
+def test_loss_of_the_step_is_logged_under_accumulation() -> None:
+    """The loss that is checked for infinities is that of a minibatch, not its share."""
+    trainer: Any = fit(Clipped(), 1, FedAvg(), accumulate_grad_batches=2)
+    expected = fit(Clipped(), 1, accumulate_grad_batches=2)
+    found = float(trainer.callback_metrics["loss"])
+    assert found == pytest.approx(float(expected.callback_metrics["loss"]), rel=1e-6)

@@ -158,7 +158,7 @@ class VectorizedEngine:
             with guarded(self.module, derive(self.settings.seed, "guard", work.info.round)):
                 results.append(Chunk(self, work.rows(positions)).run())
             if on_clients is not None:
-                on_clients(positions.tolist())
+                on_clients(positions.tolist(), results[-1].loss)
         return _in_order(results, torch.argsort(order).to(self.settings.device))
 
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
