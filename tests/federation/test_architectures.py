@@ -312,11 +312,16 @@ def test_a_step_is_defined_by_all_or_none() -> None:
 
 
 def test_positions_in_a_part_are_told_as_positions_in_the_list() -> None:
-    heard: list[list[int]] = []
-    listener = as_positions_of(heard.append, torch.tensor([4, 7, 9]))
+    heard: list[tuple[list[int], Tensor | None]] = []
+
+    def hear(positions: list[int], losses: Tensor | None = None) -> None:
+        heard.append((positions, losses))
+
+    listener = as_positions_of(hear, torch.tensor([4, 7, 9]))
     assert listener is not None
-    listener([2, 0])
+    losses = torch.tensor([0.5, 0.25])
+    listener([2, 0], losses)
     listener([])
-    assert heard == [[9, 4], []]
+    assert heard == [([9, 4], losses), ([], None)]
     assert as_positions_of(None, torch.tensor([4])) is None
-    assert as_positions_of(heard.append, slice(None)) == heard.append
+    assert as_positions_of(hear, slice(None)) is hear
