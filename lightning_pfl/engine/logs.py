@@ -25,6 +25,37 @@ _JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+class TorchmetricsValue:
+    """The value of a torchmetrics object for a minibatch, which is computed after the step.
+
+    Args:
+        call: Number of the object's call in the step.
+        key: Which value of a collection; empty for an object alone.
+    """
+
+    def __init__(self, call: int, key: str = "") -> None:
+        self.call, self.key = call, key
+
+    def of(self, result: Any) -> Any:
+        """Select the value in the result of the call."""
+        return result[self.key] if self.key else result
+
+
+def one_number(name: str, value: Any) -> Tensor:
+    """Require the result of a torchmetrics object to be one number, and return it as a scalar.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"Expected the torchmetrics object logged as {name!r} to compute one number, but "
+            f"got {got}. Average them, or log each under its own name."
+        )
+    return value.detach().double().view(())
+
+
 class LogCapture:
     """A replacement of ``self.log`` during a client's step.
 
@@ -71,7 +102,7 @@ class LogCapture:
         weight = _weight(name, batch_size)
         # The number of samples is the default weight, and a recorded step can't return a weight.
         logged = Reduction(reduction, None if weight == self._samples else weight)
-        if not isinstance(value, Metric):
+        if not isinstance(value, (Metric, TorchmetricsValue)):
             value = value if isinstance(value, Tensor) else _number(name, value)
             value = value.detach() if value.is_floating_point() else value.detach().float()
             value = value.mean() if value.ndim else value
@@ -86,7 +117,8 @@ class LogCapture:
         earlier, kind = self.values[name], self.reductions[name].kind
         if value is earlier:  # a torchmetrics object, which has accumulated both
             return value, logged
-        if isinstance(value, Metric) or isinstance(earlier, Metric) or kind != logged.kind:
+        apart = (Metric, TorchmetricsValue)
+        if isinstance(value, apart) or isinstance(earlier, apart) or kind != logged.kind:
             raise ValueError(
                 f"Expected self.log({name!r}, ...) to log one kind of value by one `reduce_fx` "
                 f"within a step, but got {_kind(earlier, kind)} and then "

@@ -39,7 +39,7 @@ from lightning_pfl.engine.base import (
     require_same_entries,
 )
 from lightning_pfl.engine.bound import BoundModule
-from lightning_pfl.engine.logs import LOSS, ClientLogs
+from lightning_pfl.engine.logs import LOSS, ClientLogs, one_number
 from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minibatches
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
@@ -537,13 +537,6 @@ def _computed(metrics: dict[str, Metric]) -> dict[str, Tensor]:
     """Compute and reset the torchmetrics objects that a client's steps have filled."""
     results = {}
     for name, metric in metrics.items():
-        value = metric.compute()
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
-                f"Expected the torchmetrics object logged as {name!r} to compute one number, but "
-                f"got {got}. Average them, or log each under its own name."
-            )
-        results[name] = value.detach().double().view(1)
+        results[name] = one_number(name, metric.compute()).view(1)
         metric.reset()
     return results

@@ -11,7 +11,8 @@ chunks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
 from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Transform
 from lightning_pfl.engine.vectorized.loaders import Batches, LoaderBatches
 from lightning_pfl.engine.vectorized.local import VectorizedLocalStep
+from lightning_pfl.engine.vectorized.metrics import ClientMetrics
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
 from lightning_pfl.engine.vectorized.trace import Traces, fingerprint
 from lightning_pfl.methods.base import Phase
@@ -179,6 +181,7 @@ class Chunk:
         self.program = engine.program(getattr(self.data, "augment", None))
         self.logs = ClientLogs(len(self.clients), self.device)
         self.keys = self.noise_keys() if engine.needs_keys() else None
+        self.metrics = ClientMetrics(engine.module, len(self.clients), self.device)
         measured = self.method.measures_travel
         self.travel = Travel(len(self.clients), self.device) if measured else None
 
@@ -195,7 +198,7 @@ class Chunk:
         first_epochs = [0] * len(self.clients)
         for number, phase in enumerate(self.work.phases):
             active = ActivePhase(phase, self.engine.parameter_split)
-            with active.modes(), batchable_kernels(self.engine.transform), self.program.capturing():
+            with active.modes(), batchable_kernels(self.engine.transform), self._capturing():
                 self.program.throwaway = active.throwaway()
                 batches = self._batches(phase, active, first_epochs)
                 self.engine.prefix.attach(batches, active, state, self.program)
@@ -207,12 +210,17 @@ class Chunk:
         if self.travel is not None:
             info.travel = self.travel.total
         upload, client_state = self.method.client_final(received, client_state, state, info)
-        logs = self.logs.compute()
+        logs = {**self.logs.compute(), **self.metrics.compute()}
         missing = torch.full(
             (len(self.clients),), torch.nan, dtype=torch.float64, device=self.device
         )
         loss = logs.pop(LOSS, missing)
         return LocalResult(upload, client_state, logs, dict(self.program.log.options), loss)
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        with self.program.capturing(), self.metrics.deferring():
+            yield
 
     def _batches(self, phase: Phase, active: ActivePhase, first_epochs: list[int]) -> Batches:
         def key(client: int, epoch: int) -> int:
@@ -263,7 +271,7 @@ class Chunk:
             engine.settings,
             active,
             program,
-            BatchedGradient(program, engine.transform, active.unreached),
+            BatchedGradient(program, self.metrics, engine.transform, active.unreached),
             engine.traces,
             engine.prefix,
             ClientOptimizer(

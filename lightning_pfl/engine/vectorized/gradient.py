@@ -12,6 +12,7 @@ from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.tree import Model, floats, is_expanded
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, sample_gradient
 from lightning_pfl.engine.terms import Term
+from lightning_pfl.engine.vectorized.metrics import ClientMetrics
 
 Transform = Literal["forward", "grad"]
 Inputs = dict[str, Any]
@@ -26,15 +27,21 @@ class BatchedGradient:
 
     Args:
         program: The user's step as a function.
+        metrics: The module's torchmetrics objects.
         transform: ``"forward"``: ``vmap`` of the forward pass and one ordinary backward pass;
             ``"grad"``: ``vmap`` of the gradient.
         unreached: Error text for a loss that depends on no trainable parameter.
     """
 
     def __init__(
-        self, program: ClientProgram, transform: Transform, unreached: Callable[[], str]
+        self,
+        program: ClientProgram,
+        metrics: ClientMetrics,
+        transform: Transform,
+        unreached: Callable[[], str],
     ) -> None:
-        self.program, self.transform, self.unreached = program, transform, unreached
+        self.program, self.metrics = program, metrics
+        self.transform, self.unreached = transform, unreached
         self.number = 0
         self.objective: Objective | None = None
 
@@ -47,6 +54,7 @@ class BatchedGradient:
     def _loss(
         self, trained: Model, fixed: Model, inputs: Inputs
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        self.metrics.begin()
         loss, logged = self.program.training_loss(
             {**fixed, **trained},
             inputs["data"],
@@ -59,7 +67,7 @@ class BatchedGradient:
         )
         if loss is None:
             raise NotVectorizableError(SKIPS)
-        return loss, tensors_only(logged)
+        return loss, self.metrics.take(logged)
 
     def _term(self, inputs: Inputs) -> Term | None:
         if "given" not in inputs:

@@ -243,7 +243,7 @@ class VectorizedLocalStep:
             result = self.gradient(trained, fixed, {**inputs, **term.tensors})
         grads, loss, logged = result
         if not self._logged:
-            values = {**logged, LOSS: loss}
+            values = {**self.gradient.metrics.update(logged, self._tick.rows), LOSS: loss}
             reductions = self.program.log.reductions
             self.logs.add(values, minibatch.sizes, self._tick.rows, reductions, minibatch.size)
         return grads

@@ -1,0 +1,156 @@
+"""torchmetrics objects in ``training_step`` of many clients at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
+
+from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.testing.fitting import fit
+from tests.engine.nets import CLASSES, compare, image_clients
+from tests.engine.test_select import Classifier
+
+SIZES = (9, 4, 1)
+
+
+def clients() -> Any:
+    return image_clients(SIZES, batch_size=4)
+
+
+class Measured(Classifier):
+    """Logs what subclasses measure on scores and classes."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.build()
+
+    def build(self) -> None:
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.accuracy(scores, classes)
+        self.log("accuracy", self.accuracy)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self(batch[0])
+        self.measure(scores, batch[1])
+        return F.cross_entropy(scores, batch[1])
+
+
+class Updated(Measured):
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.accuracy.update(preds=scores.argmax(1), target=classes)
+        self.log("accuracy", self.accuracy)
+
+
+class Several(Measured):
+    """States of sums, of lists, and of a loss; a layer that has one."""
+
+    def build(self) -> None:
+        self.f1 = MulticlassF1Score(CLASSES, average="macro")
+        self.inner = nn.ModuleDict({"auroc": BinaryAUROC()})
+        self.mean = MeanMetric()
+
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.f1(scores, classes)
+        self.inner["auroc"](scores.softmax(1)[:, 0], (classes == 0).long())
+        self.mean(scores.mean())
+        self.log_dict({"f1": self.f1, "auroc": self.inner["auroc"], "mean": self.mean})
+
+
+class Collected(Measured):
+    def build(self) -> None:
+        self.metrics = MetricCollection(
+            {
+                "micro": MulticlassAccuracy(CLASSES, average="micro"),
+                "macro": MulticlassAccuracy(CLASSES, average="macro"),
+                "f1": MulticlassF1Score(CLASSES),
+            },
+            prefix="train_",
+        )
+
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.metrics(scores, classes)
+        self.log_dict(self.metrics)
+
+
+class OfBatches(Measured):
+    """Logs the value of each minibatch, whose mean is another number than the object's."""
+
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.log("accuracy", self.accuracy(scores, classes))
+
+
+class CollectedOfBatches(Collected):
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.log_dict(self.metrics(scores, classes))
+
+
+KINDS = [Measured, Updated, Several, Collected, OfBatches, CollectedOfBatches]
+
+
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets")
+@pytest.mark.parametrize("transform", ["forward", "grad"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_one_client_after_another(kind: type[Measured], transform: str) -> None:
+    compare(kind, clients(), transform=transform, chunk_sizes=(None, 2))
+
+
+def test_values_over_phases_and_accumulated_minibatches() -> None:
+    method: Callable[[], Any] = lambda: FedRep("layers", head_steps=3, body_steps=0)  # noqa: E731
+    compare(lambda: Measured(nn.Flatten()), clients(), method, settings={"accumulate": 2})
+
+
+@pytest.mark.parametrize("engine", ["auto", "sequential"])
+def test_an_accuracy_by_hand(engine: str) -> None:
+    """At learning rate 0 it is that of the first model, in both engines, for each client's mean."""
+
+    class Still(Measured):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    module, data = Still(), clients()
+    with torch.no_grad():
+        hits = [
+            (module(data.gather(own)[0]).argmax(1) == data.gather(own)[1]).double().mean()
+            for own in data.indices
+        ]
+    run = fit(FedAvg(local_epochs=2), data, module, 2, engine)
+    assert run.metrics["accuracy"] == pytest.approx(float(torch.stack(hits).mean()), rel=1e-6)
+    choice = run.federation.engine.choices["training_step"]
+    assert choice.startswith("vectorized" if engine == "auto" else "sequential")
+    assert not module.accuracy.update_called
+
+
+class Reading(Measured):
+    """Computes with the value inside the step."""
+
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.log("double", 2 * self.accuracy(scores, classes))
+
+
+class Resetting(Measured):
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        super().measure(scores, classes)
+        self.accuracy.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(Reading, "TorchmetricsValue"), (Resetting, "computes or resets")],
+)
+def test_what_needs_the_value_inside_the_step_runs_sequentially(
+    kind: type[Measured], why: str
+) -> None:
+    run = fit(FedAvg(), clients(), kind(), 1, "auto")
+    choice = run.federation.engine.choices["training_step"]
+    assert choice.startswith("sequential")
+    assert why in choice
