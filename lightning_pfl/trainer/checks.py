@@ -6,6 +6,7 @@ Each setting works as in Lightning, or raises an error that names it and a remed
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -48,6 +50,16 @@ REFUSED_CALLBACKS: dict[type[Callback], str] = {
     LearningRateFinder: "It trains one model; compare a few learning rates on validation data.",
     BatchSizeFinder: "It trains one model; set `batch_size` of the data, and `chunk_size`.",
 }
+
+
+def check_imports() -> None:
+    """Warn where ``pytorch_lightning`` is imported, whose modules Lightning refuses unnamed."""
+    if "pytorch_lightning" in sys.modules:
+        rank_zero_warn(
+            "`pytorch_lightning` is imported. Its LightningModule, Trainer and callbacks are other "
+            "classes than those of `lightning`, which FederatedStrategy works with. Use "
+            "`import lightning as L` for all of them."
+        )
 
 
 def check_strategy(

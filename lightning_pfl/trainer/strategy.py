@@ -121,6 +121,7 @@ class FederatedStrategy(ProcessesStrategy):
             process_group_backend,
             timeout,
         )
+        checks.check_imports()
         checks.check_strategy(
             method, engine, seed, chunk_size, max_update_norm, client_state_device
         )
@@ -136,6 +137,10 @@ class FederatedStrategy(ProcessesStrategy):
         self._saved_optimizers: list[tuple[str, dict[str, Any]]] = []
         self._undo: Callable[[], None] | None = None
         self._client_training: list[ClientTraining] = []
+
+    def __repr__(self) -> str:
+        """Name the import, as a Trainer of pytorch_lightning shows it where it refuses this."""
+        return f"{type(self).__name__} of `import lightning`, not of `import pytorch_lightning`"
 
     # --- what users ask for -----------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -380,3 +382,31 @@ def test_estimated_stepping_batches_counts_rounds() -> None:
     module = Cycle()
     trainer(max_epochs=3, accumulate_grad_batches=2).fit(module, points())
     assert module.estimate == 3
+
+
+# --- imports
+
+
+def test_another_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of such a module Lightning says its name alone, before a strategy is asked."""
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", ModuleType("pytorch_lightning"))
+    with pytest.warns(
+        UserWarning, match="`pytorch_lightning` is imported.* `import lightning as L`"
+    ):
+        strategy = FederatedStrategy(FedAvg())
+    # What a Trainer of pytorch_lightning writes in its refusal.
+    assert "not of `import pytorch_lightning`" in repr(strategy)
+
+
+def test_callbacks_of_another_lightning_are_refused() -> None:
+    class EarlyStopping:
+        state_key = "early"
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: None
+
+    run = trainer()
+    run.callbacks.append(EarlyStopping())
+    match = "Expected callbacks of `lightning`, but EarlyStopping .*`import lightning as L`"
+    with pytest.raises(MisconfigurationException, match=match):
+        run.fit(Quadratic(), points(), points())
