@@ -55,7 +55,7 @@ class Several(Measured):
 
     def build(self) -> None:
         self.f1 = MulticlassF1Score(CLASSES, average="macro")
-        self.inner = nn.ModuleDict({"auroc": BinaryAUROC()})
+        self.inner: Any = nn.ModuleDict({"auroc": BinaryAUROC()})
         self.mean = MeanMetric()
 
     def measure(self, scores: Tensor, classes: Tensor) -> None:
