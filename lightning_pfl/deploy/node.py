@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_pfl import __version__
 from lightning_pfl._lightning import set_rounds
 from lightning_pfl.contract.records import ClientInfo, Evaluation, LogOptions
+from lightning_pfl.core.files import atomic_file
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, Tree, finite, repeat, rows, tmap
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
@@ -457,9 +458,8 @@ def load_model(module: torch.nn.Module, model: Model) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that is either complete or not there."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
+    with atomic_file(path) as file:
+        file.write(data)
 
 
 def _set_optimizer(template: Any, groups: Sequence[Mapping[str, Any]]) -> None:

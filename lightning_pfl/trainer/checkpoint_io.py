@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from lightning_pfl.core.files import atomic_file
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -20,28 +21,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        """Write ``checkpoint`` durably: the data first, then the name, then the folder's entry."""
+        """Write ``checkpoint`` durably."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Without the suffix .ckpt, so that remains of a killed run aren't taken for a checkpoint;
-        # the next write replaces them.
-        temporary = target.with_name(f".{target.name}.tmp")
-        with temporary.open("wb") as file:
+        with atomic_file(Path(path)) as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(target)
-        _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":  # Windows can't open folders
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

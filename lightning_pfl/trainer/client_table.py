@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_pfl.core.files import atomic_file
 FIXED_COLUMNS = ("round", "client", "num_samples")
 
 
@@ -113,14 +114,7 @@ class ClientTable:
             return [row for row in reader if None not in row.values()], names
 
     def _write(self, table: Iterable[dict[str, str]]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(self.path, [*FIXED_COLUMNS, *self.columns], table)
-
-
-def _replace(path: Path, columns: list[str], table: Iterable[dict[str, str]]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(table)
-    Path(temporary).replace(path)
+        with atomic_file(self.path, "t", newline="") as file:
+            writer = csv.DictWriter(file, [*FIXED_COLUMNS, *self.columns], restval="")
+            writer.writeheader()
+            writer.writerows(table)

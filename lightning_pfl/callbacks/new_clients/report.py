@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import Evaluation
+from lightning_pfl.core.files import atomic_file
 from lightning_pfl.core.tree import Model
 from lightning_pfl.federation.evaluate import summaries
 
@@ -79,10 +80,8 @@ def draw_curves(trainer: L.Trainer, adapted: Adapted) -> None:
 def write_table(path: Path, results: Sequence[Adapted], names: Sequence[str]) -> None:
     """Write ``new_clients.csv``: a row for each number of samples, number of passes, and client."""
     keys = [*dict.fromkeys(key for adapted in results for key in adapted.evaluation.values)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
     head = ["samples", "epochs", "client", "trained_on", "num_samples"]
-    with temporary.open("w", newline="") as file:
+    with atomic_file(path, "t", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*head, *map(metric_name, keys)])
         for adapted in results:
@@ -99,7 +98,6 @@ def write_table(path: Path, results: Sequence[Adapted], names: Sequence[str]) ->
                     strict=True,
                 )
             )
-    temporary.replace(path)
 
 
 def write_models(path: Path, adapted: Adapted, names: Sequence[str], state: Any) -> None:
@@ -115,7 +113,5 @@ def write_models(path: Path, adapted: Adapted, names: Sequence[str], state: Any)
         names[row]: state({name: leaf[k].clone() for name, leaf in adapted.models.items()})
         for k, row in enumerate(adapted.clients.tolist())
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    torch.save(models, temporary)
-    temporary.replace(path)
+    with atomic_file(path) as file:
+        torch.save(models, file)
