@@ -98,6 +98,12 @@ def assert_same_metrics(result: Outcome, expected: Outcome) -> None:
 
 
 Run = Callable[..., Outcome]
+#: A pretended device takes its time. `make test` has a state on the server and on the clients, two
+#: models, and a graph; all others, and the other engine, are slow tests.
+FIRST = ("Ditto", "SCAFFOLD", "SheafFMTL")
+engines = pytest.mark.parametrize(
+    "engine", ["vectorized", pytest.param("sequential", marks=pytest.mark.slow)]
+)
 
 
 @pytest.fixture(params=[elsewhere, pytest.param(on_gpu, marks=pytest.mark.gpu)])
@@ -136,8 +142,11 @@ def test_what_the_host_waits_for_is_counted(device: PretendedDevice) -> None:
     assert device.waits["aten::_to_copy"] == 1
 
 
-@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
-@pytest.mark.parametrize("name", CASES)
+@engines
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_every_method_ends_as_on_the_cpu(name: str, engine: str, run: Run) -> None:
     problem = PROBLEMS.get(name, {})
 
@@ -160,11 +169,14 @@ EPOCHS: dict[str, Callable[[int], Method]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
-@pytest.mark.parametrize("name", EPOCHS)
+@engines
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in EPOCHS],
+)
 def test_no_step_waits_for_the_device(name: str, engine: str) -> None:
     few = elsewhere(EPOCHS[name](1), engine=engine).waits
-    many = elsewhere(EPOCHS[name](3), engine=engine).waits
+    many = elsewhere(EPOCHS[name](2), engine=engine).waits
     assert few == many
     assert few.total() > 0  # the gate and the metrics of a round
 
@@ -211,6 +223,7 @@ def test_fine_tuning_and_new_clients_work_on_the_device(run: Run) -> None:
     assert "new_clients/acc@3" in outcome.fit.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["CFL", "FedMAP", "SheafFMTL"])
 def test_monitors_read_the_device(name: str, tmp_path: Path, run: Run) -> None:
     from lightning.pytorch.loggers import TensorBoardLogger
@@ -230,6 +243,7 @@ def test_monitors_read_the_device(name: str, tmp_path: Path, run: Run) -> None:
     assert_same(outcome, small_fit(CASES[name](), **settings("cpu")))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_the_device_and_on_the_cpu(tmp_path: Path, run: Run) -> None:
     whole = small_fit(Ditto(), rounds=4)
     saved = tmp_path / "half.ckpt"

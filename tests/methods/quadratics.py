@@ -7,9 +7,6 @@ an epoch; the fourth client has no samples and is never sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,24 +14,13 @@ from torch import Tensor
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.testing import quadratic_clients
 
-ENGINES = ("vectorized", "sequential")
-Test = TypeVar("Test", bound=Callable[..., Any])
+closed_form = pytest.mark.quick
+"""Mark of a method's closed form, so that `make quick` runs it."""
 A = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
 C = torch.tensor([[0.0, 1.0], [1.0, -2.0], [3.0, 0.5], [-1.0, 2.0]], dtype=torch.float64)
 SAMPLES = torch.tensor([4, 1, 7, 0])
 STEPS = torch.tensor([2, 1, 3, 0])
 LR = 0.1
-
-
-def closed_form(test: Test) -> Test:
-    """Mark a method's first test: both engines run it, and `make quick` with the vectorized one.
-
-    The method's other tests take the vectorized engine from the fixture ``engine``:
-    that the sequential one gives the same is what `check_engines_agree` proves.
-    """
-    quick = pytest.param(ENGINES[0], marks=pytest.mark.quick)
-    marked: Test = pytest.mark.parametrize("engine", [quick, *ENGINES[1:]])(test)
-    return marked
 
 
 def ragged() -> FederatedTensorDataset:

@@ -13,6 +13,7 @@ from lightning_pfl.methods.base import Method
 from lightning_pfl.priors import DiagonalGaussianPrior, GaussianPrior, LaplacePrior
 from lightning_pfl.testing.conformance import (
     CHECKS,
+    SIZES,
     MakeMethod,
     Problem,
     check_engines_agree,
@@ -81,11 +82,18 @@ def test_engines_agree(name: str) -> None:
     check_engines_agree(CASES[name], Problem(**PROBLEMS[name]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_engines_agree_for_every_chunk_size(name: str) -> None:
+    check_engines_agree(CASES[name], Problem(**PROBLEMS[name]), range(1, len(SIZES) + 2))
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_engines_agree_on_other_settings(name: str) -> None:
     check_engines_agree(VARIANTS[name], Problem(**PROBLEMS[name.split(",")[0]]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_engines_agree_in_single_precision(name: str) -> None:
     problem = Problem(**PROBLEMS.get(name, {}))

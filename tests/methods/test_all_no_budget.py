@@ -17,7 +17,6 @@ from lightning_pfl.testing import (
     quadratic_clients,
 )
 from lightning_pfl.testing.fitting import Fit
-from tests.methods.quadratics import ENGINES
 
 MAKE: dict[str, Callable[[dict[str, Any]], Method]] = {
     "ConvexClustering": lambda budget: methods.ConvexClustering(0.1, **budget),
@@ -29,7 +28,6 @@ MAKE: dict[str, Callable[[dict[str, Any]], Method]] = {
 
 
 @pytest.mark.filterwarnings("ignore:The run continues with other settings")
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("nothing", ["local_epochs", "local_steps"])
 @pytest.mark.parametrize("name", MAKE)
 def test_models_stay_where_nobody_steps(

@@ -75,6 +75,7 @@ class TestAPFL:
             close(run.client_state["mixing"], alphas)
             assert len(set(alphas.tolist())) > 2
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mixing", [0.5, 1.0])
     def test_the_mixture_reaches_each_clients_own_optimum(self, engine: str, mixing: float) -> None:
         """w settles, and v makes up for it, as long as v has a part in the mixture at all."""

@@ -29,7 +29,7 @@ from lightning_pfl.testing import (
 )
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.networks import SCALARS, cohorts, linear_module, plain_module
-from tests.methods.quadratics import ENGINES, close, ragged
+from tests.methods.quadratics import close, ragged
 from tests.methods.references.apfl import gradient
 from tests.methods.references.training import State, average, batches, with_data
 
@@ -67,7 +67,6 @@ def reference(
 
 
 class TestMixedOutputs:
-    @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("adaptive", [False, True])
     def test_matches_the_reference(self, engine: str, adaptive: bool) -> None:
         data = small_clients()
@@ -113,7 +112,6 @@ class TestMixedOutputs:
         b = fit(LocalOnly(), small_clients(), small_module(), 3, engine)
         assert_trees_close(a.client_state["personal"], b.models)
 
-    @pytest.mark.parametrize("engine", ENGINES)
     def test_clients_are_evaluated_and_handed_out_as_mixtures(self, engine: str) -> None:
         data, module = small_clients(shuffle=False), plain_module(0.3)
         run = fit(APFL(0.4, **OUTPUTS), data, module, 2, engine, val_data=data)
@@ -147,7 +145,6 @@ def test_engines_agree_with_batchnorm_for_every_chunk() -> None:
         assert_trees_close(found.client_state, expected.client_state)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_new_clients_adapt_the_first_model_alone(engine: str) -> None:
     """Also with BatchNorm: the second model is the server's, and stays as it is."""
     data = small_clients()

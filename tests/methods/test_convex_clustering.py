@@ -31,7 +31,7 @@ from recipes.centralized.newtons_method import proximal_newton
 from tests.methods.case import DEGREE, Bytes, Case, D
 from tests.methods.graphs import PATH
 from tests.methods.networks import cohorts
-from tests.methods.quadratics import ENGINES, LR, A, C, close, closed_form, ragged
+from tests.methods.quadratics import LR, A, C, close, closed_form, ragged
 from tests.methods.references.convex_clustering import pdmm
 from tests.solvers.problems import L4, Hinges, ellipses, l4_solution
 from tests.solvers.test_pdmm import documented_draws
@@ -120,7 +120,6 @@ class TestConvexClustering:
                 assert same != bool(drawn.models[client]) or (same and SIZES[client] == 0)
             assert torch.equal(new["split"][~drawn.pairs], old["split"][~drawn.pairs])
 
-    @pytest.mark.parametrize("engine", ENGINES)
     def test_exact_rounds_are_those_of_the_solver(self, engine: str) -> None:
         """On the squared hinge loss, with its Newton steps from the formulas."""
         points, labels = ellipses("separable", 2)
@@ -217,6 +216,7 @@ class TestFourPointsOnALine:
         torch.testing.assert_close(run.models["w"], l4_solution(0.1), rtol=0, atol=1e-3)
         assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 1, 1]  # type: ignore[union-attr]
 
+    @pytest.mark.slow
     def test_gradient_steps_go_to_the_same_solution(self) -> None:
         """One step a round in the place of the minimiser, on half of the blocks."""
         method = ConvexClustering(0.1, penalty=0.5, blocks=0.5, local_epochs=None, local_steps=1)
@@ -225,6 +225,7 @@ class TestFourPointsOnALine:
         assert run.strategy.method.clusters(run.server).tolist() == [0, 0, 1, 1]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_on_a_weighted_graph_it_is_total_variation() -> None:
     """A path 0 - 1 - 2 - 3: x_i = a_i - weight times the signed weights of its edges."""
     path = np.zeros((4, 4))
@@ -247,7 +248,7 @@ def test_engines_agree_on_a_sparse_graph_with_drawn_blocks() -> None:
             engine,
             participation=3,
         )
-        for engine in ENGINES
+        for engine in ("vectorized", "sequential")
     ]
     assert_trees_close(runs[0].server, runs[1].server)
     assert_trees_close(runs[0].client_state, runs[1].client_state)
@@ -261,6 +262,7 @@ class TestEndPoints:
             "fusion_weight=0 makes ConvexClustering LocalOnly."
         ]
 
+    @pytest.mark.slow
     def test_above_the_threshold_all_are_one(self) -> None:
         """Where the sum of the losses is least: the mean weighted with the curvatures."""
         run = fit(exact(20.0, penalty=0.5), three(), QuadraticModule(DIM, LR, 0.5), 60)

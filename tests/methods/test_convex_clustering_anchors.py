@@ -28,6 +28,7 @@ def line() -> FederatedTensorDataset:
     return quadratic_clients([1.0] * 4, L4.flatten().tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -69,6 +70,7 @@ def planted() -> FederatedTensorDataset:
     return FederatedTensorDataset(fields, torch.arange(len(labels)).split(16), batch_size=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["labels", "models"])
 def test_planted_clusters_are_found_among_nearest_neighbours(kind: str) -> None:
     """Four nearest of eleven: edges inside the clusters, and some between them."""
@@ -92,6 +94,7 @@ def test_planted_clusters_are_found_among_nearest_neighbours(kind: str) -> None:
 # --- linearised updates ---
 
 
+@pytest.mark.slow
 def test_gradient_steps_with_the_lipschitz_constant_converge() -> None:
     """x <- argmin <f'(x_i), x> + quadratic + L/2 |x - x_i|^2 with curvatures of 0.5 to 3 = L.
 
@@ -108,6 +111,7 @@ def test_gradient_steps_with_the_lipschitz_constant_converge() -> None:
     torch.testing.assert_close(found.models, exact.models, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_one_local_step_of_the_right_length_is_the_linearised_update() -> None:
     """lr = 1 / (2 rho 3 + eta) with eta = L = 1, and the run ends at the known solution."""
     losses, rho, eta, rounds = Quadratics(L4), 0.5, 1.0, 300

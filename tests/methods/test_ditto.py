@@ -72,6 +72,7 @@ class TestDitto:
         close(run.server["model"]["w"], x)
         close(run.models["w"], v)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("prox_weight", "printed"),
         [

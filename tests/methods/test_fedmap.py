@@ -34,7 +34,6 @@ from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import WITH_BATCHNORM, Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import (
-    ENGINES,
     LR,
     SAMPLES,
     STEPS,
@@ -124,6 +123,7 @@ class TestQ2:
             )
             assert again.models["w"].flatten().tolist() == pytest.approx(theta, abs=1e-9)
 
+    @pytest.mark.slow
     def test_rounds_converge_to_it(self, engine: str) -> None:
         run = fit(**EXACT, module=QuadraticModule(1, rate(1.0)), rounds=20, engine=engine)
         assert float(run.server["model"]["w"]) == pytest.approx(0.6, abs=1e-8)
@@ -143,6 +143,7 @@ class TestQ2:
             assert_trees_close(a, b)
         assert float(runs[0][0]["model"]["w"]) != float(runs[0][-1]["model"]["w"])
 
+    @pytest.mark.slow
     def test_personal_models_are_those_of_pfedme_and_l2gd(self, engine: str) -> None:
         """For moreau_weight = 1 / variance all have one optimum: L2GD's is where each model is its
         mean minus the client's gradient over the mixing weight."""
@@ -373,7 +374,6 @@ def test_an_infinite_variance_is_said() -> None:
     assert FedMAP().notes(parameter_split) == []
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("data_term", "scope"), [("mean", "all"), ("sum", "personal")])
 def test_a_new_client_adapts_under_the_prior(engine: Any, data_term: Any, scope: Any) -> None:
     """Many steps from the prior's mean m end at (a c + r m) / (a + r), r = 1 / (variance [N]).

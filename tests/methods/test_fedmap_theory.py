@@ -86,7 +86,7 @@ def test_the_server_descends_on_the_envelope(name: str, engine: str, tmp_path: P
     )
     data = quadratic_clients(A.flatten(), C, SIZES)
     logger = CSVLogger(tmp_path)
-    run = fit(method, data, QuadraticModule(2, RATE, 0.5), 5, engine, logger=logger)
+    run = fit(method, data, QuadraticModule(2, RATE, 0.5), 2, engine, logger=logger)
     gamma = method.prior.init({"w": torch.full((2,), 0.5, dtype=torch.float64)})
     values = []
     for server in run.recorder.servers:
@@ -122,6 +122,7 @@ def test_the_deterministic_anchor() -> None:
     assert found == pytest.approx([-0.89616, 6.72340, 4.23769, 49.0379, 1.57036], rel=3e-6)
 
 
+@pytest.mark.slow
 def test_the_pooled_line_rises_and_the_learned_one_falls() -> None:
     for seed in range(6):
         lines = shifted_lines(seed)
@@ -159,6 +160,7 @@ def test_the_samples_are_those_of_the_anchor() -> None:
     np.testing.assert_array_equal(torch.cat(fields, 1).numpy(), want)
 
 
+@pytest.mark.slow
 def test_the_anchor_is_a_fixed_point_of_a_round() -> None:
     """Clients begin at the prior's mean and find their exact lines; the server stays."""
     lines = shifted_lines(0)

@@ -13,7 +13,7 @@ from lightning_pfl.methods import FedMAP
 from lightning_pfl.methods.fedmap import MEASURED, log_weights
 from lightning_pfl.priors import GaussianPrior
 from lightning_pfl.testing import QuadraticModule, local_round
-from tests.methods.quadratics import ENGINES, LR, A, C, ragged
+from tests.methods.quadratics import LR, A, C, ragged
 
 W0 = torch.full((2,), 0.5, dtype=torch.float64)
 
@@ -53,7 +53,6 @@ def test_no_weight_underflows_at_any_size() -> None:
     assert found == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.e)], rel=1e-6)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_losses_are_of_the_trained_models_on_all_of_the_data(engine: Any) -> None:
     """Minibatches of three samples of 4, 1 and 7; sums over a round's parts, not of its steps."""
     method = FedMAP(GaussianPrior(2.0), log_envelope=True)

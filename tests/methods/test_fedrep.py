@@ -27,7 +27,6 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.case import BODY, Bytes, Case
 from tests.methods.quadratics import (
-    ENGINES,
     LR,
     SAMPLES,
     STEPS,
@@ -146,7 +145,6 @@ def everything_that_drifts() -> PersonalizedModule:
     return PersonalizedModule(backbone, head, **settings).double()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("feature_cache", [True, False])
 @pytest.mark.parametrize(("phase", "frozen"), [(0, "backbone"), (1, "head")])
 def test_frozen_means_frozen(engine: Any, phase: int, frozen: str, feature_cache: bool) -> None:

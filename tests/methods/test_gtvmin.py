@@ -52,6 +52,7 @@ def on_the_line(method: GTVMin) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["l2", "l1"])
 def test_pairs_fuse_and_then_everybody(norm: Any) -> None:
     """The pull from the two others is 2 * 0.1 on each; 0.3 is above the last merge."""
@@ -124,6 +125,7 @@ class TestGTVMin:
         assert_trees_equal(a.models, b.models)
 
 
+@pytest.mark.slow
 def test_the_exact_update_solves_convex_clustering() -> None:
     """The optimality conditions of the sum of norms over all pairs, with points in the plane."""
     generator = torch.Generator().manual_seed(0)

@@ -79,6 +79,7 @@ class TestHomologicalConstraints:
             run.client_state["dual"].numpy(), np.stack(dual), rtol=1e-9, atol=1e-12
         )
 
+    @pytest.mark.slow
     def test_clients_of_different_sizes_meet_the_constraint(self, engine: str) -> None:
         """The first parameter of one and the second of the other end equal: at (1 + 5) / 2."""
         module, data = two_clients(lr=0.6)
@@ -122,6 +123,7 @@ def test_a_client_without_samples_carries_the_constraint_on(engine: str) -> None
     assert x.tolist() == pytest.approx([1.0] * 3, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_quadratics_end_at_the_solution_of_the_kkt_system() -> None:
     """Random maps to one dimension on a ragged graph with weights: some freedom is left."""
     curvature, dim = [1.0, 2.0, 0.5, 1.5, 1.0], 4

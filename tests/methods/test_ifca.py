@@ -28,7 +28,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
-from tests.methods.quadratics import ENGINES, LR, closed_form
+from tests.methods.quadratics import LR, closed_form
 from tests.methods.references.ifca import ifca_gradient_round, ifca_round
 from tests.methods.references.training import batches, load, train
 
@@ -211,7 +211,6 @@ def test_models_of_another_module_are_refused() -> None:
         fit(method, quadratics(), QuadraticModule(), 1)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_model_that_overflows_is_no_choice(engine: str, broken: int) -> None:
     """Its loss is not a number for a client, which takes the other one, in either order."""

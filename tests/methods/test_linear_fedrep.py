@@ -28,7 +28,7 @@ from lightning_pfl.models import LinearRepresentation as Model
 from lightning_pfl.testing import Fit, fit
 from tests.methods.case import Bytes, Case
 from tests.methods.networks import two_matrices
-from tests.methods.quadratics import ENGINES, close, closed_form
+from tests.methods.quadratics import close, closed_form
 from tests.methods.references import linear_fedrep as reference
 
 CASE = Case(
@@ -230,6 +230,7 @@ def distances(clients: int, seed: int, rounds: int, **settings: Any) -> dict[int
     return monitor.distances
 
 
+@pytest.mark.slow
 def test_exact_heads_and_more_clients_are_faster() -> None:
     """Round 20, medians of three seeds; the anchors are 0.041, 0.150 and 0.011."""
     runs = {
@@ -249,7 +250,6 @@ def test_bytes_of_moments_and_of_bodies() -> None:
     assert sent == [(0, 4 * 6 * 7 // 2), (4 * 6 * 2, 4 * 6 * 2), (4 * 6 * 2, 4 * 6 * 2)]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_new_clients_solve_for_their_heads_and_change_nothing_else(engine: str) -> None:
     problem = source(10, new_clients=4, new_samples=9, noise_variance=0.0, samples=20)
     data = fixed(problem, new_clients=4)

@@ -211,6 +211,7 @@ class TestMOCHA:
         assert rounds[1].metrics["train_loss"] == pytest.approx(np.mean(losses))
 
 
+@pytest.mark.slow
 def test_related_clients_help_each_other() -> None:
     """A client with two samples, one for each class, among others of the same plane."""
     rng = np.random.default_rng(0)

@@ -28,7 +28,6 @@ from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import (
-    ENGINES,
     LR,
     SAMPLES,
     STEPS,
@@ -88,7 +87,6 @@ class TestPerFedAvg:
         run = fit(method, q2(), QuadraticModule(lr=0.9), 35, engine)
         assert float(run.server["model"]["w"]) == pytest.approx((r * c).sum() / r.sum(), abs=1e-9)
 
-    @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("steps", [1, 3])
     def test_clients_are_evaluated_after_inner_steps(self, engine: str, steps: int) -> None:
         method = PerFedAvg(ALPHA, evaluation_steps=steps)
@@ -98,7 +96,6 @@ class TestPerFedAvg:
         close(run.models["w"], expected)
         assert torch.equal(run.strategy.global_state_dict()["w"], x)
 
-    @pytest.mark.parametrize("engine", ENGINES)
     def test_adaptation_sees_training_data_alone(self, engine: str) -> None:
         """The validation clients have other centres: adapting on them would give another loss."""
         elsewhere = quadratic_clients(A, C + 7, [2, 3, 1, 0])

@@ -72,6 +72,7 @@ class TestPFedMe:
         close(run.server["model"]["w"], x)
         close(run.models["w"], client_state)
 
+    @pytest.mark.slow
     def test_converges_to_the_optimum_of_the_envelopes(self, engine: str) -> None:
         """The envelope of a/2 (x - c)^2 has the curvature a lambda / (a + lambda): for lambda = 1
         weights 1/2 and 3/4 give x = 0.6, and theta = (a c + x) / (a + 1) = (0.3, 0.9)."""

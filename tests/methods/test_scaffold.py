@@ -99,6 +99,7 @@ class TestSCAFFOLD:
                 close(leaf, client_states["control"][name].mean(0))
         assert float(recorder.servers[-1]["control"]["head.weight"].abs().max()) > 1e-3
 
+    @pytest.mark.slow
     def test_converges_to_the_optimum_where_fedavg_drifts(self, engine: str, option: Any) -> None:
         ten: Any = {"local_epochs": None, "local_steps": 10}
         run = fit(SCAFFOLD(option, **ten), q2(), QuadraticModule(), 60, engine)
@@ -106,6 +107,7 @@ class TestSCAFFOLD:
         drifted = fit(FedAvg(**ten), q2(), QuadraticModule(), 60, engine)
         assert float(drifted.server["model"]["w"]) == pytest.approx(0.598711, abs=5e-7)
 
+    @pytest.mark.slow
     def test_converges_with_one_of_two_clients_a_round(self, engine: str, option: Any) -> None:
         method = SCAFFOLD(option, local_epochs=None, local_steps=5)
         run = fit(method, q2(), QuadraticModule(lr=0.05), 150, engine, participation=1)

@@ -157,6 +157,7 @@ class TestSheafFMTL:
         assert_trees_close(found[1].models, found[0].models, rtol=1e-9, atol=1e-11)
         assert not torch.allclose(found[0].client_state["maps"], found[1].client_state["maps"])
 
+    @pytest.mark.slow
     def test_clients_of_different_sizes_reach_the_optimum(self, engine: str) -> None:
         """(I + L) theta = a for the two clients; what no edge sees keeps its own optimum."""
         module, data = two_clients(lr=0.5)

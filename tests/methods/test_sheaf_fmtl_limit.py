@@ -19,6 +19,7 @@ MAPS = {
 CENTRES = np.array([[1.0, 2.0], [-1.0, 3.0]])
 
 
+@pytest.mark.slow
 def test_a_large_weight_comes_as_near_to_the_constraint_as_it_should() -> None:
     """L = v v' for the row v = (P_01, -P_10): (I + weight L)^-1 a is off by 1 / (1 + weight |v|^2).
 

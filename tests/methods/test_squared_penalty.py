@@ -103,6 +103,7 @@ def test_the_optimum_is_that_of_l2gd_and_never_one_model(weight: float) -> None:
     assert float(torch.pdist(found).min()) == pytest.approx(0.1 / (1 + lam))
 
 
+@pytest.mark.slow
 def test_the_squared_hinge_optimum_is_that_of_the_direct_solver() -> None:
     points, labels = ellipses("separable", 2)
     module = SquaredHingeClassifier(2).double()

@@ -86,6 +86,14 @@ def test_recipe_says_how_it_is_run_and_is_short(recipe: Path) -> None:
     assert len(text.splitlines()) <= 50
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_builds_what_it_names(recipe: Path, tmp_path: Path) -> None:
+    """The module, the data and the Trainer with its method and callbacks, without a round."""
+    cli = PFLCLI(arguments(recipe, None, tmp_path)[1:], run=False)
+    assert f"class_path: {type(cli.trainer.strategy.method).__name__}\n" in recipe.read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.recipe
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_runs(
@@ -111,6 +119,7 @@ def test_recipe_runs(
     assert list(tmp_path.rglob("last.ckpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.recipe
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("row", ROWS)

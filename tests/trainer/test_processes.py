@@ -136,6 +136,7 @@ def assert_same(found: Any, expected: Any, exact: bool = False) -> None:
 # --- two processes are one ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_every_process_knows_what_one_process_would(name: str, rank: int, folder: Path) -> None:
@@ -143,6 +144,7 @@ def test_every_process_knows_what_one_process_would(name: str, rank: int, folder
     assert_same(two, one, exact=CASES[name].get("engine") == "sequential")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_ends_with_the_same_bits(name: str, methods: Path) -> None:
     one = ends(name, devices=1)
@@ -150,11 +152,13 @@ def test_every_method_ends_with_the_same_bits(name: str, methods: Path) -> None:
         assert_same(load(methods / f"methods-{rank}.pt")[name], one, exact=True)
 
 
+@pytest.mark.slow
 def test_processes_agree_on_a_seed_that_nobody_gave(methods: Path) -> None:
     zero, one = (load(methods / f"unseeded-{rank}.pt") for rank in (0, 1))
     assert_same(one, zero, exact=True)
 
 
+@pytest.mark.slow
 def test_the_cases_are_what_they_are_meant_for(folder: Path) -> None:
     known = {name: load(folder / "one" / f"{name}.pt") for name in CASES}
     assert known["fedavg"]["rounds"] < ROUNDS  # it was stopped early
@@ -165,6 +169,7 @@ def test_the_cases_are_what_they_are_meant_for(folder: Path) -> None:
     assert [len(batches) for batches in known["fedavg"]["predictions"]] == [2, 2, 0, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_tables_are_the_same(name: str, folder: Path) -> None:
     tables = sorted((folder / "one" / name).rglob("*.csv"))
@@ -185,6 +190,7 @@ def number(text: str) -> float | str:
         return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_doesnt_tell_how_many_processes_wrote_it(name: str, folder: Path) -> None:
     pair = [load(folder / many / name / "epoch=1.ckpt") for many in ("two", "one")]
@@ -194,6 +200,7 @@ def test_a_checkpoint_doesnt_tell_how_many_processes_wrote_it(name: str, folder:
     assert_same(*pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_one_processs_checkpoint_resumes_in_two(name: str, folder: Path) -> None:
     whole = load(folder / "one" / f"{name}.pt")
@@ -203,6 +210,7 @@ def test_one_processs_checkpoint_resumes_in_two(name: str, folder: Path) -> None
         assert_same(resumed, {key: whole[key] for key in resumed})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_two_processes_checkpoint_resumes_in_one(name: str, folder: Path, tmp_path: Path) -> None:
     whole = load(folder / "one" / f"{name}.pt")
@@ -214,6 +222,7 @@ def test_two_processes_checkpoint_resumes_in_one(name: str, folder: Path, tmp_pa
 # --- a process that dies --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_in_one_process_ends_the_run(rank: int, started: dict[str, Any]) -> None:
     process = started["raises"][rank]

@@ -45,6 +45,7 @@ def spread(run: Any) -> float:
     return float(run.models["w"].std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lr", "stable"), [(0.30, True), (0.32, False)])
 def test_the_saddle_point_dynamics(lr: float, stable: bool) -> None:
     """Complete graph of four, identity, penalty 1 and step lr: lr 4 (2 + 4 lr) = 4 at 0.309."""
@@ -123,6 +124,7 @@ def test_adaptive_and_exact_solvers_have_no_bound() -> None:
         told(SquaredPenalty(1e3, local_solver="exact"), 10.0)
 
 
+@pytest.mark.slow
 def test_the_pull_of_the_mean_diverges_above_the_bound() -> None:
     """Two steps a round multiply a distance to the mean by (1 - lr c)^2, with c = 4."""
     for lr, stable in ((0.45, True), (0.55, False)):
@@ -132,6 +134,7 @@ def test_the_pull_of_the_mean_diverges_above_the_bound() -> None:
         assert bool(text) != stable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data_term", ["mean", "sum"])
 def test_the_prior_diverges_above_the_bound(data_term: Any) -> None:
     """A step leaves 1 - lr c of a distance to the mean, with c = 4 where a client's objective is

@@ -37,6 +37,7 @@ def percent(setting: str, models: Tensor) -> float:
     return 100 * problem(setting).accuracy(models)
 
 
+@pytest.mark.slow
 def test_the_end_points_of_the_recovery_clusters() -> None:
     of = problem("recovery")
     assert percent("recovery", of.alone) == pytest.approx(95.87, abs=0.005)
@@ -45,6 +46,7 @@ def test_the_end_points_of_the_recovery_clusters() -> None:
     assert percent("recovery", of.shared(of.truth)) == pytest.approx(99.18, abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weight", "fused", "separated", "applies"),
     [(0.2, 0.166, 0.298, True), (0.12, 0.199, 0.292, False)],

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from recipes.experiments import convex_clustering, convex_clustering_report
 
 MARKERS = "above\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\nbelow\n"
 
 
+@pytest.mark.slow
 def test_runs_once_and_draws_from_what_is_stored(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(MARKERS.format("convex_clustering"))
     arguments = ["--small", "--seeds", "0", "--readme", f"{tmp_path}/README.md"]

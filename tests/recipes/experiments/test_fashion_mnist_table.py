@@ -29,6 +29,7 @@ def small(name: str, folder: Path, data: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_table_runs_what_is_missing_and_shows_all_that_is_stored(
     tmp_path: Path, fashion_mnist_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def test_the_anchors_of_seed_0() -> None:
     assert {name: found[name] for name in PRINTED} == pytest.approx(anchors, rel=3e-6)
 
 
+@pytest.mark.slow
 def test_the_papers_story_holds_for_other_samples() -> None:
     """What 300 seeds of a simulation apart from this code gave, and what must be in the mean."""
     pooled_lines, ours, near = [], [], []
@@ -95,6 +96,7 @@ def test_errors_are_means_over_clients() -> None:
     assert error(lines, [[1.0, 0.0], [2.0, 1.0]]) == pytest.approx((1 + 9) / 2)
 
 
+@pytest.mark.slow
 def test_a_small_version_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = tmp_path / "README.md"
     name = "fedmap_regression"

@@ -21,6 +21,7 @@ def small(name: str, folder: Path) -> list[str]:
     return ["--small", "--readme", f"{folder}/README.md", "--figures", str(folder)]
 
 
+@pytest.mark.slow
 def test_settings_are_chosen_and_tables_written_from_what_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

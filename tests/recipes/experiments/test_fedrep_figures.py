@@ -22,6 +22,7 @@ def small(name: str, folder: Path, data: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_figure5_runs_once_and_draws_from_what_is_stored(
     tmp_path: Path, fashion_mnist_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +56,7 @@ def test_figure5_runs_once_and_draws_from_what_is_stored(
     assert [row.split(" | ")[-1] for row in rows if row.startswith("| FedAvg")] == ["- |"]
 
 
+@pytest.mark.slow
 def test_figure6_runs_once_and_draws_from_what_is_stored(
     tmp_path: Path, fashion_mnist_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

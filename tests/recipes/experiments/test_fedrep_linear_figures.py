@@ -35,6 +35,7 @@ def never(*_: Any) -> Any:
     raise AssertionError("ran again")
 
 
+@pytest.mark.slow
 def test_figures_1_and_4_share_their_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(fedrep_figure1, "fedrep_figure1", tmp_path)
     found = cells(tmp_path, "fedrep_figure1")
@@ -46,6 +47,7 @@ def test_figures_1_and_4_share_their_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert "| Local | 0.98 / " in run(fedrep_figure4, "fedrep_figure4", tmp_path)
 
 
+@pytest.mark.slow
 def test_figure_3_shows_the_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = run(fedrep_figure3, "fedrep_figure3", tmp_path, "0 1 2")
     found = cells(tmp_path, "fedrep_figure3")
