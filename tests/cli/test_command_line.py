@@ -106,6 +106,7 @@ def test_help_of_a_method_is_its_docstring(capsys: pytest.CaptureFixture[str]) -
     assert "--method.head_epochs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_module_is_the_console_script() -> None:
     command = [sys.executable, "-m", "lightning_pfl", "--help"]
     root = Path(__file__).resolve().parents[2]

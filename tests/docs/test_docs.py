@@ -39,6 +39,7 @@ def run_blocks(page: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_code_of_relations_runs_and_finds_the_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -93,6 +94,7 @@ def flower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flwr_datasets.partitioner", partitioner)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("flower")
 def test_the_code_of_data_runs_and_gives_what_it_says(
@@ -121,6 +123,7 @@ def test_the_code_of_data_runs_and_gives_what_it_says(
     assert torch.equal(inputs[:, 0] - inputs[:, 1] > 0, labels == better)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_csv_part_trains_on_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -137,6 +140,7 @@ def test_the_csv_part_trains_on_a_table(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(clients.client_names) == ["east", "north", "south", "west"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_code_of_models_runs_and_gives_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,6 +162,7 @@ def test_the_code_of_models_runs_and_gives_what_it_says(
     assert not any(torch.equal(shared[name], wanted[name]) for name in heads)
 
 
+@pytest.mark.slow
 def test_the_method_of_a_package_of_ones_own_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_server_has_what_the_text_says(names: dict[str, Any]) -> None:
     student, layers = (trainer.strategy for trainer in names["trainers"])
     assert student.federation.rounds == layers.federation.rounds == 1

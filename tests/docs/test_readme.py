@@ -46,6 +46,7 @@ def test_the_files_and_targets_that_the_readme_names_exist() -> None:
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_example_with_two_architectures_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

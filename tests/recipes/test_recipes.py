@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from lightning_pfl.cli.command_line import PFLCLI
+from lightning_pfl.methods.base import Method
 from tests.tiny_data import WRITERS, without_checksums
 
 ROOT = Path(__file__).resolve().parents[2] / "recipes"
@@ -90,7 +91,9 @@ def test_recipe_says_how_it_is_run_and_is_short(recipe: Path) -> None:
 def test_recipe_builds_what_it_names(recipe: Path, tmp_path: Path) -> None:
     """The module, the data and the Trainer with its method and callbacks, without a round."""
     cli = PFLCLI(arguments(recipe, None, tmp_path)[1:], run=False)
-    assert f"class_path: {type(cli.trainer.strategy.method).__name__}\n" in recipe.read_text()
+    trainer: Any = cli.trainer
+    (method,) = (one for one in trainer.callbacks if isinstance(one, Method))
+    assert f"class_path: {type(method).__name__}\n" in recipe.read_text()
 
 
 @pytest.mark.slow

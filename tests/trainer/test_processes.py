@@ -32,6 +32,7 @@ from tests.trainer.run_in_processes import CASES, RESUMED, ROUNDS, ends, run
 from tests.trainer.setting import Quadratic, points, trainer
 
 pytestmark = [
+    pytest.mark.xdist_group("processes"),  # one worker starts the runs that all of these read
     pytest.mark.filterwarnings("ignore:.*dirpath has changed from.*"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:1 clients without training samples"),

@@ -102,6 +102,7 @@ def test_mocha_learns_its_relationship_after_the_same_share_of_the_rounds() -> N
         assert share == ([f"--method.inner_iterations={settings // 2}"] if half else [])
 
 
+@pytest.mark.slow
 def test_the_best_setting_on_validation_data_is_shown(
     tmp_path: Path, fashion_mnist_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,7 @@ def test_the_paper_rows_have_the_printed_averages() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_tsne_figure_is_drawn(tmp_path: Path) -> None:
     fedmap_tsne.main(small("fedmap_tsne", tmp_path))
     assert (tmp_path / "fedmap_tsne.png").stat().st_size > 1000

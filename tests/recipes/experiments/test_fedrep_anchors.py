@@ -155,6 +155,7 @@ def distances(
     return [monitor.distances[t] for t in range(rounds + 1)]
 
 
+@pytest.mark.slow
 def test_reused_samples_stall_where_fresh_ones_go_on() -> None:
     """Four clients have 20 samples without noise, and 10 * 2 + 4 * 2 - 4 = 24 unknowns.
 
@@ -174,6 +175,7 @@ def test_reused_samples_of_ten_clients_stall_at_the_anchor() -> None:
     near([statistics.median(run[-1] for run in runs)], [0.44])
 
 
+@pytest.mark.slow
 def test_fedavg_without_sampling_errors_ends_at_the_mean_solution() -> None:
     """Half the mean squared distance of the clients' solutions from their mean.
 
