@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pfl.core.files import atomic_file
+
 FIXED_COLUMNS = ("round", "client", "num_samples")
 
 
