@@ -191,8 +191,8 @@ class HeadFineTuning(FederatedCallback):
         loop: Any = trainer.fit_loop.epoch_loop.val_loop
         round = federation.rounds - 1
         values = summaries(found, PREFIX)
-        federation.history.last.update(round, values)
-        mean = federation.history.last.mean()
+        federation.history.add(round, values)
+        mean = federation.history.mean()
         remember_metrics(trainer, values | {f"last10/{name}": mean[name] for name in values})
         logged = {
             k: v for k, v in found.values.items() if found.options.get(k, LogOptions()).logger

@@ -6,7 +6,6 @@ from lightning_pfl.metrics.clusters import (
     clusters_of_pairs,
     within_cluster_distance,
 )
-from lightning_pfl.metrics.history import BestValidationRound, LastRounds
 from lightning_pfl.metrics.subspace import orthonormal_basis, principal_angle_distance
 from lightning_pfl.metrics.summary import STATISTICS, summarize
 
@@ -19,6 +18,4 @@ __all__ = [
     "clusters_of_models",
     "adjusted_rand_index",
     "within_cluster_distance",
-    "LastRounds",
-    "BestValidationRound",
 ]

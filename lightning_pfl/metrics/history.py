@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from lightning_pfl.metrics.summary import STATISTICS
 
@@ -18,11 +18,23 @@ LOWER_IS_BETTER = frozenset(f"{_ERRORS} {_LOSSES}".split())
 """Names, or parts of names, of values for which smaller is better."""
 
 
+WINDOW = 10
+"""Evaluated rounds in the means; FedRep's tables average as many (arXiv:2102.07078, section 5)."""
+
+
 class History:
     """A history of validation values that finds their last means and the best round.
 
-    The best round maximises the first value for which larger is better, else minimises the first
-    value. Test values never choose it. Rounds without that value are no candidates.
+    The last round alone is noisy with small cohorts; the papers' tables report the mean over the
+    last ten. The best round maximises the first value for which larger is better, else minimises
+    the first value. Test values never choose it, as the best of a noisy sequence is biased. Rounds
+    without that value, or with NaN for it, are no candidates.
+
+    Attributes:
+        rounds: The values of the last ten evaluated rounds.
+        monitor: Name of the value that chooses the best round; None before the first evaluation.
+        best_round: The best round, the first of equal ones; None without a candidate.
+        best: All values of that round.
 
     Example:
         >>> history = History()
@@ -34,9 +46,12 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.last = LastRounds(window=10)
-        self.best: BestValidationRound | None = None
-        self.unlogged: set[str] = set()
+        self.rounds: dict[int, dict[str, float]] = {}
+        self.monitor: str | None = None
+        self.best_round: int | None = None
+        self.best: dict[str, float] = {}
+        self._larger = True
+        self._unlogged: set[str] = set()
 
     def update(
         self,
@@ -55,14 +70,49 @@ class History:
         """
         if not values:
             return
-        self.unlogged = {*(self.unlogged - values.keys()), *unlogged}
-        self.last.update(round, values)
-        if self.best is None:
+        self._unlogged = {*(self._unlogged - values.keys()), *unlogged}
+        self.add(round, values)
+        if self.monitor is None:
             better = {n: directions.get(n, higher_is_better(n)) for n in values}
-            name = next((n for n in values if better[n]), next(iter(values)))
-            self.best = BestValidationRound(name, "max" if better[name] else "min")
-        if self.best.monitor in values:
-            self.best.update(round, values)
+            self.monitor = next((n for n in values if better[n]), next(iter(values)))
+            self._larger = better[self.monitor]
+        value = values.get(self.monitor, math.nan)
+        if math.isnan(value):
+            return
+        if self.best_round is not None:
+            best = self.best[self.monitor]
+            if not (value > best if self._larger else value < best):
+                return
+        self.best_round, self.best = round, dict(values)
+
+    def add(self, round: int, values: Mapping[str, float]) -> None:
+        """Add values to those of an evaluated round, which don't choose the best one.
+
+        A resumed run drops the rounds after its start.
+        """
+        kept = {number: old for number, old in self.rounds.items() if number <= round}
+        kept[round] = {**kept.get(round, {}), **values}
+        self.rounds = dict(sorted(kept.items())[-WINDOW:])
+
+    def latest(self) -> frozenset[str]:
+        """Return the names of the last evaluated round's values."""
+        return frozenset(self.rounds[max(self.rounds)]) if self.rounds else frozenset()
+
+    def forget(self, prefix: str) -> None:
+        """Drop the values with a prefix from the means."""
+        self.rounds = {
+            number: {k: v for k, v in values.items() if not k.startswith(prefix)}
+            for number, values in self.rounds.items()
+        }
+
+    def mean(self) -> dict[str, float]:
+        """Return each value's mean over those of the last rounds that have it."""
+        names = dict.fromkeys(name for values in self.rounds.values() for name in values)
+        return {
+            name: math.fsum(found) / len(found)
+            for name in names
+            if (found := [values[name] for values in self.rounds.values() if name in values])
+        }
 
     def summary(self, on_test: bool = False) -> dict[str, float]:
         """Return ``last10/<name>``, ``best/<name>`` and ``best/round``; empty without evaluations.
@@ -70,12 +120,12 @@ class History:
         Args:
             on_test: Whether the values are of test data, for which there is no best round.
         """
-        if self.best is None:
+        if self.monitor is None:
             return {}
-        summary = {f"last10/{name}": value for name, value in self.last.mean().items()}
-        if self.best.round is not None and not on_test:
-            summary |= {f"best/{name}": value for name, value in self.best.values.items()}
-            summary["best/round"] = float(self.best.round)
+        summary = {f"last10/{name}": value for name, value in self.mean().items()}
+        if self.best_round is not None and not on_test:
+            summary |= {f"best/{name}": value for name, value in self.best.items()}
+            summary["best/round"] = float(self.best_round)
         return summary
 
     def for_loggers(self, summary: Mapping[str, float]) -> list[str]:
@@ -88,38 +138,27 @@ class History:
             >>> history.for_loggers(history.summary())
             ['last10/val_acc', 'best/val_acc', 'best/round']
         """
-        return [
-            name
-            for name in headlines(summary.keys())
-            if name.partition("/")[2] not in self.unlogged
-        ]
+        names = headlines(summary.keys())
+        return [name for name in names if name.partition("/")[2] not in self._unlogged]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
-        best = (
-            None
-            if self.best is None
-            else {
-                "monitor": self.best.monitor,
-                "mode": self.best.mode,
-                **self.best.state_dict(),
-            }
-        )
+        mode = "max" if self._larger else "min"
+        best = {"monitor": self.monitor, "mode": mode, "round": self.best_round}
         return {
-            "last": self.last.state_dict(),
-            "best": best,
-            "unlogged": sorted(self.unlogged),
+            "last": {"rounds": {number: dict(values) for number, values in self.rounds.items()}},
+            "best": None if self.monitor is None else {**best, "values": dict(self.best)},
+            "unlogged": sorted(self._unlogged),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the values of `state_dict`."""
-        self.last.load_state_dict(state["last"])
-        self.unlogged = set(state.get("unlogged", ()))
-        self.best = None
-        if state["best"] is not None:
-            best = state["best"]
-            self.best = BestValidationRound(best["monitor"], best["mode"])
-            self.best.load_state_dict(best)
+        self.monitor, self.best_round, self.best = None, None, {}
+        self.rounds = {number: dict(values) for number, values in state["last"]["rounds"].items()}
+        self._unlogged = set(state.get("unlogged", ()))
+        if (best := state["best"]) is not None:
+            self.monitor, self._larger = best["monitor"], best["mode"] == "max"
+            self.best_round, self.best = best["round"], dict(best["values"])
 
 
 def without_summary(values: Mapping[str, float]) -> dict[str, float]:
@@ -163,167 +202,3 @@ def higher_is_better(name: str) -> bool:
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
     lower = "loss" in name.lower() or any(part.lower() in LOWER_IS_BETTER for part in parts)
     return not lower
-
-
-class LastRounds:
-    """The mean of each value over the last evaluated rounds.
-
-    The papers' tables report it instead of the last round, which is noisy with small cohorts.
-
-    Args:
-        window: Number of evaluated rounds, at least 1.
-
-    Raises:
-        ValueError: If the window is smaller than 1.
-
-    Deviation from the paper: none; FedRep averages the last 10 rounds.
-
-    Example:
-        >>> last = LastRounds(window=2)
-        >>> for round, acc in [(0, 0.1), (5, 0.5), (10, 0.75)]:
-        ...     last.update(round, {"test_acc": acc})
-        >>> last.mean()
-        {'test_acc': 0.625}
-
-    References:
-        Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
-        federated learning. ICML 2021. arXiv:2102.07078, section 5.
-    """
-
-    def __init__(self, window: int = 10) -> None:
-        if window < 1:
-            raise ValueError(
-                f"Expected `window` to be at least 1, but got window={window!r}. "
-                "Use 1 for the last round alone."
-            )
-        self.window = window
-        self.rounds: dict[int, dict[str, float]] = {}
-
-    def update(self, round: int, values: Mapping[str, float]) -> None:
-        """Add the values of one evaluated round.
-
-        A second call for a round replaces values of the same name. A resumed run drops the rounds
-        after its start.
-
-        Args:
-            round: The round's number, at least 0.
-            values: Named values, for instance ``{"test_acc": 0.8}``.
-
-        Raises:
-            ValueError: If the round is negative.
-        """
-        _check_round(round)
-        kept = {number: old for number, old in self.rounds.items() if number <= round}
-        kept[round] = {**kept.get(round, {}), **{k: float(v) for k, v in values.items()}}
-        self.rounds = dict(sorted(kept.items())[-self.window :])
-
-    def latest(self) -> frozenset[str]:
-        """Return the names of the last evaluated round's values."""
-        return frozenset(self.rounds[max(self.rounds)]) if self.rounds else frozenset()
-
-    def forget(self, prefix: str) -> None:
-        """Drop the values with a prefix from all rounds."""
-        self.rounds = {
-            number: {k: v for k, v in values.items() if not k.startswith(prefix)}
-            for number, values in self.rounds.items()
-        }
-
-    def mean(self) -> dict[str, float]:
-        """Return each value's mean over those of the last rounds that have it."""
-        names = dict.fromkeys(name for values in self.rounds.values() for name in values)
-        return {
-            name: math.fsum(found) / len(found)
-            for name in names
-            if (found := [values[name] for values in self.rounds.values() if name in values])
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
-        return {"rounds": {number: dict(values) for number, values in self.rounds.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the values of `state_dict`."""
-        self.rounds = {number: dict(values) for number, values in state["rounds"].items()}
-
-
-class BestValidationRound:
-    """The values of the round that is best in validation.
-
-    Choosing it by a test value would report the maximum of a noisy sequence, which is biased. So
-    test values are refused as criterion.
-
-    Args:
-        monitor: Name of the criterion, for instance ``"val_acc"``.
-        mode: Whether the largest (``"max"``) or the smallest (``"min"``) is best.
-
-    Attributes:
-        round: The best round, the first of equal ones; None before the first.
-        values: All values of that round.
-
-    Raises:
-        ValueError: If ``monitor`` is a test value or ``mode`` is unknown.
-
-    Example:
-        >>> best = BestValidationRound("val_acc")
-        >>> best.update(0, {"val_acc": 0.75, "test_acc": 0.5})
-        >>> best.update(1, {"val_acc": 0.5, "test_acc": 0.75})
-        >>> best.round, best.values["test_acc"]
-        (0, 0.5)
-    """
-
-    def __init__(self, monitor: str, mode: Literal["max", "min"] = "max") -> None:
-        if monitor.startswith("test"):
-            raise ValueError(
-                f"Expected `monitor` to be a validation value, but got monitor={monitor!r}. "
-                "Monitor the same value of the validation data."
-            )
-        if mode not in ("max", "min"):
-            raise ValueError(
-                f"Expected `mode` to be 'max' or 'min', but got mode={mode!r}. "
-                "Use 'max' for an accuracy, 'min' for a loss."
-            )
-        self.monitor = monitor
-        self.mode = mode
-        self.round: int | None = None
-        self.values: dict[str, float] = {}
-
-    def update(self, round: int, values: Mapping[str, float]) -> None:
-        """Add the values of one evaluated round; NaN in validation is never best.
-
-        Args:
-            round: The round's number, at least 0.
-            values: Named values, the monitored one among them.
-
-        Raises:
-            ValueError: If the round is negative or the monitored value is missing.
-        """
-        _check_round(round)
-        if self.monitor not in values:
-            raise ValueError(
-                f"Expected `values` to have {self.monitor!r}, but got {sorted(values)}. "
-                "Validate in the same round, or monitor another value."
-            )
-        value = float(values[self.monitor])
-        if math.isnan(value) or (self.round is not None and not self._is_better(value)):
-            return
-        self.round, self.values = round, {name: float(v) for name, v in values.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
-        return {"round": self.round, "values": dict(self.values)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the values of `state_dict`."""
-        self.round, self.values = state["round"], dict(state["values"])
-
-    def _is_better(self, value: float) -> bool:
-        best = self.values[self.monitor]
-        return value > best if self.mode == "max" else value < best
-
-
-def _check_round(round: int) -> None:
-    if round < 0:
-        raise ValueError(
-            f"Expected `round` to be non-negative, but got round={round!r}. "
-            "Give the number of the round, counted from 0."
-        )

@@ -192,10 +192,10 @@ class FederatedEvaluationLoop(EvaluationLoop):
             history = self.federation.history
             # Values without a number in this round, such as of a former global model, must be
             # neither shown nor monitored.
-            forget_metrics(self.trainer, history.last.latest() - values.keys())
+            forget_metrics(self.trainer, history.latest() - values.keys())
             history.update(round, values, directions, values.keys() - logged)
             if GLOBAL not in results:
-                history.last.forget(GLOBAL)
+                history.forget(GLOBAL)
         self.record(ClientResults(self.prefix, round, names, results))
 
     def record(self, results: ClientResults, further: str | None = None) -> None:

@@ -5,122 +5,90 @@ from typing import Any
 
 import pytest
 
-from lightning_pfl.metrics import BestValidationRound, LastRounds
+from lightning_pfl.metrics.history import History
 
 
-class TestLastRounds:
+class TestMeans:
     def test_mean_of_the_last_ten_evaluated_rounds(self) -> None:
         """Evaluated every third round: the last ten evaluated are not the last ten rounds."""
-        last = LastRounds()
+        history = History()
         for round in range(0, 60, 3):
-            last.update(round, {"test_acc": float(round)})
-        assert last.mean() == {"test_acc": sum(range(30, 60, 3)) / 10}
+            history.update(round, {"val_acc": float(round)})
+        assert history.mean() == {"val_acc": sum(range(30, 60, 3)) / 10}
 
-    def test_a_window_of_one_is_the_last_round(self) -> None:
-        last = LastRounds(window=1)
-        for round in range(3):
-            last.update(round, {"acc": float(round)})
-        assert last.mean() == {"acc": 2.0}
-
-    def test_fewer_rounds_than_the_window(self) -> None:
-        last = LastRounds(window=10)
-        last.update(0, {"a": 1.0})
-        last.update(1, {"a": 2.0})
-        assert last.mean() == {"a": 1.5}
+    def test_fewer_rounds_than_ten(self) -> None:
+        history = History()
+        history.update(0, {"a": 1.0})
+        history.update(1, {"a": 2.0})
+        assert history.mean() == {"a": 1.5}
 
     def test_no_round(self) -> None:
-        assert LastRounds().mean() == {}
+        assert History().mean() == History().summary() == {}
 
-    def test_names_of_one_round_may_come_one_by_one(self) -> None:
-        last = LastRounds(window=2)
+    def test_values_may_join_a_round_later(self) -> None:
+        history = History()
         for round in range(3):
-            last.update(round, {"val_acc": float(round)})
-            last.update(round, {"test_acc": 10.0 * round})
-        assert last.mean() == {"val_acc": 1.5, "test_acc": 15.0}
+            history.update(round, {"val_acc": float(round)})
+            history.add(round, {"ft/val_acc": 10.0 * round})
+        assert history.mean() == {"val_acc": 1.0, "ft/val_acc": 10.0}
+        assert history.monitor == "val_acc"
 
     def test_going_back_drops_the_rounds_after(self) -> None:
-        last = LastRounds()
+        history = History()
         for round in (0, 1, 2, 1):
-            last.update(round, {"a": float(10 * len(last.rounds) + round)})
-        assert list(last.rounds) == [0, 1]
-        assert last.mean() == {"a": (0.0 + 31.0) / 2}
-
-    def test_state_round_trip_continues_equally(self) -> None:
-        last, resumed = LastRounds(window=3), LastRounds(window=3)
-        for round in range(4):
-            last.update(round, {"a": float(round**2)})
-        resumed.load_state_dict(last.state_dict())
-        for history in (last, resumed):
-            history.update(4, {"a": 16.0})
-        assert resumed.mean() == last.mean() == {"a": (4 + 9 + 16) / 3}
+            history.update(round, {"a": float(10 * len(history.rounds) + round)})
+        assert list(history.rounds) == [0, 1]
+        assert history.mean() == {"a": (0.0 + 31.0) / 2}
 
     def test_nan_is_shown(self) -> None:
-        last = LastRounds()
-        last.update(0, {"a": math.nan})
-        last.update(1, {"a": 1.0})
-        assert math.isnan(last.mean()["a"])
+        history = History()
+        history.update(0, {"a": math.nan})
+        history.update(1, {"a": 1.0})
+        assert math.isnan(history.mean()["a"])
+
+    def test_values_of_a_prefix_are_forgotten(self) -> None:
+        history = History()
+        assert history.latest() == frozenset()
+        history.update(0, {"a": 1.0, "b/a": 2.0})
+        history.update(1, {"a": 3.0, "b/c": 4.0})
+        assert history.latest() == {"a", "b/c"}
+        history.forget("b/")
+        assert history.mean() == {"a": 2.0}
 
 
-class TestBestValidationRound:
-    ROUNDS: tuple[dict[str, Any], ...] = (
-        {"val": math.nan, "test_acc": 1.0},
-        {"val": 0.4, "test_acc": 0.99},
-        {"val": 0.8, "test_acc": 0.7},
-        {"val": math.nan, "test_acc": 1.0},
-        {"val": 0.8, "test_acc": 0.9},
-        {"val": 0.2, "test_acc": 0.95},
-    )
-
-    @pytest.mark.parametrize(("mode", "round"), [("max", 2), ("min", 5)])
-    def test_chooses_by_validation_and_the_first_of_equals(self, mode: Any, round: int) -> None:
-        best = BestValidationRound("val", mode)
-        for number, values in enumerate(self.ROUNDS):
-            best.update(number, values)
-        assert best.round == round
-        assert best.values == self.ROUNDS[round]
-
-    def test_before_the_first_round(self) -> None:
-        best = BestValidationRound("val_acc")
-        assert best.round is None
-        assert best.values == {}
-
-    def test_state_round_trip(self) -> None:
-        best, resumed = BestValidationRound("val"), BestValidationRound("val")
-        best.update(3, self.ROUNDS[2])
-        resumed.load_state_dict(best.state_dict())
-        resumed.update(4, self.ROUNDS[1])
-        assert (resumed.round, resumed.values) == (3, self.ROUNDS[2])
+ROUNDS: tuple[dict[str, Any], ...] = (
+    {"val": math.nan, "other": 1.0},
+    {"val": 0.4, "other": 0.99},
+    {"val": 0.8, "other": 0.7},
+    {"val": math.nan, "other": 1.0},
+    {"other": 1.0},
+    {"val": 0.8, "other": 0.9},
+    {"val": 0.2, "other": 0.95},
+)
 
 
-class TestGuards:
-    def test_window(self) -> None:
-        with pytest.raises(ValueError, match=r"Expected `window` to be at least 1, .* window=0"):
-            LastRounds(window=0)
-
-    @pytest.mark.parametrize("history", [LastRounds(), BestValidationRound("val")])
-    def test_negative_round(self, history: LastRounds | BestValidationRound) -> None:
-        with pytest.raises(ValueError, match=r"Expected `round` to be non-negative, .* round=-1"):
-            history.update(-1, {"val": 0.0})
-
-    @pytest.mark.parametrize("monitor", ["test_acc", "test/acc/mean"])
-    def test_test_value_as_criterion(self, monitor: str) -> None:
-        with pytest.raises(ValueError, match=r"Expected `monitor` to be a validation value, but"):
-            BestValidationRound(monitor)
-
-    def test_mode(self) -> None:
-        with pytest.raises(ValueError, match=r"Expected `mode` to be 'max' or 'min', .* mode='up'"):
-            BestValidationRound("val_acc", mode="up")  # type: ignore[arg-type]
-
-    def test_missing_value(self) -> None:
-        with pytest.raises(ValueError, match=r"Expected `values` to have 'val', but got \['x'\]"):
-            BestValidationRound("val").update(0, {"x": 1.0})
+@pytest.mark.parametrize(("larger", "best"), [(True, 2), (False, 6)])
+def test_the_best_round_is_the_first_of_equals_and_never_nan(larger: bool, best: int) -> None:
+    history = History()
+    for round, values in enumerate(ROUNDS):
+        history.update(round, values, {"val": larger, "other": False})
+    assert history.monitor == "val"
+    assert (history.best_round, history.best) == (best, ROUNDS[best])
+    assert history.summary()["best/round"] == best
+    assert not [name for name in history.summary(on_test=True) if name.startswith("best/")]
 
 
-def test_values_of_a_prefix_are_forgotten() -> None:
-    last = LastRounds()
-    assert last.latest() == frozenset()
-    last.update(0, {"a": 1.0, "b/a": 2.0})
-    last.update(1, {"a": 3.0, "b/c": 4.0})
-    assert last.latest() == {"a", "b/c"}
-    last.forget("b/")
-    assert last.mean() == {"a": 2.0}
+def test_a_restored_history_goes_on_equally() -> None:
+    history, resumed = History(), History()
+    resumed.update(9, {"something": 1.0})  # of another run
+    for round, values in enumerate(ROUNDS[1:3], 1):
+        history.update(round, values, unlogged=["other"])
+    resumed.load_state_dict(history.state_dict())
+    for each in (history, resumed):
+        each.update(5, {"val": 0.7, "other": 1.0})
+    assert resumed.summary() == history.summary()
+    assert resumed.for_loggers(resumed.summary()) == history.for_loggers(history.summary())
+    assert (resumed.best_round, resumed.best) == (2, ROUNDS[2])
+    empty = History()
+    resumed.load_state_dict(empty.state_dict())
+    assert resumed.state_dict() == empty.state_dict()
