@@ -39,6 +39,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "deployment"
 
 
+@pytest.mark.slow
 @needs_flower
 def test_the_walkthrough_runs(
     deployment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +118,7 @@ def test_a_folder_that_is_in_use_is_left_alone(
     assert "aren't overwritten" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_line_needs_no_flower() -> None:
     code = "import sys, lightning_pfl.__main__; print({m.split('.')[0] for m in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

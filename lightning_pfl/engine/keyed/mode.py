@@ -93,30 +93,16 @@ def _dropout(
     p: float = 0.5,
     training: bool = True,
     inplace: bool = False,
+    spatial: int = 0,
 ) -> Tensor:
+    """Drop elements, or whole channels of ``spatial`` axes each."""
     _check_rate(p)
     if not training or p == 0.0:
         return input
-    return _keep(mode, input, p, input.shape, inplace)
-
-
-def _channel_dropout(spatial: int) -> Callable[..., Tensor]:
-    def drop(
-        mode: KeyedRandomness,
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-    ) -> Tensor:
-        _check_rate(p)
-        if not training or p == 0.0:
-            return input
-        # torch reads three axes in `dropout2d` as (samples, channels, length).
-        leading = 2 if spatial == 2 else input.ndim - spatial
-        shape = (*input.shape[:leading], *[1] * (input.ndim - leading))
-        return _keep(mode, input, p, shape, inplace)
-
-    return drop
+    # torch reads three axes in `dropout2d` as (samples, channels, length).
+    leading = 2 if spatial == 2 else input.ndim - spatial
+    shape = (*input.shape[:leading], *[1] * (input.ndim - leading))
+    return _keep(mode, input, p, shape, inplace)
 
 
 def _attention(
@@ -210,10 +196,10 @@ def _bernoulli_values(
 # under `vmap`, and so run sequentially.
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout: _dropout,
-    torch.dropout: lambda mode, input, p, train: _dropout(mode, input, p, train),
-    F.dropout1d: _channel_dropout(1),
-    F.dropout2d: _channel_dropout(2),
-    F.dropout3d: _channel_dropout(3),
+    torch.dropout: _dropout,
+    F.dropout1d: partial(_dropout, spatial=1),
+    F.dropout2d: partial(_dropout, spatial=2),
+    F.dropout3d: partial(_dropout, spatial=3),
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _multi_head,
     torch.rand: factories.factory(Draws.draw),
