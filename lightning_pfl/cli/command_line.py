@@ -170,7 +170,13 @@ def main(args: ArgsType = None) -> None:
     if isinstance(words, list) and words[:1] == ["compare"]:
         run_compare(words[1:])
         return
-    PFLCLI(args)
+    try:
+        PFLCLI(args)
+    except FileNotFoundError as error:
+        # Of a source whose data are neither here nor to be had from the network.
+        if in_a_line(error) is None:
+            raise
+        sys.exit(f"error: {error}")
 
 
 def find_modules_here() -> None:

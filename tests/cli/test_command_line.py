@@ -83,6 +83,26 @@ def test_a_run_without_a_method_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "method" in capsys.readouterr().err
 
 
+def test_data_that_cannot_be_downloaded_are_an_error_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*_: Any, **__: Any) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", offline)
+    recipe = Path(RECIPE).with_name("fedrep_cifar10_100_5.yaml")
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--config", str(recipe), *CPU, f"--data.source.data_dir={tmp_path}"])
+    text = str(stopped.value.code)  # the interpreter prints it, and exits with status 1
+    assert text.startswith("error: Expected the files of CIFAR10 as torchvision lays them out")
+    assert f"{tmp_path}; torchvision (no route to host). Install torchvision and run once" in text
+
+
+def test_other_files_that_are_missing_keep_their_traceback() -> None:
+    with pytest.raises(FileNotFoundError, match="nope"):
+        main(["test", "--config", RECIPE, *CPU, "--ckpt_path", "nope.ckpt"])
+
+
 def test_print_config_shows_every_resolved_argument(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["fit", "--config", RECIPE, "--print_config"])
