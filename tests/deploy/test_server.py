@@ -30,7 +30,13 @@ from tests.deploy.setting import (
 )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=() if method in ("FedMAP", "SCAFFOLD") else pytest.mark.slow)
+        for method in METHODS
+    ],
+)
 def test_models_and_values_equal_those_of_the_simulation(method: str, tmp_path: Path) -> None:
     recipe = recipe_of(method)
     simulated = simulate(recipe, tmp_path)
