@@ -340,9 +340,7 @@ def test_a_torchmetrics_object_says_which_direction_is_better() -> None:
     run.fit(Unnamed(), *classes())
     logged = run.callback_metrics
     assert logged["val_score/worst"] > logged["val_score"]  # the largest distance is the worst
-    rounds = [
-        values["val_score"] for values in run.strategy.federation.history.rounds.values()
-    ]
+    rounds = [values["val_score"] for values in run.strategy.federation.history.rounds.values()]
     assert len(set(rounds)) > 1
     assert float(logged["best/val_score"]) == pytest.approx(min(rounds))
     assert run.strategy.federation.history.state_dict()["best"]["mode"] == "min"
