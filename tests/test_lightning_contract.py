@@ -222,7 +222,9 @@ ROUND = [
     "on_aggregation_end",
     "on_round_end",
     "on_train_batch_end",
-    *EVALUATION,
+    *EVALUATION[:-2],
+    "on_clients_evaluated",  # not in the sanity check
+    *EVALUATION[-2:],
     "on_train_epoch_end",
 ]
 
