@@ -8,8 +8,9 @@ import logging
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -111,6 +112,11 @@ def init_command(given: argparse.Namespace) -> None:
             f"Expected `nodes` to be different names of letters, digits and hyphens, but got "
             f"nodes={given.nodes!r}. Name them hospital-a, hospital-b, say."
         )
+    if "server" in nodes:
+        raise ValueError(
+            f"Expected `nodes` to be other names than that of the server's folder, but got "
+            f"nodes={given.nodes!r}. Name that node differently."
+        )
     keys = "keys: null" if given.insecure else "keys: keys"
     if not given.insecure:
         require_flower()
@@ -193,11 +199,20 @@ def print_what_is_sent(settings: ClientSettings) -> None:
     often = defaultdict(lambda: "once", trained="a round", evaluated="an evaluation")
     for kind, (size, packet) in answers.items():
         say(f"{kind} ({often[kind]}, {size} bytes)")
-        for name, value in packet.meta.items():
+        for name, value in _fields(packet.meta):
             text = json.dumps(value)
-            say(f"  {name:<40} {len(text):>10} bytes  {text[:200]}")
+            say(f"  {name:<40} {len(text):>10} bytes  {text}")
         for path, array in packet.arrays.items():
             say(f"  {path:<40} {array.nbytes:>10} bytes  {packet.dtype(path)} {array.shape}")
+
+
+def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Walk over plain values, also those in others, with their paths."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _fields(value, f"{prefix}{name.strip('/') or 'personal'}/")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def status_command(given: argparse.Namespace) -> None:

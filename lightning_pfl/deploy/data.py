@@ -18,6 +18,8 @@ from lightning_pfl.data.datasets import (
 from lightning_pfl.deploy.packet import PacketError
 
 SPLITS = ("train", "val", "test")
+CLASSES = 10_000
+"""Classes at most."""
 
 
 @dataclass(frozen=True)
@@ -104,21 +106,45 @@ class _Minibatches(Sampler[list[int]]):
         )
 
 
-def counted_dataset(names: Sequence[str], counts: Sequence[Counts]) -> FederatedDataset:
+def read_labels(found: Any, samples: int, what: str) -> list[int]:
+    """Read how many training samples of each class a client has.
+
+    Args:
+        found: What arrived.
+        samples: Its training samples.
+        what: The client, for the reason.
+
+    Raises:
+        PacketError: If it is no such list, or if it isn't for all samples.
+    """
+    if not isinstance(found, list) or len(found) > CLASSES:
+        raise PacketError(f"numbers of labels of {what} aren't a list of at most {CLASSES}")
+    if not all(type(number) is int and number >= 0 for number in found) or sum(found) != samples:
+        raise PacketError(f"numbers of labels of {what} aren't those of its {samples} samples")
+    return found
+
+
+def counted_dataset(
+    names: Sequence[str], counts: Sequence[Counts], labels: Sequence[Sequence[int]] | None = None
+) -> FederatedDataset:
     """Make a split without samples, of which a run can count minibatches and steps.
 
     Args:
         names: The federation's clients.
         counts: The numbers of each.
+        labels: By client, the samples of each class; None where nobody asks for them.
     """
     sizes = {(c.batch_size, c.drop_last) for c in counts if c.samples}
     if len(sizes) <= 1 and 0 not in {size for size, _ in sizes}:
         size, drop_last = next(iter(sizes), (1, False))
         samples = [c.samples for c in counts]
         indices = torch.arange(sum(samples)).split(samples)
-        nothing = torch.empty(sum(samples), 0)
+        fields = [torch.empty(sum(samples), 0)]
+        if labels is not None:
+            held = [torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in labels]
+            fields.append(torch.cat(held))
         return FederatedTensorDataset(
-            nothing, indices, names=names, batch_size=size, drop_last=drop_last
+            tuple(fields), indices, names=names, batch_size=size, drop_last=drop_last
         )
     loaders: list[DataLoader[Any]] = [
         DataLoader(_Elsewhere(c.samples), batch_sampler=_Minibatches(c)) for c in counts
@@ -132,16 +158,22 @@ class CountedDataModule(L.LightningDataModule):
     Args:
         names: The federation's clients.
         counts: By client, the numbers of every split.
+        labels: By client, its training samples of each class; empty where nobody asks for them.
         val_split: As for :class:`~lightning_pfl.FederatedDataModule`.
     """
 
     def __init__(
-        self, names: Sequence[str], counts: Mapping[str, Mapping[str, Counts]], val_split: str
+        self,
+        names: Sequence[str],
+        counts: Mapping[str, Mapping[str, Counts]],
+        labels: Mapping[str, Sequence[int]],
+        val_split: str,
     ) -> None:
         super().__init__()
         self.val_split = val_split
+        held = {"train": [labels[name] for name in names]} if labels else {}
         self._splits = {
-            split: counted_dataset(names, [counts[name][split] for name in names])
+            split: counted_dataset(names, [counts[name][split] for name in names], held.get(split))
             for split in SPLITS
         }
 

@@ -21,7 +21,7 @@ from lightning_pfl.contract.records import ClientInfo, Evaluation, LogOptions
 from lightning_pfl.core.files import atomic_file
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, Tree, finite, repeat, rows, tmap
-from lightning_pfl.data.datasets import FederatedDataset, as_federated
+from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
 from lightning_pfl.deploy import recipe
 from lightning_pfl.deploy.data import SPLITS, NodeDataModule, count, in_federation
 from lightning_pfl.deploy.packet import Packet, PacketError
@@ -129,6 +129,10 @@ class NodeStrategy(FederatedStrategy):
 
     federation_class: ClassVar[type[Federation]] = NodeFederation
 
+    def take_seed(self, seed: int) -> None:
+        """Use the server's seed, which isn't known before the node joins."""
+        self._stage.seed = seed
+
 
 class _SetupAlone(Callback):
     """Ends a fit before its first round."""
@@ -164,19 +168,21 @@ class Node:
         self.settings, self.folder, self.clients = dict(settings), Path(folder), list(clients)
         self.share = None if share is None else frozenset(share)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        cli = self._make(0)
+        cli = self._make()
         self.digest = recipe.digest(cli)
+        method = next((c for c in cli.trainer.callbacks if isinstance(c, Method)), FedAvg())
         if privacy is not None:
-            methods = (c for c in cli.trainer.callbacks if isinstance(c, Method))
-            check_privacy(privacy, next(methods, FedAvg()))
+            check_privacy(privacy, method)
         self._splits = self._load(cli)
         self._rows = self._find(self._splits["train"])
+        self._labels = self._count_labels(method) if method.needs_label_counts else None
         self._placed: dict[str, FederatedDataset] = {}
+        self._fresh: Any = cli  # for the first federation
         self.federation: NodeFederation | None = None
         self.id = ""
 
-    def _make(self, seed: int) -> Any:
-        return recipe.make(self.settings, f"{__name__}.NodeStrategy", seed, **QUIET)
+    def _make(self) -> Any:
+        return recipe.make(self.settings, f"{__name__}.NodeStrategy", 0, **QUIET)
 
     @staticmethod
     def _load(cli: Any) -> dict[str, FederatedDataset]:
@@ -203,6 +209,17 @@ class Node:
             f"{data.num_clients} clients: {', '.join(data.names[:5])}. Name the node's clients as "
             "the data do, or give data that hold as many clients as the node has."
         )
+
+    def _count_labels(self, method: Method) -> dict[str, list[int]]:
+        """Count each client's training samples by class."""
+        held = label_counts(self._splits["train"])
+        if held is None:
+            raise ValueError(
+                f"Expected training data whose classes can be counted, as {type(method).__name__} "
+                "needs each client's number of samples by class, but got other data. Use "
+                "FederatedDataModule."
+            )
+        return {name: held[row].tolist() for name, row in self._rows.items()}
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -241,7 +258,8 @@ class Node:
             for name in self.clients
         }
         said = {"protocol": PROTOCOL, "version": __version__, "digest": self.digest}
-        return Packet("hello", {**said, "counts": counts})
+        labels = {} if self._labels is None else {"labels": self._labels}
+        return Packet("hello", {**said, "counts": counts, **labels})
 
     def join(self, packet: Packet, data: bytes) -> Packet:
         """Become part of a federation, with the initial model that its server sends."""
@@ -271,8 +289,9 @@ class Node:
 
     def _set_up(self, packet: Packet, folder: Path) -> None:
         meta = packet.meta
-        cli = self._make(int(meta["seed"]))
+        cli, self._fresh = self._fresh or self._make(), None
         trainer, module = cli.trainer, cli.model
+        trainer.strategy.take_seed(int(meta["seed"]))
         federation: NodeFederation = trainer.strategy.federation
         federation.folder = folder
         if (samples := meta.get("num_samples")) is not None:
@@ -292,6 +311,9 @@ class Node:
         }
         train = self._placed["train"]
         federation.training_data = lambda: train
+        if (labels := meta.get("labels")) is not None:
+            known = federation.method.known.has_training_data
+            federation.know_data(known, torch.tensor(labels))
         self.trainer, self.module, self.federation = trainer, module, federation
         self.names = names
 

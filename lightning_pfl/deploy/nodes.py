@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_pfl.deploy.data import SPLITS, Counts
+from lightning_pfl import __version__
+from lightning_pfl.deploy.data import SPLITS, Counts, read_labels
 from lightning_pfl.deploy.packet import HEADER, UNREADABLE, Packet, PacketError
 
 log = logging.getLogger(__name__)
@@ -99,12 +100,14 @@ class Nodes:
         digest: What the nodes' recipes must be like.
         timeout: Seconds that a question waits for its answer; None for ever.
         max_samples: Samples that a client may have at most.
+        needs_labels: Whether nodes have to say how many samples of each class clients have.
         pause: Seconds between two looks at the network.
         say: Is told what happens, a sentence at a time.
 
     Attributes:
         join: Makes the message by which a node joins; None until the server knows all numbers.
         counts: By client, the numbers of its splits.
+        labels: By client, its training samples of each class, if they are needed.
         home: By client, its node, if that is there and has joined.
     """
 
@@ -114,10 +117,12 @@ class Nodes:
     digest: Mapping[str, str]
     timeout: float | None = 600.0
     max_samples: int = 10**7
+    needs_labels: bool = False
     pause: float = 0.1
     say: Callable[[str], None] = log.info
     join: Callable[[], Packet] | None = None
     counts: dict[str, dict[str, Counts]] = field(default_factory=dict)
+    labels: dict[str, list[int]] = field(default_factory=dict)
     home: dict[str, int] = field(default_factory=dict)
     _since: dict[int, str] = field(default_factory=dict)
     _joining: dict[str, tuple[Presence, list[str]]] = field(default_factory=dict)
@@ -184,6 +189,9 @@ class Nodes:
             raise PacketError(f"it speaks version {packet.meta['protocol']} of the protocol, not 1")
         if wrong := [k for k, v in self.digest.items() if packet.meta["digest"].get(k) != v]:
             raise PacketError(f"its recipe is another one: {', '.join(wrong)} differs")
+        if (version := packet.meta.get("version")) != __version__:
+            who = presence.name or f"node {presence.node}"
+            self.say(f"{who} runs lightning_pfl {_shown(version)}, not {__version__}.")
         found: dict[str, dict[str, Counts]] = {}
         for name, splits in packet.meta["counts"].items():
             if name not in self.names:
@@ -202,6 +210,12 @@ class Nodes:
                 raise PacketError(f"the data of {name!r} are other ones than when it joined")
         if not found:
             raise PacketError("it has no clients")
+        if self.needs_labels:
+            packet.require({"labels": dict})
+            self.labels |= {
+                name: read_labels(packet.meta["labels"][name], splits["train"].samples, repr(name))
+                for name, splits in found.items()
+            }
         self.counts |= found
         return list(found)
 
@@ -278,8 +292,10 @@ def read_answer(reply: Reply, limit: int) -> Packet:
         raise PacketError(reply.error or "no answer")
     packet = Packet.from_bytes(reply.data, limit)
     if packet.kind == "refused":
-        reason = packet.meta.get("reason")
-        # Text of a node goes to a log and to a terminal: no control characters, no long stories.
-        text = "".join(c for c in str(reason)[:300] if c.isprintable())
-        raise PacketError(f"the node refuses: {text}")
+        raise PacketError(f"the node refuses: {_shown(packet.meta.get('reason'))}")
     return packet
+
+
+def _shown(text: object) -> str:
+    """Make text of a node fit for a log and a terminal: no control characters, no long stories."""
+    return "".join(c for c in str(text)[:300] if c.isprintable())

@@ -20,12 +20,21 @@ DTYPES = frozenset(("bool", *NUMBERS))
 """What arrays may hold."""
 AXES = 16
 """Axes of an array at most."""
+QUOTED = 500
+"""Characters of a reason at most."""
 
 Array = NDArray[Any]
 
 
 class PacketError(ValueError):
-    """A message that isn't what it should be; the text is a reason for a log."""
+    """A message that isn't what it should be.
+
+    Args:
+        reason: Text for a log; it may quote the message, so only its beginning is kept.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason[:QUOTED])
 
 
 UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,8 @@ QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",  # nothing of a deployment is told to Flower's makers
     "FLWR_DISABLE_UPDATE_CHECK": "1",
 }
+WRONG_SETTINGS = 2
+"""The status with which programs end that can't work with their arguments."""
 STAY = 20.0
 """Seconds that a node stays after the end, so that its last answer arrives."""
 
@@ -65,6 +68,11 @@ def free_port() -> int:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
         return port
+
+
+def _end_with_parent() -> None:
+    """Let this process end when its parent is killed: an orphan would keep ports and locks."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
 
 
 class Children:
@@ -115,14 +123,22 @@ class Children:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **QUIET, "PATH": search_path(), **environment},
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
 
     def look(self) -> list[str]:
-        """Start processes again that ended; returns their names."""
+        """Start processes again that ended; returns their names.
+
+        Raises:
+            RuntimeError: If one says that its settings are wrong, which another start won't change.
+        """
         started = []
         for name, process in self._running.items():
             if process.poll() is None:
                 continue
+            if process.returncode == WRONG_SETTINGS:
+                log = (self.folder / f"{name}.log").read_text(errors="replace")
+                raise RuntimeError(f"{name} can't start: {log.rpartition('error: ')[2].strip()}")
             if name not in self._due:
                 self.say(
                     f"{name} ended with {process.returncode} and starts again; see "
@@ -153,26 +169,17 @@ def serve_over_flower(settings: ServerSettings, config: Path, say: Callable[[str
     """
     require_flower()
     host, port = split_address(settings.address)
+    _require_files(settings.keys, "ca.crt", "server.crt", "server.key")
+    _require_files(settings.keys, *(f"{node}.pub" for node in settings.nodes))
+    _require_free(host, port)
     settings.folder.mkdir(parents=True, exist_ok=True)
     home = settings.folder / "flower"
     (settings.folder / "failed.txt").unlink(missing_ok=True)
     log, status = settings.folder / "progress.log", settings.folder / "status.json"
-    keys, read = settings.keys, log.stat().st_size if log.is_file() else 0
+    read = log.stat().st_size if log.is_file() else 0
     status.unlink(missing_ok=True)
-    secure = ["--insecure"]
-    if keys is not None:
-        files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
-        secure = [part for k, file in files.items() for part in (f"--ssl-{k}", str(keys / file))]
-        secure.append("--enable-supernode-auth")
-    command = [program("flower-superlink"), "--host", host, "--port", str(port), *secure]
-    command += [
-        "--database",
-        str(home / "superlink.db"),
-        "--disable-runtime-dependency-installation",
-    ]
     with Children(home, say) as children:
-        _write_connection(home, port, keys)
-        children.start("superlink", command, FLWR_HOME=str(home))
+        start_superlink(children, settings.address, settings.keys)
         _submit(settings, config, home, port)
         say(f"The server listens on {settings.address}.")
         while _state(status) != "finished":
@@ -184,6 +191,80 @@ def serve_over_flower(settings: ServerSettings, config: Path, say: Callable[[str
                 raise RuntimeError(failed.read_text())
             time.sleep(0.3)
         _follow(log, read)
+
+
+def _require_files(folder: Path | None, *names: str) -> None:
+    """Require the files of keys, before Flower does."""
+    for name in names:
+        if folder is not None and not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"Expected {name!r} in the folder `keys`, but {str(folder)!r} has none. Take the "
+                "folder that `lightning-pfl deploy init` wrote."
+            )
+
+
+def _require_free(host: str, port: int) -> None:
+    """Require that nothing listens at an address yet."""
+    with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, port))
+        except OSError as error:
+            raise OSError(
+                f"Expected to listen on `address`, but got address={host}:{port}: "
+                f"{error.strerror}. End what listens there, or take another port."
+            ) from error
+
+
+def start_superlink(children: Children, address: str, keys: Path | None) -> None:
+    """Start a SuperLink; its database and configuration are in the folder of the children."""
+    host, port = split_address(address)
+    home, secure = children.folder, ["--insecure"]
+    connection = "insecure = true"
+    if keys is not None:
+        files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
+        secure = [part for k, file in files.items() for part in (f"--ssl-{k}", str(keys / file))]
+        secure.append("--enable-supernode-auth")
+        connection = f'root-certificates = "{keys / "ca.crt"}"'
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{port}"\n'
+        f"{connection}\n"
+    )
+    command = [program("flower-superlink"), "--host", host, "--port", str(port), *secure]
+    command += ["--database", str(home / "superlink.db")]
+    command += ["--disable-runtime-dependency-installation"]
+    children.start("superlink", command, FLWR_HOME=str(home))
+
+
+def start_supernode(
+    children: Children, home: Path, server: str, keys: Path | None, **config: str | int
+) -> None:
+    """Start a SuperNode.
+
+    Args:
+        children: What starts it.
+        home: Flower's folder, in which it keeps what a server has sent.
+        server: Address of the SuperLink.
+        keys: The folder of the certificate and the node's key; None without TLS.
+        **config: What the client app finds in its ``node_config``.
+    """
+    secure = ["--insecure"]
+    if keys is not None:
+        secure = ["--root-certificates", str(keys / "ca.crt")]
+        secure += ["--auth-supernode-private-key", str(keys / "node.key")]
+    command = [program("flower-supernode"), *secure, "--superlink", server]
+    command += ["--port", str(free_port()), "--node-config", _toml(config)]
+    children.start("supernode", command, FLWR_HOME=str(home))
+
+
+def run_app(home: Path, app: Path, port: int, **config: str | int) -> None:
+    """Start a Flower app on the SuperLink of a folder, once that listens."""
+    _wait(port)
+    flower(home, "run", str(app), "--run-config", _toml(config))
+
+
+def _toml(values: Mapping[str, str | int]) -> str:
+    return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
 
 
 def _state(status: Path) -> str:
@@ -201,23 +282,14 @@ def _follow(log: Path, read: int) -> int:
     return read + len(added)
 
 
-def _write_connection(home: Path, port: int, keys: Path | None) -> None:
-    """Configure the SuperLink's address for Flower's command line."""
-    secure = "insecure = true" if keys is None else f'root-certificates = "{keys / "ca.crt"}"'
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{port}"\n{secure}\n'
-    )
-
-
 def _submit(settings: ServerSettings, config: Path, home: Path, port: int) -> None:
     """Wait for the SuperLink, register the nodes' keys, and start the run."""
     _wait(port)
     for node in settings.nodes if settings.keys is not None else ():
         assert settings.keys is not None
         public = str(settings.keys / f"{node}.pub")
-        _flower(home, "supernode", "register", public, "--name", node, known="already")
-    values = f"config={json.dumps(str(config.resolve()))} starter={os.getpid()}"
-    _flower(home, "run", str(APP), "--run-config", values)
+        flower(home, "supernode", "register", public, "--name", node, known="already")
+    run_app(home, APP, port, config=str(config.resolve()), starter=os.getpid())
 
 
 def _wait(port: int, limit: float = 120.0) -> None:
@@ -235,7 +307,7 @@ def _wait(port: int, limit: float = 120.0) -> None:
             time.sleep(0.2)
 
 
-def _flower(home: Path, *command: str, known: str = "") -> dict[str, Any]:
+def flower(home: Path, *command: str, known: str = "") -> dict[str, Any]:
     """Run a command of Flower's own command line.
 
     Args:
@@ -278,6 +350,7 @@ def join_over_flower(settings: ClientSettings, config: Path, say: Callable[[str]
         say: Is told what happens, a sentence at a time.
     """
     require_flower()
+    _require_files(settings.keys, "ca.crt", "node.key")
     logs = settings.folder / "logs"
     with ExitStack() as stack:
         # A path of a socket may have a hundred characters.
@@ -287,14 +360,8 @@ def join_over_flower(settings: ClientSettings, config: Path, say: Callable[[str]
         worker = [sys.executable, "-m", "lightning_pfl", "deploy", "worker"]
         worker += ["--config", str(config), "--socket", str(path), "--finished", str(finished)]
         children.start("worker", worker)
-        secure = ["--insecure"]
-        if settings.keys is not None:
-            secure = ["--root-certificates", str(settings.keys / "ca.crt")]
-            secure += ["--auth-supernode-private-key", str(settings.keys / "node.key")]
-        node = [program("flower-supernode"), *secure, "--superlink", settings.server]
-        node += ["--port", str(free_port()), "--node-config", f"socket={json.dumps(str(path))}"]
-        # Flower keeps what a server has sent in its home; every node has one of its own.
-        children.start("supernode", node, FLWR_HOME=str(settings.folder / "flower"))
+        home = settings.folder / "flower"
+        start_supernode(children, home, settings.server, settings.keys, socket=str(path))
         say(f"{settings.name} looks for the server at {settings.server}.")
         while not finished.is_file():
             children.look()

@@ -26,11 +26,14 @@ def load(path: str | Path) -> dict[str, Any]:
     """Read a YAML file as plain values.
 
     Raises:
-        ValueError: If it holds something else than settings by name.
+        ValueError: If it isn't YAML, or holds something else than settings by name.
     """
     import yaml
 
-    found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"Expected {str(path)!r} to be YAML, but {error}. Mend it.") from error
     if not isinstance(found, dict):
         raise ValueError(
             f"Expected {str(path)!r} to hold settings by name, but got a {type(found).__name__}. "

@@ -161,23 +161,36 @@ def serve(
     method = check_deployable(module, trainer.callbacks)
     owners = clients if isinstance(clients, Mapping) else {}
     names = list(clients)
-    nodes = Nodes(line, names, owners, recipe.digest(cli), timeout, max_samples, pause, say)
+    nodes = Nodes(
+        line,
+        names,
+        owners,
+        recipe.digest(cli),
+        timeout,
+        max_samples,
+        method.needs_label_counts,
+        pause,
+        say,
+    )
     federation.nodes, federation.id = nodes, begun["id"]
     last, known = folder / "last.ckpt", folder / "counts.json"
     if known.is_file():
-        nodes.counts = _read_counts(known)
+        _read_numbers(known, nodes)
     nodes.wait()
-    kept = {n: {s: asdict(c) for s, c in splits.items()} for n, splits in nodes.counts.items()}
-    write_atomically(known, json.dumps(kept).encode())
+    _write_numbers(known, nodes)
     said = {key: begun[key] for key in ("seed", "names")} | {"federation": federation.id}
     if method.needs_sample_counts:
         said["num_samples"] = [nodes.counts[name]["train"].samples for name in names]
+    if nodes.labels:
+        classes = max(map(len, nodes.labels.values()))
+        held = [nodes.labels[name] for name in names]
+        said["labels"] = [some + [0] * (classes - len(some)) for some in held]
     joined = Writer()
     joined.add_tree(ParameterSplit(module).model(), "model")
     join = joined.packet("join", {**said, "digest": nodes.digest})
     nodes.join = lambda: join
     val_split = str(settings.get("data", {}).get("init_args", {}).get("val_split", "train"))
-    data = CountedDataModule(names, nodes.counts, val_split)
+    data = CountedDataModule(names, nodes.counts, nodes.labels, val_split)
     progress = Progress(folder, nodes)
     trainer.callbacks += [progress, LastRound(last)]
     if resumed := last.is_file():
@@ -205,10 +218,19 @@ def _begin_federation(folder: Path, seed: int, names: list[str]) -> dict[str, An
     return found
 
 
-def _read_counts(path: Path) -> dict[str, dict[str, Counts]]:
-    return {
+def _write_numbers(path: Path, nodes: Nodes) -> None:
+    """Keep what nodes have said of their data, for a server that starts again."""
+    counts = {n: {s: asdict(c) for s, c in splits.items()} for n, splits in nodes.counts.items()}
+    write_atomically(path, json.dumps({"counts": counts, "labels": nodes.labels}).encode())
+
+
+def _read_numbers(path: Path, nodes: Nodes) -> None:
+    """Undo :func:`_write_numbers`."""
+    found = json.loads(path.read_text())
+    nodes.labels = found["labels"]
+    nodes.counts = {
         name: {split: Counts(**numbers) for split, numbers in splits.items()}
-        for name, splits in json.loads(path.read_text()).items()
+        for name, splits in found["counts"].items()
     }
 
 

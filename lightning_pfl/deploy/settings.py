@@ -95,6 +95,8 @@ def read_server(path: str | Path) -> ServerSettings:
             f"Expected every client on one node, but got nodes={nodes!r}. Give clients other names."
         )
     settings = ServerSettings(**{**found, "nodes": nodes})
+    _check_number("timeout", settings.timeout, (int, float), "seconds above 0, or null", 3600)
+    _check_number("max_samples", settings.max_samples, int, "a number of samples above 0", 10**7)
     host, _ = split_address(settings.address)
     if settings.keys is None and host not in ("127.0.0.1", "localhost"):
         raise ValueError(
@@ -113,13 +115,17 @@ def read_client(path: str | Path) -> ClientSettings:
     """
     found = _read(path, ClientSettings)
     settings = ClientSettings(**{"clients": [found.get("name", "")], **found})
-    for name in ("clients", "share"):
-        value = getattr(settings, name)
-        if value is not None and not _is_names(value):
+    for name, value in (("clients", settings.clients), ("share", settings.share or ["none"])):
+        if not _is_names(value):
             raise ValueError(
                 f"Expected `{name}` to be a list of names, but got {name}={value!r}. Write "
                 f"`{name}: [a, b]`."
             )
+    if len(set(settings.clients)) != len(settings.clients):
+        raise ValueError(
+            f"Expected `clients` to be different names, but got clients={settings.clients!r}. Name "
+            "each client once."
+        )
     split_address(settings.server)
     return settings
 
@@ -137,6 +143,15 @@ def split_address(address: str) -> tuple[str, int]:
             "`server.example.org:8000`, say."
         )
     return host, int(port)
+
+
+def _check_number(name: str, value: Any, kind: Any, what: str, example: int) -> None:
+    if value is None and name == "timeout":
+        return
+    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+        raise ValueError(
+            f"Expected `{name}` to be {what}, but got {name}={value!r}. Write `{name}: {example}`."
+        )
 
 
 def _is_names(value: object) -> bool:

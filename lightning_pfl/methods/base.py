@@ -34,7 +34,8 @@ and ``global_model(server)`` are evaluated and handed to the user.
   data="validation")``; its steps don't count.
 - Another term of the loss (FedProto, MOON, distillation): ``client.grad(objective=f, given=x)``,
   with ``f(view, x)`` of one client's minibatch; see ``contract/view.py``.
-- How many samples of each class a client has: ``known.label_counts``; sending them is an upload.
+- How many samples of each class a client has: ``known.label_counts``, and
+  ``needs_label_counts``; sending them is an upload.
 - Another model's outputs, features or losses as constants: ``client.outputs``, ``features`` and
   ``losses``; a forward pass each.
 - Weights of samples (FedEM): ``client.grad(weights=w)``; each sample's gradient (private training):
@@ -132,6 +133,8 @@ class Method(FederatedCallback):
             Otherwise they are never sampled.
         needs_sample_counts: Whether the clients' own functions read each other's numbers of
             samples: in a deployment the nodes are then sent them.
+        needs_label_counts: Whether ``known.label_counts`` is read: in a deployment the nodes are
+            then asked for them, and sent those of all.
         averages_models: Whether an upload is ``{"model": ...}`` and nothing else, of which the
             server uses the weighted mean alone: in a deployment noise can then be added to it.
         measures_client_states: Whether :meth:`measure` reads client states: in a deployment, in
@@ -155,6 +158,7 @@ class Method(FederatedCallback):
     model_scope: ClassVar[str] = SHARED
     include_clients_without_data: ClassVar[bool] = False
     needs_sample_counts: ClassVar[bool] = False
+    needs_label_counts: ClassVar[bool] = False
     averages_models: ClassVar[bool] = False
     measures_client_states: ClassVar[bool] = False
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})

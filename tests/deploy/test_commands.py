@@ -72,8 +72,10 @@ def test_what_is_sent_is_printed_field_by_field(
         assert kind in said
     assert re.search(r"upload/model/backbone\S+ +1920 bytes  float32 \(1, 16, 30\)", said)
     assert re.search(r"upload/log_weight +8 bytes  float64 \(1,\)", said)
-    assert '"train_loss"' in said
-    assert '"samples": 122' in said  # 190 patients, a fifth for testing, a fifth of the rest
+    assert re.search(r"logs/train_loss/values +\d+ bytes  \[0\.\d+\]", said)
+    assert re.search(r"results/personal/counts +4 bytes  \[30\]", said)
+    # 190 patients, a fifth for testing, a fifth of the rest for validation
+    assert re.search(r"counts/hospital-a/train/samples +3 bytes  122", said)
 
 
 @needs_flower
@@ -105,7 +107,22 @@ def test_wrong_settings_are_named(tmp_path: Path) -> None:
     assert "a server that others can reach" in error_of(
         read_server, path, **known, keys=None, address="0.0.0.0:8000"
     )
+    for timeout in (0, -1, "1 h", True):
+        assert f"timeout={timeout!r}" in error_of(read_server, path, **known, timeout=timeout)
+    assert "max_samples=0" in error_of(read_server, path, **known, max_samples=0)
     assert "`share` to be a list" in error_of(read_client, path, name="a", recipe="r", share="x")
+    twice_a = {"name": "a", "recipe": "r", "clients": ["x", "x"]}
+    assert "Name each client once" in error_of(read_client, path, **twice_a)
+    path.write_text("recipe: [")
+    with pytest.raises(ValueError, match="to be YAML"):
+        read_server(path)
+
+
+def test_a_node_may_share_nothing_and_a_round_may_wait_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("name: a\nrecipe: r.yaml\nshare: []\n")
+    assert read_client(tmp_path / "c.yaml").share == []
+    (tmp_path / "s.yaml").write_text("nodes: [a]\nrecipe: r.yaml\ntimeout: null\n")
+    assert read_server(tmp_path / "s.yaml").timeout is None
 
 
 def test_a_folder_that_is_in_use_is_left_alone(
@@ -116,6 +133,25 @@ def test_a_folder_that_is_in_use_is_left_alone(
     with pytest.raises(SystemExit):
         commands.main(["init", str(tmp_path), *given])
     assert "aren't overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["a", "a"], "different names"),
+        (["../a"], "letters, digits and hyphens"),
+        (["server"], "that of the server's folder"),
+    ],
+)
+def test_names_that_cannot_be_folders_are_refused(
+    names: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.yaml").write_text("method: FedAvg\n")
+    given = ["--recipe", str(tmp_path / "r.yaml"), "--address", "127.0.0.1:1"]
+    with pytest.raises(SystemExit):
+        commands.main(["init", str(tmp_path / "new"), *given, "--nodes", *names])
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_one_round_equals_the_simulation_and_strangers_are_kept_out(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_five_rounds_equal_the_simulation(method: str, tmp_path: Path) -> None:
-    recipe = recipe_of(method, participation=0.7, clients=3)
+    recipe = recipe_of(method, participation=0.7, clients=3, check_val_every_n_epoch=5)
     simulated = simulate(recipe, tmp_path)
     with Processes(tmp_path, recipe, NAMES) as deployed:
         deployed.start("server", *NAMES)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from lightning_pfl.contract.callback import FederatedCallback
-from lightning_pfl.contract.records import Round
-from lightning_pfl.core.tree import leaves
+from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.core.tree import Tree, leaves, weighted_mean
 from lightning_pfl.deploy.loop import LoopLine
 from lightning_pfl.deploy.node import Node
 from lightning_pfl.deploy.nodes import Presence
 from lightning_pfl.deploy.packet import Packet
 from lightning_pfl.deploy.server import serve
+from lightning_pfl.methods.base import Method
+from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
 from tests.deploy.setting import (
     HOMES,
     METHODS,
@@ -47,6 +52,45 @@ def test_models_and_values_equal_those_of_the_simulation(method: str, tmp_path: 
     found = {k: float(v) for k, v in trainer.callback_metrics.items()}
     assert found.keys() == expected.keys()
     assert [k for k, v in expected.items() if not math.isnan(v) and found[k] != v] == []
+
+
+class ByLabels(Method):
+    """Uses everybody's label counts on the server, and a client's own where it trains."""
+
+    needs_label_counts: ClassVar[bool] = True
+
+    def classes(self, info: ClientInfo) -> Tensor:
+        """Count the classes that clients hold, float64 ``(clients,)``."""
+        counts = self.known.require_label_counts("ByLabels")[info.index.cpu()]
+        return (counts > 0).sum(1).double()
+
+    def client_final(
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        factor = 1 + 1e-3 * self.classes(info).float()
+        scaled = {
+            name: leaf * factor.view(-1, *[1] * (leaf.ndim - 1))
+            for name, leaf in state["model"].items()
+        }
+        return {"model": scaled}, client_state
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        weights = self.classes(info)
+        return {"model": weighted_mean(uploads["model"], weights / weights.sum())}
+
+
+def test_label_counts_reach_those_who_need_them(tmp_path: Path) -> None:
+    recipe = recipe_of("FedAvg", rounds=2, limit_val_batches=0)
+    recipe["method"] = {"class_path": f"{__name__}.ByLabels"}
+    dirichlet = {"class_path": "Dirichlet", "init_args": {"alpha": 0.5}}
+    recipe["data"]["init_args"]["partition"] = dirichlet
+    simulated = simulate(recipe, tmp_path)
+    trainer, line = deploy(recipe, tmp_path)
+    ours, theirs = simulated.strategy.federation, trainer.strategy.federation
+    assert len(ours.method.classes(ours.info(torch.arange(6), 0)).unique()) > 1
+    assert differences(ours, theirs, line.nodes) == []
+    hello = Packet.from_bytes(line.sent[0][2])
+    assert sum(hello.meta["labels"]["0"]) == hello.meta["counts"]["0"]["train"]["samples"]
 
 
 AWAY = (1, 2)
@@ -100,6 +144,32 @@ def test_a_node_that_is_away_is_left_out_and_goes_on_later(method: str, tmp_path
     trainer, _ = deploy(recipe, tmp_path, line, timeout=0.05)
     ours, theirs = simulated.strategy.federation, trainer.strategy.federation
     assert differences(ours, theirs, line.nodes) == []
+
+
+class FullLine(LoopLine):
+    """A network in which the disk of node 101 is full for two rounds."""
+
+    def send(self, node: int, kind: str, data: bytes) -> str:
+        full = node == 101 and kind == "train" and Packet.from_bytes(data).meta["round"] in AWAY
+        with pytest.MonkeyPatch.context() as patch:
+            if full:
+                patch.setattr(AtomicCheckpointIO, "save_checkpoint", no_space)
+            return super().send(node, kind, data)
+
+
+def no_space(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.filterwarnings("ignore:Round . left out 2 of 6 clients")
+def test_a_node_whose_disk_is_full_is_left_out_and_goes_on_later(tmp_path: Path) -> None:
+    recipe = recipe_of("SCAFFOLD", participation=1.0, limit_val_batches=0)
+    simulated = simulate(recipe, tmp_path, (LeftOut(),))
+    line = FullLine(make_nodes(recipe, tmp_path))
+    trainer, _ = deploy(recipe, tmp_path, line)
+    ours, theirs = simulated.strategy.federation, trainer.strategy.federation
+    assert differences(ours, theirs, line.nodes) == []
+    assert any("without 1 (the node refuses: OSError in" in text for text in log_of(tmp_path))
 
 
 class Killed(Exception):

@@ -34,8 +34,10 @@ class LyingLine(LoopLine):
     def send(self, node: int, kind: str, data: bytes) -> str:
         question = super().send(node, kind, data)
         packet = Packet.from_bytes(self.sent[-1][2])
-        if node == 101 and packet.kind == "trained":
-            lie, _ = list(UPLOADS.values())[packet.meta["round"]]
+        lies = {"trained": UPLOADS, "evaluated": EVALUATIONS}.get(packet.kind, {})
+        number = packet.meta.get("round", packet.meta.get("rounds", 0) - 1)
+        if node == 101 and number < len(lies):
+            lie, _ = list(lies.values())[number]
             told = lie(packet)
             self._replies[question] = Reply(
                 question, told if isinstance(told, bytes) else packet.to_bytes()
@@ -153,11 +155,45 @@ UPLOADS: dict[str, tuple[Lie, str]] = {
 }
 
 
+def results(prefix: str = "", **changes: Any) -> Lie:
+    """Changes the results of the personal models, or those of the global one."""
+
+    def lie(packet: Packet) -> None:
+        found = packet.meta["results"]
+        found[prefix] = found[""] | changes
+
+    return lie
+
+
+EVALUATIONS: dict[str, tuple[Lie, str]] = {
+    "a pickle": (lambda packet: pickle.dumps(Evil()), "another format"),
+    "another kind": (lambda packet: setattr(packet, "kind", "trained"), "answer is 'trained'"),
+    "another number of rounds": (meta(rounds=99), "answer has rounds 99"),
+    "another client": (meta(clients=["0"]), "answer has clients"),
+    "no results": (meta(results={}), "results are of"),
+    "results of another model": (results("other/"), "results are of '', 'other/'"),
+    "results that are a list": (meta(results=[]), "'results' of evaluated is a list"),
+    "more samples than enrolled": (results(counts=[10**6]), "not a count up to"),
+    "fewer samples than none": (results(counts=[-1]), "not a count up to"),
+    "counts of text": (results(counts="many"), "isn't one count"),
+    "values that are a list": (results(values=[1.0]), "aren't at most 100 by name"),
+    "a huge value": (
+        results(values={"val_acc": {"values": [1e30], "options": [False, True, None]}}),
+        "is not within",
+    ),
+    "an infinite value": (
+        results(values={"val_acc": {"values": [float("inf")], "options": [False, True, None]}}),
+        "is not within",
+    ),
+    "no options": (results(values={"val_acc": {"values": [0.5]}}), "options"),
+}
+
+
 @pytest.fixture(scope="module")
-def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the server has said about each round; the end is checked here."""
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the server has said; the end is checked here."""
     folder, recipe = tmp_path_factory.mktemp("lies"), recipe_of("FedAvg", len(UPLOADS), 1.0, 3)
-    recipe["trainer"]["limit_val_batches"] = 0
+    recipe["trainer"]["limit_val_batches"] = 1
     recipe["trainer"]["strategy"]["init_args"]["max_update_norm"] = 50.0
     line = LyingLine(make_nodes(recipe, folder, [["0"], ["1"], ["2"]]))
     with warnings.catch_warnings():
@@ -167,15 +203,23 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     last = len(UPLOADS) - 1
     assert federation.versions.tolist() == [last, NONE, last]
     assert all(leaf.isfinite().all() for leaf in leaves(federation.server))
-    log = (folder / "server" / "progress.log").read_text().splitlines()
-    return [text for text in log if "] Round " in text]
+    return (folder / "server" / "progress.log").read_text().splitlines()
 
 
 @pytest.mark.parametrize("lie", UPLOADS)
-def test_a_lying_upload_is_named_and_left_out(lie: str, rounds: list[str]) -> None:
-    said = rounds[list(UPLOADS).index(lie)]
-    assert re.search(rf"3 clients, without 1 \(.*({UPLOADS[lie][1]})", said)
+def test_a_lying_upload_is_named_and_left_out(lie: str, said: list[str]) -> None:
+    rounds = [text for text in said if "] Round " in text]
+    text = rounds[list(UPLOADS).index(lie)]
+    assert re.search(rf"3 clients, without 1 \(.*({UPLOADS[lie][1]})", text)
     assert not PWNED.exists()
+
+
+@pytest.mark.parametrize("lie", EVALUATIONS)
+def test_a_lying_evaluation_is_named_and_left_out(lie: str, said: list[str]) -> None:
+    named = [text for text in said if "] Evaluation without" in text]
+    assert len(named) == len(EVALUATIONS)
+    text = named[list(EVALUATIONS).index(lie)]
+    assert re.search(rf"without 1: .*({EVALUATIONS[lie][1]})", text)
 
 
 def test_the_pickle_would_have_been_noticed() -> None:
