@@ -36,6 +36,19 @@ def check_privacy(settings: Mapping[str, float], method: Method) -> None:
             f"{type(method).__name__} with `privacy`. Use FedAvg, FedRep or Ditto, say, or remove "
             "`privacy`."
         )
+    _make_mod(settings)
+
+
+def _make_mod(settings: Mapping[str, float]) -> Any:
+    from flwr.clientapp.mod import LocalDpMod
+
+    try:
+        return LocalDpMod(**settings)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"Expected `privacy` to be what Flower's LocalDpMod takes, but got "
+            f"privacy={dict(settings)!r}: {error} Change that number."
+        ) from error
 
 
 def add_noise(uploads: Tree, received: Tree, settings: Mapping[str, float]) -> Tree:
@@ -50,11 +63,10 @@ def add_noise(uploads: Tree, received: Tree, settings: Mapping[str, float]) -> T
         What they send instead. Integer entries, such as BatchNorm's counters, stay.
     """
     from flwr.app import Array, ArrayRecord, RecordDict
-    from flwr.clientapp.mod import LocalDpMod
 
     model = uploads["model"]
     names = [name for name, leaf in model.items() if leaf.is_floating_point()]
-    protect: Any = LocalDpMod(**settings)  # called with messages of no run, so without a context
+    protect = _make_mod(settings)  # called with messages of no run, so without a context
 
     def record(tree: Tree, client: int) -> Any:
         return RecordDict(

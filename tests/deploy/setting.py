@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.cli import PFLCLI
-from lightning_pfl.core.tree import Tree, rows
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.records import Round
+from lightning_pfl.core.tree import Tree, leaves, rows
 from lightning_pfl.deploy.loop import LoopLine
 from lightning_pfl.deploy.node import Node
 from lightning_pfl.deploy.remote import ServerFederation
@@ -67,6 +70,24 @@ def recipe_of(
             **trainer,
         },
     }
+
+
+class LeftOut(FederatedCallback):
+    """Spoils uploads of a simulation, so that the gate leaves clients out as if they were away.
+
+    Args:
+        rounds: In which rounds.
+        clients: Whose.
+    """
+
+    def __init__(self, rounds: Sequence[int], clients: Sequence[str]) -> None:
+        self.rounds, self.clients = rounds, clients
+
+    def on_local_training_end(self, trainer: Any, module: Any, round: Round) -> None:
+        gone = torch.tensor([str(k) in self.clients for k in round.info.index.tolist()])
+        if round.number in self.rounds and round.uploads is not None:
+            for leaf in leaves(round.uploads):
+                leaf[gone] = torch.nan
 
 
 def simulate(recipe: dict[str, Any], folder: Path, callbacks: tuple[Any, ...] = ()) -> Any:

@@ -154,6 +154,21 @@ def test_names_that_cannot_be_folders_are_refused(
     assert not (tmp_path / "new").exists()
 
 
+def test_the_compose_file_has_the_folders_that_its_commands_write() -> None:
+    folder = Path(__file__).parents[2] / "recipes" / "deploy"
+    text = (folder / "compose.yml").read_text()
+    ((names, host, port),) = re.findall(r"--nodes (.*) --address (\S+):(\d+)", text)
+    services = yaml.safe_load(text)["services"]
+    assert list(services) == [host, *names.split()]
+    for name, service in services.items():
+        assert service["volumes"] == [f"./deployment/{name}:/work"]
+        assert service["command"] == ["server" if name == host else "client"]
+        assert service["build"] == "."
+    assert services[host]["expose"] == [port]
+    assert "dist/*.whl" in (folder / "Dockerfile").read_text()
+    assert "-w dist" in text
+
+
 @pytest.mark.slow
 def test_the_command_line_needs_no_flower() -> None:
     code = "import sys, lightning_pfl.__main__; print({m.split('.')[0] for m in sys.modules})"

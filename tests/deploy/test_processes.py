@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
+import time
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import pytest
 
 from tests.deploy.processes import Processes
-from tests.deploy.setting import METHODS, recipe_of, simulate
+from tests.deploy.setting import METHODS, LeftOut, recipe_of, simulate
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs Python 3.11")
 NAMES = ("0", "1", "2")
@@ -67,3 +70,48 @@ def test_kills_change_no_bit(tmp_path: Path) -> None:
         deployed.finish()
         assert "Resuming from the last checkpoint." in deployed.log
         assert deployed.differences(simulated.strategy.federation) == []
+
+
+@pytest.mark.slow
+@pytest.mark.kill
+@pytest.mark.filterwarnings("ignore:Round . left out 1 of 3 clients")
+def test_a_node_that_was_away_for_two_rounds_goes_on_from_its_state(tmp_path: Path) -> None:
+    recipe = recipe_of("SCAFFOLD", participation=1.0, clients=3, limit_val_batches=0)
+    with Processes(tmp_path, recipe, NAMES, timeout=60) as deployed:
+        deployed.start("server", *NAMES)
+        deployed.until(lambda: "Round 1 of" in deployed.log)
+        deployed.kill("1")
+        deployed.until(lambda: "Round 3 of" in deployed.log)
+        deployed.start("1")
+        deployed.finish()
+        rounds = [text for text in deployed.log.splitlines() if "] Round " in text]
+        away = [number for number, text in enumerate(rounds) if "without 1 (no answer" in text]
+        assert away[:2] == [1, 2]
+        assert len(away) < 4  # it took part again
+        simulated = simulate(recipe, tmp_path, (LeftOut(away, ["1"]),))
+        assert deployed.differences(simulated.strategy.federation) == []
+
+
+@pytest.mark.slow
+@pytest.mark.kill
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels can't do this")
+def test_what_a_killed_program_has_started_ends_with_it(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys, time\n"
+        "from lightning_pfl.deploy.processes import Children\n"
+        "with Children(pathlib.Path(sys.argv[1]), print) as children:\n"
+        "    children.start('child', ['sleep', '1000'])\n"
+        "    print(next(iter(children._running.values())).pid, flush=True)\n"
+        "    time.sleep(1000)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        child = Path("/proc") / program.stdout.readline().strip()
+        assert child.is_dir()
+        program.kill()
+    end = time.monotonic() + 60
+    with contextlib.suppress(FileNotFoundError):  # it is gone
+        while "\nState:\tZ" not in (child / "status").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.1)

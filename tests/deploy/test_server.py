@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import ClientInfo, Round
-from lightning_pfl.core.tree import Tree, leaves, weighted_mean
+from lightning_pfl.core.tree import Tree, weighted_mean
 from lightning_pfl.deploy.loop import LoopLine
 from lightning_pfl.deploy.node import Node
 from lightning_pfl.deploy.nodes import Presence
@@ -27,6 +27,7 @@ from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
 from tests.deploy.setting import (
     HOMES,
     METHODS,
+    LeftOut,
     deploy,
     differences,
     make_nodes,
@@ -123,21 +124,11 @@ class Rounds(FederatedCallback):
             trainer.strategy.federation.nodes.look()
 
 
-class LeftOut(FederatedCallback):
-    """Spoils the uploads of node 101's clients while it is away: the gate leaves them out."""
-
-    def on_local_training_end(self, trainer: Any, module: Any, round: Round) -> None:
-        gone = torch.tensor([str(k) in HOMES[1] for k in round.info.index.tolist()])
-        if round.number in AWAY and round.uploads is not None:
-            for leaf in leaves(round.uploads):
-                leaf[gone] = torch.nan
-
-
 @pytest.mark.filterwarnings("ignore:Round . left out 2 of 6 clients")
 @pytest.mark.parametrize("method", ["FedMAP", "SCAFFOLD"])
 def test_a_node_that_is_away_is_left_out_and_goes_on_later(method: str, tmp_path: Path) -> None:
     recipe = recipe_of(method, participation=1.0, limit_val_batches=0)
-    simulated = simulate(recipe, tmp_path, (LeftOut(),))
+    simulated = simulate(recipe, tmp_path, (LeftOut(AWAY, HOMES[1]),))
     recipe["trainer"]["callbacks"] = [{"class_path": f"{__name__}.Rounds"}]
     line = AwayLine(make_nodes(recipe, tmp_path))
     Rounds.line = line
@@ -164,7 +155,7 @@ def no_space(*_: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Round . left out 2 of 6 clients")
 def test_a_node_whose_disk_is_full_is_left_out_and_goes_on_later(tmp_path: Path) -> None:
     recipe = recipe_of("SCAFFOLD", participation=1.0, limit_val_batches=0)
-    simulated = simulate(recipe, tmp_path, (LeftOut(),))
+    simulated = simulate(recipe, tmp_path, (LeftOut(AWAY, HOMES[1]),))
     line = FullLine(make_nodes(recipe, tmp_path))
     trainer, _ = deploy(recipe, tmp_path, line)
     ours, theirs = simulated.strategy.federation, trainer.strategy.federation
