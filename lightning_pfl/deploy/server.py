@@ -166,11 +166,11 @@ def serve(
         names,
         owners,
         recipe.digest(cli),
-        timeout,
-        max_samples,
-        method.needs_label_counts,
-        pause,
-        say,
+        timeout=timeout,
+        max_samples=max_samples,
+        needs_labels=method.needs_label_counts,
+        pause=pause,
+        say=say,
     )
     federation.nodes, federation.id = nodes, begun["id"]
     last, known = folder / "last.ckpt", folder / "counts.json"

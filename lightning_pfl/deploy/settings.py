@@ -115,8 +115,9 @@ def read_client(path: str | Path) -> ClientSettings:
     """
     found = _read(path, ClientSettings)
     settings = ClientSettings(**{"clients": [found.get("name", "")], **found})
-    for name, value in (("clients", settings.clients), ("share", settings.share or ["none"])):
-        if not _is_names(value):
+    for name, value in (("clients", settings.clients), ("share", settings.share)):
+        nothing = name == "share" and value in (None, [])
+        if not nothing and not _is_names(value):
             raise ValueError(
                 f"Expected `{name}` to be a list of names, but got {name}={value!r}. Write "
                 f"`{name}: [a, b]`."

@@ -47,7 +47,7 @@ class Grid:
         for message in messages:
             node, number = message.metadata.dst_node_id, str(len(self.replies))
             message.metadata.__dict__["_message_id"] = number
-            config = {"socket": str(self.sockets[node])}
+            config: Any = {"socket": str(self.sockets[node])}
             context = Context(1, node, config, RecordDict(), {})
             self.replies[number] = import_module(f"{APP}.client_app").app(message, context)
             numbers.append(number)

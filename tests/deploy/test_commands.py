@@ -111,6 +111,7 @@ def test_wrong_settings_are_named(tmp_path: Path) -> None:
         assert f"timeout={timeout!r}" in error_of(read_server, path, **known, timeout=timeout)
     assert "max_samples=0" in error_of(read_server, path, **known, max_samples=0)
     assert "`share` to be a list" in error_of(read_client, path, name="a", recipe="r", share="x")
+    assert "share=''" in error_of(read_client, path, name="a", recipe="r", share="")
     twice_a = {"name": "a", "recipe": "r", "clients": ["x", "x"]}
     assert "Name each client once" in error_of(read_client, path, **twice_a)
     path.write_text("recipe: [")

@@ -36,7 +36,7 @@ class LyingLine(LoopLine):
         packet = Packet.from_bytes(self.sent[-1][2])
         lies = {"trained": UPLOADS, "evaluated": EVALUATIONS}.get(packet.kind, {})
         number = packet.meta.get("round", packet.meta.get("rounds", 0) - 1)
-        if node == 101 and number < len(lies):
+        if node == 101 and 0 <= number < len(lies):
             lie, _ = list(lies.values())[number]
             told = lie(packet)
             self._replies[question] = Reply(
