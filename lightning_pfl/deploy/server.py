@@ -219,7 +219,7 @@ def _begin_federation(folder: Path, seed: int, names: list[str]) -> dict[str, An
 
 
 def _write_numbers(path: Path, nodes: Nodes) -> None:
-    """Keep what nodes have said of their data, for a server that starts again."""
+    """Keep the numbers of the nodes' data, for a server that starts again."""
     counts = {n: {s: asdict(c) for s, c in splits.items()} for n, splits in nodes.counts.items()}
     write_atomically(path, json.dumps({"counts": counts, "labels": nodes.labels}).encode())
 
