@@ -14,7 +14,7 @@ STAMP := $(VENV)/.lightning-pfl-installed
 DIGITS := recipes/fedrep_digits.yaml recipes/fedavg_digits.yaml recipes/local_digits.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo quick test check slow lint types unit format tables reproduce clean
+.PHONY: help env demo quick test check slow lint types unit format tables bench reproduce clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -58,6 +58,9 @@ format: env  ## Format the code and fix what the linter can fix
 
 tables: env  ## Write the registry and the tables of methods from their classes
 	$(BIN)/python -m docs.tables
+
+bench: env  ## Time rounds of six methods against a plain loop, on networks of several kinds
+	$(BIN)/python -m benchmarks.table $(BENCH_ARGS)
 
 # Where a recipe fails the experiments still run, and the failure is what make reports.
 reproduce: env  ## Run recipes (three seeds) and experiments, skipping what is done; write recipes/README.md

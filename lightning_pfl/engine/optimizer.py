@@ -99,6 +99,9 @@ class ClientOptimizer:
             if type(template) in FUSED and not (options["fused"] or options["foreach"]):
                 options["fused"] = options["fused"] is None and not options["differentiable"]
             options["params"] = []
+            if elementwise:
+                # Groups that differ by name alone are stepped as one.
+                options.pop("name", None)
             members = [names[id(p)] for p in group["params"] if id(p) in names]
             if elementwise and options in self._optimizer.param_groups:
                 self._groups[self._optimizer.param_groups.index(options)] += members

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_pfl.contract.records import LogOptions
@@ -64,15 +63,20 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class _StepCaller(nn.Module):
-    """A module whose ``forward``, reached by ``functional_call``, calls the user's step."""
+Slot = tuple[dict[str, Any], str]
+"""Where a module keeps a tensor: the dict of its owner, and the key."""
 
-    def __init__(self, module: L.LightningModule) -> None:
-        super().__init__()
-        self.module = module
 
-    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
+def _slots(module: nn.Module) -> dict[str, tuple[Slot, ...]]:
+    """Find where a module keeps each entry of the model; a tied one has several places."""
+
+    def slot(place: str) -> Slot:
+        prefix, _, key = place.rpartition(".")
+        owner = module.get_submodule(prefix)
+        kept: dict[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
+        return kept, key
+
+    return {name: tuple(map(slot, found)) for name, found in places(module).items()}
 
 
 class ClientProgram:
@@ -95,18 +99,14 @@ class ClientProgram:
     ) -> None:
         # Any, as not every module has `per_sample` or `backbone`; callers have checked.
         self.module: Any = module
-        self.caller = _StepCaller(module)
         self.autocast, self.default_dtype = settings.autocast, settings.default_dtype
         self.augment, self.hooks = augment, settings.batch_hooks
         self.fast_kernels = fast_kernels
         self.log = LogCapture()
         self.throwaway: tuple[str, ...] = ()
-        self.random_calls = 0
+        self.random_calls = self.gradients = 0
         self.sample_wise = is_sample_wise(module)
-        self._places = {
-            name: tuple(f"module.{place}" for place in found)
-            for name, found in places(module).items()
-        }
+        self._slots = _slots(module)
         self._buffers = frozenset(name for name, _ in module.named_buffers())
 
     # --- calling ---
@@ -123,18 +123,17 @@ class ClientProgram:
     def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the module with its parameters and buffers replaced by ``model``."""
         model, mix = parts(model)
-        named = {place: leaf for name, leaf in model.items() for place in self._places[name]}
+        named = model
         if self.throwaway:
             kept: dict[str, Tensor] = dict(self.module.named_buffers())
-            for name in self.throwaway:
-                copy = model.get(name, kept[name]).clone()
-                named.update(dict.fromkeys(self._places[name], copy))
+            copies = {name: model.get(name, kept[name]).clone() for name in self.throwaway}
+            named = {**model, **copies}
         precision = self._precision(self._device(model))
         kernels = FastKernels() if self.fast_kernels else nullcontext()
-        with precision, kernels, mixed_outputs(self.module, mix):
-            result = functional_call(self.caller, named, (function, *args), tie_weights=False)
-        if self._buffers:
-            self._keep_assigned(model, named)
+        with precision, kernels, mixed_outputs(self.module, mix), self._holding(named):
+            result = function(*args)
+            if self._buffers:
+                self._keep_assigned(model)
         return result
 
     def _precision(self, device: str) -> AbstractContextManager[Any]:
@@ -142,10 +141,27 @@ class ClientProgram:
             return torch.autocast(device, self.autocast)
         return nullcontext() if self.default_dtype is None else _default(self.default_dtype)
 
-    def _keep_assigned(self, model: Model, named: dict[str, Tensor]) -> None:
+    @contextmanager
+    def _holding(self, named: Model) -> Iterator[None]:
+        """Put tensors into their places in the module, as ``torch.func.functional_call`` does.
+
+        That function looks the places up in every call, which takes as long as a small step.
+        """
+        slots = [(*slot, leaf) for name, leaf in named.items() for slot in self._slots[name]]
+        before = [kept[key] for kept, key, _ in slots]
+        for kept, key, leaf in slots:
+            kept[key] = leaf
+        try:
+            yield
+        finally:
+            for (kept, key, _), old in zip(slots, before, strict=True):
+                kept[key] = old
+
+    def _keep_assigned(self, model: Model) -> None:
         """Copy buffers that a step has assigned, ``self.average = ...``, to the model's."""
         for name in self._buffers.difference(self.throwaway):
-            if name in model and (new := named[self._places[name][0]]) is not model[name]:
+            kept, key = self._slots[name][0]
+            if name in model and (new := kept[key]) is not model[name]:
                 model[name].copy_(new.detach())
 
     def _device(self, model: Model) -> str:
@@ -195,6 +211,7 @@ class ClientProgram:
                 self._backward(loss, backward, mode)
             return loss
 
+        self.gradients += 1
         self.log.begin(batch)
         with self._randomness(key) as mode, self._prefix(features):
             batch = self.prepared(batch)
@@ -209,7 +226,8 @@ class ClientProgram:
         self, loss: Tensor, backward: Callable[[Tensor], None], mode: KeyedRandomness | None
     ) -> None:
         closed = mode.closing() if mode is not None else nullcontext()
-        with torch.autocast(loss.device.type, enabled=False), closed:
+        full = torch.autocast(loss.device.type, enabled=False) if self.autocast else nullcontext()
+        with full, closed:
             backward(loss)
 
     def measured_loss(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pfl.contract.records import Evaluation, LocalResult, OnClients
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import Engine, EngineSettings, EvaluationWork, LocalWork, ModuleLoop
+from lightning_pfl.engine.cost import Share, batching_pays
 from lightning_pfl.engine.optimizer import why_not_elementwise
 from lightning_pfl.engine.safety.compare import (
     difference,
@@ -52,8 +56,9 @@ class SelectedEngine:
 
     The probe runs one step of two clients with the sequential engine and with the vectorized one
     (first ``vmap`` of the forward pass, then of the gradient), and takes the first that raises
-    nothing, has no hidden loop and agrees with the sequential result. The choice depends on the
-    module alone, never on timing, so that a resumed run repeats it.
+    nothing, has no hidden loop and agrees with the sequential result. With ``"auto"`` a CPU trains
+    sequentially all the same where ``cost.py`` estimates that to be faster. The choice depends on
+    the module, the minibatches and the method, never on timing; a resumed run repeats it.
 
     ``validation_step``, ``test_step`` and ``predict_step`` are probed on their own: a module that
     logs torchmetrics objects trains vectorized and evaluates sequentially.
@@ -69,9 +74,12 @@ class SelectedEngine:
         parameter_split: Names of the module.
         settings: The Trainer's flags.
         loop: Lightning's own loop, for modules with code inside a step; None for others.
+        slower: Steps for which an earlier run has found batching to be slower, of a checkpoint;
+            None to estimate it.
 
     Attributes:
         choices: Engine and reason per step (``"training_step"``, ...).
+        slower: Steps that could run vectorized, but are faster one client after another.
     """
 
     def __init__(
@@ -81,10 +89,11 @@ class SelectedEngine:
         parameter_split: ParameterSplit,
         settings: EngineSettings,
         loop: ModuleLoop | None = None,
+        slower: Mapping[str, bool] | None = None,
     ) -> None:
         check_engine(name)
         self.name, self.module, self.parameter_split = name, module, parameter_split
-        self.settings = settings
+        self.settings, self.slower = settings, dict(slower or {})
         self.choices: dict[str, str] = {}
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
         self._checked: set[str] = set()
@@ -112,7 +121,8 @@ class SelectedEngine:
             if not int(work.info.steps.sum()):
                 return self._sequential.train(work, on_clients)
             why_not = why_not_elementwise(work.optimizer) if self.loop is None else self.loop.why
-            self._choose(self._first_steps(work), why_not)
+            pays = partial(self._training_pays, work)
+            self._choose(self._first_steps(work), pays, why_not)
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
@@ -123,7 +133,7 @@ class SelectedEngine:
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
         if work.step not in self._engines:
-            self._choose(_first_batches(work))
+            self._choose(_first_batches(work), partial(_evaluation_pays, work))
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
@@ -154,11 +164,18 @@ class SelectedEngine:
 
     # --- the probe ---
 
-    def _choose(self, work: LocalWork | EvaluationWork, why_not: str | None = None) -> None:
+    def _choose(
+        self,
+        work: LocalWork | EvaluationWork,
+        pays: Callable[[VectorizedEngine, float], bool],
+        why_not: str | None = None,
+    ) -> None:
         """Settle which engine runs a step, by running it on a short piece of work.
 
         Args:
             work: One step of a few clients.
+            pays: Estimates whether the whole work is faster vectorized, from the engine and the
+                operations of a client's gradient or batch.
             why_not: Why the vectorized engine can't run it, if that is known.
         """
         step = work.step
@@ -174,12 +191,19 @@ class SelectedEngine:
             if getattr(self._sequential, "draws_elsewhere", False):
                 reasons.append(DRAWS_ELSEWHERE)
             stochastic = self._sequential.random_calls > 0
+            estimated = self.name == "auto" and self.settings.device.type == "cpu"
             transforms: tuple[Transform, ...] = ("forward", "grad")
             for transform in transforms if not reasons else ():
                 engine = self._vectorized(transform, stochastic)
-                reason = self._problem(engine, work, expected)
+                counter = FlopCounterMode(display=False)
+                reason = self._problem(
+                    engine, work, expected, counter if estimated else nullcontext()
+                )
                 if reason is None:
-                    self._settle(step, engine, f"vmap over the {_WHAT[transform]}")
+                    if estimated and self._slower(engine, work, counter.get_total_flops(), pays):
+                        self._settle(step, self._sequential, SLOWER)
+                    else:
+                        self._settle(step, engine, f"vmap over the {_WHAT[transform]}")
                     return
                 reasons.append(f"vmap over the {_WHAT[transform]}: {reason}")
         why = "; ".join(dict.fromkeys(reasons))
@@ -190,6 +214,31 @@ class SelectedEngine:
                 "engine='sequential'."
             )
         self._settle(step, self._sequential, why)
+
+    def _slower(
+        self,
+        engine: VectorizedEngine,
+        work: LocalWork | EvaluationWork,
+        operations: int,
+        pays: Callable[[VectorizedEngine, float], bool],
+    ) -> bool:
+        """Whether a step that can run vectorized is faster one client after another."""
+        if work.step not in self.slower:
+            clients = len(work.info if isinstance(work, LocalWork) else work.clients)
+            self.slower[work.step] = not pays(engine, operations / clients)
+        return self.slower[work.step]
+
+    def _training_pays(self, work: LocalWork, engine: VectorizedEngine, operations: float) -> bool:
+        """Estimate for local training; a cohort's first client stands for all."""
+        shares = [
+            Share(
+                int(engine.count_steps(work.data, work.info.index[:1], (phase,))),
+                engine.prefix.expects(ActivePhase(phase, self.parameter_split), work.data)
+                and (phase.epochs or 0) > 1,
+            )
+            for phase in work.phases
+        ]
+        return batching_pays(operations / max(engine.gradients, 1), shares)
 
     def _first_steps(self, work: LocalWork) -> LocalWork:
         """Cut the work to one step of every phase, of two clients.
@@ -204,11 +253,15 @@ class SelectedEngine:
         return replace(few, info=replace(few.info, steps=steps), phases=phases, optimizer=sgd)
 
     def _problem(
-        self, engine: VectorizedEngine, work: LocalWork | EvaluationWork, expected: Tree
+        self,
+        engine: VectorizedEngine,
+        work: LocalWork | EvaluationWork,
+        expected: Tree,
+        counter: AbstractContextManager[Any],
     ) -> str | None:
         """Describe why the vectorized engine can't be used, or return None."""
         try:
-            with self._undisturbed(), hidden_loops_are_errors():
+            with self._undisturbed(), hidden_loops_are_errors(), counter:
                 found = _results(engine, work)
         # Any exception of a user's module under vmap; true errors recur in the other engine.
         except Exception as error:
@@ -240,6 +293,7 @@ class SelectedEngine:
         rank_zero_info(f"{step} runs {engine.name}: {why}.")
 
 
+SLOWER = "it could run for many clients at once, which is slower for a network of this size"
 _WHAT = {"forward": "forward pass", "grad": "gradient"}
 
 
@@ -276,3 +330,15 @@ def _first_batches(work: EvaluationWork) -> EvaluationWork:
     some = torch.argsort(work.data.num_samples[work.clients], descending=True, stable=True)
     few = work.rows(together(data, work.clients, some[:PROBED_CLIENTS]))
     return replace(few, data=data, limit=1)
+
+
+def _evaluation_pays(work: EvaluationWork, engine: VectorizedEngine, operations: float) -> bool:
+    """Estimate for an evaluation from the operations of :data:`PROBED_SAMPLES` samples."""
+    # Layers that clients share see all their samples as one large batch, which nothing beats.
+    if engine.transform == "forward":
+        return True
+    data = work.data
+    if isinstance(data, FederatedTensorDataset):
+        whole = min(data.batch_size, int(data.num_samples[work.clients].max()))
+        operations *= max(1.0, whole / PROBED_SAMPLES)
+    return batching_pays(operations, [Share(1)])

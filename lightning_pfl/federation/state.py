@@ -311,6 +311,10 @@ class FederationState:
             "server": self.server,
             "client_states": self._client_states(lambda store: store.state_dict()),
             "history": self.history.state_dict(),
+            "slower_vectorized": {
+                architecture.name: dict(architecture.engine.slower)
+                for architecture in self.architectures
+            },
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -128,7 +128,7 @@ class StageSetup:
             if trainer.state.fn == TrainerFn.FITTING:
                 self._warn_of_other_settings(trainer, saved.get("run", {}))
         self.saved = None
-        self._begin_engines(trainer, training, fresh, restored=saved is not None)
+        self._begin_engines(trainer, training, fresh, saved)
         if trainer.state.fn == TrainerFn.FITTING:
             loop = fit_loop(trainer)
             loop.find_learners()
@@ -197,23 +197,33 @@ class StageSetup:
         return int(self.federation.ranks.all_gather_objects(drawn)[0])
 
     def _begin_engines(
-        self, trainer: L.Trainer, training: Sequence[ClientTraining], fresh: bool, restored: bool
+        self,
+        trainer: L.Trainer,
+        training: Sequence[ClientTraining],
+        fresh: bool,
+        saved: Mapping[str, Any] | None,
     ) -> None:
         federation, fitting = self.federation, trainer.state.fn == TrainerFn.FITTING
         settings = engine_settings(trainer, federation.seed, self.chunk_size, self.feature_cache)
         if not (fresh or fitting):
             # The engines of the fit were chosen; they read the settings when they run.
             vars(federation.settings).update(vars(settings))
-            if restored:
+            if saved is not None:
                 for architecture in federation.architectures:
                     # `Federation.client_optimizer` then makes the checkpoint's.
                     architecture.optimizer = None
             return
         federation.settings = settings
+        # A choice that the checkpoint's run has made is repeated, so that it goes on bit by bit.
+        slower = (saved or {}).get("slower_vectorized", {})
         for architecture in federation.architectures:
             architecture.optimizer = None
             architecture.engine = SelectedEngine(
-                self.engine, architecture.module, architecture.parameter_split, settings
+                self.engine,
+                architecture.module,
+                architecture.parameter_split,
+                settings,
+                slower=slower.get(architecture.name),
             )
         if fitting:
             self.use(training)

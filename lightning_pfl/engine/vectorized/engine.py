@@ -113,6 +113,11 @@ class VectorizedEngine:
         self.stochastic = stochastic or not is_unmodified(module)
         self._settled = fingerprint(module)
 
+    @property
+    def gradients(self) -> int:
+        """Number of gradients of a client so far, without those of replayed steps."""
+        return 0 if self._program is None else self._program.gradients
+
     def needs_keys(self) -> bool:
         """Whether steps may make random calls.
 

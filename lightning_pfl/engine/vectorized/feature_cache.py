@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, is_expanded
 from lightning_pfl.data.batch import map_batch
+from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
 from lightning_pfl.engine.vectorized.loaders import Batches
@@ -53,12 +54,8 @@ class PrefixCache:
         """Compute the features for the chunk of ``batches`` if the phase allows it."""
         self.used = False
         model = state.get("model")
-        if (
-            not self.enabled
-            or program.hooks is not None
-            or not isinstance(model, dict)
-            or not self._allows(batches, active, model)
-        ):
+        hooked = program.hooks is not None
+        if hooked or not isinstance(model, dict) or not self._allows(batches, active, model):
             return
         assert isinstance(batches, ResidentBatches)
         shared = {name: leaf[0] for name, leaf in model.items()}
@@ -88,15 +85,23 @@ class PrefixCache:
         leaf = model[self._names[0]]
         return is_expanded(leaf) and leaf.data_ptr() == self._source
 
+    def expects(self, active: ActivePhase, data: FederatedDataset) -> bool:
+        """Whether a phase may use the cache, by what is known before a round."""
+        return (
+            self.enabled
+            and self._backbone is not None
+            and bool(self._names)
+            and isinstance(data, FederatedTensorDataset)
+            and data.augment is None
+            and not any(name in active.names for name in self._names)
+            and not any(_is_stochastic(module) for module in self._backbone.modules())
+        )
+
     def _allows(self, batches: Batches, active: ActivePhase, model: Model) -> bool:
         return (
-            self._backbone is not None
-            and bool(self._names)
-            and isinstance(batches, ResidentBatches)
-            and batches.data.augment is None
-            and not any(name in active.names for name in self._names)
+            isinstance(batches, ResidentBatches)
+            and self.expects(active, batches.data)
             and all(is_expanded(model[name]) for name in self._names if name in model)
-            and not any(_is_stochastic(module) for module in self._backbone.modules())
             and not any(name.startswith("backbone.") for name in active.throwaway())
             and max(batches.epochs_used) > 1
         )

@@ -1,0 +1,224 @@
+"""The workloads of the table: a module and synthetic data of the right shapes, so nothing is read.
+
+Samples are noise with labels of a fixed random rule, which a network can learn. Clients, samples
+and rounds are few enough for seconds a cell; the networks and the batch sizes are the real ones.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_pfl.data import FederatedTensorDataset
+from lightning_pfl.models import MLP, LeNet
+from lightning_pfl.models.base import PersonalizedModule
+
+WORDS = 2000
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A module and the data of its clients.
+
+    Attributes:
+        about: What it is, for the table.
+        make: Makes the module: ``head(backbone(inputs))`` with cross-entropy.
+        shape: Shape of a sample; one axis with ``words``.
+        clients: Number of clients.
+        samples: Training samples per client; the median for unequal clients.
+        batch_size: Samples per minibatch.
+        cohort: Clients per round.
+        test_samples: Test samples per client.
+        head_epochs: Passes of FedRep's head phase.
+        sigma: Of the logarithm of the clients' sizes; 0 for equal sizes.
+        words: Whether samples are sequences of words instead of numbers.
+    """
+
+    about: str
+    make: Callable[[], L.LightningModule]
+    shape: tuple[int, ...]
+    clients: int = 20
+    samples: int = 300
+    batch_size: int = 10
+    cohort: int = 10
+    test_samples: int = 50
+    head_epochs: int = 10
+    sigma: float = 0.0
+    words: bool = False
+
+    def sizes(self) -> list[int]:
+        """Return the training samples of each client."""
+        generator = torch.Generator().manual_seed(1)
+        spread = torch.randn(self.clients, generator=generator) * self.sigma
+        return [max(self.batch_size, round(self.samples * math.exp(float(s)))) for s in spread]
+
+    def data(self) -> tuple[FederatedTensorDataset, FederatedTensorDataset]:
+        """Return the training and the test split."""
+        generator = torch.Generator().manual_seed(0)
+        rule = torch.randn(math.prod(self.shape), 10, generator=generator)
+        tests = [self.test_samples] * self.clients
+        return (
+            self._split(self.sizes(), rule, generator, self.batch_size, shuffle=True),
+            self._split(tests, rule, generator, self.test_samples, shuffle=False),
+        )
+
+    def _split(
+        self,
+        sizes: list[int],
+        rule: Tensor,
+        generator: torch.Generator,
+        batch_size: int,
+        shuffle: bool,
+    ) -> FederatedTensorDataset:
+        total = sum(sizes)
+        if self.words:
+            inputs = torch.randint(WORDS, (total, *self.shape), generator=generator)
+            labels = ((inputs.float() / WORDS - 0.5) @ rule).argmax(1)
+        else:
+            inputs = torch.randn(total, *self.shape, generator=generator)
+            labels = (inputs.flatten(1) @ rule).argmax(1)
+        positions = list(torch.arange(total).split(sizes))
+        return FederatedTensorDataset(
+            (inputs, labels), positions, batch_size=batch_size, shuffle=shuffle
+        )
+
+
+# --- networks that the package doesn't have -------------------------------------------------------
+
+
+class LastState(nn.Module):
+    """An embedding and an LSTM; returns the state after the last word, ``(batch, hidden)``."""
+
+    def __init__(self, dimensions: int = 64, hidden: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, dimensions)
+        self.lstm = nn.LSTM(dimensions, hidden, batch_first=True)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Read sequences ``(batch, length)``."""
+        return self.lstm(self.embedding(words))[0][:, -1]  # type: ignore[no-any-return]
+
+
+class MeanOfTokens(nn.Module):
+    """A transformer of two layers; returns the mean over the tokens, ``(batch, width)``."""
+
+    def __init__(self, width: int = 64, heads: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Read sequences ``(batch, length)``."""
+        return self.encoder(self.embedding(words)).mean(1)  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    """ResNet's basic block of two 3 x 3 convolutions with BatchNorm."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.block = nn.Sequential(
+            *(nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after)),
+            nn.ReLU(),
+            *(nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)),
+        )
+        same = stride == 1 and before == after
+        self.skip: nn.Module = (
+            nn.Identity()
+            if same
+            else nn.Sequential(
+                nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
+            )
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Add the block's result to the images."""
+        return torch.relu(self.block(images) + self.skip(images))
+
+
+def resnet18() -> PersonalizedModule:
+    """Make ResNet-18 for images of 32 x 32 pixels: 11.2 million parameters."""
+    widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+    blocks = [
+        Residual(before, after, 2 if after > before else 1) for before, after in pairwise(widths)
+    ]
+    stem = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()
+    backbone = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return PersonalizedModule(backbone, nn.Linear(512, 10))
+
+
+def wide_cnn() -> PersonalizedModule:
+    """Make a network of three convolutions, 32-64-128, and two wide layers: 1.6 million."""
+    layers: list[nn.Module] = []
+    for before, after in ((3, 32), (32, 64), (64, 128)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    backbone = nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 720), nn.ReLU())
+    return PersonalizedModule(backbone, nn.Linear(720, 10))
+
+
+class OwnModule(L.LightningModule):
+    """LeNet in a LightningModule of the user's, whose step the package knows nothing about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        lenet = LeNet()
+        self.backbone, self.head = lenet.backbone, lenet.head
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.head(self.backbone(images))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss."""
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the accuracy."""
+        self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.5)
+
+
+IMAGE = (1, 28, 28)
+LARGE = (3, 32, 32)
+WORKLOADS: dict[str, Workload] = {
+    "w1": Workload("LeNet, batch 10", LeNet, IMAGE),
+    "w1-ragged": Workload("LeNet, log-normal sizes, sigma 0.8", LeNet, IMAGE, sigma=0.8),
+    "w1-own": Workload("LeNet, a LightningModule of the user's", OwnModule, IMAGE),
+    "w2": Workload(
+        "MLP 784-200-200-10, batch 50", lambda: MLP([784, 200, 200, 10]), IMAGE, samples=600,
+        batch_size=50,
+    ),
+    "lstm": Workload(
+        "LSTM text classifier, batch 10",
+        lambda: PersonalizedModule(LastState(), nn.Linear(128, 10)), (32,), samples=100,
+        words=True, head_epochs=3,
+    ),
+    "transformer": Workload(
+        "transformer of two layers, batch 10",
+        lambda: PersonalizedModule(MeanOfTokens(), nn.Linear(64, 10)), (32,), samples=100,
+        words=True, head_epochs=3,
+    ),
+    "w3": Workload(
+        "ResNet-18 with BatchNorm, batch 16", resnet18, LARGE, clients=4, samples=48,
+        batch_size=16, cohort=2, test_samples=16, head_epochs=2,
+    ),
+    "w4": Workload(
+        "CNN 32-64-128 of 1.6 million, batch 10", wide_cnn, LARGE, clients=100, samples=50,
+        cohort=20, test_samples=5, head_epochs=2,
+    ),
+    "logistic": Workload(
+        "logistic regression, 1,000 clients", lambda: MLP([60, 10]), (60,), clients=1000,
+        samples=50, cohort=100, test_samples=10,
+    ),
+}  # fmt: skip

@@ -1,0 +1,57 @@
+"""An estimate of which engine is faster on a CPU, from a step's floating-point operations.
+
+Batching over clients saves the time that Python and torch take for each call, and pays with
+arithmetic that is further from the caches: weights and activations of many clients at once. So it
+wins on small networks and loses on large ones. The unit of the estimate is the time of a million
+operations in the sequential engine, and its constants are a fit to the ratios in
+``docs/speed.md``.
+
+It is no clock, because a seed must give the same numbers in every run, and the engines differ in
+the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+CALL_ALONE = 62.0
+"""Cost of the calls in a gradient of one client."""
+CALL_TOGETHER = 7.0
+"""A client's share of the calls in a gradient of many clients."""
+BATCHED = 1.5
+"""Cost of a million operations for many clients at once."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Gradients of one client in a phase.
+
+    Args:
+        gradients: Their number.
+        cached: Whether the frozen backbone's features are cached when clients run together, so that
+            hardly any operations are left.
+    """
+
+    gradients: int
+    cached: bool = False
+
+
+def batching_pays(operations: float, shares: Iterable[Share]) -> bool:
+    """Whether clients train faster together than one after another.
+
+    Args:
+        operations: Floating-point operations of one client's gradient.
+        shares: Its gradients in a round.
+
+    Example:
+        >>> batching_pays(17e6, [Share(60)]), batching_pays(700e6, [Share(5)])
+        (True, False)
+    """
+    work = operations / 1e6
+    alone = together = 0.0
+    for share in shares:
+        alone += share.gradients * (work + CALL_ALONE)
+        done = 0.0 if share.cached else BATCHED * work
+        together += share.gradients * (done + CALL_TOGETHER)
+    return together <= alone

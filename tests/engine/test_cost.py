@@ -1,0 +1,91 @@
+"""Small networks train many clients at once, large ones one client after another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pfl.engine import cost
+from lightning_pfl.engine.cost import BATCHED, CALL_ALONE, CALL_TOGETHER, Share, batching_pays
+from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.testing.fitting import fit
+from tests.engine.nets import CLASSES, image_clients
+from tests.trainer.setting import trainer
+
+EVEN = 1e6 * (CALL_ALONE - CALL_TOGETHER) / (BATCHED - 1)
+"""Operations of a gradient at which w + alone = batched w + together."""
+
+
+@pytest.mark.parametrize("gradients", [1, 60])
+def test_the_number_of_steps_does_not_matter_in_one_phase(gradients: int) -> None:
+    assert batching_pays(EVEN * 0.99, [Share(gradients)])
+    assert not batching_pays(EVEN * 1.01, [Share(gradients)])
+
+
+def test_cached_features_pay_for_large_networks() -> None:
+    large = [Share(1, cached=True), Share(1)]
+    # Both phases alone: 2 (w + alone); together: batched w + 2 together.
+    even = 1e6 * 2 * (CALL_ALONE - CALL_TOGETHER) / (BATCHED - 2)
+    assert even < 0, "so the cache pays for any network"
+    assert batching_pays(100 * EVEN, large)
+    assert not batching_pays(100 * EVEN, [Share(1), Share(1)])
+
+
+def network() -> PersonalizedModule:
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 6))
+    return PersonalizedModule(backbone, nn.Linear(6, CLASSES)).double()
+
+
+def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products (4, 25) (25, 6) and (4, 6) (6, classes), once forward; backward by the weights of
+    both, and by the features: 2 n m k operations each."""
+    seen: list[float] = []
+
+    def watch(operations: float, shares: list[Share]) -> bool:
+        seen.extend([operations, *(share.gradients for share in shares)])
+        assert [share.cached for share in shares] == [False]
+        return True
+
+    monkeypatch.setattr("lightning_pfl.engine.select.batching_pays", watch)
+    data = image_clients((8, 8), batch_size=4)
+    fit(FedAvg(local_epochs=3), data, network(), 1, "auto")
+    assert seen == [2 * 4 * (25 * 6 * 2 + 6 * CLASSES * 3), 6]
+
+
+def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Share] = []
+
+    def watch(operations: float, shares: list[Share]) -> bool:
+        seen.extend(shares)
+        return True
+
+    monkeypatch.setattr("lightning_pfl.engine.select.batching_pays", watch)
+    data = image_clients((8, 8), batch_size=4)
+    fit(FedRep(head_epochs=5, body_epochs=1), data, network(), 1, "auto")
+    assert seen == [Share(10, cached=True), Share(2)]
+
+
+def test_large_networks_train_one_client_after_another_and_a_resumed_run_repeats_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    data, path = image_clients((8, 8), batch_size=4), tmp_path / "last.ckpt"
+
+    def choice(engine: str, rounds: int, resume: Path | None = None) -> str:
+        run = trainer(FedAvg(), engine=engine, max_epochs=rounds)
+        run.fit(network(), data, data, ckpt_path=resume)
+        if resume is None:
+            run.save_checkpoint(path)
+        return str(run.strategy.federation.engine.choices["training_step"])
+
+    assert choice("auto", 1).startswith("vectorized")
+    monkeypatch.setattr(cost, "BATCHED", 1e9)  # as if any network were large
+    assert choice("auto", 2, resume=path).startswith("vectorized")
+    assert choice("vectorized", 1).startswith("vectorized")
+    assert choice("auto", 1).startswith("sequential (it could run for many clients at once")
+    monkeypatch.undo()
+    assert choice("auto", 2, resume=path).startswith("sequential")
