@@ -5,7 +5,6 @@ A recipe names classes and their arguments, as in Python.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,14 +21,17 @@ from lightning_pfl import __version__
 from lightning_pfl.cli.catalogue import COMMANDS, run_catalogue
 from lightning_pfl.cli.compare import run_compare
 from lightning_pfl.cli.parser import Parser, in_a_line
+from lightning_pfl.cli.partition import run_partition
 from lightning_pfl.cli.results import print_results
+from lightning_pfl.cli.sweep import run_sweep
 from lightning_pfl.federation.log_folder import log_folder
 from lightning_pfl.methods.base import Method
 
 OTHER_COMMANDS = (
     "Also: `methods list`, `methods show NAME`, `recipes list|show NAME|copy NAME [TO]`, "
-    "`compare RUN...`."
+    "`compare RUN...`, `sweep --config RECIPE`, `partition --config RECIPE`."
 )
+OTHER = {"compare": run_compare, "sweep": run_sweep, "partition": run_partition}
 
 
 class PFLCLI(LightningCLI):
@@ -58,8 +60,6 @@ class PFLCLI(LightningCLI):
             "save_config_kwargs": {"overwrite": True},
             "parser_class": Parser,
         }
-        # Lightning 2.6 uses names that jsonargparse 4.49 has renamed; users can't change it.
-        os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
         super().__init__(args=args, **{**defaults, **kwargs})
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -167,8 +167,8 @@ def main(args: ArgsType = None) -> None:
     if isinstance(words, list) and words and words[0] in COMMANDS:
         run_catalogue(words)
         return
-    if isinstance(words, list) and words[:1] == ["compare"]:
-        run_compare(words[1:])
+    if isinstance(words, list) and words and words[0] in OTHER:
+        OTHER[words[0]](words[1:])
         return
     try:
         PFLCLI(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -58,6 +59,8 @@ class Parser(LightningArgumentParser):
     """Lightning's parser with short errors and readable help."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Lightning 2.6 uses names that jsonargparse 4.49 has renamed; users can't change it.
+        os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
         super().__init__(*args, **{"parser_mode": MODE, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

@@ -124,13 +124,8 @@ class Comparison:
         self.larger_is_better = higher_is_better(metric)
         self._runs = list(runs)
         self._all_groups = group_runs(runs, self._counts)
-        sign = -1.0 if self.larger_is_better else 1.0
-
-        def order(group: Group) -> tuple[str, bool, float]:
-            mean = self.mean(group)
-            return group.data_label, math.isnan(mean), sign * mean
-
-        self.groups = sorted((group for group in self._all_groups if group.runs), key=order)
+        counted = [group for group in self._all_groups if group.runs]
+        self.groups = sorted(counted, key=lambda group: (group.data_label, -self.score(group)))
 
     def _counts(self, run: Run) -> bool:
         """Whether a run came far enough, and has the metric."""
@@ -144,10 +139,15 @@ class Comparison:
         found = [list(run.series(name, self.rounds).values())[-WINDOW:] for run in group.runs]
         return [float(np.mean(values)) for values in found if values]
 
-    def mean(self, group: Group) -> float:
-        """Return the mean of the metric over runs, by which groups are sorted."""
+    def score(self, group: Group) -> float:
+        """Return the mean of the metric over runs, by which groups are sorted: larger is better.
+
+        A loss counts negatively, and nan is the worst.
+        """
         values = self.values(group, group.prefix + self.metric)
-        return float(np.mean(values)) if values else math.nan
+        mean = float(np.mean(values)) if values else math.nan
+        sign = 1.0 if self.larger_is_better else -1.0
+        return -math.inf if math.isnan(mean) else sign * mean
 
     def totals(self, group: Group, *names: str) -> list[float]:
         """Return the sum of values over the rounds, of each run that logged them."""

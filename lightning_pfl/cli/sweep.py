@@ -1,0 +1,296 @@
+"""The command ``lightning-pfl sweep``: a recipe with a grid of settings and several seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_pfl.cli.compare import print_comparison
+from lightning_pfl.results.comparison import compare
+from lightning_pfl.results.settings import from_config
+
+RECORD = "sweep.json"
+"""What a run of a sweep was started with, and its exit status."""
+OUTPUT = "output.txt"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep.
+
+    Attributes:
+        name: The settings in which runs differ, such as ``prox_weight=0.1``.
+        seed: The seed of training and, where partitions vary, of the partition.
+        options: Options of ``lightning-pfl fit``.
+        folder: The run's folder.
+    """
+
+    name: str
+    seed: int
+    options: tuple[str, ...]
+    folder: Path
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a run with the same settings has ended well."""
+        path = self.folder / RECORD
+        if not path.is_file():
+            return False
+        record = json.loads(path.read_text())
+        return bool(record["options"] == list(self.options) and record["status"] == 0)
+
+    def run(self, threads: int) -> int:
+        """Run it in a process of its own, from its last checkpoint if it was stopped.
+
+        Returns:
+            The exit status.
+        """
+        path, last = self.folder / RECORD, self.folder / "checkpoints" / "last.ckpt"
+        same = path.is_file() and json.loads(path.read_text())["options"] == list(self.options)
+        resumes = same and last.is_file()
+        if not resumes:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._record(None)
+        command = [sys.executable, "-m", "lightning_pfl", "fit", *self.options]
+        with (self.folder / OUTPUT).open("a") as output:
+            status = subprocess.run(
+                [*command, *(("--ckpt_path", str(last)) if resumes else ())],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={
+                    "OMP_NUM_THREADS": str(threads),
+                    "MKL_NUM_THREADS": str(threads),
+                    **os.environ,
+                },
+                check=False,
+            ).returncode
+        self._record(status)
+        return status
+
+    def _record(self, status: int | None) -> None:
+        record = {"options": list(self.options), "status": status}
+        (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def run_sweep(words: Sequence[str]) -> None:
+    """Run what is missing of a sweep, compare its runs, and print the best settings.
+
+    Args:
+        words: The command line after ``lightning-pfl sweep``.
+    """
+    parser = ArgumentParser(
+        "lightning-pfl sweep",
+        allow_abbrev=False,
+        description="Run a recipe with every combination of settings and every seed, several at a "
+        "time. What has ended is skipped, what was stopped goes on from its last checkpoint. "
+        "Options of `fit` are passed on; one with several values, --method.prox_weight 0.01,0.1,1, "
+        "is varied. The best settings are those of the best validation value.",
+    )
+    add = parser.add_argument
+    add("--config", action="append", required=True, type=Path, metavar="FILE", help="as for fit")
+    add("--seeds", default="0", help="seeds of training: 0..2 or 0,1,2 (default: 0)")
+    add("--vary_data_seed", action="store_true", help="split the data by the same seeds, too")
+    add("--workers", type=int, default=1, help="runs at a time (default: 1)")
+    add("--folder", type=Path, help="where the runs log (default: logs/sweep/NAME of the recipe)")
+    add("--metric", help="the validation value to choose by (default: the first)")
+    add("--dry_run", action="store_true", help="print the runs and start none")
+    given, rest = parser.parse_known_args(words)
+    try:
+        options = read_options(rest)
+        check_validation(given.config, options)
+        folder = given.folder or Path("logs", "sweep", given.config[0].stem)
+        trials = make_trials(
+            given.config, options, read_seeds(given.seeds), given.vary_data_seed, folder
+        )
+        if given.workers < 1:
+            raise ValueError(f"Expected --workers to be at least 1, but got {given.workers}.")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    missing = [trial for trial in trials if not trial.is_done]
+    print(f"{len(trials)} runs in {folder}, {len(trials) - len(missing)} of them done")
+    if given.dry_run:
+        for trial in missing:
+            print(f"{trial.name} seed {trial.seed}: lightning-pfl fit {' '.join(trial.options)}")
+        return
+    failed = run_all(missing, given.workers)
+    ended = [trial.folder for trial in trials if trial.is_done]
+    if ended:
+        report(ended, given.metric)
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed: {', '.join(failed)}")
+
+
+def run_all(trials: Sequence[Trial], workers: int) -> list[str]:
+    """Run trials, some at a time, and go on after failures.
+
+    Returns:
+        The output files of those that failed.
+    """
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    failed = []
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            statuses = pool.map(partial(Trial.run, threads=threads), trials)
+            for number, (trial, status) in enumerate(zip(trials, statuses, strict=True), start=1):
+                how = "done" if status == 0 else f"failed, see {trial.folder / OUTPUT}"
+                print(f"{number}/{len(trials)} {trial.name} seed {trial.seed}: {how}", flush=True)
+                if status:
+                    failed.append(str(trial.folder / OUTPUT))
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return failed
+
+
+def report(folders: Sequence[Path], metric: str | None) -> None:
+    """Print the comparison of some runs, and the settings that are best on validation data."""
+    comparison = compare(*folders, metric=metric)
+    print_comparison(comparison)
+    if not comparison.groups:
+        return
+    best = max(comparison.groups, key=comparison.score)
+    print(f"Best on validation data ({comparison.metric}): {best.label}")
+    print(f"  its configuration: {best.runs[0].folder / 'config.yaml'}")
+
+
+def read_options(words: Sequence[str]) -> dict[str, list[str]]:
+    """Read options of ``fit``, each with its values.
+
+    Example:
+        >>> read_options(["--method.prox_weight", "0.1,1", "--method.personal=[head, body]"])
+        {'method.prox_weight': ['0.1', '1'], 'method.personal': ['[head, body]']}
+    """
+    options: dict[str, list[str]] = {}
+    words = [part for word in words for part in _halves(word)]
+    for name, value in zip(words[::2], [*words[1::2], ""], strict=False):
+        if not name.startswith("--") or not value or value.startswith("--"):
+            raise ValueError(
+                f"Expected options of `fit` with their values, but got {name!r} {value!r}. Write "
+                "--name value, or --name value1,value2 to vary it."
+            )
+        options[name.removeprefix("--")] = split_values(value)
+    return options
+
+
+def _halves(word: str) -> list[str]:
+    name, equals, value = word.partition("=")
+    return [name, value] if equals and name.startswith("--") else [word]
+
+
+def split_values(text: str) -> list[str]:
+    """Split values at commas outside of brackets, braces and quotes.
+
+    Example:
+        >>> split_values("0.1,1"), split_values("[a, b],[c]"), split_values("{a: 1, b: 2}")
+        (['0.1', '1'], ['[a, b]', '[c]'], ['{a: 1, b: 2}'])
+    """
+    values, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        depth += (letter in "[{") - (letter in "]}") if not quote else 0
+        if letter == "," and not depth and not quote:
+            values.append("")
+        else:
+            values[-1] += letter
+    return [value.strip() for value in values]
+
+
+def read_seeds(text: str) -> list[int]:
+    """Read seeds: ``0..2`` or ``0,1,2``.
+
+    Example:
+        >>> read_seeds("0..2"), read_seeds("3,5")
+        ([0, 1, 2], [3, 5])
+    """
+    try:
+        if ".." in text:
+            first, last = map(int, text.split(".."))
+            seeds = list(range(first, last + 1))
+        else:
+            seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        seeds = []
+    if not seeds or min(seeds) < 0:
+        raise ValueError(f"Expected --seeds to be like 0..2 or 0,1,2, but got {text!r}.")
+    return seeds
+
+
+def check_validation(configs: Sequence[Path], options: dict[str, list[str]]) -> None:
+    """Refuse recipes that validate on the test data, by which nothing may be chosen.
+
+    Raises:
+        ValueError: If the recipe, or an option, has ``val_split: test``.
+    """
+    splits: list[Any] = ["train"]
+    for path in configs:
+        found = from_config(yaml.safe_load(path.read_text()) or {}).values
+        splits = [found["data.val_split"]] if "data.val_split" in found else splits
+    splits = options.get("data.val_split", options.get("data.init_args.val_split", splits))
+    if "test" in splits:
+        raise ValueError(
+            "Expected validation data of their own to choose settings by, but the recipe has "
+            "data.val_split='test'. Add --data.val_split train --data.val_fraction 0.2."
+        )
+
+
+def make_trials(
+    configs: Sequence[Path],
+    options: dict[str, list[str]],
+    seeds: Sequence[int],
+    vary_data_seed: bool,
+    folder: Path,
+) -> list[Trial]:
+    """Make a trial for each combination of values and each seed.
+
+    Args:
+        configs: The recipe's files.
+        options: Options of ``fit`` and their values.
+        seeds: Seeds of training.
+        vary_data_seed: Whether ``data.seed`` is the same seed.
+        folder: Where they log: ``<folder>/<values>-<digest>/seed<seed>``.
+    """
+    texts = [path.read_text() for path in configs]
+    varied = [name for name, values in options.items() if len(values) > 1]
+    trials = []
+    for values in product(*options.values()):
+        point = dict(zip(options, values, strict=True))
+        name = " ".join(f"{key.rpartition('.')[2]}={point[key]}" for key in varied) or "recipe"
+        passed = [word for key, value in point.items() for word in (f"--{key}", value)]
+        # Changed settings are other runs.
+        digest = hashlib.sha256(json.dumps([texts, passed]).encode()).hexdigest()[:6]
+        called = "".join(c if c.isalnum() or c in "=._-" else "-" for c in name)[:60]
+        for seed in seeds:
+            where = folder / f"{called}-{digest}" / f"seed{seed}"
+            logger = {
+                "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
+                "trainer.logger.save_dir": str(folder),
+                "trainer.logger.name": where.parent.name,
+                "trainer.logger.version": where.name,
+                "trainer.enable_progress_bar": "false",
+                "seed_everything": str(seed),
+                **({"data.seed": str(seed)} if vary_data_seed else {}),
+            }
+            words = [word for path in configs for word in ("--config", str(path))]
+            words += passed + [
+                word for key, value in logger.items() for word in (f"--{key}", value)
+            ]
+            trials.append(Trial(name, seed, tuple(words), where))
+    return trials
