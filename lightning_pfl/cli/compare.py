@@ -78,7 +78,14 @@ def print_comparison(comparison: Comparison) -> None:
 def _table(frame: DataFrame, title: str) -> Table:
     words = ("data", "method", "against")
     columns = [Column(name, no_wrap=name not in words, overflow="fold") for name in frame.columns]
-    table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        *columns,
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for row in frame.itertuples(index=False):
         table.add_row(*(Text(cell) for cell in row))
     return table

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from jsonargparse import ActionConfigFile
+from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 from lightning.pytorch import LightningDataModule
 from rich import box
 from rich.console import Console
