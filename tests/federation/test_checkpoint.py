@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,25 @@ def assert_same(a: Any, b: Any) -> None:
             assert torch.equal(x, y), part
 
 
+def fitted(method: Method, engine: str, rounds: int, *callbacks: Callback, **fit: Any) -> Any:
+    run = trainer(
+        method,
+        participation=3,
+        engine=engine,
+        max_epochs=rounds,
+        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
+        callbacks=list(callbacks),
+    )
+    run.fit(scheduled(), *classes(), **fit)
+    return run
+
+
+@cache
+def uninterrupted(method: str, engine: str) -> Any:
+    """A run of four rounds that others are compared with."""
+    return fitted(METHODS[method](), engine, 4)
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.quick
 @pytest.mark.parametrize("save", SAVES)
@@ -100,28 +120,14 @@ def assert_same(a: Any, b: Any) -> None:
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
     method: str, save: str, tmp_path: Path
 ) -> None:
-    def run(rounds: int, folder: str, **fit: Any) -> Any:
-        callbacks = [
-            saver(tmp_path / folder, **SAVES[save]),
-            EarlyStopping("val_loss", patience=50),
-        ]
-        new = trainer(
-            METHODS[method](),
-            participation=3,
-            engine="auto",
-            max_epochs=rounds,
-            enable_checkpointing=True,
-            callbacks=callbacks,
-            check_val_every_n_epoch=1,
-        )
-        new.fit(scheduled(), *classes(), **fit)
-        return new
+    def run(rounds: int, **fit: Any) -> Any:
+        callbacks = saver(tmp_path, **SAVES[save]), EarlyStopping("val_loss", patience=50)
+        return fitted(METHODS[method](), "auto", rounds, *callbacks, **fit)
 
-    whole = run(4, "whole")
-    run(2, "parts")
-    resumed = run(4, "parts", ckpt_path="last")
+    run(2)
+    resumed = run(4, ckpt_path="last")
     assert (resumed.current_epoch, resumed.global_step) == (4, 4)
-    assert_same(whole, resumed)
+    assert_same(uninterrupted(method, "auto"), resumed)
 
 
 class StopAt(Exception):
@@ -160,24 +166,15 @@ def test_a_run_killed_inside_a_round_repeats_or_continues_it(
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             self.ends = state_dict["ends"]
 
-    def new(*callbacks: Callback) -> Any:
-        return trainer(
-            FedRep(),
-            participation=3,
-            engine="auto",
-            max_epochs=4,
-            enable_checkpointing=True,
-            callbacks=[*callbacks, saver(tmp_path, **SAVES[save])],
-        )
+    def run(*callbacks: Callback, **fit: Any) -> Any:
+        saves = saver(tmp_path, **SAVES[save])
+        return fitted(METHODS["fedrep"](), "sequential", 4, *callbacks, saves, **fit)
 
-    whole = trainer(FedRep(), participation=3, engine="auto", max_epochs=4)
-    whole.fit(scheduled(), *classes())
     with pytest.raises(StopAt):
-        new(Count(), Bomb(hook, 2)).fit(scheduled(), *classes())
+        run(Count(), Bomb(hook, 2))
     count = Count()
-    resumed = new(count)
-    resumed.fit(scheduled(), *classes(), ckpt_path="last")
-    assert_same(whole, resumed)
+    resumed = run(count, ckpt_path="last")
+    assert_same(uninterrupted("fedrep", "sequential"), resumed)
     assert count.ends == 4
 
 
