@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import Generator
 
 from lightning_pfl.data.partition import Parts
+from lightning_pfl.data.partition.base import Array, Positions
 
-Columns = Mapping[str, npt.NDArray[Any]]
+Columns = Mapping[str, Array]
 
 
 class Cut(ABC):
@@ -19,12 +21,7 @@ class Cut(ABC):
 
     @abstractmethod
     def choose(
-        self,
-        part: npt.NDArray[np.int64],
-        labels: npt.NDArray[Any],
-        columns: Columns,
-        wanted: int,
-        rng: np.random.Generator,
+        self, part: Positions, labels: Array, columns: Columns, wanted: int, rng: Generator
     ) -> npt.NDArray[np.bool_]:
         """Choose about ``wanted`` of a client's samples, as a mask ``(samples,)``.
 
@@ -45,12 +42,7 @@ class Stratified(Cut):
     """
 
     def choose(
-        self,
-        part: npt.NDArray[np.int64],
-        labels: npt.NDArray[Any],
-        columns: Columns,
-        wanted: int,
-        rng: np.random.Generator,
+        self, part: Positions, labels: Array, columns: Columns, wanted: int, rng: Generator
     ) -> npt.NDArray[np.bool_]:
         """Choose samples at even distances along the sorted labels."""
         count = len(part)
@@ -76,12 +68,7 @@ class LastSamples(Cut):
         self.column = column
 
     def choose(
-        self,
-        part: npt.NDArray[np.int64],
-        labels: npt.NDArray[Any],
-        columns: Columns,
-        wanted: int,
-        rng: np.random.Generator,
+        self, part: Positions, labels: Array, columns: Columns, wanted: int, rng: Generator
     ) -> npt.NDArray[np.bool_]:
         """Choose the last ``wanted`` samples."""
         order = np.argsort(part, kind="stable")
@@ -106,12 +93,7 @@ class WholeGroups(Cut):
         self.column = column
 
     def choose(
-        self,
-        part: npt.NDArray[np.int64],
-        labels: npt.NDArray[Any],
-        columns: Columns,
-        wanted: int,
-        rng: np.random.Generator,
+        self, part: Positions, labels: Array, columns: Columns, wanted: int, rng: Generator
     ) -> npt.NDArray[np.bool_]:
         """Choose whole groups with about ``wanted`` samples, and leave at least one."""
         groups, codes, counts = np.unique(
@@ -140,9 +122,9 @@ def require_cut(value: Any) -> Cut:
 
 def cut(
     parts: Parts,
-    labels: npt.NDArray[Any],
+    labels: Array,
     fraction: float,
-    rng: np.random.Generator,
+    rng: Generator,
     how: Cut | None = None,
     columns: Columns | None = None,
 ) -> tuple[Parts, Parts]:
@@ -175,13 +157,13 @@ def cut(
     return stay, off
 
 
-def _mask(chosen: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.bool_]:
+def _mask(chosen: Positions, count: int) -> npt.NDArray[np.bool_]:
     mask = np.zeros(count, dtype=bool)
     mask[chosen] = True
     return mask
 
 
-def _column(columns: Columns, name: str) -> npt.NDArray[Any]:
+def _column(columns: Columns, name: str) -> Array:
     if name not in columns:
         raise ValueError(
             f"Expected `column` to be one of the source's columns {sorted(columns)}, but got "

@@ -110,32 +110,6 @@ def given_dims(graph: Graph, sizes: Tensor, maps: GivenMaps) -> Tensor:
     return dims
 
 
-def bits_per_round(
-    graph: Graph, dims: Tensor, messages: int = 2, bits: int = 32
-) -> tuple[int, int]:
-    r"""Count the bits of a round with full participation, in two ways.
-
-    First the bits that all clients send, :math:`m b \sum_i \sum_j d_{ij}`, which a run logs as
-    bytes; then the authors' number, :math:`m b \max_i \deg(i) \max_{ij} d_{ij}`, the bits that a
-    client with the most neighbours sends. Their "MB" are the latter, over all rounds, by
-    :math:`10^6`: megabits of one client.
-
-    Args:
-        graph: The graph of all clients.
-        dims: Dimensions of the edges' spaces, int64 ``(clients, slots)``.
-        messages: :math:`m`, messages to each neighbour: 2, or 1 with fixed maps.
-        bits: :math:`b`, bits of a number.
-
-    Example:
-        >>> from lightning_pfl.graphs import resolve_graph
-        >>> path = resolve_graph([[0, 1, 0], [1, 0, 1], [0, 1, 0]], 3)
-        >>> bits_per_round(path, edge_dims(path, torch.tensor([10, 10, 10]), 0.5))
-        (1280, 640)
-    """
-    largest = int(graph.mask.sum(1).max()) * int(dims.max()) if dims.numel() else 0
-    return messages * bits * int(dims.sum()), messages * bits * largest
-
-
 @dataclass(frozen=True)
 class Restrictions:
     """The restriction maps of a graph's edges: dimensions and initial values.

@@ -64,14 +64,7 @@ class ClientTable:
         num_samples: Sequence[int],
         values: Mapping[str, Sequence[float]],
     ) -> None:
-        """Add columns to the rows of a round, or the rows if the round has none.
-
-        Args:
-            round: The round, from 0.
-            clients: Names.
-            num_samples: Samples evaluated, one per client.
-            values: Metric name to one value per client.
-        """
+        """Add columns to the rows of a round, or the rows if the round has none; see `append`."""
         kept, known = self._read()
         rows = {row["client"]: row for row in kept if int(row["round"]) == round}
         for client, count in zip(clients, num_samples, strict=True):

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_pfl.graphs import resolve_graph
+from lightning_pfl.graphs import Graph, resolve_graph
 from lightning_pfl.methods import SheafFMTL
-from lightning_pfl.solvers.sheaf import bits_per_round, edge_dims
+from lightning_pfl.solvers.sheaf import edge_dims
 from lightning_pfl.testing import fit
 from lightning_pfl.testing.conformance import SIZES, small_clients
 from tests.methods.graphs import RAGGED
 from tests.methods.networks import plain_module
+
+
+def bits_per_round(
+    graph: Graph, dims: Tensor, messages: int = 2, bits: int = 32
+) -> tuple[int, int]:
+    """Bits of a round with full participation: all that clients send, and the authors' number.
+
+    The former is m b sum_i sum_j d_ij, which a run logs as bytes; the latter m b max_i deg(i)
+    max_ij d_ij, of a client with the most neighbours. Their "MB" are the latter, over all rounds,
+    by 10^6: megabits of one client.
+    """
+    largest = int(graph.mask.sum(1).max()) * int(dims.max()) if dims.numel() else 0
+    return messages * bits * int(dims.sum()), messages * bits * largest
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def assert_final_equals_uninterrupted(folder: Path) -> None:
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, KILLS])
 def test_a_killed_run_ends_like_an_uninterrupted_one(kills: int, tmp_path: Path) -> None:
     delays = random.Random(0)
     done = 0

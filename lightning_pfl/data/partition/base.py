@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import Generator
 from torch import Tensor
 
-# Positions of each client's samples, one int64 array per client.
-Parts = list[npt.NDArray[np.int64]]
+Array = npt.NDArray[Any]
+# Positions of samples, and each client's.
+Positions = npt.NDArray[np.int64]
+Parts = list[Positions]
 
 
 class Partition(ABC):
@@ -28,9 +31,7 @@ class Partition(ABC):
     """
 
     @abstractmethod
-    def split(
-        self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
-    ) -> tuple[Parts, Any]:
+    def split(self, labels: Array, num_clients: int | None, rng: Generator) -> tuple[Parts, Any]:
         """Draw a plan and split the training samples by it.
 
         Args:
@@ -44,24 +45,18 @@ class Partition(ABC):
         """
 
     @abstractmethod
-    def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
+    def apply(self, labels: Array, plan: Any, rng: Generator) -> Parts:
         """Split other samples (the test set) by the plan; clients may be empty."""
 
     def __call__(
-        self,
-        labels: npt.NDArray[Any],
-        num_clients: int | None,
-        rng: np.random.Generator,
-        plan: Any = None,
+        self, labels: Array, num_clients: int | None, rng: Generator, plan: Any = None
     ) -> Parts:
         """Return the positions of each client's samples, by a new plan or by the given one."""
         if plan is not None:
             return self.apply(np.asarray(labels), plan, rng)
         return self.split(np.asarray(labels), num_clients, rng)[0]
 
-    def keys(
-        self, labels: npt.NDArray[Any], columns: Mapping[str, npt.NDArray[Any]]
-    ) -> npt.NDArray[Any]:
+    def keys(self, labels: Array, columns: Mapping[str, Array]) -> Array:
         """Return the values that this partition splits by: the labels, or another column."""
         return labels
 
@@ -99,7 +94,7 @@ def check_clients(num_samples: int, num_clients: int | None, min_size: int = 1) 
     return int(num_clients)
 
 
-def check_classes(labels: npt.NDArray[Any], who: str) -> npt.NDArray[Any]:
+def check_classes(labels: Array, who: str) -> Array:
     """Return the distinct classes of integer or string labels.
 
     Raises:
@@ -144,7 +139,7 @@ def check_share(name: str, value: float) -> float:
     return float(value)
 
 
-def cut_by_shares(order: npt.NDArray[np.int64], shares: npt.NDArray[Any]) -> Parts:
+def cut_by_shares(order: Positions, shares: Array) -> Parts:
     """Cut positions into consecutive pieces whose sizes follow ``shares``.
 
     The cumulated sizes are rounded, so the pieces cover ``order`` exactly and equal shares give
@@ -159,7 +154,7 @@ def cut_by_shares(order: npt.NDArray[np.int64], shares: npt.NDArray[Any]) -> Par
     return np.split(order, cuts[:-1])
 
 
-def top_up(parts: Parts, min_size: int, rng: np.random.Generator) -> Parts:
+def top_up(parts: Parts, min_size: int, rng: Generator) -> Parts:
     """Move random samples from the largest clients to those with fewer than ``min_size``.
 
     Terminates because a client below ``min_size`` implies one above it (`check_clients` has made

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy.random import Generator
 
 from lightning_pfl.data.partition.base import (
+    Array,
     Partition,
     Parts,
+    Positions,
     check_classes,
     check_clients,
     check_positive,
@@ -72,9 +74,7 @@ class ConsecutiveClasses(Partition):
         self.log_mean, self.log_std = float(log_mean), check_positive("log_std", log_std)
         self.smallest = smallest
 
-    def split(
-        self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
-    ) -> tuple[Parts, Any]:
+    def split(self, labels: Array, num_clients: int | None, rng: Generator) -> tuple[Parts, Any]:
         """Draw the sizes, the plan ``{class: (num_clients,) samples wanted}``, and deal out."""
         clients = check_clients(len(labels), num_clients)
         classes = check_classes(labels, "ConsecutiveClasses")
@@ -86,7 +86,7 @@ class ConsecutiveClasses(Partition):
             )
         sizes = np.exp(self.log_mean + self.log_std * rng.standard_normal(clients)) + self.smallest
         each = np.maximum(np.rint(sizes / self.classes_per_client), 1).astype(np.int64)
-        plan: dict[Any, npt.NDArray[np.int64]] = {}
+        plan: dict[Any, Positions] = {}
         for number, label in enumerate(classes.tolist()):
             behind = (number - np.arange(clients)) % len(classes)
             wanted = np.where(behind < self.classes_per_client, each, 0)
@@ -94,18 +94,13 @@ class ConsecutiveClasses(Partition):
                 plan[label] = wanted
         return self._deal(labels, plan, rng), plan
 
-    def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
+    def apply(self, labels: Array, plan: Any, rng: Generator) -> Parts:
         """Cut every class in the proportions of the plan; classes of no client are left out."""
         return cut_classes(labels, plan, rng)
 
-    def _deal(
-        self,
-        labels: npt.NDArray[Any],
-        plan: dict[Any, npt.NDArray[np.int64]],
-        rng: np.random.Generator,
-    ) -> Parts:
+    def _deal(self, labels: Array, plan: dict[Any, Positions], rng: Generator) -> Parts:
         """Assign samples to every client as demanded, or the same fraction of all demands."""
-        pieces: list[list[npt.NDArray[np.int64]]] = []
+        pieces: list[list[Positions]] = []
         for label, wanted in plan.items():
             order = rng.permutation(np.nonzero(labels == label)[0])
             owners = int((wanted > 0).sum())

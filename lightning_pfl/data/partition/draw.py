@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
+
+from lightning_pfl.data.partition.base import Array, Positions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def class_counts(
-    parts: Sequence[npt.NDArray[np.int64]], labels: npt.NDArray[Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+def class_counts(parts: Sequence[Positions], labels: Array) -> tuple[Array, Positions]:
     """Count samples per class and client.
 
     Returns:
@@ -25,9 +24,7 @@ def class_counts(
     return classes, np.stack(counts, axis=1)
 
 
-def draw(
-    parts: Sequence[npt.NDArray[np.int64]], labels: npt.NDArray[Any], ax: Axes | None = None
-) -> Axes:
+def draw(parts: Sequence[Positions], labels: Array, ax: Axes | None = None) -> Axes:
     """Plot the number of samples of each class at every client.
 
     Class labels make a map of counts (classes upwards, clients to the right); floating-point

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.random import Generator
 from torch import Tensor
 
-from lightning_pfl.data.partition.base import Partition, Parts, check_positive
+from lightning_pfl.data.partition.base import Array, Partition, Parts, check_positive
 from lightning_pfl.data.partition.check import require_partition
 from lightning_pfl.data.partition.sizes import IID
 
@@ -65,19 +65,17 @@ class FeatureSkew(Partition):
         self.max_angle = float(max_angle)
         self.offset = check_positive("offset", offset)
 
-    def split(
-        self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
-    ) -> tuple[Parts, Any]:
+    def split(self, labels: Array, num_clients: int | None, rng: Generator) -> tuple[Parts, Any]:
         """Split by the base partition and draw the key of the maps."""
         key = int(rng.integers(2**63))
         parts, base = self.base.split(labels, num_clients, rng)
         return parts, FeaturePlan(base, key)
 
-    def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
+    def apply(self, labels: Array, plan: Any, rng: Generator) -> Parts:
         """Split by the base partition's plan."""
         return self.base.apply(labels, plan.base, rng)
 
-    def keys(self, labels: npt.NDArray[Any], columns: Any) -> npt.NDArray[Any]:
+    def keys(self, labels: Array, columns: Any) -> Array:
         """Return the values that the base partition splits by."""
         return self.base.keys(labels, columns)
 
@@ -104,7 +102,7 @@ class FeatureSkew(Partition):
             features[rows] = self._map(features[rows], client, len(parts), rng)
         return features
 
-    def _map(self, x: Tensor, client: int, clients: int, rng: np.random.Generator) -> Tensor:
+    def _map(self, x: Tensor, client: int, clients: int, rng: Generator) -> Tensor:
         if self.kind == "rotate90":
             return x.rot90(4 * client // clients, dims=(-2, -1))
         if self.kind == "rotate":

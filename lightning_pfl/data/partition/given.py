@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy.random import Generator
 
-from lightning_pfl.data.partition.base import Partition, Parts, check_min_size, cut_by_shares
+from lightning_pfl.data.partition.base import Array, Partition, Parts, check_min_size, cut_by_shares
 from lightning_pfl.data.partition.draw import class_counts
 from lightning_pfl.data.partition.labels import cut_classes
 
@@ -29,9 +29,7 @@ class Natural(Partition):
         self.column = column
         self.min_size = check_min_size(min_size)
 
-    def keys(
-        self, labels: npt.NDArray[Any], columns: Mapping[str, npt.NDArray[Any]]
-    ) -> npt.NDArray[Any]:
+    def keys(self, labels: Array, columns: Mapping[str, Array]) -> Array:
         """Return the column that names the clients."""
         if self.column is None and len(columns) == 1:
             return next(iter(columns.values()))
@@ -42,9 +40,7 @@ class Natural(Partition):
             )
         return columns[self.column]
 
-    def split(
-        self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
-    ) -> tuple[Parts, Any]:
+    def split(self, labels: Array, num_clients: int | None, rng: Generator) -> tuple[Parts, Any]:
         """Group samples by value; the plan is the array of values, one per client.
 
         Args:
@@ -67,7 +63,7 @@ class Natural(Partition):
             values = values[np.sort(rng.choice(len(values), wanted, replace=False))]
         return self.apply(labels, values, rng), values
 
-    def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
+    def apply(self, labels: Array, plan: Any, rng: Generator) -> Parts:
         """Group samples by the same values; clients without test samples are empty."""
         order = np.argsort(labels, kind="stable")
         start = np.searchsorted(labels, plan, side="left", sorter=order)
@@ -104,15 +100,11 @@ class FlowerPartitioner(Partition):
         self.partitioner = partitioner
         self.label_column = label_column
 
-    def keys(
-        self, labels: npt.NDArray[Any], columns: Mapping[str, npt.NDArray[Any]]
-    ) -> npt.NDArray[Any]:
+    def keys(self, labels: Array, columns: Mapping[str, Array]) -> Array:
         """Return the source's column of that name, or the labels."""
         return columns.get(self.label_column, labels)
 
-    def split(
-        self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
-    ) -> tuple[Parts, Any]:
+    def split(self, labels: Array, num_clients: int | None, rng: Generator) -> tuple[Parts, Any]:
         """Let the partitioner split the samples; the plan holds counts per class and client."""
         parts = self._load(labels, num_clients)
         if labels.dtype.kind == "f":
@@ -121,7 +113,7 @@ class FlowerPartitioner(Partition):
         held = {k: v for k, v in zip(classes.tolist(), counts, strict=True) if v.sum() > 0}
         return parts, held
 
-    def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
+    def apply(self, labels: Array, plan: Any, rng: Generator) -> Parts:
         """Divide each class in proportion to the clients' training samples of it.
 
         Regression targets have no classes: all samples follow the clients' training sizes.
@@ -130,7 +122,7 @@ class FlowerPartitioner(Partition):
             return cut_by_shares(rng.permutation(len(labels)), plan)
         return cut_classes(labels, plan, rng)
 
-    def _load(self, labels: npt.NDArray[Any], num_clients: int | None) -> Parts:
+    def _load(self, labels: Array, num_clients: int | None) -> Parts:
         """Load the positions of each of the partitioner's clients."""
         from datasets import Dataset
 

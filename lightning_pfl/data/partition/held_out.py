@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numpy.random import Generator
 
-from lightning_pfl.data.partition.base import Partition, Parts, check_classes, check_clients
+from lightning_pfl.data.partition.base import (
+    Array,
+    Partition,
+    Parts,
+    Positions,
+    check_classes,
+    check_clients,
+)
 from lightning_pfl.data.partition.check import require_partition
 from lightning_pfl.data.partition.labels import ClassesPerClient
 from lightning_pfl.data.partition.sizes import IID
@@ -65,9 +72,7 @@ class HeldOutClasses(Partition):
         self.base = ClassesPerClient() if base is None else require_partition("base", base)
         self.rest = IID()
 
-    def split(
-        self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
-    ) -> tuple[Parts, Any]:
+    def split(self, labels: Array, num_clients: int | None, rng: Generator) -> tuple[Parts, Any]:
         """Split old and new classes over old and new clients."""
         clients = check_clients(len(labels), num_clients)
         known = check_classes(labels, "HeldOutClasses")
@@ -87,20 +92,18 @@ class HeldOutClasses(Partition):
         new_parts, rest = self.rest.split(labels[new], self.new_clients, rng)
         return _positions(old, old_parts) + _positions(new, new_parts), HeldOutPlan(base, rest)
 
-    def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
+    def apply(self, labels: Array, plan: Any, rng: Generator) -> Parts:
         """Split old and new classes by their plans."""
         old, new = self._groups(labels)
         old_parts = self.base.apply(labels[old], plan.base, rng)
         new_parts = self.rest.apply(labels[new], plan.new, rng)
         return _positions(old, old_parts) + _positions(new, new_parts)
 
-    def _groups(
-        self, labels: npt.NDArray[Any]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _groups(self, labels: Array) -> tuple[Positions, Positions]:
         """Positions of the samples of old classes, and of the held-out ones."""
         held_out = np.isin(labels, self.classes)
         return np.nonzero(~held_out)[0], np.nonzero(held_out)[0]
 
 
-def _positions(group: npt.NDArray[np.int64], parts: Parts) -> Parts:
+def _positions(group: Positions, parts: Parts) -> Parts:
     return [group[part] for part in parts]

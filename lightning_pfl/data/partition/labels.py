@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import Generator
 
 from lightning_pfl.data.partition.base import (
+    Array,
     Partition,
     Parts,
+    Positions,
     check_classes,
     check_clients,
     check_min_size,
@@ -57,9 +60,7 @@ class ClassesPerClient(Partition):
             )
         self.classes_per_client = classes_per_client
 
-    def split(
-        self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
-    ) -> tuple[Parts, Any]:
+    def split(self, labels: Array, num_clients: int | None, rng: Generator) -> tuple[Parts, Any]:
         """Draw the rows of classes, the plan ``(num_clients, S)``, and deal out the shards."""
         clients = check_clients(len(labels), num_clients)
         classes, counts = np.unique(labels, return_counts=True)
@@ -78,9 +79,9 @@ class ClassesPerClient(Partition):
         plan = rows.reshape(clients, self.classes_per_client)
         return self.apply(labels, plan, rng), plan
 
-    def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
+    def apply(self, labels: Array, plan: Any, rng: Generator) -> Parts:
         """Split every class evenly over its entries in the rows; classes of no row are left out."""
-        pieces: list[list[npt.NDArray[np.int64]]] = [[] for _ in plan]
+        pieces: list[list[Positions]] = [[] for _ in plan]
         for label in np.unique(plan):
             owners = rng.permutation(np.nonzero(plan == label)[0])
             shards = np.array_split(rng.permutation(np.nonzero(labels == label)[0]), len(owners))
@@ -88,7 +89,7 @@ class ClassesPerClient(Partition):
                 pieces[owner].append(shard)
         return [np.concatenate(piece) for piece in pieces]
 
-    def _check(self, classes: npt.NDArray[Any], num_clients: int) -> None:
+    def _check(self, classes: Array, num_clients: int) -> None:
         if self.classes_per_client > len(classes):
             raise ValueError(
                 f"Expected `classes_per_client` to be at most the number of classes "
@@ -126,9 +127,7 @@ class Dirichlet(Partition):
         self.alpha = check_positive("alpha", alpha)
         self.min_size = check_min_size(min_size)
 
-    def split(
-        self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
-    ) -> tuple[Parts, Any]:
+    def split(self, labels: Array, num_clients: int | None, rng: Generator) -> tuple[Parts, Any]:
         """Draw proportions, cut every class by them, and top up small clients.
 
         The plan ``{class: (num_clients,)}`` has the clients' samples of each class, so that no
@@ -140,14 +139,14 @@ class Dirichlet(Partition):
         parts = top_up(cut_classes(labels, shares, rng), self.min_size, rng)
         return parts, dict(zip(classes.tolist(), class_counts(parts, labels)[1], strict=True))
 
-    def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
+    def apply(self, labels: Array, plan: Any, rng: Generator) -> Parts:
         """Divide each class in proportion to the clients' training samples of it.
 
         Classes outside the plan are left out.
         """
         return cut_classes(labels, plan, rng)
 
-    def _proportions(self, num_clients: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    def _proportions(self, num_clients: int, rng: Generator) -> npt.NDArray[np.float64]:
         with np.errstate(all="ignore"):
             drawn = rng.dirichlet(np.full(num_clients, self.alpha))
         if np.isfinite(drawn).all() and drawn.sum() > 0.5:
@@ -187,9 +186,7 @@ class LabelSkew(Partition):
         self.share = check_share("share", share)
         self.skewed_fraction = check_share("skewed_fraction", skewed_fraction)
 
-    def split(
-        self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
-    ) -> tuple[Parts, Any]:
+    def split(self, labels: Array, num_clients: int | None, rng: Generator) -> tuple[Parts, Any]:
         """Fix the shares, the plan, and assign samples by them."""
         clients = check_clients(len(labels), num_clients)
         classes = check_classes(labels, "LabelSkew")
@@ -210,7 +207,7 @@ class LabelSkew(Partition):
             )
         return parts, plan
 
-    def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
+    def apply(self, labels: Array, plan: Any, rng: Generator) -> Parts:
         """Give every client the same number of samples, with its share of the label."""
         inside = rng.permutation(np.nonzero(labels == plan.label)[0])
         outside = rng.permutation(np.nonzero(labels != plan.label)[0])
@@ -229,10 +226,10 @@ class LabelSkew(Partition):
         return [np.concatenate(pair) for pair in zip(split_in[:-1], split_out[:-1], strict=True)]
 
 
-def cut_classes(labels: npt.NDArray[Any], plan: dict[Any, Any], rng: np.random.Generator) -> Parts:
+def cut_classes(labels: Array, plan: dict[Any, Any], rng: Generator) -> Parts:
     """Cut the samples of each class by the class's shares of the clients."""
     num_clients = len(next(iter(plan.values())))
-    pieces: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(num_clients)]
+    pieces: list[list[Positions]] = [[] for _ in range(num_clients)]
     for label, shares in plan.items():
         order = rng.permutation(np.nonzero(labels == label)[0])
         for piece, part in zip(pieces, cut_by_shares(order, shares), strict=True):

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import Generator
 
 from lightning_pfl.data.partition.base import (
+    Array,
     Partition,
     Parts,
     check_clients,
@@ -26,18 +28,16 @@ class SizePartition(Partition):
     min_size = 1
 
     @abstractmethod
-    def shares(self, num_clients: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    def shares(self, num_clients: int, rng: Generator) -> npt.NDArray[np.float64]:
         """Return the relative size of each client, ``(num_clients,)``."""
 
-    def split(
-        self, labels: npt.NDArray[Any], num_clients: int | None, rng: np.random.Generator
-    ) -> tuple[Parts, Any]:
+    def split(self, labels: Array, num_clients: int | None, rng: Generator) -> tuple[Parts, Any]:
         """Draw the shares and assign all samples; small clients are topped up."""
         clients = check_clients(len(labels), num_clients, self.min_size)
         plan = self.shares(clients, rng)
         return top_up(self.apply(labels, plan, rng), self.min_size, rng), plan
 
-    def apply(self, labels: npt.NDArray[Any], plan: Any, rng: np.random.Generator) -> Parts:
+    def apply(self, labels: Array, plan: Any, rng: Generator) -> Parts:
         """Assign all samples by the same shares."""
         return cut_by_shares(rng.permutation(len(labels)), plan)
 
@@ -52,7 +52,7 @@ class IID(SizePartition):
         [2, 2, 3]
     """
 
-    def shares(self, num_clients: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    def shares(self, num_clients: int, rng: Generator) -> npt.NDArray[np.float64]:
         """Return equal shares."""
         return np.ones(num_clients)
 
@@ -74,7 +74,7 @@ class LogNormalSizes(SizePartition):
         self.sigma = check_positive("sigma", sigma)
         self.min_size = check_min_size(min_size)
 
-    def shares(self, num_clients: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    def shares(self, num_clients: int, rng: Generator) -> npt.NDArray[np.float64]:
         """Return one log-normal share per client, scaled so that the largest is 1."""
         # Subtracting the maximum first keeps exp finite for any sigma.
         logs = self.sigma * rng.standard_normal(num_clients)
@@ -98,7 +98,7 @@ class QuantitySkew(SizePartition):
         self.ratio = check_positive("ratio", ratio)
         self.small_fraction = check_share("small_fraction", small_fraction)
 
-    def shares(self, num_clients: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    def shares(self, num_clients: int, rng: Generator) -> npt.NDArray[np.float64]:
         """Return ``ratio`` for the first and 1 for the last clients."""
         num_small = round(self.small_fraction * num_clients)
         shares = np.full(num_clients, self.ratio)
