@@ -58,6 +58,8 @@ Path = tuple[str, ...]
 """Where a leaf is: the names on the way from the root, such as ``("model", "head.weight")``."""
 Model = dict[str, Tensor]
 """A flat tree: tensors by parameter or buffer name, as in the module's ``state_dict()``."""
+DOUBLED = 2**18
+"""Number of entries that an average on the CPU copies to double precision at once."""
 
 
 def tmap(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
@@ -299,15 +301,59 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
     """Average a ``(clients, ...)`` tree over its client axis.
 
     Float leaves are averaged with ``weights`` (shape ``(clients,)``, summing to 1); integer and
-    bool leaves, such as BatchNorm's batch counters, take the maximum.
+    bool leaves, such as BatchNorm's batch counters, take the maximum. Differences to the first
+    client are averaged, in double precision: equal rows have exactly their own mean.
     """
 
     def mean(leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point():
             return leaf.amax(0)
-        return torch.mv(as_rows(leaf).T, weights.to(leaf)).view(leaf.shape[1:])
+        first = leaf[0].double()
+        return (first + double_sum(leaf, weights, leaf[:1])).to(leaf.dtype)
 
     return tmap(mean, tree)
+
+
+def weighted_sum(tree: Tree, weights: Tensor, origin: Tree | None = None) -> Tree:
+    """Sum the differences of a ``(clients, ...)`` tree of floats to ``origin`` with weights.
+
+    Args:
+        tree: ``(clients, ...)``; only its names are summed.
+        weights: ``(clients,)``.
+        origin: What is subtracted from each client's rows, without client axis; None for 0.
+    """
+    if origin is None:
+        return tmap(lambda leaf: double_sum(leaf, weights).to(leaf.dtype), tree)
+    return tmap(
+        lambda leaf, start: double_sum(leaf, weights, start.unsqueeze(0)).to(leaf.dtype),
+        tree,
+        origin,
+    )
+
+
+def double_sum(leaf: Tensor, weights: Tensor, origin: Tensor | None = None) -> Tensor:
+    """Sum a leaf's rows with weights in double precision, some columns at a time.
+
+    Args:
+        leaf: Floats, ``(clients, ...)``.
+        weights: ``(clients,)``, or ``(groups, clients)`` for several sums.
+        origin: What is subtracted from the rows first, ``(clients, ...)`` or ``(1, ...)``; None for
+            0.
+
+    Returns:
+        float64, ``(...)`` or ``(groups, ...)``.
+    """
+    weights = weights.to(leaf.device, torch.float64)
+    flat = as_rows(leaf)
+    start = None if origin is None else as_rows(origin).expand_as(flat)
+    # A processor's cache is small, and launching a kernel takes time on a GPU.
+    together = max(1, DOUBLED * (1 if leaf.device.type == "cpu" else 64) // max(len(flat), 1))
+    total = weights.new_empty((*weights.shape[:-1], flat.shape[1]))
+    for first in range(0, flat.shape[1], together):
+        at = slice(first, first + together)
+        some = flat[:, at].double()
+        total[..., at] = weights @ (some if start is None else some - start[:, at])
+    return total.view((*weights.shape[:-1], *leaf.shape[1:]))
 
 
 def whole_nbytes(tree: Tree) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.tree import Model, Tree, select, sub, weighted_mean
+from lightning_pfl.core.tree import Model, Tree, select, weighted_mean, weighted_sum
 from lightning_pfl.methods.base import About, Method, Weighting
 from lightning_pfl.solvers.optim import functional_step
 
@@ -111,7 +111,8 @@ class FedAvg(Method):
         if self.server_optimizer is None:
             return {**server, "model": mean}
         old = select(server["model"], self.parameter_split.trainable)
-        pseudo_gradient = sub(old, mean)
+        # Not from the rounded mean: Adam makes whole steps of its rounding.
+        pseudo_gradient = weighted_sum(select(uploads["model"], old), -info.weights, old)
         new, state = functional_step(
             self.server_optimizer, old, pseudo_gradient, server["optimizer"]
         )

@@ -13,7 +13,16 @@ from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
-from lightning_pfl.core.tree import Model, Tree, per_client, put_rows, repeat, select, tmap
+from lightning_pfl.core.tree import (
+    Model,
+    Tree,
+    per_client,
+    put_rows,
+    repeat,
+    select,
+    tmap,
+    weighted_mean,
+)
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, PeerExchange, ReceivedMessages
 from lightning_pfl.methods.base import PER_CLIENT, About, Known, Method
@@ -154,11 +163,17 @@ class FedU(Method):
         if self.decentralized:
             return {}
 
+        even = torch.full((self.num_clients,), 1 / self.num_clients, dtype=torch.float64)
+
         def take(leaf: Tensor) -> Tensor:
             index = info.index.to(leaf.device)
             known = leaf[index.clamp_max(self.num_clients - 1)]
             new = (index >= self.num_clients).view(-1, *[1] * (leaf.ndim - 1))
-            return known if not new.any() else torch.where(new, leaf.mean(0), known)
+            return (
+                known
+                if not new.any()
+                else torch.where(new, weighted_mean({"": leaf}, even)[""], known)
+            )
 
         return {"model": tmap(take, server["models"])}
 

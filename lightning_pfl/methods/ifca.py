@@ -14,7 +14,7 @@ from lightning_pfl.contract.records import ClientInfo, FitPlan
 from lightning_pfl.core.checks import check_choice, check_whole
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive, seeded
-from lightning_pfl.core.tree import Model, Tree, select, tmap, whole_nbytes
+from lightning_pfl.core.tree import Model, Tree, double_sum, select, tmap, whole_nbytes
 from lightning_pfl.methods.base import PER_CLUSTER, About, LocalStep, Method, Phase, Weighting
 from lightning_pfl.solvers.clusters import cluster_means
 
@@ -33,10 +33,11 @@ class IFCA(Method):
 
     and sends :math:`\tilde\theta_k` and :math:`\hat\jmath_k`. Each model becomes the mean of its
     clients' uploads; a model without clients stays. With ``averaging="gradients"`` a client sends
-    :math:`\nabla F_k(\theta_{\hat\jmath_k})`, and :math:`\theta_j \leftarrow \theta_j -
-    \frac{\eta}{m} \sum_{k: \hat\jmath_k = j} \nabla F_k`, with :math:`m` clients in the cohort and
-    :math:`\eta` the learning rate. :math:`F_k` is the client's training loss, measured in eval mode
-    in a pass over its data with each model.
+    :math:`\nabla F_k(\theta_{\hat\jmath_k})`, and :math:`\theta_j \leftarrow \theta_j - \eta
+    \sum_{k: \hat\jmath_k = j} p_k \nabla F_k`, with the learning rate :math:`\eta` and :math:`p_k`
+    one over the size of the cohort, or by ``weighting`` the client's share of its samples.
+    :math:`F_k` is the client's training loss, measured in eval mode in a pass over its data with
+    each model.
 
     With an unlucky start, one model may serve two clusters. With ``restarts`` the first rounds try
     several sets of models in turn, each for ``trial_rounds``; the set with the lowest training
@@ -56,7 +57,8 @@ class IFCA(Method):
         trial_rounds: Rounds that each set is tried for, at least 1; unused without restarts.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
-        weighting: ``"uniform"`` as in the paper, or ``"samples"``, inside each cluster.
+        weighting: ``"uniform"`` as in the paper, or ``"samples"``: of models inside each cluster,
+            of gradients in the cohort.
 
     State:
         server, for :math:`S` = ``restarts + 1`` sets: ``models``, each leaf ``(S * num_clusters,
@@ -113,6 +115,12 @@ class IFCA(Method):
         check_whole("restarts", restarts, 0, "Use 0 for one start, or 4 for five.")
         check_whole("trial_rounds", trial_rounds, 1, "Use 5, for example.")
         check_choice("averaging", averaging, get_args(Averaging), "Use 'models'.")
+        if averaging == "gradients" and (local_epochs != 1 or local_steps is not None):
+            raise ValueError(
+                "Expected neither `local_epochs` nor `local_steps` with averaging='gradients', "
+                f"which is one step on all samples, but got {local_epochs=}, {local_steps=}. Leave "
+                "them out, or use averaging='models'."
+            )
         if initial is not None and not isinstance(initial, (list, tuple)):
             raise ValueError(
                 f"Expected `initial` to be a list of state_dicts or None, but got {initial=}. Give "
@@ -327,9 +335,8 @@ class IFCA(Method):
 
     def _descend(self, models: Model, grads: Model, member: Tensor, info: ClientInfo) -> Model:
         def step(leaf: Tensor, grad: Tensor) -> Tensor:
-            total = torch.tensordot(member.to(grad), grad, 1)
-            moved: Tensor = leaf - info.lr / len(info) * total
-            return moved
+            mean = double_sum(grad, member * info.weights.to(member))
+            return leaf - (info.lr * mean).to(leaf.dtype)
 
         return {n: step(leaf, grads[n]) if n in grads else leaf for n, leaf in models.items()}
 

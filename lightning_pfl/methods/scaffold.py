@@ -18,6 +18,7 @@ from lightning_pfl.core.tree import (
     sub,
     tmap,
     weighted_mean,
+    weighted_sum,
 )
 from lightning_pfl.methods.base import About, LocalStep, Method, Phase
 from lightning_pfl.solvers.proximal import towards
@@ -154,7 +155,8 @@ class SCAFFOLD(Method):
         moved = towards(
             select(server["model"], self.parameter_split.trainable), mean, self.server_lr
         )
-        change = tmap(lambda leaf: leaf.sum(0) / info.num_clients, uploads["control_change"])
+        each = torch.full((len(info),), 1 / info.num_clients, dtype=torch.float64)
+        change = weighted_sum(uploads["control_change"], each)
         return {"model": {**mean, **moved}, "control": add(server["control"], change)}
 
     def _zeros(self, model: Model) -> Model:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import torch
+
 from lightning_pfl.contract.local import without_data
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.tree import Model, Tree, put_rows, repeat, select, tmap
+from lightning_pfl.core.tree import Model, Tree, put_rows, repeat, select, weighted_mean
 from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
@@ -123,7 +125,8 @@ class SquaredPenalty(WatchedPull, Method):
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
         """Send the mean of all models."""
-        return {"mean": tmap(lambda leaf: leaf.mean(0), server["models"])}
+        even = torch.full((self.num_clients,), 1 / self.num_clients, dtype=torch.float64)
+        return {"mean": weighted_mean(server["models"], even)}
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Continue with the client's model, with the mean as anchor."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.tree import Model, tmap
+from lightning_pfl.core.tree import Model, double_sum, tmap
 
 Labels = Tensor | Sequence[int]
 """A cluster per client: integers >= 0, compared by equality only."""
@@ -90,21 +90,25 @@ def cluster_means(models: Model, uploads: Model, member: Tensor, weights: Tensor
 
     Args:
         models: ``(clusters, ...)``.
-        uploads: ``(clients, ...)``. Counters take the maximum.
-        member: Membership, 0 or 1, float64 ``(clusters, clients)``.
+        uploads: ``(clients, ...)``. Counters and masks take the maximum.
+        member: Membership, 0 or 1, float64 ``(clusters, clients)``; a client is in one cluster.
         weights: float64 ``(clients,)``.
     """
     shares = member * weights.to(member)
     total = shares.sum(1, keepdim=True)
     shares = shares / torch.where(total > 0, total, 1.0)
+    # As in `weighted_mean`, differences to the first client, of each cluster.
+    first = member.argmax(1)
+    origin = first[member.argmax(0)]
 
     def mean(old: Tensor, new: Tensor) -> Tensor:
         some = (total.squeeze(1) > 0).view(-1, *[1] * (old.ndim - 1))
         if new.is_floating_point():
-            found = torch.tensordot(shares.to(new), new, 1)
+            found = (new[first].double() + double_sum(new, shares, new[origin])).to(old.dtype)
         else:
             inside = member.bool().view(*member.shape, *[1] * (new.ndim - 1))
-            found = torch.where(inside, new.unsqueeze(0), torch.iinfo(new.dtype).min).amax(1)
+            least = False if new.dtype == torch.bool else torch.iinfo(new.dtype).min
+            found = torch.where(inside, new.unsqueeze(0), least).amax(1)
         return torch.where(some, found, old)
 
     means: Model = tmap(mean, models, uploads)

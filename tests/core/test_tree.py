@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -176,3 +177,37 @@ class TestWeightedMean:
         leaf = torch.randn(4, dtype=torch.float64)
         mean = tree.weighted_mean(tree.expand({"w": leaf}, 3), torch.tensor([0.25, 0.25, 0.5]))
         torch.testing.assert_close(mean["w"], leaf, rtol=1e-15, atol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("count", [15, 3000])
+    def test_equal_rows_have_exactly_their_own_mean(self, dtype: torch.dtype, count: int) -> None:
+        row = torch.randn(3, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+        for raw in (torch.ones(count), torch.arange(1.0, count + 1)):
+            weights = raw.double() / raw.double().sum()
+            mean = tree.weighted_mean({"w": row.expand(count, 3, 2).clone()}, weights)
+            assert torch.equal(mean["w"], row)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("together", [1, 7, 2**22])
+    def test_means_are_rounded_once(
+        self, dtype: torch.dtype, together: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # One client has a million times the weight of each other.
+        monkeypatch.setattr(tree, "DOUBLED", together)
+        rows = (1 + torch.randn(200, 5, generator=torch.Generator().manual_seed(0)) / 9).to(dtype)
+        raw = [1e6 if k == 3 else 1.0 for k in range(200)]
+        weights = torch.tensor(raw, dtype=torch.float64) / math.fsum(raw)
+        mean = tree.weighted_mean({"w": rows}, weights)["w"]
+        for column in range(5):
+            exact = [float(w) * float(row[column]) for w, row in zip(weights, rows, strict=True)]
+            assert mean[column] == torch.tensor(math.fsum(exact), dtype=torch.float64).to(dtype)
+
+    def test_sums_of_differences_are_zero_where_nothing_moved(self) -> None:
+        start = {"w": torch.randn(4).bfloat16(), "b": torch.randn(4)}
+        moved = {"w": start["w"].repeat(9, 1), "b": start["b"].repeat(9, 1) + 2}
+        weights = torch.full((9,), 1 / 9, dtype=torch.float64)
+        change = tree.weighted_sum(moved, weights, start)
+        assert torch.equal(change["w"], torch.zeros(4).bfloat16())
+        torch.testing.assert_close(change["b"], torch.full((4,), 2.0))
+        total = tree.weighted_sum({"b": moved["b"]}, torch.ones(9, dtype=torch.float64))
+        torch.testing.assert_close(total["b"], 9 * (start["b"] + 2))

@@ -246,6 +246,26 @@ def test_means_are_inside_the_clusters_and_counters_take_the_maximum() -> None:
     assert means["n"].tolist() == [9, 2, 7]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_means_of_clusters_whose_clients_have_not_moved_are_their_models(
+    dtype: torch.dtype,
+) -> None:
+    models = {"w": torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).to(dtype)}
+    cluster = torch.arange(31) % 2
+    member = torch.nn.functional.one_hot(cluster, 2).T.double()
+    weights = torch.full((31,), 1 / 31, dtype=torch.float64)
+    means = cluster_means(models, {"w": models["w"][cluster]}, member, weights)
+    assert torch.equal(means["w"], models["w"])
+
+
+def test_masks_of_clusters_take_the_maximum() -> None:
+    models = {"m": torch.tensor([[True, True], [True, False], [True, False]])}
+    uploads = {"m": torch.tensor([[True, False], [False, False], [False, False]])}
+    member = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0]]).double()
+    means = cluster_means(models, uploads, member, torch.full((3,), 1 / 3))
+    assert means["m"].tolist() == [[True, False], [False, False], [True, False]]
+
+
 def test_a_client_sends_and_receives_one_model() -> None:
     run = fit(CFL(), small_clients(), plain_module(), 1)
     (round,) = run.recorder.rounds

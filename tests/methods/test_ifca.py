@@ -104,6 +104,14 @@ class TestIFCA:
             np.testing.assert_allclose(server["models"]["w"], np.stack(models), rtol=1e-10)
             assert server["cluster"].tolist() == [choice[k] for k in range(5)]
 
+    def test_gradients_are_weighted_by_samples(self, engine: str) -> None:
+        method = IFCA(1, averaging="gradients", initial=given(0.5), weighting="samples")
+        run = fit(method, quadratics(), QuadraticModule(lr=LR), 1, engine)
+        n = np.array([4, 1, 7, 2, 3])
+        slope = sum(n[k] / 17 * A[k] * (0.5 - C[k]) for k in range(5))
+        found = run.recorder.servers[1]["models"]["w"]
+        np.testing.assert_allclose(found, [0.5 - LR * slope], rtol=1e-12)
+
     def test_a_network_trains_as_the_reference(self, engine: str) -> None:
         data = small_clients(shuffle=True)
         run = fit(IFCA(2, local_epochs=2), data, plain_module(), 3, engine, participation=3)
@@ -196,6 +204,10 @@ def test_all_models_go_down_and_one_with_its_number_up() -> None:
         ({"restarts": -1}, "`restarts` to be a whole number >= 0, but got restarts=-1"),
         ({"trial_rounds": 0}, "`trial_rounds` to be a whole number >= 1, but got trial_rounds=0"),
         ({"restarts": 1, "initial": given(1.0, 2.0)}, "4 models, one for each cluster of each set"),
+        (
+            {"averaging": "gradients", "local_steps": 5},
+            "one step on all samples, but got local_epochs=1, local_steps=5",
+        ),
         ({"averaging": "mean"}, "'models' or 'gradients', but got averaging='mean'"),
         ({"initial": given(1.0)}, "to have 2 models, one for each cluster, but got 1"),
     ],
