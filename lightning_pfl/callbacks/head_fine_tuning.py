@@ -59,7 +59,8 @@ class HeadFineTuning(FederatedCallback):
         epochs: Passes over a client's training data. Exactly one of ``epochs`` and ``steps``; 0
             evaluates the starting model.
         steps: Optimizer steps instead.
-        lr: Learning rate, positive; None keeps those of ``configure_optimizers``.
+        lr: Learning rate, positive, whatever a schedule says; None keeps those of
+            ``configure_optimizers``.
         when: ``"end"``: once, after the last round; ``"evaluation"``: in every evaluation, so that
             callbacks can monitor ``ft/val_acc``.
 

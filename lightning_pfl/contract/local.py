@@ -26,7 +26,8 @@ class Phase:
             mode.
         epochs: Passes over the client's data. Exactly one of ``epochs`` and ``steps``.
         steps: Optimizer steps; the client's data is cycled through.
-        lr: Learning rate of all parameter groups; None keeps those of ``configure_optimizers``.
+        lr: Learning rate of all parameter groups; None keeps those of ``configure_optimizers``. In
+            a round, a learning rate schedule scales it like those.
         name: Value of ``client.phase`` inside ``client_step``.
         batches_per_step: Independent minibatches per step. From 2 on, ``client_step`` receives a
             tuple of consecutive batches of the client's order, which continues into the next epoch;

@@ -7,13 +7,15 @@ each client. So the user's optimizer class runs unmodified, with its parameters 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pfl.contract.local import Phase
 from lightning_pfl.contract.records import one_rate
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, is_expanded, per_client, sqnorm, tmap
@@ -53,6 +55,32 @@ def learning_rates(optimizer: Optimizer | None) -> tuple[float, ...]:
     """Return the distinct learning rates of an optimizer's parameter groups, ascending."""
     groups = optimizer.param_groups if optimizer is not None else ()
     return tuple(sorted({float(group["lr"]) for group in groups}))
+
+
+def scheduled(phases: tuple[Phase, ...], template: Optimizer) -> tuple[Phase, ...]:
+    """Scale the phases' own learning rates as the schedule has scaled the optimizer's.
+
+    Raises:
+        ValueError: If the schedule scales parameter groups differently.
+    """
+    factors = {_factor(group) for group in template.param_groups}
+    if factors == {1.0} or all(phase.lr is None for phase in phases):
+        return phases
+    if len(factors) > 1:
+        raise ValueError(
+            "Expected a schedule that scales all parameter groups alike, as a phase has one "
+            f"learning rate of its own, but got the factors {sorted(factors)}. Leave out the "
+            "method's `head_lr` and the like, or use one schedule."
+        )
+    factor = factors.pop()
+    return tuple(
+        phase if phase.lr is None else replace(phase, lr=phase.lr * factor) for phase in phases
+    )
+
+
+def _factor(group: Mapping[str, Any]) -> float:
+    initial = float(group.get("initial_lr", group["lr"]))
+    return float(group["lr"]) / initial if initial else 1.0
 
 
 class ClientOptimizer:
@@ -275,5 +303,7 @@ __all__: Sequence[str] = [
     "ClientOptimizer",
     "check_optimizer",
     "clip",
+    "learning_rates",
+    "scheduled",
     "why_not_elementwise",
 ]

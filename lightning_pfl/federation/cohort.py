@@ -11,6 +11,7 @@ from lightning_pfl.contract.records import ClientInfo, LocalResult, OnClients, a
 from lightning_pfl.core.tree import Tree, merge, rows, split_rows, values
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import LocalWork
+from lightning_pfl.engine.optimizer import scheduled
 from lightning_pfl.federation.architectures import Architecture, naming_architecture
 from lightning_pfl.federation.gate import (
     MaxNorm,
@@ -109,7 +110,7 @@ class Cohort:
                 trained,
                 info,
                 data,
-                self.phases,
+                scheduled(self.phases, architecture.optimizer),
                 architecture.optimizer,
                 validation=validation,
             )

@@ -28,7 +28,7 @@ class FedRep(Method):
         head_steps: :math:`\tau` in optimizer steps.
         body_epochs: Passes of the body phase. Exactly one of ``body_epochs`` and ``body_steps``.
         body_steps: Optimizer steps of the body phase; 1 as in Algorithm 1.
-        head_lr: :math:`\alpha` of the head phase; None keeps the learning rates of
+        head_lr: :math:`\alpha` of the head phase; a schedule scales it. None keeps the rates of
             ``configure_optimizers``.
         body_lr: Learning rate of the body phase, as ``head_lr``.
         weighting: ``"samples"``, as the released code does where sizes differ, or ``"uniform"`` as

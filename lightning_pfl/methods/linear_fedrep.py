@@ -87,7 +87,7 @@ class LinearFedRep(Method):
         head_steps: At least 1; for ``"gradient"``.
         body_lr: :math:`\eta \ge 0`; None keeps the learning rate of ``configure_optimizers``.
             Steps are plain gradient steps with any optimizer.
-        head_lr: :math:`\eta_w \ge 0`, for ``"gradient"``; None for the body's.
+        head_lr: :math:`\eta_w \ge 0`, for ``"gradient"``, without a schedule; None for the body's.
         ridge: :math:`\rho \ge 0` of the term :math:`\frac\rho2 \lVert w \rVert^2` for exact heads.
         weighting: ``"uniform"`` as in Algorithm 2, or ``"samples"``.
 

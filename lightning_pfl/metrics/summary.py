@@ -8,6 +8,8 @@ from torch import Tensor
 
 #: The statistics of `summarize`; "" is the headline. Key names are put together by the caller.
 STATISTICS = ("", "weighted", "std", "worst_decile", "worst")
+#: How many clients the statistics leave out, as they have no number; missing where it is 0.
+LEFT_OUT = "left_out"
 
 
 def summarize(values: Tensor, weights: Tensor, higher_is_better: bool = True) -> dict[str, float]:
@@ -23,8 +25,8 @@ def summarize(values: Tensor, weights: Tensor, higher_is_better: bool = True) ->
     - ``"worst"``: the value of the worst client
 
     The worst are the lowest values where higher is better, else the highest. Clients without
-    samples (weight 0) are left out. If the value of another client is NaN, so are all statistics:
-    a broken model must not vanish from a table.
+    samples (weight 0) are left out. So are those whose value is NaN, as they couldn't log it or
+    their model is broken; ``"left_out"`` counts them. If all are NaN, so are the statistics.
 
     Args:
         values: ``(clients,)``.
@@ -46,8 +48,11 @@ def summarize(values: Tensor, weights: Tensor, higher_is_better: bool = True) ->
         arXiv:1905.10497, section 4 and table 1, for the spread and the worst 10 %.
     """
     kept, weight = clients_with_samples(values, weights)
-    if kept.isnan().any():
+    known = ~kept.isnan()
+    if not known.any():
         return dict.fromkeys(STATISTICS, math.nan)
+    left_out = {} if known.all() else {LEFT_OUT: float((~known).sum())}
+    kept, weight = kept[known], weight[known]
     worst_first = kept.sort(descending=not higher_is_better).values
     decile = math.ceil(len(kept) / 10)
     return {
@@ -56,6 +61,7 @@ def summarize(values: Tensor, weights: Tensor, higher_is_better: bool = True) ->
         "std": float(kept.std(correction=0)),
         "worst_decile": float(worst_first[:decile].mean()),
         "worst": float(worst_first[0]),
+        **left_out,
     }
 
 

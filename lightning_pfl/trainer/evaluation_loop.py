@@ -32,6 +32,7 @@ from lightning_pfl.federation.evaluate import (
 )
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.log_folder import log_folder
+from lightning_pfl.metrics.summary import LEFT_OUT
 from lightning_pfl.trainer.board_layout import add_layout
 from lightning_pfl.trainer.client_table import ClientTable
 from lightning_pfl.trainer.data import align_clients, due_reload, move_to_device
@@ -226,16 +227,16 @@ class FederatedEvaluationLoop(EvaluationLoop):
                     callback.on_clients_evaluated(trainer, trainer.lightning_module, results)
 
     def _warn_of_nan(self, prefix: str, evaluation: Evaluation, names: list[str]) -> None:
-        """Name, once per value, the clients whose value is NaN, and so the mean over clients."""
+        """Name, once per value, the clients that its statistics leave out."""
         for key, values in evaluation.values.items():
             broken = (values.cpu().isnan() & (evaluation.counts.cpu() > 0)).nonzero().flatten()
             name = f"{prefix}{key}"
             if len(broken) and key not in self._named_nan:
                 self._named_nan |= {key}
                 rank_zero_warn(
-                    f"{name!r} is NaN for {format_names(names, broken.tolist())}, and so are its "
-                    f"statistics over clients. Look at the {self.prefix} data of these clients "
-                    "and at their models."
+                    f"{name!r} is NaN, or not logged, for {format_names(names, broken.tolist())}; "
+                    f"its statistics leave such clients out, and '{name}/{LEFT_OUT}' counts them. "
+                    f"Look at the {self.prefix} data of these clients and at their models."
                 )
 
     def _on_evaluation_epoch_end(self) -> None:

@@ -282,6 +282,8 @@ class FederatedStrategy(ProcessesStrategy):
             )
         optimizers, schedulers = read_optimizers(module, configured, checks.check_optimizers)
         checks.check_trains(module, optimizers)
+        for group in (g for each in optimizers for g in each.param_groups if schedulers):
+            group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau doesn't
         assert self.lightning_module is not None
         return ClientTraining(self.lightning_module.trainer, module, optimizers, schedulers)
 

@@ -82,6 +82,30 @@ class TestFedRep:
         close(run.server["model"]["backbone.weight"], body)
         close(run.client_state["model"]["head.weight"], head)
 
+    @pytest.mark.parametrize("plateau", [False, True])
+    def test_a_schedule_scales_the_rate_of_a_phase(self, engine: str, plateau: bool) -> None:
+        class Scheduled(SplitQuadraticModule):
+            def configure_optimizers(self) -> Any:
+                optimizer = super().configure_optimizers()
+                if plateau:  # with a threshold of 1 every round is a bad one
+                    halve = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                        optimizer, factor=0.5, patience=0, threshold=1.0, eps=0
+                    )
+                    config = {"scheduler": halve, "monitor": "round/clients"}
+                    return {"optimizer": optimizer, "lr_scheduler": config}
+                return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+        method = FedRep(head_steps=2, body_steps=1, head_lr=0.2)
+        module = Scheduled(2, LR, backbone=0.5, head=-0.2)
+        run = fit(method, ragged(), module, 3, engine)
+        some = (SAMPLES > 0).long()
+        body, head = torch.full((2,), 0.5, dtype=torch.float64), torch.full_like(C, -0.2)
+        for factor in (1, 0.5, 0.25):
+            head = descend(head, A, C - body, 0.2 * factor, 2 * some)
+            body = mean(descend(body, A, C - head, LR * factor, some), SAMPLES)
+        close(run.server["model"]["backbone.weight"], body)
+        close(run.client_state["model"]["head.weight"], head)
+
     def test_a_solved_head_leaves_the_body_nothing_to_do(self, engine: str) -> None:
         method = FedRep(head_steps=100, body_epochs=1, head_lr=2 / 3.5)
         run = fit(method, ragged(), split_quadratic(), 1, engine)

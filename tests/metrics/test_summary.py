@@ -40,8 +40,16 @@ def test_clients_without_samples_are_left_out() -> None:
     assert summarize(values, weights) == summarize(values[[0, 2]], weights[[0, 2]])
 
 
-def test_client_with_samples_and_nan_is_not_hidden() -> None:
-    got = summarize(torch.tensor([0.2, math.nan]), torch.tensor([1, 1]))
+def test_clients_without_a_number_are_left_out_and_counted() -> None:
+    values, weights = torch.tensor([0.2, math.nan, 0.6, math.nan]), torch.tensor([1, 1, 3, 0])
+    got = summarize(values, weights)
+    assert got.pop("left_out") == 1
+    assert got == summarize(values[[0, 2]], weights[[0, 2]])
+
+
+def test_no_number_at_all_is_not_hidden() -> None:
+    got = summarize(torch.tensor([math.nan, math.nan]), torch.tensor([1, 1]))
+    assert tuple(got) == STATISTICS
     assert all(math.isnan(value) for value in got.values())
 
 
