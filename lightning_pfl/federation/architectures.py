@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.errors import ClientError, format_names
-from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.parameters import RUNNING_STATISTICS, ParameterSplit
 from lightning_pfl.core.tree import Tree, shapes
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.federation.client_states import ClientStateStore
@@ -276,7 +276,7 @@ def one_architecture(
 def check_server_trees(
     method: Method, architectures: Sequence[Architecture], trees: Sequence[Tree]
 ) -> None:
-    """Require that the server's tree has the same shapes for all architectures.
+    """Require the same shapes and constants of the server's tree for all architectures.
 
     Args:
         method: The method.
@@ -284,12 +284,15 @@ def check_server_trees(
         trees: Result of ``init_server`` for the module of each.
 
     Raises:
-        MisconfigurationException: If shapes differ.
+        MisconfigurationException: If shapes differ, or values of constant buffers.
     """
-    if difference := _difference(architectures, trees):
+    difference, kind = _difference(architectures, trees), "shape"
+    if not difference:
+        difference, kind = _other_constant(architectures, trees), "value of each constant buffer"
+    if difference:
         settings = inspect.signature(type(method)).parameters
         split = next((name for name in ("shared", "personal") if name in settings), "")
-        what = {"shared": "a part with equal shapes", "personal": "every part that differs"}
+        what = {"shared": "a part that is equal", "personal": "every part that differs"}
         advice = (
             f"Name {what[split]} in `{split}=`, or use LocalOnly, SheafFMTL or "
             "HomologicalConstraints."
@@ -298,9 +301,29 @@ def check_server_trees(
             "LGFedAvg with a shared part of equal shapes."
         )
         raise MisconfigurationException(
-            f"Expected the server of {type(method).__name__} to have one shape for all clients, "
-            f"but {difference}. {advice}"
+            f"Expected the server of {type(method).__name__} to have one {kind} for all "
+            f"clients, but {difference}. {advice}"
         )
+
+
+def _other_constant(architectures: Sequence[Architecture], trees: Sequence[Tree]) -> str:
+    """Describe a shared buffer, such as class weights, that differs between architectures.
+
+    Running statistics are none: like parameters, they begin as the first architecture's.
+    """
+    first = trees[0].get("model", {})
+    for architecture, tree in zip(architectures[1:], trees[1:], strict=True):
+        split, shared = architecture.parameter_split, tree.get("model", {})
+        for name in split.buffers:
+            owner = split.module.get_submodule(name.rpartition(".")[0])
+            if name not in shared or isinstance(owner, RUNNING_STATISTICS):
+                continue
+            if not torch.equal(first[name], shared[name]):
+                return (
+                    f"the shared buffer `{name}` has another value in architecture "
+                    f"{architecture.name!r} than in {architectures[0].name!r}"
+                )
+    return ""
 
 
 def check_messages(architectures: Sequence[Architecture], everyone: ClientInfo) -> None:

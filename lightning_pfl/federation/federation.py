@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import lru_cache
 from typing import Any
 
@@ -122,7 +123,8 @@ class Federation(FederationState):
         """Return a client's personal model as a ``state_dict`` of the user's module.
 
         Args:
-            client: Its id or its name; where clients are named by integers, an int is a name.
+            client: Its id, also of NumPy or torch, or its name; where clients are named by
+                integers, an int is a name.
 
         Raises:
             RuntimeError: If nothing was trained or loaded yet, or the client's state is in another
@@ -187,12 +189,13 @@ class Federation(FederationState):
         """
         self.require_module()
         names = self.client_names
-        if not isinstance(client, bool) and isinstance(client, (int, str)):
-            by_name = isinstance(client, str) or _integers_are_names(names)
-            if by_name and str(client) in names:
-                return names.index(str(client))
-            if not by_name and 0 <= int(client) < len(names):
-                return int(client)
+        known = _plain(client)
+        if known is not None:
+            by_name = isinstance(known, str) or _integers_are_names(names)
+            if by_name and str(known) in names:
+                return names.index(str(known))
+            if not by_name and 0 <= int(known) < len(names):
+                return int(known)
         some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         ids = "" if _integers_are_names(names) else f"an id in 0..{len(names) - 1} or "
         raise KeyError(
@@ -207,6 +210,19 @@ class Federation(FederationState):
         return {
             name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in full.items()
         }
+
+
+def _plain(client: object) -> int | str | None:
+    """Return a name, or an integer of Python, NumPy or torch as an int; None for all else."""
+    if isinstance(client, str):
+        return client
+    kind = getattr(client, "dtype", type(client))
+    if kind in (bool, torch.bool):
+        return None
+    try:
+        return operator.index(client)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        return None
 
 
 @lru_cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -65,7 +66,7 @@ def load_clients(
 
     Raises:
         TypeError: If module or method are no instances.
-        FileNotFoundError: If the file doesn't exist.
+        FileNotFoundError: If there is no such file.
         RuntimeError: If the file is truncated or damaged, is no checkpoint, or has code.
         CheckpointMismatchError: If it belongs to another kind of run, method, module, split or
             graph.
@@ -84,6 +85,12 @@ def load_clients(
                 f"Expected `{name}` to be an instance of {kind.__name__}, but got "
                 f"{name}={given!r}. Call load_clients(path, MyModule(), FedRep()), for example."
             )
+    if not Path(path).is_file():
+        found = "a folder" if Path(path).is_dir() else "no file"
+        raise FileNotFoundError(
+            f"Expected `path` to be a checkpoint on this machine, but {str(path)!r} is {found}. "
+            "Give the .ckpt file that `trainer.save_checkpoint` or ModelCheckpoint wrote."
+        )
     check_file(path)
     with explain_read_errors(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from lightning_pfl.core.files import atomic_file
+from lightning_pfl.core.files import atomic_file, explaining_writes
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -25,5 +25,5 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        with atomic_file(Path(path)) as file:
+        with explaining_writes(Path(path)), atomic_file(Path(path)) as file:
             torch.save(checkpoint, file)

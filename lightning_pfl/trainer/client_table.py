@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_pfl.core.files import atomic_file
+from lightning_pfl.core.files import atomic_file, explaining_writes
 
 FIXED_COLUMNS = ("round", "client", "num_samples")
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
+"""Beginnings of cells that spreadsheets may execute, and the mark that keeps them from it."""
 
 
 class ClientTable:
@@ -51,10 +54,18 @@ class ClientTable:
         metrics = (
             [repr(v) for v in values[name]] if name in values else missing for name in self.columns
         )
-        with self.path.open("a", newline="") as file:
-            csv.writer(file).writerows(
-                zip([round] * len(clients), clients, num_samples, *metrics, strict=True)
-            )
+        cells = map(guarded, clients)
+        lines = zip([round] * len(clients), cells, num_samples, *metrics, strict=True)
+        text = io.StringIO()
+        csv.writer(text).writerows(lines)
+        data = text.getvalue().encode()
+        with explaining_writes(self.path), self.path.open("ab", buffering=0) as file:
+            try:
+                while data:  # an unbuffered file may take a part
+                    data = data[file.write(data) :]
+            except OSError:
+                file.truncate(self._size)  # rows are whole
+                raise
         self._remember(round)
 
     def extend(
@@ -65,19 +76,34 @@ class ClientTable:
         values: Mapping[str, Sequence[float]],
     ) -> None:
         """Add columns to the rows of a round, or the rows if the round has none; see `append`."""
-        kept, known = self._read()
-        rows = {row["client"]: row for row in kept if int(row["round"]) == round}
-        for client, count in zip(clients, num_samples, strict=True):
-            if client not in rows:
-                row = {"round": str(round), "client": client, "num_samples": str(count)}
-                kept.append(row)
-                rows[client] = row
-        for name, column in values.items():
-            for client, value in zip(clients, column, strict=True):
-                rows[client][name] = repr(value)
-        self.columns = [*dict.fromkeys([*known, *values])]
-        self._write(kept)
+        cells = [*map(guarded, clients)]
+        added = {
+            client: dict(zip(values, map(repr, row), strict=True))
+            for client, *row in zip(cells, *values.values(), strict=True)
+        }
+        fixed = {
+            client: [str(round), client, str(count)]
+            for client, count in zip(cells, num_samples, strict=True)
+        }
+
+        self.columns = [*dict.fromkeys([*self._names(), *values])]
+
+        def rows() -> Iterator[list[str]]:
+            for row in self._rows():
+                if int(row[0]) == round and row[1] in fixed:
+                    del fixed[row[1]]
+                    row = self._with(row, added[row[1]])
+                yield row
+            for client, row in fixed.items():
+                yield self._with(row, added[client])
+
+        self._write(rows())
         self._remember(round)
+
+    def _with(self, row: Sequence[str], values: Mapping[str, str]) -> list[str]:
+        known = dict(zip(self.columns, row[len(FIXED_COLUMNS) :], strict=False)) | values
+        metrics = [known.get(name, "") for name in self.columns]
+        return [*row[: len(FIXED_COLUMNS)], *metrics]
 
     def _remember(self, round: int) -> None:
         self._round, self._size = round, self.path.stat().st_size
@@ -88,27 +114,70 @@ class ClientTable:
 
     def _begin(self, round: int, names: list[str]) -> None:
         """Write the header and the rows to keep; an incomplete row has no last column."""
-        kept, known = self._read()
-        self.columns = [*dict.fromkeys([*known, *names])]
-        last = max((int(row["round"]) for row in kept), default=-1)
+        self.columns = [*dict.fromkeys([*self._names(), *names])]
+        last = -1
+
+        def kept() -> Iterator[list[str]]:
+            nonlocal last
+            for row in self._rows():
+                number = int(row[0])
+                last = max(last, number)
+                if number < round:
+                    yield row
+
+        self._write(kept())
         if round == 0 and self._round < 0 and last > 0:
             rank_zero_warn(
                 f"The rounds 0 to {last} of another run in {str(self.path)!r} are overwritten. "
                 "Pass ckpt_path='last' to go on with that run, or give this one its own folder."
             )
-        self._write([row for row in kept if int(row["round"]) < round])
+        self._size = self.path.stat().st_size
 
-    def _read(self) -> tuple[list[dict[str, str]], list[str]]:
-        """Read complete rows, and the names of the metrics."""
+    def _names(self) -> list[str]:
+        """Read the names of the metrics."""
         if not self.path.exists():
-            return [], self.columns
-        with self.path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            names = [name for name in reader.fieldnames or () if name not in FIXED_COLUMNS]
-            return [row for row in reader if None not in row.values()], names
+            return self.columns
+        with self.path.open(newline="", encoding="utf-8") as file:
+            header = next(csv.reader(file), [])
+        return [name for name in header if name not in FIXED_COLUMNS]
 
-    def _write(self, table: Iterable[dict[str, str]]) -> None:
-        with atomic_file(self.path, "t", newline="") as file:
-            writer = csv.DictWriter(file, [*FIXED_COLUMNS, *self.columns], restval="")
-            writer.writeheader()
-            writer.writerows(table)
+    def _rows(self) -> Iterator[list[str]]:
+        """Read the complete rows one at a time, as a long run's table is large."""
+        if self.path.exists():
+            with self.path.open(newline="", encoding="utf-8") as file:
+                reader = csv.reader(file)
+                width = len(next(reader, ()))
+                yield from (row for row in reader if len(row) == width)
+
+    def _write(self, rows: Iterable[list[str]]) -> None:
+        """Replace the file by rows, to which columns may be new."""
+        names = [*FIXED_COLUMNS, *self.columns]
+        gap = [""] * len(names)
+        options = {"newline": "", "encoding": "utf-8"}
+        with explaining_writes(self.path), atomic_file(self.path, "t", **options) as file:
+            writer = csv.writer(file)
+            writer.writerow(names)
+            writer.writerows(row + gap[len(row) :] for row in rows)
+
+
+def guarded(name: str) -> str:
+    """Return a client's name as the table has it: a spreadsheet must not take it for a formula.
+
+    Example:
+        >>> guarded("ann"), guarded("-3"), guarded("=1+2")
+        ('ann', '-3', "'=1+2")
+    """
+    return f"'{name}" if name.startswith(FORMULA) and not _is_number(name) else name
+
+
+def unguarded(cell: str) -> str:
+    """Undo :func:`guarded`."""
+    return cell.removeprefix("'")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -219,9 +219,26 @@ def test_a_split_method_is_told_to_name_another_part() -> None:
     match = "Name every part that differs in `personal=`, or use LocalOnly"
     with pytest.raises(MisconfigurationException, match=match):
         fit(FedPer(personal="head"), ClientModules(modules(), OF))
-    match = "Name a part with equal shapes in `shared=`, or use LocalOnly"
+    match = "Name a part that is equal in `shared=`, or use LocalOnly"
     with pytest.raises(MisconfigurationException, match=match):
         fit(LGFedAvg(shared="backbone"), ClientModules(modules(), OF))
+
+
+def test_constants_that_differ_between_groups_are_shared_by_no_server() -> None:
+    def groups() -> ClientModules:
+        both = {name: module(4, 4) for name in WIDTHS}
+        for name, weight in (("wide", 1.0), ("narrow", 100.0)):
+            both[name].register_buffer("weight", torch.tensor([1.0, weight]).double())
+        return ClientModules(both, ["wide", "wide", "narrow", "narrow", "narrow"])
+
+    data = [DataLoader(TensorDataset(x[:, :4], y), batch_size=4) for x, y in map(samples, range(5))]
+    for method in (FedAvg(), FedPer()):
+        with pytest.raises(MisconfigurationException, match="shared buffer `weight` has another"):
+            trainer(method, max_epochs=1).fit(groups(), data, data)
+    run = trainer(FedPer(personal=["head", "weight"]), max_epochs=1)
+    run.fit(groups(), data, data)
+    weights = [run.strategy.client_state_dict(client)["weight"][1] for client in range(5)]
+    assert weights == [1, 1, 100, 100, 100]
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized", "auto"])

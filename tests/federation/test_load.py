@@ -208,7 +208,9 @@ def test_files_that_are_no_federated_checkpoint_are_refused(fedrep: Path, tmp_pa
     with pytest.raises(CheckpointMismatchError, match="client_states is missing"):
         load_clients(tmp_path / "part.ckpt", small_module(), FedRep())
 
-    with pytest.raises(FileNotFoundError, match=r"none\.ckpt"):
+    with pytest.raises(FileNotFoundError, match=r"on this machine, but .* is a folder. Give the"):
+        load_clients(tmp_path, small_module(), FedRep())
+    with pytest.raises(FileNotFoundError, match=r"but .*none\.ckpt' is no file. Give the"):
         load_clients(tmp_path / "none.ckpt", small_module(), FedRep())
 
 

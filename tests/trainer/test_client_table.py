@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,13 @@ from lightning_pfl.data import (
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.metrics.history import History
 from lightning_pfl.models import MLP
-from lightning_pfl.trainer.client_table import ClientTable
+from lightning_pfl.trainer.client_table import ClientTable, unguarded
 from lightning_pfl.trainer.data import align_clients, move_to_device
 from tests.trainer.setting import Quadratic, points, trainer
 
 
 def rows(path: Path) -> list[tuple[str, ...]]:
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         return [tuple(row.values()) for row in csv.DictReader(file)]
 
 
@@ -75,6 +77,44 @@ def test_a_row_torn_inside_the_number_of_its_round_is_dropped(tmp_path: Path) ->
         file.write("1")  # of round 10
     ClientTable(path).append(10, ["a"], [3], {"acc": [0.5]})
     assert rows(path) == [(str(round), "a", "3", "0.5") for round in range(11)]
+
+
+def test_names_are_no_formulas_and_read_as_they_are(tmp_path: Path) -> None:
+    names = ["=1+1", "+1", "-2", "@SUM(A1)", "'quoted", "ann", "Zoë"]
+    table = ClientTable(tmp_path / "clients_val.csv")
+    table.append(0, names, [1] * 7, {"val_acc": [0.5] * 7})
+    table.extend(0, names, [1] * 7, {"ft/val_acc": [1.0] * 7})
+    cells = [row[1] for row in rows(table.path)]
+    assert cells == ["'=1+1", "+1", "-2", "'@SUM(A1)", "''quoted", "ann", "Zoë"]
+    assert [unguarded(cell) for cell in cells] == names
+    assert {row[4] for row in rows(table.path)} == {"1.0"}
+
+
+def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    victim, table = tmp_path / "victim", ClientTable(tmp_path / "clients_val.csv")
+    victim.write_text("precious")
+    (tmp_path / ".clients_val.csv.tmp").symlink_to(victim)
+    table.append(0, ["a"], [3], {"acc": [0.5]})
+    assert victim.read_text() == "precious"
+    assert rows(table.path) == [("0", "a", "3", "0.5")]
+
+
+def test_a_full_disk_leaves_whole_rows_and_says_how_to_go_on(tmp_path: Path) -> None:
+    table = ClientTable(tmp_path / "clients_val.csv")
+    table.append(0, ["a"], [3], {"acc": [0.5]})
+    before = table.path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"clients_val\.csv'.* MiB are free .*`ckpt_path`"):
+            table.append(1, ["b" * 99] * 9, [3] * 9, {"acc": [0.5] * 9})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert table.path.read_bytes() == before
+    table.append(1, ["b"], [3], {"acc": [0.25]})
+    assert rows(table.path) == [("0", "a", "3", "0.5"), ("1", "b", "3", "0.25")]
 
 
 def test_a_value_that_comes_later_gets_a_column(tmp_path: Path) -> None:

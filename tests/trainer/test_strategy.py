@@ -6,6 +6,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -147,7 +148,11 @@ def test_clients_are_found_by_id_and_by_name() -> None:
     assert strategy.federation.num_clients == 4
     assert strategy.client_names == ("a", "b", "c", "d")
     assert torch.equal(strategy.client_state_dict("c")["w"], strategy.client_state_dict(2)["w"])
-    for wrong in ("e", 4, -1, True):
+    for two in (np.int64(2), torch.tensor(2), torch.arange(4)[2]):
+        assert torch.equal(
+            strategy.client_state_dict("c")["w"], strategy.client_state_dict(two)["w"]
+        )
+    for wrong in ("e", 4, -1, True, np.int64(4), np.True_, torch.tensor(True), 2.0, None):
         with pytest.raises(
             KeyError, match=r"Expected `client` to be an id in 0..3 or one of the names"
         ):
