@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning as L
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.core.checks import check_whole, is_number
@@ -189,21 +188,9 @@ class FederatedDataModule(L.LightningDataModule):
         """Return the test data, on which no client trained."""
         return self._dataset("test")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a digest of the partition, for checkpoints."""
-        return {"partition": self._digest()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Warn if the checkpoint's clients had other samples."""
+    def digest(self) -> str:
+        """Return a digest of all clients' samples, which tells partitions apart."""
         self.setup()
-        if state_dict["partition"] != self._digest():
-            rank_zero_warn(
-                "The checkpoint's clients had other samples than those of this data module, so "
-                "models may be evaluated on training data of other clients. Use the source, the "
-                "partition and the seed of that run."
-            )
-
-    def _digest(self) -> str:
         found = hashlib.sha256()
         for split in ("train", "val", "test"):
             for part in self._splits[split].parts:

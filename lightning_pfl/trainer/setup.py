@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_pfl._lightning import connected, take_over
 from lightning_pfl.contract.records import FitPlan
+from lightning_pfl.data.datamodule import FederatedDataModule
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.select import EngineName, SelectedEngine
@@ -48,6 +49,7 @@ class StageSetup:
 
     Attributes:
         saved: The federation's part of a checkpoint, until its clients are known; else None.
+        partition: Digest of the samples of the last fit's clients; None without a data module.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class StageSetup:
         self.chunk_size, self.feature_cache = chunk_size, feature_cache
         self.client_state_device = client_state_device
         self.saved: Mapping[str, Any] | None = None
+        self.partition: str | None = None
         self._owner: tuple[L.Trainer, L.LightningModule, Method, tuple[str, ...]] | None = None
 
     @property
@@ -127,6 +130,7 @@ class StageSetup:
             federation.load_state_dict(saved)
             if trainer.state.fn == TrainerFn.FITTING:
                 self._warn_of_other_settings(trainer, saved.get("run", {}))
+        self._compare_partitions(trainer, fresh, saved)
         self.saved = None
         self._begin_engines(trainer, training, fresh, saved)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -136,6 +140,25 @@ class StageSetup:
             loop.module_at_start = checks.ModuleAtStart(splits)
             _note_parts(federation, module)
             self._report(trainer)
+
+    def _compare_partitions(
+        self, trainer: L.Trainer, fresh: bool, saved: Mapping[str, Any] | None
+    ) -> None:
+        """Warn if the clients have been trained on other samples than those of the data module."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        now = data.digest() if isinstance(data, FederatedDataModule) else None
+        if saved is not None:
+            self.partition = saved.get("partition")
+        elif fresh:
+            self.partition = None
+        if None not in (now, self.partition) and now != self.partition:
+            rank_zero_warn(
+                "The clients were trained on other samples than those of this data module, so "
+                "models may be evaluated on training data of other clients. Use the source, the "
+                "partition and the seed of that fit."
+            )
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.partition = now
 
     def run_settings(self, trainer: L.Trainer) -> dict[str, str]:
         """Return the settings of the run, besides the method's, that decide what a round does."""

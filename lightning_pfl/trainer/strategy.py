@@ -313,6 +313,7 @@ class FederatedStrategy(ProcessesStrategy):
                 "optimizers": names,
                 "run": self._stage.run_settings(self._stage.trainer),
                 "local_steps": [one.steps for one in self._client_training],
+                "partition": self._stage.partition,
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

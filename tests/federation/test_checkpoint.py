@@ -392,5 +392,10 @@ def test_a_checkpoint_of_another_partition_is_said(tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     run.save_checkpoint(path)
     trainer(FedRep()).test(mlp(), module_of(0), ckpt_path=path)  # warnings are errors here
-    with pytest.warns(UserWarning, match="had other samples than those of this data module"):
+    match = "trained on other samples than those of this data module"
+    with pytest.warns(UserWarning, match=match):
         trainer(FedRep()).test(mlp(), module_of(1), ckpt_path=path)
+    with pytest.warns(UserWarning, match=match):
+        run.test(run.lightning_module, module_of(1))
+    run.save_checkpoint(path)  # after that test, its clients are still those of the fit
+    trainer(FedRep()).test(mlp(), module_of(0), ckpt_path=path)
