@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import lightning as L
@@ -13,7 +15,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect_processes
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_tensor
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.core.optimizer import (
     _configure_optimizers,
     _configure_schedulers_automatic_opt,
@@ -22,6 +24,7 @@ from lightning.pytorch.core.optimizer import (
     _validate_optimizers_attached,
     _validate_scheduler_api,
 )
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
 from lightning.pytorch.loops.loop import _Loop as Loop
@@ -69,14 +72,18 @@ __all__ = [
     "copy_apart",
     "count_server_update",
     "default_backend",
+    "fill_hp_metric",
     "forget_metrics",
+    "is_interrupt",
     "is_overridden",
     "log_at_end",
+    "log_settings",
     "log_values",
     "no_grad_context",
     "notice_termination",
     "open_step",
     "optimizer_steps",
+    "path_of_last",
     "publish_round",
     "read_optimizers",
     "reduce_tensor",
@@ -333,9 +340,52 @@ def send_round(loop: FitLoop, further: Mapping[str, float]) -> None:
 
 
 def stop_if_terminated(terminated: bool) -> None:
-    """End the run, as Lightning does between epochs, if a process got a SIGTERM."""
+    """End the run, as Lightning does between epochs, if a process got a SIGTERM.
+
+    The program's exit code then says so, as a shell's does: 128 + 15.
+    """
     if terminated:
-        raise SIGTERMException
+        raise SIGTERMException(128 + signal.SIGTERM)
+
+
+def is_interrupt(exception: BaseException) -> bool:
+    """Whether a run was stopped from outside, by SIGINT or SIGTERM."""
+    return isinstance(exception, (KeyboardInterrupt, SIGTERMException))
+
+
+def path_of_last(trainer: L.Trainer) -> Path | None:
+    """Return where ``ckpt_path="last"`` looks; None without a ModelCheckpoint."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            name = callback.CHECKPOINT_NAME_LAST
+            # A name with values in braces begins with one that only ModelCheckpoint can fill in.
+            return Path(
+                callback.dirpath, ("last" if "{" in name else name) + callback.FILE_EXTENSION
+            )
+    return None
+
+
+def log_settings(trainer: L.Trainer, settings: Mapping[str, Any]) -> None:
+    """Add settings to the hyper-parameters that loggers keep.
+
+    TensorBoard shows those that it got first, so this comes before Lightning's, with Lightning's.
+    """
+    parts = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]
+    known = {
+        name: value
+        for part in parts
+        if part is not None and part._log_hyperparams
+        for name, value in (part.hparams_initial or {}).items()
+    }
+    for logger in trainer.loggers:
+        logger.log_hyperparams({**settings, **known})
+
+
+def fill_hp_metric(trainer: L.Trainer, value: float) -> None:
+    """Give TensorBoard's table of runs a value to sort by, instead of -1."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and logger._default_hp_metric:
+            logger.log_metrics({"hp_metric": value}, trainer.current_epoch)
 
 
 def remember_metrics(trainer: L.Trainer, values: Mapping[str, float | Tensor]) -> None:

@@ -188,6 +188,25 @@ class FederatedDataModule(L.LightningDataModule):
         """Return the test data, on which no client trained."""
         return self._dataset("test")
 
+    def settings(self) -> dict[str, str | int | float]:
+        """Return what decides which samples each client has, for loggers."""
+        self.setup()
+        assert self._arrays is not None
+        partition = self.partition or self._choose_partition(self._arrays)
+        return {
+            "source": type(self.source).__name__,
+            "partition": type(partition).__name__,
+            **{
+                f"partition.{name}": value
+                for name, value in vars(partition).items()
+                if isinstance(value, (int, float, str)) and not name.startswith("_")
+            },
+            "val_fraction": self.val_fraction,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "new_clients": self.num_new_clients,
+        }
+
     def digest(self) -> str:
         """Return a digest of all clients' samples, which tells partitions apart."""
         self.setup()

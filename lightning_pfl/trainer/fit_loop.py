@@ -20,6 +20,7 @@ from lightning_pfl._lightning import (
     call_hooks,
     call_module_hook,
     count_server_update,
+    fill_hp_metric,
     log_at_end,
     log_values,
     publish_round,
@@ -51,6 +52,8 @@ LOOK_AHEAD = 64
 # Progress of the current round, for a checkpoint written inside it. Before OPEN's end nothing of
 # it counts.
 OPEN, TRAINED, VALIDATED, CLOSED = "open", "trained", "validated", "closed"
+STORING = "storing"
+"""Some of the round counts, and some not yet: no checkpoint is written."""
 
 
 def _no_silent_end(function: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -283,7 +286,8 @@ class FederatedLoop(FitLoop):
         if refused:
             self._refuse_server(round, verdict, refused)
             server = federation.server
-        else:
+        self.stage = STORING
+        if not refused:
             cohort.store()
         if len(round.rejected) < len(round.info):
             self._left_out = None
@@ -473,6 +477,16 @@ class FederatedLoop(FitLoop):
         trainer.should_stop = any(stop for stop, _ in heard)
         stop_if_terminated(any(terminated for _, terminated in heard))
 
+    def run(self) -> None:
+        """Run the rounds that are left; where none is, report what the last ones had."""
+        self.setup_data()
+        if self._restored is None or not self.done:
+            super().run()
+            return
+        # A run that was killed after its last round has no summary yet.
+        self.reset()
+        self._summarize()
+
     def on_run_end(self) -> None:
         """Report the last ten rounds and the best one, and end the training."""
         if self._left_out:
@@ -481,11 +495,18 @@ class FederatedLoop(FitLoop):
                 f"clients; in the last one: {self._left_out}. Look at the warnings above, use a "
                 "smaller learning rate, or clean the data."
             )
+        self._summarize()
+        super().on_run_end()
+
+    def _summarize(self) -> None:
+        """Log the means of the last ten rounds, and the best round."""
         on_test = getattr(self.trainer.datamodule, "val_split", "train") == "test"
         history = self.federation.history
         if summary := history.summary(on_test):
             log_at_end(self.trainer, summary, history.for_loggers(summary))
-        super().on_run_end()
+            assert history.best is not None
+            if (value := summary.get(f"last10/{history.best.monitor}")) is not None:
+                fill_hp_metric(self.trainer, value)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

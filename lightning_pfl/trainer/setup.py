@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl._lightning import connected, take_over
+from lightning_pfl._lightning import connected, log_settings, take_over
 from lightning_pfl.contract.records import FitPlan
 from lightning_pfl.data.datamodule import FederatedDataModule
 from lightning_pfl.data.datasets import FederatedTensorDataset
@@ -140,6 +141,23 @@ class StageSetup:
             loop.module_at_start = checks.ModuleAtStart(splits)
             _note_parts(federation, module)
             self._report(trainer)
+            log_settings(trainer, self._settings(trainer))
+
+    def _settings(self, trainer: L.Trainer) -> dict[str, Any]:
+        """Collect what tells runs apart, under the names of a recipe."""
+        federation, method = self.federation, self.federation.method
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        found: dict[str, Any] = {
+            "method": type(method).__name__,
+            **{f"method.{name}": _value(text) for name, text in method.settings().items()},
+            "trainer.strategy.participation": federation.participation,
+            "trainer.strategy.max_update_norm": federation.max_update_norm,
+            "trainer.strategy.seed": federation.seed,
+            "data.num_clients": federation.num_clients,
+        }
+        if isinstance(data, FederatedDataModule):
+            found |= {f"data.{name}": value for name, value in data.settings().items()}
+        return found
 
     def _compare_partitions(
         self, trainer: L.Trainer, fresh: bool, saved: Mapping[str, Any] | None
@@ -284,6 +302,15 @@ class StageSetup:
             rank_zero_info(note)
         if problem := federation.method.check_fit(_plan(trainer)):
             rank_zero_warn(problem)
+
+
+def _value(text: str) -> Any:
+    """Return the plain value that a setting's text means; other texts as they are."""
+    try:
+        found = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return found if found is None or isinstance(found, (int, float, str)) else text
 
 
 def _note_parts(federation: Federation, module: L.LightningModule) -> None:

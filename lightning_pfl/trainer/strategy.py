@@ -13,9 +13,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_pfl._lightning import WrappingCheckpointIO, read_optimizers
+from lightning_pfl._lightning import (
+    WrappingCheckpointIO,
+    is_interrupt,
+    path_of_last,
+    read_optimizers,
+)
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.engine.select import EngineName
 from lightning_pfl.federation.architectures import (
@@ -41,6 +47,7 @@ from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.trainer import checks
 from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
 from lightning_pfl.trainer.client_loop import ClientTraining
+from lightning_pfl.trainer.fit_loop import STORING
 from lightning_pfl.trainer.processes import TIMEOUT, ProcessesStrategy, keep_metrics_apart
 from lightning_pfl.trainer.setup import (
     ClientStateDevice,
@@ -286,6 +293,29 @@ class FederatedStrategy(ProcessesStrategy):
             group.setdefault("initial_lr", group["lr"])  # ReduceLROnPlateau doesn't
         assert self.lightning_module is not None
         return ClientTraining(self.lightning_module.trainer, module, optimizers, schedulers)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Save a fit that was interrupted by SIGINT or SIGTERM, and say how to go on."""
+        super().on_exception(exception)
+        trainer = self._stage.trainer
+        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if not fitting or trainer.sanity_checking or not is_interrupt(exception):
+            return
+        path, loop = path_of_last(trainer), fit_loop(trainer)
+        # After Ctrl-C the other processes may not answer; SIGTERM ends all after the same round.
+        alone = self.federation.ranks.size == 1 or not isinstance(exception, KeyboardInterrupt)
+        if path is None or not alone or loop.stage == STORING:
+            rank_zero_warn(
+                f"The run was interrupted after {self.federation.rounds} rounds and isn't saved. "
+                "Go on from its last checkpoint, if it has one, with `ckpt_path`."
+            )
+            return
+        trainer.save_checkpoint(path)
+        rank_zero_warn(
+            f"The run was interrupted after {self.federation.rounds} rounds and is saved to "
+            f"{str(path)!r}. Go on with `ckpt_path={str(path)!r}`; in the same folder "
+            "`ckpt_path='last'` finds it."
+        )
 
     def teardown(self) -> None:
         """Leave the device; the federation moves to the host, where its models stay available."""

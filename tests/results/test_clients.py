@@ -12,6 +12,7 @@ import lightning_pfl
 from lightning_pfl import FederatedStrategy, read_clients
 from lightning_pfl.methods import Ditto
 from lightning_pfl.testing import QuadraticModule, quadratic_clients
+from lightning_pfl.trainer.client_table import ClientTable
 
 HEAD = "round,client,num_samples,val_acc,global/val_acc,ft/val_acc,val_loss/extra\n"
 
@@ -59,3 +60,9 @@ def test_a_folder_without_tables_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Expected `run` to be a folder .* got run='.*log_dir"):
         read_clients(tmp_path)
     assert "read_clients" in lightning_pfl.__all__
+
+
+def test_names_that_the_table_guards_are_read_as_they_are(tmp_path: Path) -> None:
+    names = ["=1+1", "'quoted", "007", "NA"]
+    ClientTable(tmp_path / "clients_val.csv").append(0, names, [1] * 4, {"val_acc": [0.5] * 4})
+    assert read_clients(tmp_path)["client"].tolist() == names

@@ -1,0 +1,94 @@
+"""Runs that end from outside: by Ctrl-C, by SIGTERM, after the last round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.methods import LocalOnly
+from tests.trainer.setting import Quadratic, points, trainer
+
+
+class Interrupt(FederatedCallback):
+    """Stops the program in round 2, at a hook."""
+
+    def __init__(self, hook: str, sigterm: bool = False) -> None:
+        self.sigterm = sigterm
+        setattr(self, hook, self.stop)
+
+    def stop(self, run: Any, *_: Any) -> None:
+        if run.current_epoch != 2 or run.sanity_checking:
+            return
+        if not self.sigterm:
+            raise KeyboardInterrupt
+        run._signal_connector.received_sigterm = True
+
+
+def run(folder: Path, *callbacks: Any, **kwargs: Any) -> L.Trainer:
+    kept = ModelCheckpoint(folder, every_n_epochs=100)
+    return trainer(
+        LocalOnly(), max_epochs=4, callbacks=[kept, *callbacks], enable_checkpointing=True, **kwargs
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.parametrize(
+    ("hook", "sigterm", "code", "rounds"),
+    [
+        ("on_train_batch_start", False, 1, 2),
+        ("on_aggregation_start", False, 1, 2),
+        ("on_validation_batch_start", False, 1, 3),
+        ("on_train_batch_start", True, 143, 3),
+    ],
+)
+def test_an_interrupted_run_is_saved_and_goes_on_as_if_it_had_not_been(
+    hook: str, sigterm: bool, code: int, rounds: int, tmp_path: Path
+) -> None:
+    whole = run(tmp_path / "whole")
+    whole.fit(Quadratic(), points(), points())
+    first = run(tmp_path, Interrupt(hook, sigterm))
+    with (
+        pytest.warns(
+            UserWarning, match=rf"after {rounds} rounds and is saved .*last\.ckpt'. Go on"
+        ),
+        pytest.raises(SystemExit) as ended,
+    ):
+        first.fit(Quadratic(), points(), points())
+    assert ended.value.code == code
+    rest = run(tmp_path)
+    rest.fit(Quadratic(), points(), points(), ckpt_path="last")
+    for client in range(4):
+        expected: Any = whole.strategy.client_state_dict(client)  # type: ignore[attr-defined]
+        found = rest.strategy.client_state_dict(client)  # type: ignore[attr-defined]
+        assert torch.equal(found["w"], expected["w"])
+    assert rest.callback_metrics.keys() == whole.callback_metrics.keys()
+    for name, value in whole.callback_metrics.items():
+        assert torch.equal(rest.callback_metrics[name], value), name
+
+
+def test_a_run_without_checkpoints_says_that_it_is_lost() -> None:
+    lost = trainer(LocalOnly(), max_epochs=4, callbacks=[Interrupt("on_train_batch_start")])
+    with (
+        pytest.warns(UserWarning, match="after 2 rounds and isn't saved"),
+        pytest.raises(SystemExit),
+    ):
+        lost.fit(Quadratic(), points(), points())
+
+
+def test_a_run_that_was_killed_after_its_last_round_has_its_summary(tmp_path: Path) -> None:
+    whole = trainer(LocalOnly(), max_epochs=3)
+    whole.fit(Quadratic(), points(), points())
+    path = str(tmp_path / "last.ckpt")
+    whole.save_checkpoint(path)
+    rest = trainer(LocalOnly(), max_epochs=3)
+    rest.fit(Quadratic(), points(), points(), ckpt_path=path)
+    assert "last10/val_loss" in whole.callback_metrics
+    assert "best/val_loss" in whole.callback_metrics
+    for name, value in whole.callback_metrics.items():
+        assert torch.equal(rest.callback_metrics[name], value), name
