@@ -101,7 +101,7 @@ class ClientTable:
         self._remember(round)
 
     def _with(self, row: Sequence[str], values: Mapping[str, str]) -> list[str]:
-        known = dict(zip(self.columns, row[len(FIXED_COLUMNS) :], strict=False)) | values
+        known = {**dict(zip(self.columns, row[len(FIXED_COLUMNS) :], strict=False)), **values}
         metrics = [known.get(name, "") for name in self.columns]
         return [*row[: len(FIXED_COLUMNS)], *metrics]
 

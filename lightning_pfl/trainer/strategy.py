@@ -298,8 +298,9 @@ class FederatedStrategy(ProcessesStrategy):
         """Save a fit that was interrupted by SIGINT or SIGTERM, and say how to go on."""
         super().on_exception(exception)
         trainer = self._stage.trainer
-        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        if not fitting or trainer.sanity_checking or not is_interrupt(exception):
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if trainer.sanity_checking or not is_interrupt(exception):
             return
         path, loop = path_of_last(trainer), fit_loop(trainer)
         # After Ctrl-C the other processes may not answer; SIGTERM ends all after the same round.

@@ -37,7 +37,7 @@ def test_hyper_parameters_tell_runs_apart(tmp_path: Path) -> None:
         "data.num_clients": 5,
         "data.source": "Digits",
         "data.partition": "ClassesPerClient",
-        "data.partition.classes": 2,
+        "data.partition.classes_per_client": 2,
         "data.seed": 4,
     }
     assert {name: saved.get(name, "missing") for name in expected} == expected
