@@ -208,7 +208,7 @@ class FederatedDataModule(L.LightningDataModule):
         }
 
     def digest(self) -> str:
-        """Return a digest of all clients' samples, which tells partitions apart."""
+        """Return a digest of all clients' samples, to compare partitions by."""
         self.setup()
         found = hashlib.sha256()
         for split in ("train", "val", "test"):

@@ -144,7 +144,7 @@ class StageSetup:
             log_settings(trainer, self._settings(trainer))
 
     def _settings(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Collect what tells runs apart, under the names of a recipe."""
+        """Collect the settings of the run for loggers, under the names of a recipe."""
         federation, method = self.federation, self.federation.method
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         found: dict[str, Any] = {
