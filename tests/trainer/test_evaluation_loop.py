@@ -356,7 +356,8 @@ def test_a_value_that_is_nan_names_its_clients_once() -> None:
     texts = [str(one.message) for one in found if "is NaN, or not" in str(one.message)]
     assert len(texts) == 1
     assert "'val_loss' is NaN, or not logged, for cem; its statistics leave" in texts[0]
-    values = run.fit_loop.epoch_loop.val_loop.results[""].values["val_loss"]
+    evaluated = run.strategy.federation.client_results["val"].evaluations[""]
+    values = evaluated.values["val_loss"]
     assert values.isnan().tolist() == [False, False, True, False]
     assert float(run.callback_metrics["val_loss"]) == pytest.approx(float(values.nanmean()))
     assert run.callback_metrics["val_loss/left_out"] == 1
