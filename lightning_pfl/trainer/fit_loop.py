@@ -504,8 +504,7 @@ class FederatedLoop(FitLoop):
         history = self.federation.history
         if summary := history.summary(on_test):
             log_at_end(self.trainer, summary, history.for_loggers(summary))
-            assert history.best is not None
-            if (value := summary.get(f"last10/{history.best.monitor}")) is not None:
+            if (value := summary.get(f"last10/{history.monitor}")) is not None:
                 fill_hp_metric(self.trainer, value)
 
     # --- checkpoints ------------------------------------------------------------------------------
