@@ -294,10 +294,11 @@ class SequentialLocalStep:
         if self.travel is not None:
             self.travel.step()
         model, end = self.bound.bind(model), len(batch) - 1
-        last = (self.step + 1) % self.steps_per_epoch == 0
+        within = self.step % self.steps_per_epoch
+        first, last = within * self.engine.settings.accumulate, within + 1 == self.steps_per_epoch
         for at, (number, minibatch) in enumerate(batch):
             with self._looped(number, minibatch) as (ready, found):
-                found += [self.loop.run(ready, number, at < end, last and at == end)]
+                found += [self.loop.run(ready, first + at, at < end, last and at == end)]
         self._logged = True
         self.bound.keep(model)
         return model

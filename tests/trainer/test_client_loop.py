@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pfl.callbacks import HeadFineTuning
 from lightning_pfl.core.errors import MisconfigurationException
+from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import SCAFFOLD, FedAvg, FedPer, FedProx, FedRep
-from tests.trainer.plain import Regression, fit, require_plain
+from lightning_pfl.testing.fitting import fit as federate
+from lightning_pfl.testing.fitting import quiet
+from tests.trainer.plain import QUIET, Regression, fields, fit, require_plain
 
 # --- manual optimization ---
 
@@ -94,9 +100,6 @@ def test_gradients_stay_between_minibatches() -> None:
 
 def test_a_client_begins_without_what_another_left() -> None:
     """Clients that are trained together and alone end alike: moments, schedules, gradients."""
-    from lightning_pfl.data import FederatedTensorDataset
-    from lightning_pfl.testing.fitting import fit as federate
-    from tests.trainer.plain import fields
 
     def models(parts: list[Any]) -> Any:
         data = FederatedTensorDataset(fields(), parts, batch_size=4)
@@ -341,3 +344,75 @@ def test_loss_of_the_step_is_logged_under_accumulation() -> None:
     expected = fit(Clipped(), 1, accumulate_grad_batches=2)
     found = float(trainer.callback_metrics["loss"])
     assert found == pytest.approx(float(expected.callback_metrics["loss"]), rel=1e-6)
+
+
+# --- from round to round ---
+
+
+def sized(*sizes: int) -> FederatedTensorDataset:
+    """Clients with their own numbers of samples, in minibatches of two."""
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    parts = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return FederatedTensorDataset(fields(), parts, batch_size=2)
+
+
+def rates(data: FederatedTensorDataset, rounds: int, **options: Any) -> list[float]:
+    """The rate at the end of each client's steps, and that of the next round."""
+    seen: list[float] = []
+
+    class Watched(ByStep):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            seen.append(optimizer.param_groups[0]["lr"])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            self.total = self.trainer.estimated_stepping_batches
+            steps = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return [optimizer], [{"scheduler": steps, "interval": "step"}]
+
+    module = Watched()
+    run = federate(FedAvg(), data, module, rounds, "auto", **options)
+    assert module.total == 3 * rounds
+    return [*seen, run.trainer.optimizers[0].param_groups[0]["lr"]]
+
+
+def test_a_schedule_goes_on_from_the_client_with_most_steps() -> None:
+    """Two and then six samples are one and three steps, from 1 and from an eighth."""
+    halves = [2.0**-n for n in range(8)]
+    first, second = [halves[1], *halves[1:4]], [halves[4], *halves[4:7]]
+    assert rates(sized(2, 6), 2) == pytest.approx([*first, *second, halves[6]])
+
+
+def test_a_resumed_run_goes_on_with_schedules_and_steps(tmp_path: Path) -> None:
+    class Steps(Both):
+        """The step's number is in the loss."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * (1 + 0.1 * self.trainer.global_step)
+
+    data = sized(2, 6)
+    whole = federate(FedAvg(), data, Steps(), 4, "auto")
+    half = federate(FedAvg(), data, Steps(), 2, "auto").save(tmp_path / "half.ckpt")
+    rest = federate(FedAvg(), data, Steps(), 4, "auto", ckpt_path=half)
+    for name, leaf in whole.models.items():
+        assert torch.equal(rest.models[name], leaf)
+    assert rest.trainer.global_step == whole.trainer.global_step == 4
+
+
+@pytest.mark.parametrize("kind", [Clipped, EveryOther])
+def test_heads_are_tuned_by_the_modules_own_steps(kind: type[Regression]) -> None:
+    """Two epochs of a client's head after the run are those of a plain Trainer with this head."""
+    module, data = kind(), sized(10)
+    tuning = HeadFineTuning("layers.2", epochs=2)
+    run = federate(FedAvg(), data, module, 1, "auto", val_data=data, callbacks=[tuning])
+    tuned = tuning.client_state_dict(0)
+
+    alone = kind()
+    alone.load_state_dict(run.federation.client_state_dict(0))
+    alone.layers[0].requires_grad_(False)
+    plain = L.Trainer(max_epochs=2, **QUIET)
+    with quiet():
+        plain.fit(alone, DataLoader(TensorDataset(*fields()), batch_size=2))
+    for name, leaf in alone.state_dict().items():
+        torch.testing.assert_close(tuned[name], leaf, rtol=1e-6, atol=1e-8)
