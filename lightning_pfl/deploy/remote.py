@@ -114,11 +114,12 @@ class ServerFederation(Federation):
         """Make the part that all questions share."""
         names = self._names_of(info)
         versions, durable = self.versions[info.index].tolist(), self.durable[info.index].tolist()
-        template, loop = self.architectures[0].optimizer, self.architectures[0].engine.loop
-        if loop is not None and loop.counts_steps:
+        template = self.architectures[0].optimizer
+        if self.architectures[0].counts_steps:
             raise MisconfigurationException(
-                "A deployment can't go on with schedules that count the clients' steps, which only "
-                f'the nodes take, but {loop.why}. Use schedulers with "interval": "epoch".'
+                "Expected schedulers that count rounds, as only the nodes take the clients' steps, "
+                "but `configure_optimizers` returned one that counts steps. Use schedulers with "
+                '"interval": "epoch" and automatic optimization.'
             )
         groups = [] if template is None else template.param_groups
         return {

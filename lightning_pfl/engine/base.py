@@ -23,7 +23,7 @@ the round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -39,6 +39,8 @@ from lightning_pfl.core.tree import Model, Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.methods.base import Method, Phase
 
+StepOptions = Callable[[int], Sequence[Sequence[Mapping[str, Any]]]]
+"""Makes the options of each group of an optimizer at each of some steps."""
 BatchHooks = Callable[[L.LightningModule, Any], Any]
 """Passes one client's minibatch through the hooks of a module and of the data module."""
 
@@ -93,6 +95,8 @@ class LocalWork:
         stream: Name of the random stream: two streams in one round draw other numbers.
         validation: The validation split, a row for each client of the federation; None if there is
             none.
+        schedule: Makes the options of each group of ``optimizer`` at each of some steps of a phase;
+            None if they stay.
     """
 
     method: Method
@@ -104,6 +108,7 @@ class LocalWork:
     optimizer: Optimizer
     stream: str = "local"
     validation: FederatedDataset | None = None
+    schedule: StepOptions | None = None
 
     def split(self, phase: Phase) -> FederatedDataset:
         """Return the data of a phase.
@@ -119,6 +124,22 @@ class LocalWork:
                 "rounds, but got none. Pass `val_dataloaders`, or a positive `val_fraction`."
             )
         return self.validation
+
+    def options(self, phase: Phase, steps: int) -> Sequence[Sequence[Mapping[str, Any]]] | None:
+        """Return the optimizer's options at each step of a phase; None if they stay.
+
+        Raises:
+            MisconfigurationException: If the phase has a learning rate of its own.
+        """
+        if self.schedule is None:
+            return None
+        if phase.lr is not None:
+            raise MisconfigurationException(
+                f"Expected phases with the learning rate of `configure_optimizers`, as a scheduler "
+                f"changes it in each step, but phase {phase.name!r} has lr={phase.lr}. Leave out "
+                "its rate, or the scheduler."
+            )
+        return self.schedule(steps)
 
     @property
     def step(self) -> str:
@@ -186,12 +207,10 @@ class ModuleLoop(Protocol):
     Attributes:
         why: What the module has inside a step, for messages.
         manual: Whether ``training_step`` steps the optimizers.
-        counts_steps: Whether a scheduler counts the clients' steps, and not rounds.
     """
 
     why: str
     manual: bool
-    counts_steps: bool
 
     def phase(
         self, trainable: Collection[str], lr: float | None, minibatches: int
@@ -226,12 +245,8 @@ class ModuleLoop(Protocol):
             slot: Name of the optimizer state.
         """
 
-    def end_round(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Let schedules go on from where the client with most steps has left them.
-
-        Args:
-            gather: Gathers an object of every process.
-        """
+    def end_step(self) -> None:
+        """End a step of the method."""
 
 
 class Engine(Protocol):

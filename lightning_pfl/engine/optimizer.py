@@ -94,6 +94,7 @@ class ClientOptimizer:
         lr: Learning rate for all groups; None keeps the template's.
         stacked: Whether the optimizer gets ``(clients, *shape)``; otherwise it gets one client's
             ``(*shape)``, as any optimizer can handle.
+        schedule: The options of each group of the template at each step; None if they stay.
 
     Attributes:
         names: The parameters that it steps.
@@ -106,8 +107,9 @@ class ClientOptimizer:
         clients: int,
         lr: float | None = None,
         stacked: bool = True,
+        schedule: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     ) -> None:
-        self.clients = clients
+        self.clients, self._schedule = clients, schedule
         self.stacked = stacked
         names = {id(p): name for name, p in parameter_split.module.named_parameters()}
         self._groups: list[list[str]] = []
@@ -119,7 +121,7 @@ class ClientOptimizer:
         # A learning rate scheduler wraps `step` on the instance, bound to the template.
         self._optimizer.__dict__.pop("step", None)
         self._optimizer.param_groups = []
-        elementwise = why_not_elementwise(template) is None
+        merges = why_not_elementwise(template) is None and schedule is None
         for group in template.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             if lr is not None:
@@ -131,7 +133,7 @@ class ClientOptimizer:
                 # Groups that differ by name alone are stepped as one.
                 options.pop("name", None)
             members = [names[id(p)] for p in group["params"] if id(p) in names]
-            if elementwise and options in self._optimizer.param_groups:
+            if merges and options in self._optimizer.param_groups:
                 self._groups[self._optimizer.param_groups.index(options)] += members
             else:
                 self._optimizer.param_groups.append(options)
@@ -158,6 +160,14 @@ class ClientOptimizer:
     def lr(self) -> float:
         """Return the single learning rate of all groups."""
         return one_rate(learning_rates(self._optimizer))
+
+    def at(self, step: int) -> None:
+        """Take the schedule's options of a step."""
+        if self._schedule is not None:
+            for group, options in zip(
+                self._optimizer.param_groups, self._schedule[step], strict=True
+            ):
+                group.update({k: v for k, v in options.items() if k not in ("fused", "foreach")})
 
     def new_tick(self) -> None:
         """Clear the step counters from which the groups of the last tick started."""

@@ -250,7 +250,9 @@ class SelectedEngine:
         phases = tuple(replace(phase, epochs=None, steps=1, lr=None) for phase in work.phases)
         steps = torch.full_like(few.info.steps, len(phases))
         sgd = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1.0)
-        return replace(few, info=replace(few.info, steps=steps), phases=phases, optimizer=sgd)
+        return replace(
+            few, info=replace(few.info, steps=steps), phases=phases, optimizer=sgd, schedule=None
+        )
 
     def _problem(
         self,

@@ -6,7 +6,7 @@ or batching over clients. The vectorized engine must return the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -157,7 +157,7 @@ class SequentialEngine:
             )
             with active.modes(), local_step.program.capturing(), self._leaving_no_trace(phase):
                 local_step.program.throwaway = active.throwaway()
-                local_step.begin(active, number)
+                local_step.begin(active, number, work.options(phase, len(minibatches.bounds)))
                 with local_step.in_loop(minibatches.per_epoch):
                     state = self._steps(work, state, local_step, minibatches)
             if phase.data == "training":
@@ -185,6 +185,7 @@ class SequentialEngine:
             with naming_clients("client_step", names, client, work.info.round):
                 new = work.method.client_step(state, batch, local_step)
                 require_same_entries(work.method, state, new)
+            local_step.end_step()
             state = new
         return state
 
@@ -256,12 +257,17 @@ class SequentialLocalStep:
         self.method, self.loop = type(work.method).__name__, engine.loop
         self.bound: BoundModule | None = None
 
-    def begin(self, active: ActivePhase, number: int) -> None:
+    def begin(
+        self,
+        active: ActivePhase,
+        number: int,
+        schedule: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+    ) -> None:
         """Start a phase with a fresh optimizer."""
         self.active, self.number, self.phase = active, number, active.phase.name
         self.step = -1
         self.optimizer = ClientOptimizer(
-            self.template, self.engine.parameter_split, 1, active.phase.lr, stacked=False
+            self.template, self.engine.parameter_split, 1, active.phase.lr, False, schedule
         )
         if self.travel is not None and not active.phase.evaluate_only:
             self.travel.begin(self.template, active.phase.lr)
@@ -373,8 +379,14 @@ class SequentialLocalStep:
         """Start a step, whose first gradient logs."""
         self._logged = False
         self.step += 1
+        self.optimizer.at(self.step)
         if not self.active.phase.evaluate_only:
             self.engine.draws_elsewhere = False
+
+    def end_step(self) -> None:
+        """End a step."""
+        if self.loop is not None and self.bound is not None:
+            self.loop.end_step()
 
     @property
     def lr(self) -> float:

@@ -99,7 +99,10 @@ def adapt(
         weights = method.aggregation_weights(samples)
         round = max(federation.rounds - 1, 0)
         info = ClientInfo(clients, samples, steps, weights, round, data.num_clients)
-        work = LocalWork(method, received, {}, info, data, phases, architecture.optimizer, stream)
+        optimizer, schedule = architecture.optimizer, architecture.schedule
+        work = LocalWork(
+            method, received, {}, info, data, phases, optimizer, stream, schedule=schedule
+        )
         result = architecture.engine.train(work)
         module.to(home)
     trained: Model = tmap(lambda leaf: leaf.detach().to(home), result.uploads["model"])

@@ -32,6 +32,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.errors import ClientError, format_names
 from lightning_pfl.core.parameters import RUNNING_STATISTICS, ParameterSplit
 from lightning_pfl.core.tree import Tree, shapes
+from lightning_pfl.engine.base import StepOptions
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.ranks import Ranks
@@ -58,12 +59,16 @@ class Architecture:
         engine: The engine of its clients.
         optimizer: The template of its clients' optimizers, from ``configure_optimizers``; None
             until it is needed.
+        schedule: Its options at each step of a phase; None if they stay.
+        counts_steps: Whether a scheduler counts the clients' steps, and not rounds.
     """
 
     method: Method
     client_states: ClientStateStore
     engine: SelectedEngine
     optimizer: Optimizer | None = None
+    schedule: StepOptions | None = None
+    counts_steps: bool = False
 
     def __init__(
         self, name: str, module: Any, parameter_split: ParameterSplit, clients: Tensor | None

@@ -113,6 +113,7 @@ class Cohort:
                 scheduled(self.phases, architecture.optimizer),
                 architecture.optimizer,
                 validation=validation,
+                schedule=architecture.schedule,
             )
             with naming_architecture(
                 architecture, data.names, info.index, "client_step", info.round

@@ -12,7 +12,7 @@ from where the client with most steps ends.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
@@ -34,6 +34,7 @@ from lightning_pfl._lightning import (
     optimizer_steps,
     overrides,
 )
+from lightning_pfl.trainer.step_schedule import StepSchedule
 
 STEP_HOOKS = (
     "backward",
@@ -68,11 +69,14 @@ def needs_loop(
         kind = type(callback).__name__
         hooks = [hook for hook in CALLBACK_STEP_HOOKS if overrides(callback, hook, Callback)]
         found += [f"{kind} overrides `{hook}`" for hook in hooks]
+    by_step = [config for config in schedulers if config.interval == "step"]
     found += [
-        f'{type(config.scheduler).__name__} has "interval": "step"'
-        for config in schedulers
-        if config.interval == "step"
+        f"{type(config.scheduler).__name__} monitors a value in each step"
+        for config in by_step
+        if config.reduce_on_plateau
     ]
+    if by_step and is_overridden("lr_scheduler_step", module):
+        found += [f"{name} overrides `lr_scheduler_step`"]
     if scaler_of(trainer) is not None:
         found += [f"precision={trainer.precision!r} scales the loss"]
     return ", ".join(found) or None
@@ -96,6 +100,9 @@ class ClientTraining:
 
     Attributes:
         loop: Lightning's own loop, if something needs it.
+        counts_steps: Whether a scheduler counts the clients' steps, and not rounds.
+        schedule: The optimizer's options at each step, if a scheduler counts steps outside of
+            Lightning's loop.
     """
 
     def __init__(
@@ -108,6 +115,22 @@ class ClientTraining:
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
         why = needs_loop(trainer, module, schedulers)
         self.loop = None if why is None else ClientLoop(trainer, module, self, why)
+        by_step = any(config.interval == "step" for config in self.schedulers)
+        self.counts_steps = by_step or (not module.automatic_optimization and bool(self.schedulers))
+        alone = by_step and self.loop is None
+        self.schedule = StepSchedule(self.optimizers[0], self.schedulers) if alone else None
+
+    def end_round(self, steps: int, gather: Callable[[Any], list[Any]]) -> None:
+        """Let schedules go on by the steps of the client with most steps.
+
+        Args:
+            steps: Their number in its longest phase.
+            gather: Gathers an object of every process.
+        """
+        if self.loop is not None:
+            self.loop.end_round(gather)
+        if self.schedule is not None:
+            self.schedule.end_round(steps)
 
     @property
     def steps(self) -> int:
@@ -143,11 +166,9 @@ class ClientLoop(TrainingEpochLoop):
         super().__init__(trainer)
         self.module, self.why, self.manual = module, why, not module.automatic_optimization
         self.client_optimizers, self.configs = training.optimizers, training.schedulers
-        by_step = any(config.interval == "step" for config in self.configs)
-        self.counts_steps = by_step or (self.manual and bool(self.configs))
         self.steps_before = 0
         self._wrapped: list[LightningOptimizer] = []
-        self._accumulating = False
+        self._accumulating = self._applied = False
         self._slots: dict[str, list[Any]] = {}
         self._furthest: tuple[int, Any] = 0, None
 
@@ -158,6 +179,12 @@ class ClientLoop(TrainingEpochLoop):
         self, trainable: Collection[str], lr: float | None, minibatches: int
     ) -> Iterator[None]:
         """Begin a phase of a client; see :class:`~lightning_pfl.engine.base.ModuleLoop`."""
+        if lr is not None and any(config.interval == "step" for config in self.configs):
+            raise MisconfigurationException(
+                "Expected phases with the learning rate of `configure_optimizers`, as a scheduler "
+                f"changes it in each step, but got a phase with {lr=}. Leave out its rate, or the "
+                "scheduler."
+            )
         with ExitStack() as stack:
             stack.enter_context(self._installed(minibatches))
             stack.enter_context(self._trained(frozenset(trainable)))
@@ -273,7 +300,13 @@ class ClientLoop(TrainingEpochLoop):
         self._take_states(slot)
         self._begin(number, accumulate=False, is_last=False)
         self.automatic_optimization._optimizer_step(number, lambda: loss)
-        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        self._applied = True
+
+    def end_step(self) -> None:
+        """Step schedulers, once for all models that a method's step has updated."""
+        if self._applied:
+            self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        self._applied = False
 
     @property
     def _per_step(self) -> int:
@@ -322,7 +355,7 @@ class ClientLoop(TrainingEpochLoop):
         for config, state in zip(self.configs, states, strict=True):
             config.scheduler.load_state_dict(deepcopy(state))
 
-    def end_round(self, gather: Any) -> None:
+    def end_round(self, gather: Callable[[Any], list[Any]]) -> None:
         """Let schedules go on from where the client with most steps has left them.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from types import MappingProxyType
 from typing import Any
@@ -43,7 +43,7 @@ from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.metrics.history import without_summary
 from lightning_pfl.trainer.checks import ModuleAtStart
-from lightning_pfl.trainer.client_loop import ClientLoop
+from lightning_pfl.trainer.client_loop import ClientLoop, ClientTraining
 from lightning_pfl.trainer.data import by_client, due_reload, move_to_device
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
@@ -90,6 +90,7 @@ class FederatedLoop(FitLoop):
         federation: The state of the run.
         data: The training data.
         module_at_start: The parameters with which the fit began.
+        training: The optimizers and schedulers of each architecture's clients.
         stage: How far the current round is.
         logged: What the current round logs, by name; kept for a run that is resumed inside the
             round.
@@ -99,6 +100,7 @@ class FederatedLoop(FitLoop):
     trainer: ConnectedTrainer
     federation: Federation
     module_at_start: ModuleAtStart
+    training: Sequence[ClientTraining] = ()
     data: FederatedDataset | None = None
     stage: str = CLOSED
     logged: Mapping[str, float] = MappingProxyType({})
@@ -295,14 +297,20 @@ class FederatedLoop(FitLoop):
             self._left_out = next(iter(round.rejected.values()))
         federation.commit(server)
         count_server_update(self)
-        for architecture in federation.architectures:
-            if architecture.engine.loop is not None:
-                architecture.engine.loop.end_round(federation.ranks.all_gather_objects)
+        for training in self.training:
+            steps = 0 if training.schedule is None else self._longest(cohort.phases, round)
+            training.end_round(steps, federation.ranks.all_gather_objects)
         step_schedulers(self, plateau=False)
         self.stage = TRAINED
         self._hook("on_aggregation_end", round)
         self._measure(round)
         self._hook("on_round_end", round)
+
+    def _longest(self, phases: tuple[Phase, ...], round: Round) -> int:
+        """Count the steps of the longest phase of the client with most steps."""
+        data, clients = self.require_data(), round.info.index
+        counts = [self.federation.count_steps(data, clients, (phase,)) for phase in phases]
+        return max((int(count.max()) for count in counts if len(count)), default=0)
 
     def _report(self, round: Round, result: LocalResult, verdict: Verdict) -> None:
         """Log means of the user's values over accepted clients, and traffic; warn."""

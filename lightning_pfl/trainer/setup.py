@@ -258,7 +258,7 @@ class StageSetup:
         # A choice that the checkpoint's run has made is repeated, so that it goes on bit by bit.
         slower = (saved or {}).get("slower_vectorized", {})
         for architecture in federation.architectures:
-            architecture.optimizer = None
+            architecture.optimizer = architecture.schedule = None
             architecture.engine = SelectedEngine(
                 self.engine,
                 architecture.module,
@@ -272,7 +272,10 @@ class StageSetup:
     def use(self, training: Sequence[ClientTraining]) -> None:
         """Let clients train with these optimizers."""
         for architecture, one in zip(self.federation.architectures, training, strict=True):
-            architecture.optimizer, architecture.engine.loop = one.optimizers[0], one.loop
+            architecture.optimizer, architecture.schedule = one.optimizers[0], one.schedule
+            architecture.engine.loop, architecture.counts_steps = one.loop, one.counts_steps
+        assert self.trainer is not None
+        fit_loop(self.trainer).training = training
 
     def local_steps(self, trainer: L.Trainer) -> int:
         """Count the steps of the longest phase of a round, of the client with most steps."""

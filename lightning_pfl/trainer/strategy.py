@@ -235,9 +235,8 @@ class FederatedStrategy(ProcessesStrategy):
         assert module is not None
         self._undo = keep_metrics_apart(module)
         self._stage.begin(trainer, module, self.root_device, self._client_training)
-        loops = [one.loop for one in self._client_training if one.loop is not None]
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and any(loop.counts_steps for loop in loops):
+        if fitting and any(one.counts_steps for one in self._client_training):
             # Only now it is known how many steps a round has.
             self._configure(trainer, self._stage.local_steps(trainer))
             self._stage.use(self._client_training)
@@ -275,7 +274,7 @@ class FederatedStrategy(ProcessesStrategy):
         first = self.federation.architectures.index(architecture)
         for number, template in enumerate(training.optimizers if self._saved_optimizers else ()):
             load_optimizer(template, *self._saved_optimizers[first + number])
-        architecture.engine.loop = training.loop
+        architecture.engine.loop, architecture.schedule = training.loop, training.schedule
         return training.optimizers[0]
 
     def _configure_optimizer(self, module: L.LightningModule) -> ClientTraining:

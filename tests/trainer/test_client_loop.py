@@ -228,7 +228,18 @@ class Twice(Regression):
         optimizer.step()
 
 
-KINDS = [Clipped, WarmUp, Average, GradientHooks, ByStep, Both, Twice]
+class BothWithHooks(Both, Clipped):
+    pass
+
+
+KINDS = [Clipped, WarmUp, Average, GradientHooks, BothWithHooks, Twice]
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+@pytest.mark.parametrize("kind", [ByStep, Both])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_schedules_of_steps(kind: type[Regression], engine: str, accumulate: int) -> None:
+    require_plain(kind, engine=engine, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -236,7 +247,7 @@ def test_hooks(kind: type[Regression]) -> None:
     require_plain(kind)
 
 
-@pytest.mark.parametrize("kind", [Clipped, WarmUp, GradientHooks, Both])
+@pytest.mark.parametrize("kind", [Clipped, WarmUp, GradientHooks, BothWithHooks])
 def test_hooks_under_accumulation(kind: type[Regression]) -> None:
     require_plain(kind, accumulate_grad_batches=2)
 
@@ -260,7 +271,7 @@ def test_methods_with_gradients_of_their_own_call_the_hooks() -> None:
             grads = client.grad(state["model"], minibatches)
             return {**state, "model": client.update(state["model"], grads)}
 
-    for kind in (Clipped, GradientHooks, Both, WarmUp):
+    for kind in (Clipped, GradientHooks, BothWithHooks, WarmUp):
         whole, apart = kind(), kind()
         fit(whole, 2, FedAvg())
         fit(apart, 2, Apart(0.0))
@@ -377,6 +388,27 @@ def rates(data: FederatedTensorDataset, rounds: int, **options: Any) -> list[flo
     return [*seen, run.trainer.optimizers[0].param_groups[0]["lr"]]
 
 
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+def test_a_schedule_outside_of_the_loop_goes_on_as_well(engine: str) -> None:
+    """The second round begins at an eighth, after three steps of the larger client."""
+
+    class Halved(ByStep):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            steps = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return [optimizer], [{"scheduler": steps, "interval": "step"}]
+
+    for rounds in (1, 2):
+        run = federate(FedAvg(), sized(2, 6), Halved(), rounds, engine)
+        assert run.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.125**rounds)
+
+
+def test_a_phase_with_a_rate_of_its_own_refuses_a_schedule_of_steps() -> None:
+    match = "a scheduler changes it in each step, but phase 'head' has lr=0.1"
+    with pytest.raises(MisconfigurationException, match=match):
+        fit(Both(), 1, FedRep("layers.2", head_lr=0.1))
+
+
 def test_a_schedule_goes_on_from_the_client_with_most_steps() -> None:
     """Two and then six samples are one and three steps, from 1 and from an eighth."""
     halves = [2.0**-n for n in range(8)]
@@ -384,12 +416,16 @@ def test_a_schedule_goes_on_from_the_client_with_most_steps() -> None:
     assert rates(sized(2, 6), 2) == pytest.approx([*first, *second, halves[6]])
 
 
-def test_a_resumed_run_goes_on_with_schedules_and_steps(tmp_path: Path) -> None:
-    class Steps(Both):
+@pytest.mark.parametrize("base", [Both, BothWithHooks])
+def test_a_resumed_run_goes_on_with_schedules_and_steps(
+    base: type[Regression], tmp_path: Path
+) -> None:
+    class Steps(base):  # type: ignore[misc, valid-type]
         """The step's number is in the loss."""
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) * (1 + 0.1 * self.trainer.global_step)
+            loss = super().training_step(batch, batch_idx)
+            return loss * (1 + 0.1 * self.trainer.global_step) if base is BothWithHooks else loss
 
     data = sized(2, 6)
     whole = federate(FedAvg(), data, Steps(), 4, "auto")

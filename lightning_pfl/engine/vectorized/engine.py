@@ -252,6 +252,7 @@ class Chunk:
         at_work = (self.data.names, self.clients, self.info.round)
         for step in range(steps):
             local_step.optimizer.new_tick()
+            local_step.optimizer.at(step)
             for tick in batches.at(step):
                 local_step.begin(tick, step)
                 batch = split_draws(tick.minibatches, draws)
@@ -280,7 +281,11 @@ class Chunk:
             engine.traces,
             engine.prefix,
             ClientOptimizer(
-                self.work.optimizer, engine.parameter_split, len(self.clients), active.phase.lr
+                self.work.optimizer,
+                engine.parameter_split,
+                len(self.clients),
+                active.phase.lr,
+                schedule=self.work.options(active.phase, steps),
             ),
             self.logs,
             None if self.keys is None else self.keys + (number << 32),
