@@ -31,8 +31,9 @@ class StepSchedule:
 
     def __call__(self, steps: int) -> list[Options]:
         """Return the options of each group at each of some steps."""
-        if len(self._known) < steps:
-            before = self._options()
+        before = self._options()
+        # Plateaus and callbacks may have changed the rates since.
+        if len(self._known) < steps or self._known[:1] != [before]:
             states = [deepcopy(config.scheduler.state_dict()) for config in self.configs]
             self._known = self._walk(steps)
             for config, state in zip(self.configs, states, strict=True):
