@@ -129,7 +129,7 @@ class ClientOptimizer:
             if type(template) in FUSED and not (options["fused"] or options["foreach"]):
                 options["fused"] = options["fused"] is None and not options["differentiable"]
             options["params"] = []
-            if elementwise:
+            if merges:
                 # Groups that differ by name alone are stepped as one.
                 options.pop("name", None)
             members = [names[id(p)] for p in group["params"] if id(p) in names]
