@@ -9,13 +9,12 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_pfl._lightning import copy_apart
 from lightning_pfl.contract.records import ClientInfo, FitPlan
 from lightning_pfl.core.checks import check_choice, check_whole
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, Tree, double_sum, select, tmap, whole_nbytes
 from lightning_pfl.methods.base import PER_CLUSTER, About, LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.support.starts import check_starts, different_models
 from lightning_pfl.solvers.clusters import cluster_means
 
 Averaging = Literal["models", "gradients"]
@@ -121,20 +120,11 @@ class IFCA(Method):
                 f"which is one step on all samples, but got {local_epochs=}, {local_steps=}. Leave "
                 "them out, or use averaging='models'."
             )
-        if initial is not None and not isinstance(initial, (list, tuple)):
-            raise ValueError(
-                f"Expected `initial` to be a list of state_dicts or None, but got {initial=}. Give "
-                "[module.state_dict(), ...], one per cluster."
-            )
         self.restarts, self.trial_rounds = restarts, trial_rounds
         self._sets = restarts + 1
         self._count = self._sets * num_clusters
-        if initial is not None and len(initial) != self._count:
-            raise ValueError(
-                f"Expected `initial` to have {self._count} models, one for each cluster"
-                f"{' of each set' if restarts else ''}, but got {len(initial)}. Give one "
-                "state_dict each, or None."
-            )
+        each = "one for each cluster" + (" of each set" if restarts else "")
+        check_starts(initial, self._count, each)
         self.num_clusters, self.initial = num_clusters, initial
         self.averaging: Averaging = averaging
 
@@ -168,7 +158,8 @@ class IFCA(Method):
     def init_server(self, model: Model) -> Tree:
         """Make different models, without choices."""
         device = next(iter(model.values())).device
-        shared = [select(each, self.parameter_split.shared) for each in self._starts(model)]
+        starts = different_models(model, self._count, self.initial, self.parameter_split, self.seed)
+        shared = [select(each, self.parameter_split.shared) for each in starts]
         names = list(shared[0])
         server: Tree = {
             "models": {name: torch.stack([each[name] for each in shared]) for name in names},
@@ -183,46 +174,6 @@ class IFCA(Method):
         """Return the initial client state: no cluster chosen."""
         device = next(iter(model.values())).device
         return {"cluster": torch.full((), -1, dtype=torch.int64, device=device)}
-
-    def _starts(self, model: Model) -> list[Model]:
-        if self.initial is None:
-            drawn = (self._drawn(model, number) for number in range(1, self._count))
-            return [model, *drawn]
-        for number, given in enumerate(self.initial):
-            if missing := [name for name in model if name not in given]:
-                raise ValueError(
-                    f"Expected `initial[{number}]` to be a state_dict of the module, but it has no "
-                    f"{missing[0]!r}. Use module.state_dict()."
-                )
-            for name, leaf in model.items():
-                if (shape := tuple(torch.as_tensor(given[name]).shape)) != tuple(leaf.shape):
-                    raise ValueError(
-                        f"Expected {name!r} of `initial[{number}]` to have the module's shape "
-                        f"{tuple(leaf.shape)}, but got {shape}. Use the state_dict of a module of "
-                        "the same sizes."
-                    )
-        return [
-            {name: torch.as_tensor(given[name]).to(leaf) for name, leaf in model.items()}
-            for given in self.initial
-        ]
-
-    def _drawn(self, model: Model, number: int) -> Model:
-        """Make a model with newly initialised layers."""
-        module: Any = copy_apart(self.parameter_split.module)
-        with seeded(derive(self.seed, "cluster", number)), torch.no_grad():
-            reached = set()
-            for prefix, layer in module.named_modules():
-                if callable(getattr(layer, "reset_parameters", None)):
-                    layer.reset_parameters()
-                    reached |= {
-                        f"{prefix}.{name}" if prefix else name for name in layer.state_dict()
-                    }
-            drawn = {name: module.state_dict()[name].to(leaf) for name, leaf in model.items()}
-            for name in self.parameter_split.trainable:
-                if name not in reached:
-                    leaf = model[name]
-                    drawn[name] = leaf + leaf.square().mean().sqrt() * torch.randn_like(leaf)
-        return drawn
 
     def _first(self, server: Tree, round: int) -> Tensor:
         """Return the number of the first model of a round's set, int64 ``()``."""
