@@ -171,11 +171,16 @@ class Federation(FederationState):
         module = self.require_module()
         model = self.method.global_model(self.server)
         if model is None:
+            differ = len(self.method.personalized_entries(self.parameter_split))
+            why = (
+                f"{differ} of the {len(self.parameter_split.names)} entries of "
+                f"{type(module).__name__} differ between clients. Use `client_state_dict(client)`"
+                if differ
+                else "a client predicts by several models. Use `client_module(client)`"
+            )
             raise MisconfigurationException(
                 f"Expected a method with a global model, but got {type(self.method).__name__}, "
-                f"with which {len(self.method.personalized_entries(self.parameter_split))} of the "
-                f"{len(self.parameter_split.names)} entries of {type(module).__name__} differ "
-                "between clients. Use `client_state_dict(client)`, or a method such as FedAvg."
+                f"with which {why}, or a method such as FedAvg."
             )
         return self._state_dict(one_architecture(self.architectures), model)
 

@@ -16,8 +16,10 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import Round
+from lightning_pfl.core.mixture import is_mixed
 from lightning_pfl.core.tree import Model, Tree, tmap
 from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing.quadratic import QuadraticModule
@@ -91,7 +93,10 @@ class Fit:
 
     @property
     def models(self) -> Model:
-        """All clients' personal models, ``(num_clients, ...)``."""
+        """All clients' personal models, ``(num_clients, ...)``; with the others of a mixture."""
+        models = personal_models(self.federation, torch.arange(self.federation.num_clients))
+        if is_mixed(models):
+            return models
         each = [self.federation.client_state_dict(name) for name in self.federation.client_names]
         return {name: torch.stack([one[name] for one in each]) for name in each[0]}
 
