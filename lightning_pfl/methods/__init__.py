@@ -7,6 +7,7 @@ from lightning_pfl.methods.convex_clustering import ConvexClustering
 from lightning_pfl.methods.ditto import Ditto
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.methods.fedbn import FedBN
+from lightning_pfl.methods.fedem import FedEM
 from lightning_pfl.methods.fedmap import FedMAP
 from lightning_pfl.methods.fedmtl import FedMTL
 from lightning_pfl.methods.fedper import FedPer
@@ -35,6 +36,7 @@ __all__ = [
     "Ditto",
     "FedAvg",
     "FedBN",
+    "FedEM",
     "FedMAP",
     "FedMTL",
     "FedPer",

@@ -1,0 +1,219 @@
+"""FedEM: every client's data are a mixture of several distributions, each with a model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.checks import check_choice, check_whole, is_number
+from lightning_pfl.core.mixture import ensemble
+from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.tree import Model, Tree, select, weighted_mean
+from lightning_pfl.methods.base import About, LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.support.starts import Starts, check_starts, different_models
+
+Prediction = Literal["probabilities", "outputs"]
+WEIGH = "weigh"
+
+
+class FedEM(Method):
+    r"""Clients share several models; each has weights of its own, and predicts by the mixture.
+
+    A round is a step of expectation maximisation. From the received models :math:`\theta_j`,
+    client :math:`k` computes the responsibilities of its samples and its weights, and trains every
+    model on the samples' losses times their responsibilities:
+
+    .. math::
+        q_{ij} &\propto \pi_{kj}\, e^{-\ell(\theta_j; x_i)}, \qquad \sum_j q_{ij} = 1 \\
+        \pi_{kj} &\leftarrow (1 - \gamma)\, \pi_{kj} + \gamma\, \frac{1}{N_k} \sum_i q_{ij} \\
+        \theta_j^k &= \text{local SGD on } \frac{1}{N_k} \sum_i q_{ij}\, \ell(\theta; x_i)
+        \text{ from } \theta_j, \qquad \theta_j \leftarrow \sum_k p_k \theta_j^k
+
+    A client predicts with :math:`p(y \mid x) = \sum_j \pi_{kj}\, p_{\theta_j}(y \mid x)`, its
+    weights as they are now and the models as they are now. Weights are uniform until a client takes
+    part.
+
+    The minibatch's loss is divided by its number of samples, whatever their responsibilities. These
+    are those of the received models and of the weights before the round, in eval mode and without
+    augmentation, computed in each step instead of being stored.
+
+    Args:
+        components: :math:`K \ge 1`, the number of models. 1 is FedAvg.
+        initial: The models at the start, as ``state_dict``\ s of the module. None: the module, and
+            copies with newly initialised layers; parameters that no layer can initialise get normal
+            noise of their root mean square. They must differ.
+        weight_step: :math:`\gamma` in (0, 1]. 1 is FedEM; below 1 a client's weights follow a
+            trajectory with memory, as in pFedEM.
+        prediction: What is averaged: ``"probabilities"`` of classes, or ``"outputs"`` for
+            regression.
+        local_epochs: Passes over a client's data per round, besides the one for the weights.
+        local_steps: Optimizer steps of each model per round instead. Exactly one of the two.
+        weighting: ``"samples"``: :math:`p_k = N_k / \sum_{S_t} N_j`; ``"uniform"``.
+
+    Raises:
+        TypeError: In the first step, if the module's loss is no mean over samples
+            (``per_sample``).
+
+    State:
+        server: ``models``, a model under each of the names ``"0"`` to ``str(components - 1)``.
+        client_state: ``weights``, :math:`\pi_k`, float64 ``(clients, components)``.
+
+    Deviation from the paper: weights :math:`p_k` are relative to the cohort, not to all clients.
+    The module's logged training values are those of the first model, without responsibilities.
+    pFedEM is known to us by its abstract alone: of it, ``weight_step`` is the weights' trajectory,
+    in a form of ours. Its Gaussians and its partition of the data aren't here.
+
+    Example:
+        >>> FedEM(components=2, weight_step=0.5).components
+        2
+
+    References:
+        Marfoq, Neglia, Bellet, Kameni, Vidal. Federated multi-task learning under a mixture of
+        distributions. NeurIPS 2021. arXiv:2108.10252, Algorithm 1.
+    """
+
+    about = About(
+        family="clusters",
+        personal="the weights of a mixture of several common models",
+        assumes="every client's data are a mixture of a few distributions",
+        down="$4Kd$, all $K$ models",
+        up="$4Kd$",
+        keeps="$K$ weights",
+        gradients="$K$, and $2K$ forward passes",
+        personal_model="the mixture of the models of now, with the client's weights",
+        global_model="none; with one component, the server's",
+        paper="Marfoq et al. 2021",
+    )
+    state_settings = ("components",)
+
+    def __init__(
+        self,
+        components: int = 3,
+        initial: Starts = None,
+        weight_step: float = 1.0,
+        prediction: Prediction = "probabilities",
+        local_epochs: int | None = 1,
+        local_steps: int | None = None,
+        weighting: Weighting = "samples",
+    ) -> None:
+        super().__init__(local_epochs, local_steps, weighting)
+        check_whole("components", components, 1, "Use 3 as in the paper.")
+        check_starts(initial, components, "one for each component")
+        check_choice("prediction", prediction, get_args(Prediction), "Use 'outputs' for numbers.")
+        if not is_number(weight_step) or not 0 < weight_step <= 1:
+            raise ValueError(
+                f"Expected `weight_step` to be in (0, 1], but got weight_step={weight_step!r}. Use "
+                "1 to forget the weights of earlier rounds."
+            )
+        self.components, self.initial, self.weight_step = components, initial, weight_step
+        self.prediction: Prediction = prediction
+
+    def notes(self, parameter_split: ParameterSplit) -> list[str]:
+        """Return a log line for one component."""
+        return ["components=1 makes FedEM FedAvg."] if self.components == 1 else []
+
+    def phases(self, round: int) -> tuple[Phase, ...]:
+        """Measure the weights if there are several; then train all models."""
+        weigh = (Phase(epochs=1, name=WEIGH, evaluate_only=True),) if self.components > 1 else ()
+        return (*weigh, Phase("all", epochs=self.local_epochs, steps=self.local_steps))
+
+    # --- state ---
+
+    def init_server(self, model: Model) -> Tree:
+        """Make different models.
+
+        Raises:
+            ValueError: If two models are equal.
+        """
+        starts = different_models(
+            model, self.components, self.initial, self.parameter_split, self.seed
+        )
+        _check_different(starts, self.parameter_split.trainable)
+        shared = self.parameter_split.shared
+        return {"models": {str(j): select(start, shared) for j, start in enumerate(starts)}}
+
+    def init_client_state(self, model: Model) -> Tree:
+        """Make equal weights."""
+        first = next(iter(model.values()))
+        share = 1 / self.components
+        return {"weights": first.new_full((self.components,), share, dtype=torch.float64)}
+
+    # --- a client's round ---
+
+    def download(self, server: Tree, info: ClientInfo) -> Tree:
+        """Send all models."""
+        return dict(server)
+
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
+        """Start at the received models, and keep them for the responsibilities."""
+        return {
+            "received": received["models"],
+            "models": {j: dict(model) for j, model in received["models"].items()},
+            "weights": client_state["weights"],
+            "total": torch.zeros_like(client_state["weights"]),
+        }
+
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        """Add up responsibilities, or step every model on its share of the samples."""
+        shares = self._responsibilities(state, minibatches, client)
+        if client.phase == WEIGH and shares is not None:
+            real = client.samples(minibatches)[1].unsqueeze(2)
+            return {**state, "total": state["total"] + shares.where(real, 0).sum(1)}
+        trained = {}
+        for j, model in state["models"].items():
+            weights = None if shares is None else shares[:, :, int(j)]
+            grads = client.grad(model, minibatches, weights=weights)
+            trained[j] = client.update(model, grads, slot=f"model {j}")
+        return {**state, "models": trained}
+
+    def _responsibilities(self, state: Tree, minibatches: Any, client: LocalStep) -> Tensor | None:
+        r"""Compute :math:`q`, ``(clients, samples, components)``; None where all are 1."""
+        if self.components == 1:
+            return None
+        received = state["received"].values()
+        losses = [client.losses(model, minibatches).double() for model in received]
+        return torch.softmax(state["weights"].log().unsqueeze(1) - torch.stack(losses, 2), 2)
+
+    def client_final(
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
+    ) -> tuple[Tree, Tree]:
+        """Send the trained models, and keep the weights."""
+        old, total = client_state["weights"], state["total"]
+        count = total.sum(1, keepdim=True)
+        mean = torch.where(count > 0, total / count.clamp_min(1e-300), old)
+        weights = old + self.weight_step * (mean - old)
+        return {"models": state["models"]}, {"weights": weights}
+
+    # --- the server's round ---
+
+    def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """Average each model over the clients."""
+        return {"models": weighted_mean(uploads["models"], info.weights)}
+
+    # --- what is evaluated and handed out ---
+
+    def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
+        """Return the mixture of the models with the client's weights."""
+        models = list(received["models"].values())
+        if len(models) == 1:
+            return dict(models[0])
+        stacked = {name: torch.stack([each[name] for each in models], 1) for name in models[0]}
+        return ensemble(stacked, client_state["weights"], self.prediction)
+
+    def global_model(self, server: Tree) -> Model | None:
+        """Return the only model, or None if there are several."""
+        return dict(server["models"]["0"]) if self.components == 1 else None
+
+
+def _check_different(starts: list[Model], names: tuple[str, ...]) -> None:
+    """Raise ValueError if two models are equal: they would stay equal."""
+    for j, one in enumerate(starts):
+        for i in range(j):
+            if all(torch.equal(one[name], starts[i][name]) for name in names):
+                raise ValueError(
+                    f"Expected the first models to differ, but {i} and {j} are equal, and would "
+                    "stay equal. Give different models as `initial`."
+                )

@@ -1,0 +1,48 @@
+"""FedEM: Marfoq et al. (2021), Algorithm 1, on plain arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+
+
+def responsibilities(pi: Array, losses: list[Array]) -> Array:
+    """q, ``(samples, components)``."""
+    joint = pi * np.exp(-np.stack(losses, 1))
+    found: Array = joint / joint.sum(1, keepdims=True)
+    return found
+
+
+def fedem_client(
+    models: list[Any],
+    pi: Array,
+    whole: Any,
+    minibatches: Iterable[Any],
+    losses: Callable[[Any, Any], Array],
+    gradient: Callable[[Any, Any, Array], Any],
+    step: Callable[[Any, Any], Any],
+    weight_step: float = 1.0,
+) -> tuple[list[Any], Array]:
+    """A client's trained models, and its new weights.
+
+    Args:
+        models: The received models.
+        pi: The client's weights.
+        whole: All of its samples.
+        minibatches: Those of its training.
+        losses: The loss of each sample.
+        gradient: Of the mean of the samples' losses, each times its factor.
+        step: A model after a step along a gradient.
+    """
+    q = responsibilities(pi, [losses(model, whole) for model in models])
+    trained = list(models)
+    for batch in minibatches:
+        of_batch = responsibilities(pi, [losses(model, batch) for model in models])
+        trained = [
+            step(model, gradient(model, batch, of_batch[:, j])) for j, model in enumerate(trained)
+        ]
+    return trained, (1 - weight_step) * pi + weight_step * q.mean(0)
