@@ -11,6 +11,7 @@ from lightning_pfl.methods.fedem import FedEM
 from lightning_pfl.methods.fedmap import FedMAP
 from lightning_pfl.methods.fedmtl import FedMTL
 from lightning_pfl.methods.fedper import FedPer
+from lightning_pfl.methods.fedpop import FedPop
 from lightning_pfl.methods.fedprox import FedProx
 from lightning_pfl.methods.fedrep import FedRep
 from lightning_pfl.methods.fedu import FedU
@@ -23,6 +24,7 @@ from lightning_pfl.methods.linear_fedrep import LinearFedRep
 from lightning_pfl.methods.local import LocalOnly
 from lightning_pfl.methods.mocha import MOCHA
 from lightning_pfl.methods.per_fedavg import PerFedAvg
+from lightning_pfl.methods.pfedbayes import PFedBayes
 from lightning_pfl.methods.pfedme import PFedMe
 from lightning_pfl.methods.scaffold import SCAFFOLD
 from lightning_pfl.methods.sheaf_fmtl import SheafFMTL
@@ -40,6 +42,7 @@ __all__ = [
     "FedMAP",
     "FedMTL",
     "FedPer",
+    "FedPop",
     "FedProx",
     "FedRep",
     "FedU",
@@ -52,6 +55,7 @@ __all__ = [
     "LocalOnly",
     "MOCHA",
     "PerFedAvg",
+    "PFedBayes",
     "PFedMe",
     "SCAFFOLD",
     "SheafFMTL",

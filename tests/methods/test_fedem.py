@@ -160,7 +160,7 @@ class TestNetworks:
                     # Data are counted through the round: the weights' pass was its first.
                     softmax.minibatches(data, k, number, epochs=2, first_epoch=1),
                     lambda w, batch: softmax.losses(w, *batch),
-                    lambda w, batch, q: softmax.gradient(w, *batch, q),
+                    lambda w, batch, q: softmax.gradient(w, batch[0], batch[1], q),
                     lambda w, g: softmax.moved(w, g, -0.05),
                     0.7,
                 )
