@@ -16,6 +16,7 @@ from lightning_pfl.methods.fedprox import FedProx
 from lightning_pfl.methods.fedrep import FedRep
 from lightning_pfl.methods.fedu import FedU
 from lightning_pfl.methods.gtvmin import GTVMin
+from lightning_pfl.methods.heterofl import HeteroFL
 from lightning_pfl.methods.homological import HomologicalConstraints
 from lightning_pfl.methods.ifca import IFCA
 from lightning_pfl.methods.l2gd import L2GD
@@ -47,6 +48,7 @@ __all__ = [
     "FedRep",
     "FedU",
     "GTVMin",
+    "HeteroFL",
     "HomologicalConstraints",
     "IFCA",
     "L2GD",

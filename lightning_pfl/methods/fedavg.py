@@ -1,4 +1,4 @@
-"""FedAvg: federated averaging, with an optional server optimizer (FedAvgM, FedAdam)."""
+"""FedAvg: federated averaging, with an optional server optimizer (FedAvgM)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ class FedAvg(Method):
 
     where :math:`p_k` are the weights of ``weighting``. With a server optimizer, the server treats
     :math:`\Delta = x^t - \sum_k p_k y_k` as a gradient and takes one step of that optimizer
-    instead; SGD with learning rate 1 is plain averaging, SGD with momentum is FedAvgM, Adam is
-    FedAdam. Float buffers (BatchNorm statistics) are always averaged, integer buffers take the
-    maximum.
+    instead; SGD with learning rate 1 is plain averaging, SGD with momentum is FedAvgM. Adam
+    on the server isn't the published FedAdam: torch's corrects the moments' bias, starts the second
+    moment at 0 and has a small epsilon, where FedAdam starts it at :math:`\tau^2` and adds
+    :math:`\tau`. Float buffers (BatchNorm statistics) are always averaged, integer buffers take
+    the maximum.
 
     Args:
         local_epochs: Passes over a client's data per round (:math:`E`).
@@ -52,13 +54,13 @@ class FedAvg(Method):
     References:
         McMahan, Moore, Ramage, Hampson, Aguera y Arcas. Communication-efficient learning of deep
         networks from decentralized data. AISTATS 2017. arXiv:1602.05629, Algorithm 1. Reddi et al.
-        Adaptive federated optimization. ICLR 2021. arXiv:2003.00295, Algorithm 2 (server
-        optimizers).
+        Adaptive federated optimization. ICLR 2021. arXiv:2003.00295 (server
+        optimizers; its own, of Algorithm 2, aren't torch's).
     """
 
     about = About(
         family="one model for all",
-        personal="nothing; with server optimizers (FedAvgM, FedAdam: any torch optimizer)",
+        personal="nothing; with any torch optimizer on the server (SGD with momentum: FedAvgM)",
         assumes="one model suits all",
         down="$4d$",
         up="$4d$",

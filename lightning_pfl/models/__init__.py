@@ -8,6 +8,7 @@ from lightning_pfl.models.fedmap import (
     FedMAPMLP,
     FEMNISTBackbone,
 )
+from lightning_pfl.models.layers import Scaler
 from lightning_pfl.models.lenet import (
     DigitsBackbone,
     DigitsCNN,
@@ -44,4 +45,5 @@ __all__ = [
     "AlexNetBackbone",
     "LinearRepresentation",
     "SquaredHingeClassifier",
+    "Scaler",
 ]

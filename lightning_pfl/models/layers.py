@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 class Layers(nn.Sequential):
@@ -24,6 +25,39 @@ class Layers(nn.Sequential):
     def __getitem__(self, index: Any) -> Any:
         """Return a layer by its number, or the layers of a slice."""
         return nn.Sequential(*self)[index]
+
+
+class Scaler(nn.Module):
+    r"""Divides by a rate in training mode, for networks of several widths (HeteroFL).
+
+    A unit of a narrow network then has activations as large as if the others were there. Put it
+    behind a layer, before BatchNorm; in evaluation it does nothing.
+
+    Args:
+        rate: The network's share of the full width, in (0, 1].
+
+    Example:
+        >>> Scaler(0.5)(torch.ones(2))
+        tensor([2., 2.])
+
+    References:
+        Diao, Ding, Tarokh. HeteroFL. ICLR 2021. arXiv:2010.01264, section 3.
+    """
+
+    rate: Tensor
+
+    def __init__(self, rate: float = 1.0) -> None:
+        super().__init__()
+        if not 0 < rate <= 1:
+            raise ValueError(
+                f"Expected `rate` to be in (0, 1], but got rate={rate!r}. Use the network's share "
+                "of the full width."
+            )
+        self.register_buffer("rate", torch.tensor(float(rate)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Scale activations of any shape."""
+        return inputs / self.rate if self.training else inputs
 
 
 def dense(sizes: Sequence[int]) -> list[nn.Module]:

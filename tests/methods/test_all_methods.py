@@ -22,6 +22,7 @@ from lightning_pfl.testing.conformance import (
 from lightning_pfl.testing.rounds import EngineName, assert_trees_close, local_round
 from tests.methods import test_fedper
 from tests.methods.cases import CASES, PROBLEMS, case_of
+from tests.methods.test_heterofl import thin
 
 ENGINES: tuple[EngineName, ...] = ("vectorized", "sequential")
 # Runs both engines by itself.
@@ -51,6 +52,14 @@ VARIANTS: dict[str, Callable[[], Method]] = {
     "FedU, decentralized": lambda: methods.FedU("complete", 0.3, decentralized=True),
     "GTVMin, l1": lambda: methods.GTVMin("complete", 0.05, "l1", step_ratio=2.0),
     "GTVMin, squared": lambda: methods.GTVMin("complete", 0.05, "squared"),
+    "HeteroFL, all widths": lambda: methods.HeteroFL({"thin": thin()}),
+    "HeteroFL, rolling": lambda: methods.HeteroFL({"thin": thin()}, rule="rolling"),
+    "HeteroFL, random": lambda: methods.HeteroFL({"thin": thin()}, rule="random"),
+    "FedEM, trajectory": lambda: methods.FedEM(2, weight_step=0.5, local_steps=3),
+    "FedPop, learned variances": lambda: methods.FedPop(
+        DiagonalGaussianPrior(parameters="head"), 0.02, chain_steps=4, burn_in=2
+    ),
+    "PFedBayes, moments": lambda: methods.PFedBayes(0.01, "moments", copy_steps=None),
     "IFCA, gradients": lambda: methods.IFCA(2, averaging="gradients"),
     "IFCA, restarts": lambda: methods.IFCA(2, restarts=2, trial_rounds=1),
     "LGFedAvg, backbone": lambda: methods.LGFedAvg("backbone"),

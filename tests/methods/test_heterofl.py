@@ -1,0 +1,247 @@
+"""HeteroFL: a narrow network inside of the full one, and means over owners."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pfl.methods import FedAvg, HeteroFL
+from lightning_pfl.models import Scaler
+from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.testing import (
+    QuadraticModule,
+    assert_trees_close,
+    assert_trees_equal,
+    descend,
+    fit,
+    quadratic_clients,
+)
+from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
+from tests.methods.case import Bytes, Case
+from tests.methods.networks import cohorts, plain_module
+from tests.methods.quadratics import closed_form
+from tests.methods.references import softmax
+from tests.methods.references.softmax import softmax_module
+
+
+def network(channels: int) -> PersonalizedModule:
+    """A convolution with BatchNorm and a scaler, flattened into a hidden layer."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        backbone = nn.Sequential(
+            nn.Conv2d(1, channels, 3),
+            Scaler(channels / 4),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(9 * channels, 2 * channels),
+            nn.Sigmoid(),
+        )
+        head = nn.Linear(2 * channels, 3)
+        return PersonalizedModule(backbone, head, lr=0.05, momentum=0.9).double()
+
+
+def thin(norm: bool = False) -> nn.Module:
+    """The conformance suite's network with one channel instead of two."""
+    layers = [nn.Conv2d(1, 1, 3, bias=not norm), nn.BatchNorm2d(1), nn.ReLU(), nn.Flatten()]
+    layers = layers if norm else [layers[0], nn.Tanh(), layers[3]]
+    return PersonalizedModule(nn.Sequential(*layers), nn.Linear(9, 3))
+
+
+CASE = Case(
+    method=lambda: HeteroFL({"thin": thin()}, "thin"),
+    bytes={
+        "defaults": Bytes(lambda: HeteroFL({"thin": thin()}, "thin"), 4 * 40, 4 * 40 + 3),
+        "full": Bytes(lambda: HeteroFL({"thin": thin()}, "full"), 4 * 77, 4 * 77 + 3),
+    },
+    twin=lambda: FedAvg(weighting="uniform"),
+    needed=({"thin": thin(norm=True)},),
+    problem={"make_module": lambda dtype=torch.float64: plain_module().to(dtype)},
+    published={"rule": "first", "masked_classes": True, "weighting": "uniform"},
+)
+
+A = [1.0, 3.0, 0.5]
+C = torch.tensor([[1.0, 2, 3, 4], [5, 6, -7, 8], [9, 10, 11, -12]]).double()
+
+
+def owned_units(rule: str, round: int) -> Tensor:
+    """Of four numbers the first client owns all, the others two."""
+    half = {"first": [0, 1], "rolling": [round % 4, (round + 1) % 4]}[rule]
+    owned = torch.zeros(3, 4, dtype=torch.bool)
+    owned[0] = True
+    owned[1:, half] = True
+    return owned
+
+
+class TestQuadratics:
+    @closed_form
+    @pytest.mark.parametrize("rule", ["first", "rolling"])
+    @pytest.mark.parametrize("participation", [3, 2])
+    def test_entries_are_means_over_their_owners(
+        self, engine: str, rule: Any, participation: int
+    ) -> None:
+        narrow = {"half": QuadraticModule(dim=2)}
+        method = HeteroFL(narrow, ["full", "half", "half"], rule, masked_classes=False)
+        data = quadratic_clients(A, C)
+        module = QuadraticModule(dim=4, lr=0.1, start=0.5)
+        run = fit(method, data, module, 3, engine, participation=participation)
+        x = torch.full((4,), 0.5).double()
+        in_rounds = cohorts(3, participation, eligible=torch.arange(3))
+        for number, cohort in enumerate(in_rounds):
+            owned = owned_units(rule, number)
+            trained = descend(x, torch.tensor(A).double(), C, 0.1, 1)
+            for i in range(4):
+                mine = [trained[k, i] for k in cohort.tolist() if owned[k, i]]
+                x[i] = torch.stack(mine).mean() if mine else x[i]
+            torch.testing.assert_close(run.recorder.servers[number + 1]["model"]["w"], x)
+        owned = owned_units(rule, 2)
+        torch.testing.assert_close(run.models["w"], x * owned)
+
+    def test_random_units_are_drawn_for_each_client_and_round(self) -> None:
+        method = HeteroFL({"half": QuadraticModule(dim=20)}, "half", "random", masked_classes=False)
+        module = QuadraticModule(dim=40, start=1.0)
+        run = fit(method, quadratic_clients([1.0] * 3, torch.zeros(3, 40)), module, 2)
+        drawn = [round.uploads["model"]["w"] != 0 for round in run.recorder.rounds]  # type: ignore[index]
+        assert all((units.sum(1) == 20).all() for units in drawn)
+        different = {tuple(row.tolist()) for units in drawn for row in units}
+        assert len(different) == 6
+
+    def test_bytes_are_those_of_the_narrow_network(self) -> None:
+        method = HeteroFL({"half": QuadraticModule(dim=2)}, masked_classes=False)
+        run = fit(method, quadratic_clients(A, C), QuadraticModule(dim=4), 1)
+        # The clients take turns: full, half, full; eight bytes a number.
+        assert run.metrics["round/bytes_up"] == run.metrics["round/bytes_down"] == 8 * (4 + 2 + 4)
+
+
+def test_a_narrow_network_inside_of_the_full_one_trains_as_if_alone(engine: str) -> None:
+    """With momentum, weight decay, BatchNorm and a scaler; entries that nobody owns stay."""
+    data, full = small_clients(), network(4)
+    method = HeteroFL({"half": network(2)}, "half", masked_classes=False)
+    run = fit(method, data, full, 3, engine, participation=3)
+    start = run.recorder.servers[0]["model"]
+    narrow = network(2)
+    narrow.load_state_dict(method.narrow_state_dict(start, 0, 0))
+    alone = fit(FedAvg(weighting="uniform"), data, narrow, 3, engine, participation=3)
+    found = method.narrow_state_dict(run.server["model"], 0, 2)
+    assert_trees_close(found, dict(alone.strategy.global_state_dict()))
+    for name in ("backbone.0.weight", "backbone.5.weight", "head.weight"):
+        before, after = start[name].clone(), run.server["model"][name].clone()
+        cut = tuple(slice(0, n) for n in narrow.state_dict()[name].shape)
+        before[cut] = after[cut] = 0
+        assert torch.equal(before, after)
+    own = run.strategy.client_state_dict(1)
+    network(2).load_state_dict(method.narrow_state_dict(own, 1, 2))
+    x = data.fields[0]
+    wide, small = run.strategy.client_module(1).eval(), alone.strategy.client_module(1).eval()
+    torch.testing.assert_close(wide(x), small(x))
+
+
+def test_the_full_network_for_all_is_fedavg(engine: str) -> None:
+    settings: Any = {"rounds": 2, "engine": engine, "participation": 3}
+    method = HeteroFL({"thin": thin(norm=True)}, "full", masked_classes=False)
+    run = fit(method, small_clients(), small_module(), **settings)
+    expected = fit(FedAvg(weighting="uniform"), small_clients(), small_module(), **settings)
+    assert_trees_close(run.server["model"], expected.server["model"], rtol=1e-12)
+
+
+def test_rows_of_absent_classes_are_left_alone(engine: str) -> None:
+    data = small_clients(shuffle=True)
+    run = fit(HeteroFL({}), data, softmax_module(), 3, engine, participation=3)
+    server = softmax.as_numpy(softmax_module().state_dict())
+    has = {}
+    for k, rows in enumerate(data.indices):
+        labels = data.fields[1][rows]
+        has[k] = np.array([(labels == c).any().item() for c in range(3)])
+    assert any(not each.all() for k, each in has.items() if SIZES[k])
+    for number, cohort in enumerate(cohorts(3, 3)):
+        sent = []
+        for k in cohort.tolist():
+            w = {n: leaf * has[k].reshape(-1, *[1] * (leaf.ndim - 1)) for n, leaf in server.items()}
+            for x, y in softmax.minibatches(data, k, number, epochs=1):
+                g = softmax.gradient(w, x, y)
+                w = {n: w[n] - 0.05 * (g[n].T * has[k]).T for n in w}
+            sent.append((has[k], w))
+        server = {n: leaf.copy() for n, leaf in server.items()}
+        for c in range(3):
+            for n in server:
+                mine = [w[n][c] for classes, w in sent if classes[c]]
+                if mine:
+                    server[n][c] = np.mean(mine, 0)
+    for name, leaf in server.items():
+        np.testing.assert_allclose(run.server["model"][name], leaf, rtol=1e-10)
+    for k in range(5):
+        if SIZES[k]:
+            taken = any(k in cohort.tolist() for cohort in cohorts(3, 3))
+            rows = run.models["head.weight"][k][~torch.from_numpy(has[k])]
+            assert bool((rows == 0).all()) == (taken or not len(rows))
+
+
+def test_the_order_of_the_clients_does_not_matter() -> None:
+    narrow = {"half": QuadraticModule(dim=2)}
+
+    def run(order: list[int]) -> Any:
+        groups = [["full", "half", "half"][k] for k in order]
+        data = quadratic_clients([A[k] for k in order], C[order])
+        method = HeteroFL(narrow, groups, masked_classes=False)
+        return fit(method, data, QuadraticModule(dim=4), 2).server
+
+    assert_trees_close(run([2, 0, 1]), run([0, 1, 2]))
+
+
+def test_one_owner_keeps_what_it_sends() -> None:
+    method = HeteroFL({"half": QuadraticModule(dim=2)}, "half", masked_classes=False)
+    run = fit(method, quadratic_clients(A[:1], C[:1]), QuadraticModule(dim=4), 1)
+    cut = {"w": run.server["model"]["w"][:2]}
+    assert_trees_equal(method.narrow_state_dict(run.server["model"], 0, 0), cut)
+
+
+@pytest.mark.parametrize(
+    ("method", "match"),
+    [
+        (lambda: HeteroFL({"full": thin()}), "networks by name, without 'full'"),
+        (lambda: HeteroFL({"thin": thin()}, ["thin", "small"]), "name networks, full, thin, but"),
+        (lambda: HeteroFL({"thin": thin()}, rule="last"), "'first', 'rolling' or 'random', but"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_settings_are_refused(method: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        method()
+
+
+@pytest.mark.parametrize(
+    ("method", "match"),
+    [
+        (lambda: HeteroFL({"wide": network(4)}), "to be the module with smaller sizes, but its"),
+        (lambda: HeteroFL({"thin": thin()}, ["thin"]), "each of 5 clients, but got 1"),
+        (lambda: HeteroFL({}, classifier="backbone"), "a layer with 3 outputs, one per class"),
+    ],
+)
+def test_networks_must_fit(method: Any, match: str) -> None:
+    with pytest.raises(Exception, match=match):
+        fit(method(), small_clients(), plain_module(), 1)
+
+
+def test_units_move_in_blocks_of_one_share() -> None:
+    narrow: Any = network(2)
+    narrow.backbone[5] = nn.Linear(18, 3)
+    narrow.head = nn.Linear(3, 3)
+    method = HeteroFL({"odd": narrow}, rule="rolling", masked_classes=False)
+    with pytest.raises(ValueError, match=r"narrowed by one share, .* but got 3/8, 1/2"):
+        fit(method, small_clients(), network(4), 1)
+
+
+def test_layers_that_mix_channels_are_refused() -> None:
+    module: Any = plain_module()
+    module.backbone.append(nn.LayerNorm(18).double())
+    with pytest.raises(Exception, match=r"treat channels apart, .* backbone.3, a LayerNorm"):
+        fit(HeteroFL({}), small_clients(), module, 1)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.5])
+def test_a_scaler_has_a_rate(rate: float) -> None:
+    with pytest.raises(ValueError, match=r"`rate` to be in \(0, 1\], but got rate="):
+        Scaler(rate)
