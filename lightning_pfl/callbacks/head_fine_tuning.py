@@ -13,7 +13,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_pfl._lightning import log_at_end, remember_metrics
-from lightning_pfl.callbacks.settings import budget_phase, check_lr
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
 from lightning_pfl.core.parameters import ParameterSpec
@@ -21,7 +20,7 @@ from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, expand, select, whole_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.watching import in_mode
-from lightning_pfl.federation.adapt import adapt
+from lightning_pfl.federation.adapt import adapt, budget_phase, check_lr
 from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.evaluate import evaluate_clients, join, personal_models, summaries
 from lightning_pfl.federation.federation import Federation

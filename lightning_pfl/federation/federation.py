@@ -152,8 +152,10 @@ class Federation(FederationState):
 
     def client_module(self, client: int | str) -> L.LightningModule:
         """Return a client's personal model as a copy of the module, in eval mode."""
-        model, mix = parts(self._personal_model(client))
-        architecture = self._architecture_of(client)
+        return self._as_module(self._architecture_of(client), self._personal_model(client))
+
+    def _as_module(self, architecture: Architecture, given: Model) -> L.LightningModule:
+        model, mix = parts(given)
         copy: L.LightningModule = copy_apart(architecture.module)
         copy.load_state_dict(self._state_dict(architecture, model))
         if mix is not None:

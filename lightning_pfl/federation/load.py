@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,21 +14,35 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from lightning_pfl._lightning import copy_apart
+from lightning_pfl._lightning import copy_apart, read_optimizers
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model
+from lightning_pfl.data.datasets import as_federated
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.optimizer import check_optimizer
 from lightning_pfl.engine.select import SelectedEngine
-from lightning_pfl.federation.architectures import describe, make_architectures, parameter_splits
+from lightning_pfl.federation.adapt import adapt, budget_phase, check_lr
+from lightning_pfl.federation.architectures import (
+    Architecture,
+    describe,
+    make_architectures,
+    parameter_splits,
+)
 from lightning_pfl.federation.checkpoint import (
     check_file,
     check_parameter_split,
     check_settings,
     explain_read_errors,
+    load_optimizer,
     require_federated,
     require_lightning,
+    saved_optimizers,
 )
 from lightning_pfl.federation.federation import Federation
+from lightning_pfl.federation.new_clients import Start, entries_to_adapt, starting_models
 from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.methods.base import Method
 
@@ -36,8 +52,73 @@ class SavedClients(Federation):
 
     It has the interface of ``trainer.strategy.federation`` after the run that wrote the file, with
     the same results: ``client_state_dict(client)``, ``client_module(client)``,
-    ``global_state_dict()``, ``num_clients``, ``client_names``, ``rounds``. It can't train.
+    ``global_state_dict()``, ``num_clients``, ``client_names``, ``rounds``. It trains models of new
+    clients alone, by :meth:`adapt`.
     """
+
+    optimizers: list[tuple[str, dict[str, Any]]]
+
+    def adapt(
+        self,
+        data: DataLoader[Any],
+        epochs: int | None = 10,
+        steps: int | None = None,
+        scope: ParameterSpec = "personal",
+        lr: float | None = None,
+        start: Start = "personal",
+    ) -> L.LightningModule:
+        """Fit a model for a client that never took part, on its own data alone.
+
+        It is the model of :class:`~lightning_pfl.callbacks.NewClientAdaptation` with all samples,
+        and with the settings of the same names. The checkpoint's clients stay as they are.
+
+        Args:
+            data: The client's training data.
+            epochs: Passes over them. Exactly one of ``epochs`` and ``steps``.
+            steps: Optimizer steps instead.
+            scope: Parameters that train: ``"personal"``, ``"all"``, or names, globs and types.
+            lr: Learning rate; None keeps the checkpoint's.
+            start: The starting model: ``"personal"``, ``"global"`` or ``"mean"``.
+
+        Returns:
+            A copy of the module with the new model, in eval mode.
+
+        Raises:
+            ValueError: If the budget is none, or the data have no minibatch.
+            MisconfigurationException: If ``scope``, ``start`` or the module don't fit.
+        """
+        check_lr(lr)
+        budget = budget_phase(epochs, steps, default_epochs=10)
+        clients, federated = torch.arange(1), as_federated({"new client": data}, what="data")
+        names = sorted(entries_to_adapt(self, scope))
+        phase = replace(budget, train=names, lr=lr, name="new client")
+        begin = starting_models(self, 1, start)
+        if not self.count_steps(federated, clients, (phase,)).any():
+            raise ValueError(
+                f"Expected `data` to have a minibatch to train on, but got {data!r} without one. "
+                "Use smaller batches or drop_last=False, and at least one epoch or step."
+            )
+        step = partial(self.method.adaptation_step, self.server)
+        models = adapt(self, begin, clients, (phase,), federated, "new clients", step)
+        return self._as_module(
+            self.architectures[0], {name: leaf[0] for name, leaf in models.items()}
+        )
+
+    def _optimizer(self, architecture: Architecture) -> Optimizer:
+        """Make the template of the optimizer, with the checkpoint's learning rates if any."""
+        module = architecture.module
+        optimizers: list[Optimizer] = []
+        if module.automatic_optimization:
+            optimizers, _ = read_optimizers(module, module.configure_optimizers(), lambda _: None)
+        if len(optimizers) != 1:
+            raise MisconfigurationException(
+                f"Expected a module with one optimizer and automatic optimization, but got "
+                f"{type(module).__name__}. Adapt it with NewClientAdaptation in `trainer.test`."
+            )
+        check_optimizer(optimizers[0])
+        if self.optimizers:
+            load_optimizer(optimizers[0], *self.optimizers[0])
+        return optimizers[0]
 
     def _personal_model(self, client: int | str) -> Model:
         if self.method.evaluation_phases():
@@ -75,6 +156,7 @@ def load_clients(
 
         clients = load_clients("last.ckpt", DigitsCNN(), FedRep())
         clients.client_module(3)    # or by name: clients.client_names[3]
+        clients.adapt(loader)       # of a client that never took part
     """
     for name, given, kind in (
         ("module", module, L.LightningModule),
@@ -104,6 +186,7 @@ def load_clients(
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
 
     clients = SavedClients()
+    clients.optimizers, clients.client_optimizer = saved_optimizers(checkpoint), clients._optimizer
     clients.method, clients.ranks, clients.seed = method, Ranks(), int(saved["seed"])
     clients.settings = EngineSettings(seed=clients.seed)
     architectures = make_architectures(module, split, saved["clients"])

@@ -11,21 +11,24 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import ClientModules, load_clients
 from lightning_pfl.core.errors import CheckpointMismatchError
 from lightning_pfl.methods import (
     APFL,
     IFCA,
+    FedAvg,
     FedPer,
     FedRep,
     FedU,
     LGFedAvg,
 )
 from lightning_pfl.models import MLP
-from lightning_pfl.testing import fit
+from lightning_pfl.testing import fit, quadratic_clients
 from lightning_pfl.testing.conformance import Problem, small_clients, small_module
 from tests.methods.cases import CASES, PROBLEMS
+from tests.methods.split_quadratic import SplitQuadraticModule
 from tests.trainer.setting import Quadratic, points, trainer
 
 
@@ -256,3 +259,49 @@ def test_what_load_from_checkpoint_gives_is_the_shared_part(tmp_path: Path) -> N
     assert torch.equal(
         saved["backbone.0.weight"], ran.strategy.client_state_dict(3)["backbone.0.weight"]
     )
+
+
+def alone(client: int) -> DataLoader[Any]:
+    """The samples of a client that never took part, with the loss a/2 (v + h - c)^2."""
+    data = quadratic_clients([2.0, 0.5], [3.0, -1.0], [4, 3], 2)
+    samples = TensorDataset(*(field[data.indices[client]] for field in data.fields))
+    return DataLoader(samples, batch_size=2)
+
+
+@pytest.mark.parametrize(("client", "curvature", "center"), [(0, 2.0, 3.0), (1, 0.5, -1.0)])
+def test_a_new_client_adapts_with_the_file_and_its_own_data_alone(
+    client: int, curvature: float, center: float, tmp_path: Path
+) -> None:
+    module = SplitQuadraticModule(lr=0.1, backbone=0.5, head=-0.25)
+    run = trainer(FedRep(), max_epochs=2)
+    old = quadratic_clients([1.0, 3.0], [0.0, 1.0], [4, 2], 2)
+    run.fit(module, old, old)
+    run.save_checkpoint(path := tmp_path / "last.ckpt")
+    clients = load_clients(path, SplitQuadraticModule(lr=0.1, backbone=7.0, head=-0.25), FedRep())
+    before = clients.client_state_dict(0)
+
+    adapted = clients.adapt(alone(client), epochs=3).state_dict()
+
+    # Two minibatches in each of three epochs, each a step of h -> h - 0.1 a (v + h - c).
+    v = before["backbone.weight"]
+    head = (center - v) + (1 - 0.1 * curvature) ** 6 * (-0.25 - (center - v))
+    torch.testing.assert_close(adapted["head.weight"], head, rtol=1e-12, atol=1e-12)
+    assert torch.equal(adapted["backbone.weight"], v)
+    assert same(clients.client_state_dict(0), before)
+    steps = clients.adapt(alone(client), steps=1, lr=0.2).state_dict()["head.weight"]
+    head = (center - v) + (1 - 0.2 * curvature) * (-0.25 - (center - v))
+    torch.testing.assert_close(steps, head, rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_new_client_cannot_do_is_said(tmp_path: Path) -> None:
+    run = trainer(max_epochs=1)
+    run.fit(Quadratic(), points(), points())
+    run.save_checkpoint(path := tmp_path / "last.ckpt")
+    clients = load_clients(path, Quadratic(), FedAvg())
+    loader = DataLoader(TensorDataset(torch.ones(3, 2).double()), batch_size=4, drop_last=True)
+    with pytest.raises(MisconfigurationException, match="FedAvg shares all parameters"):
+        clients.adapt(loader)
+    with pytest.raises(ValueError, match=r"minibatch to train on, but got .* Use smaller batches"):
+        clients.adapt(loader, scope="all")
+    with pytest.raises(ValueError, match="exactly one of `epochs` and `steps`, but got"):
+        clients.adapt(loader, epochs=None)

@@ -24,8 +24,6 @@ from lightning_pfl.callbacks.new_clients.report import (
     write_table,
 )
 from lightning_pfl.callbacks.new_clients.samples import take_samples
-from lightning_pfl.callbacks.new_clients.start import Start, starting_models
-from lightning_pfl.callbacks.settings import budget_phase, check_lr
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.core.checks import is_whole
 from lightning_pfl.core.mixture import parts
@@ -35,10 +33,11 @@ from lightning_pfl.core.tree import rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.engine.base import EvaluationWork
 from lightning_pfl.engine.watching import in_mode
-from lightning_pfl.federation.adapt import adapt
+from lightning_pfl.federation.adapt import adapt, budget_phase, check_lr
 from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.log_folder import log_folder
+from lightning_pfl.federation.new_clients import Start, entries_to_adapt, starting_models
 from lightning_pfl.methods.base import Phase
 from lightning_pfl.trainer.data import move_to_device
 
@@ -221,13 +220,8 @@ class NewClientAdaptation(FederatedCallback):
         return clients[can_be_evaluated(test, clients, "test", limit)]
 
     def _resolved(self, federation: Federation) -> frozenset[str]:
-        method, parameter_split = federation.method, federation.parameter_split
-        name = type(method).__name__
-        if self.scope == "personal" and not method.personalized_entries(parameter_split):
-            raise MisconfigurationException(
-                f"Expected a method with a personal part for scope='personal', but {name} shares "
-                "all parameters. Use scope='head' or scope='all'."
-            )
+        method, name = federation.method, type(federation.method).__name__
+        names = entries_to_adapt(federation, self.scope)
         if self.start == "global":
             starting_models(federation, 1, self.start)  # an error without such a model
         start = {} if self.start == "global" else starting_models(federation, 1, "personal")
@@ -243,9 +237,7 @@ class NewClientAdaptation(FederatedCallback):
                 f"Expected samples >= 1 for {name}, but got samples={list(self.samples)}. Leave "
                 "out 0, with which the personal part is untrained."
             )
-        if self.scope == "personal":
-            return method.personalized_entries(parameter_split)
-        return parameter_split.match(self.scope, "scope")
+        return names
 
     def _data(self, trainer: L.Trainer) -> tuple[FederatedDataset, FederatedDataset]:
         if self.given is not None:

@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
 from lightning_pfl.callbacks import NewClientAdaptation
-from lightning_pfl.callbacks.new_clients.start import starting_models
 from lightning_pfl.data import FederatedTensorDataset
+from lightning_pfl.federation.new_clients import starting_models
 from lightning_pfl.methods import (
     APFL,
     CFL,
@@ -135,7 +135,7 @@ def test_start_global_begins_with_the_servers_model(method: Any) -> None:
 def test_start_mean_begins_with_the_mean_of_the_clients_models(
     together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_pfl.callbacks.new_clients.start.TOGETHER", together)
+    monkeypatch.setattr("lightning_pfl.federation.new_clients.TOGETHER", together)
     adaptation = NewClientAdaptation(
         new_clients(), samples=[0, 4], steps=3, scope="head", start="mean"
     )

@@ -1,4 +1,4 @@
-"""The starting models of new clients."""
+"""What clients that never took part begin with, and what of it they train."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, expand, weighted_mean, whole_nbytes
 from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.federation.federation import Federation
@@ -31,6 +32,19 @@ def starting_models(federation: Federation, clients: int, start: Start) -> Model
     model = _mean(federation) if start == "mean" else _global(federation)
     models: Model = expand(model, clients)
     return models
+
+
+def entries_to_adapt(federation: Federation, scope: ParameterSpec) -> frozenset[str]:
+    """Resolve the entries that new clients train: the method's personal part, or what is named."""
+    method, parameter_split = federation.method, federation.parameter_split
+    if scope != "personal":
+        return parameter_split.match(scope, "scope")
+    if names := method.personalized_entries(parameter_split):
+        return names
+    raise MisconfigurationException(
+        "Expected a method with a personal part for scope='personal', but "
+        f"{type(method).__name__} shares all parameters. Use scope='head' or scope='all'."
+    )
 
 
 def _personal(federation: Federation, clients: int) -> Model:
