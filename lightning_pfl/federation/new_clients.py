@@ -1,4 +1,4 @@
-"""What clients that never took part begin with, and what of it they train."""
+"""The starting models of new clients, and the entries that they train."""
 
 from __future__ import annotations
 

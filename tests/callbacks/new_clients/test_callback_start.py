@@ -1,6 +1,6 @@
 """What new clients begin with, after how many passes they are evaluated, what is written of them.
 
-The setting is that of test_new_clients.py: the loss of client k is a_k/2 (v + h - c_k)^2 with the
+The setting is that of test_callback.py: the loss of client k is a_k/2 (v + h - c_k)^2 with the
 backbone v frozen, so a head follows h -> (c - v) + (1 - lr a)^steps (h - (c - v)).
 """
 
