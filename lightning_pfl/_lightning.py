@@ -186,8 +186,14 @@ class ClientHooks:
         ]
         self.on_module = of_module and is_overridden(name, trainer.lightning_module)
 
+    def __bool__(self) -> bool:
+        """Whether anything overrides the hook."""
+        return bool(self.callbacks) or self.on_module
+
     def __call__(self, *args: Any) -> Any:
         """Fire the hook, and return the result of the module's."""
+        if not self:
+            return None
         module: Any = self.trainer.lightning_module
         before, module._current_fx_name = module._current_fx_name, self.name
         for callback in self.callbacks:
@@ -305,9 +311,9 @@ def open_step(trainer: L.Trainer, results: ResultCollection, client: int) -> Non
     results.batch_size = 1  # the batch is a client id, from which no size can be read
 
 
-def close_step(trainer: L.Trainer, results: ResultCollection) -> None:
-    """End a "batch", and publish what hooks have logged ``on_step``."""
-    if any(metric.meta.on_step and not metric.has_reset for metric in results.values()):
+def close_step(trainer: L.Trainer, results: ResultCollection, logs: bool) -> None:
+    """End a "batch", and publish what hooks have logged ``on_step``; nothing without ``logs``."""
+    if logs and any(metric.meta.on_step and not metric.has_reset for metric in results.values()):
         trainer._logger_connector.on_batch_end()
         if trainer.training:
             trainer._logger_connector.update_train_step_metrics()

@@ -40,6 +40,7 @@ from lightning_pfl.methods.base import Phase
 EngineName = Literal["auto", "vectorized", "sequential"]
 PROBED_CLIENTS = 2
 PROBED_SAMPLES = 8
+PER_CLIENT_PRODUCTS = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 def check_engine(engine: str) -> None:
@@ -121,8 +122,8 @@ class SelectedEngine:
             if not int(work.info.steps.sum()):
                 return self._sequential.train(work, on_clients)
             why_not = why_not_elementwise(work.optimizer) if self.loop is None else self.loop.why
-            pays = partial(self._training_pays, work)
-            self._choose(self._first_steps(work), pays, why_not)
+            first = self._first_steps(work)
+            self._choose(first, partial(self._training_pays, work, first), why_not)
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
@@ -133,7 +134,8 @@ class SelectedEngine:
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
         if work.step not in self._engines:
-            self._choose(_first_batches(work), partial(_evaluation_pays, work))
+            first = _first_batches(work)
+            self._choose(first, partial(_evaluation_pays, work, first))
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
@@ -167,7 +169,7 @@ class SelectedEngine:
     def _choose(
         self,
         work: LocalWork | EvaluationWork,
-        pays: Callable[[VectorizedEngine, float], bool],
+        pays: Callable[[VectorizedEngine, FlopCounterMode], bool],
         why_not: str | None = None,
     ) -> None:
         """Settle which engine runs a step, by running it on a short piece of work.
@@ -175,7 +177,7 @@ class SelectedEngine:
         Args:
             work: One step of a few clients.
             pays: Estimates whether the whole work is faster vectorized, from the engine and the
-                operations of a client's gradient or batch.
+                operations that it has run for ``work``.
             why_not: Why the vectorized engine can't run it, if that is known.
         """
         step = work.step
@@ -200,7 +202,9 @@ class SelectedEngine:
                     engine, work, expected, counter if estimated else nullcontext()
                 )
                 if reason is None:
-                    if estimated and self._slower(engine, work, counter.get_total_flops(), pays):
+                    if estimated and step not in self.slower:
+                        self.slower[step] = not pays(engine, counter)
+                    if estimated and self.slower[step]:
                         self._settle(step, self._sequential, SLOWER)
                     else:
                         self._settle(step, engine, f"vmap over the {_WHAT[transform]}")
@@ -215,21 +219,15 @@ class SelectedEngine:
             )
         self._settle(step, self._sequential, why)
 
-    def _slower(
+    def _training_pays(
         self,
+        work: LocalWork,
+        probed: LocalWork,
         engine: VectorizedEngine,
-        work: LocalWork | EvaluationWork,
-        operations: int,
-        pays: Callable[[VectorizedEngine, float], bool],
+        counter: FlopCounterMode,
     ) -> bool:
-        """Whether a step that can run vectorized is faster one client after another."""
-        if work.step not in self.slower:
-            clients = len(work.info if isinstance(work, LocalWork) else work.clients)
-            self.slower[work.step] = not pays(engine, operations / clients)
-        return self.slower[work.step]
-
-    def _training_pays(self, work: LocalWork, engine: VectorizedEngine, operations: float) -> bool:
         """Estimate for local training; a cohort's first client stands for all."""
+        gradients = len(probed.info) * max(engine.gradients, 1)
         shares = [
             Share(
                 int(engine.count_steps(work.data, work.info.index[:1], (phase,))),
@@ -238,7 +236,7 @@ class SelectedEngine:
             )
             for phase in work.phases
         ]
-        return batching_pays(operations / max(engine.gradients, 1), shares)
+        return batching_pays(counter.get_total_flops() / gradients, shares)
 
     def _first_steps(self, work: LocalWork) -> LocalWork:
         """Cut the work to one step of every phase, of two clients.
@@ -334,13 +332,20 @@ def _first_batches(work: EvaluationWork) -> EvaluationWork:
     return replace(few, data=data, limit=1)
 
 
-def _evaluation_pays(work: EvaluationWork, engine: VectorizedEngine, operations: float) -> bool:
-    """Estimate for an evaluation from the operations of :data:`PROBED_SAMPLES` samples."""
-    # Layers that clients share see all their samples as one large batch, which nothing beats.
-    if engine.transform == "forward":
+def _evaluation_pays(
+    work: EvaluationWork,
+    probed: EvaluationWork,
+    engine: VectorizedEngine,
+    counter: FlopCounterMode,
+) -> bool:
+    """Estimate for an evaluation."""
+    counts = counter.get_flop_counts()["Global"]
+    # A shared layer sees all clients' samples as one large batch, which nothing beats; attention
+    # and recurrent layers don't.
+    if engine.transform == "forward" and not any(op in counts for op in PER_CLIENT_PRODUCTS):
         return True
-    data = work.data
-    if isinstance(data, FederatedTensorDataset):
-        whole = min(data.batch_size, int(data.num_samples[work.clients].max()))
+    operations = counter.get_total_flops() / len(probed.clients)
+    if isinstance(work.data, FederatedTensorDataset):
+        whole = min(work.data.batch_size, int(work.data.num_samples[work.clients].max()))
         operations *= max(1.0, whole / PROBED_SAMPLES)
     return batching_pays(operations, [Share(1)])

@@ -142,4 +142,4 @@ class ClientProgress:
         self.counters.increment_processed()
         self.end(outputs, client, self.counters.current.ready - 1)
         self.counters.increment_completed()
-        close_step(self.trainer, self.results)
+        close_step(self.trainer, self.results, logs=bool(self.start or self.end))

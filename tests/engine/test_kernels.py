@@ -80,6 +80,39 @@ def test_the_clients_of_a_convolution_may_be_on_any_axis(dims: Dims) -> None:
     check(F.conv2d, [draw(*shape) for shape in shapes], dims)
 
 
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small layers count as wide ones."""
+    monkeypatch.setattr(kernels, "WIDE", 1)
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4)])
+@pytest.mark.parametrize(
+    "dims", [(0, 0, 0), (1, 2, 1), (0, None, None), (None, 0, 0), (0, 1, None)]
+)
+def test_linear_layers(dims: Dims, shape: tuple[int, ...], bias: bool) -> None:
+    shapes: list[list[int]] = [[*shape], [6, 4], [6]]
+    for shape_, dim in zip(shapes, dims, strict=True):
+        if dim is not None:
+            shape_.insert(dim, CLIENTS)
+    count = 3 if bias else 2
+    check(F.linear, [draw(*shape_) for shape_ in shapes[:count]], dims[:count])
+
+
+@pytest.mark.usefixtures("wide")
+def test_the_gradient_of_linear_weights_has_their_memory_layout() -> None:
+    x, w = draw(CLIENTS, 5, 4), draw(CLIENTS, 6, 4).requires_grad_()
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        with FastKernels():
+            return F.linear(x, w)
+
+    (grad,) = torch.autograd.grad(torch.vmap(layer)(x, w).sum(), w)
+    assert grad.stride() == w.stride()
+
+
 def test_one_picture_without_an_axis_for_samples() -> None:
     check(F.conv2d, [draw(CLIENTS, 4, 7, 6), draw(CLIENTS, 6, 4, 3, 2)], (0, 0))
     check(lambda x: F.max_pool2d(x, 2), [draw(CLIENTS, 4, 7, 6)], (0,))
