@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import (
     Model,
     Tree,
@@ -142,6 +143,9 @@ class RemembersClients(Method):
     def global_model(self, server: Tree) -> Model | None:
         return None
 
+    def personalized_entries(self, parameter_split: ParameterSplit) -> frozenset[str]:
+        return frozenset(parameter_split.names)
+
 
 class StoresByPosition(RemembersClients):
     """Takes the position in the cohort for the client's number."""
@@ -235,6 +239,22 @@ class Ascends(Method):
         return {**state, "model": client.update(state["model"], up)}
 
 
+class EvaluatesWithAStaleBackbone(Method):
+    """Clients remember the whole model of their last round, and are evaluated with it."""
+
+    def init_client_state(self, model: Model) -> Tree:
+        return {"last": dict(model)}
+
+    def client_final(
+        self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
+    ) -> Any:
+        upload, client_state = super().client_final(received, client_state, state, info)
+        return upload, {**client_state, "last": state["model"]}
+
+    def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
+        return dict(client_state["last"])
+
+
 class PassesOverBrokenData(Method):
     """Puts a number in the place of what isn't one, so that nobody notices the client."""
 
@@ -264,6 +284,7 @@ CASES: list[tuple[type[Method], Callable[..., None]]] = [
     (NeverTrains, conformance.check_trains_through_the_trainer),
     (TrainsOnce, conformance.check_trains_through_the_trainer),
     (Ascends, conformance.check_trains_through_the_trainer),
+    (EvaluatesWithAStaleBackbone, conformance.check_clients_share_the_current_model),
     (PassesOverBrokenData, conformance.check_broken_data_stop_nobody),
 ]
 
