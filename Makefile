@@ -14,7 +14,7 @@ STAMP := $(VENV)/.lightning-pfl-installed
 DIGITS := recipes/fedrep_digits.yaml recipes/fedavg_digits.yaml recipes/local_digits.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo quick test check slow lint types unit format tables bench reproduce clean
+.PHONY: help env demo quick test check slow lint types unit format docs tables bench reproduce clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -55,6 +55,11 @@ unit: env  ## Run the tests of `make test` alone
 format: env  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: env  ## Build the documentation's site in build/docs, without a network; a broken link fails
+	$(BIN)/python -c 'import furo, myst_parser' 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -c docs . build/docs
+	@echo 'written: build/docs/docs/index.html'
 
 tables: env  ## Write the registry and the tables of methods from their classes
 	$(BIN)/python -m docs.tables

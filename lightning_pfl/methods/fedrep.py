@@ -35,8 +35,8 @@ class FedRep(Method):
             in Algorithm 1. Both are equal for clients of equal size.
 
     State:
-        server: ``model``, the body. client_state: ``model``, the head; each leaf ``(clients,
-            *shape)``.
+        server: ``model``, the body. client_state: ``model``, the head; each leaf
+            ``(clients, *shape)``.
 
     Deviation from the paper: Algorithm 1 updates the body by a single step; the default is one
     epoch, as in its experiments. Each phase has a fresh optimizer; the released code shares one

@@ -1,0 +1,27 @@
+"""Settings of the documentation's site; `make docs` builds it, and fails where a link is broken."""
+
+project = "lightning-pfl"
+root_doc = "docs/index"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "recipes/README.md",
+    "benchmarks/README.md",
+]
+html_theme = "furo"
+html_title = "lightning-pfl"
+html_css_files: list[str] = []
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4
+# The pages are written to be read as files, too: formulas in tables, and mermaid as text.
+suppress_warnings = ["misc.highlighting_failure", "ref.python", "myst.header"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_default_options = {"members": True, "show-inheritance": False}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("State", "notes_style"), ("Deviation from the paper", "notes_style")]
+napoleon_use_ivar = True
