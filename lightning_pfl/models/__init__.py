@@ -1,5 +1,6 @@
 """The papers' networks as PersonalizedModules with a backbone and a head."""
 
+from lightning_pfl.models.adapters import Adapter, LowRank
 from lightning_pfl.models.cifar import CIFAR10CNN, CIFAR100CNN, CIFARBackbone
 from lightning_pfl.models.fedmap import (
     FEMNISTCNN,
@@ -46,4 +47,6 @@ __all__ = [
     "LinearRepresentation",
     "SquaredHingeClassifier",
     "Scaler",
+    "Adapter",
+    "LowRank",
 ]
