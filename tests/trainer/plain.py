@@ -112,7 +112,7 @@ class Snapshots(L.Callback):
 
 def require_plain(
     make: Callable[[], L.LightningModule],
-    rounds: int = 3,
+    rounds: int = 2,
     local_epochs: int = 1,
     engine: Any = "auto",
     **options: Any,

@@ -269,6 +269,7 @@ class Compiled(Regression):
         self.layers = torch.compile(self.layers, backend="eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "sequential"])
 def test_compiled_layers(engine: str) -> None:
     require_plain(Compiled, engine=engine)

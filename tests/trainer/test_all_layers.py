@@ -146,7 +146,7 @@ def pictures() -> DataLoader[Any]:
 
 
 def test_detection_of_torchvision() -> None:
-    trainer = require_plain(Detector, rounds=2, data=pictures)
+    trainer = require_plain(Detector, data=pictures)
     choice = trainer.strategy.federation.engine.choices["training_step"]
     assert choice.startswith("sequential")
 
