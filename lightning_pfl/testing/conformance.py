@@ -258,11 +258,11 @@ def check_types_and_shapes_are_stable(make_method: MakeMethod, problem: Problem)
 def check_resume_is_exact(make_method: MakeMethod, problem: Problem) -> None:
     """Check that a run resumed after round 2 ends with the bits of the uninterrupted one."""
     settings: dict[str, Any] = {"participation": 2, "seed": 3}
-    whole = problem.fit(make_method(), rounds=4, **settings)
-    half = problem.fit(make_method(), rounds=2, **settings)
-    path = half.save(problem.folder / "half.ckpt")
-    resumed = problem.fit(make_method(), rounds=4, ckpt_path=path, **settings)
-    assert [round.number for round in resumed.recorder.rounds] == [2, 3]
+    whole = problem.fit(make_method(), rounds=3, **settings)
+    begun = problem.fit(make_method(), rounds=2, **settings)
+    path = begun.save(problem.folder / "begun.ckpt")
+    resumed = problem.fit(make_method(), rounds=3, ckpt_path=path, **settings)
+    assert [round.number for round in resumed.recorder.rounds] == [2]
     assert_trees_equal(resumed.server, whole.server)
     assert_trees_equal(resumed.client_state, whole.client_state)
     assert_trees_equal(resumed.models, whole.models)

@@ -49,10 +49,9 @@ class Noisy(Method):
         return {**server, "model": {**model, **noisy}}
 
 
-@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_method_that_draws_keeps_the_contract(check: Any, engine: str, tmp_path: Path) -> None:
-    check(Noisy, Problem(engine, tmp_path))
+def test_a_method_that_draws_keeps_the_contract(check: Any, tmp_path: Path) -> None:
+    check(Noisy, Problem(folder=tmp_path))
 
 
 class Keeps(Method):

@@ -66,6 +66,7 @@ def test_several_parts_compose_in_order() -> None:
 
 
 # The first run begins anew, and says so; the second finds the folder in use.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_run_with_the_resume_part_goes_on_from_its_last_checkpoint(

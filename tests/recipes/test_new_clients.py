@@ -46,6 +46,7 @@ def log_dir(cli: PFLCLI) -> Path:
 
 
 # The test command has logs of its own.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_one_command_adapts_new_clients_from_a_checkpoint(
     fashion_mnist_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -210,6 +210,7 @@ def test_processor_time_goes_on_where_a_resumed_run_began(monkeypatch: pytest.Mo
         assert second.seconds == expected
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_run_that_was_stopped_after_its_last_round_has_the_same_outcome(
     tmp_path: Path, fashion_mnist_dir: Path

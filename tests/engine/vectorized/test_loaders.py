@@ -67,8 +67,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_engines_agree(shuffle: bool, flags: dict[str, Any]) -> None:
-    chunks = range(1, len(SIZES) + 2)
-    compare(cnn, loaders(shuffle), chunk_sizes=chunks, settings=flags)
+    compare(cnn, loaders(shuffle), chunk_sizes=(1, 2, None), settings=flags)
 
 
 def test_steps_cycle_through_a_loader() -> None:
