@@ -17,7 +17,7 @@ from lightning_pfl.contract.callback import FederatedCallback, require_federatio
 from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.randomness import derive, seeded
-from lightning_pfl.core.tree import Model, expand, select, whole_nbytes
+from lightning_pfl.core.tree import Model, expand, select, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.watching import in_mode
 from lightning_pfl.federation.adapt import adapt, budget_phase, check_lr
@@ -219,7 +219,7 @@ class HeadFineTuning(FederatedCallback):
     ) -> Evaluation:
         """Train and evaluate the clients in groups."""
         federation: Any = require_federation(trainer, self)
-        held = self._keep(federation)
+        held = self._allocate(federation)
         size = max(1, TRAINED_TOGETHER // max(held, 1))
         parts, order = [], list(torch.arange(len(clients)).split(size))
         for some in order:
@@ -236,11 +236,11 @@ class HeadFineTuning(FederatedCallback):
             )
         return join(parts, order)
 
-    def _keep(self, federation: Federation) -> int:
+    def _allocate(self, federation: Federation) -> int:
         """Allocate the clients' fine-tuned parameters; return the bytes of one client's."""
         with torch.inference_mode(False):
             row = select(federation.parameter_split.model(), self._resolved(federation))
-            held = whole_nbytes(row)
+            held = total_nbytes(row)
             if self._kept is None and held * federation.num_clients <= KEPT:
                 self._kept = ClientStateStore(
                     row, federation.num_clients, federation.client_states.device

@@ -356,7 +356,7 @@ def double_sum(leaf: Tensor, weights: Tensor, origin: Tensor | None = None) -> T
     return total.view((*weights.shape[:-1], *leaf.shape[1:]))
 
 
-def whole_nbytes(tree: Tree) -> int:
+def total_nbytes(tree: Tree) -> int:
     """Count the bytes of a tree."""
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
 

@@ -132,7 +132,7 @@ def counted_dataset(
     Args:
         names: The federation's clients.
         counts: The numbers of each.
-        labels: By client, the samples of each class; None where nobody asks for them.
+        labels: By client, the samples of each class; None if they are not needed.
     """
     sizes = {(c.batch_size, c.drop_last) for c in counts if c.samples}
     if len(sizes) <= 1 and 0 not in {size for size, _ in sizes}:
@@ -158,7 +158,7 @@ class CountedDataModule(L.LightningDataModule):
     Args:
         names: The federation's clients.
         counts: By client, the numbers of every split.
-        labels: By client, its training samples of each class; empty where nobody asks for them.
+        labels: By client, its training samples of each class; empty if they are not needed.
         val_split: As for :class:`~lightning_pfl.FederatedDataModule`.
     """
 

@@ -18,7 +18,7 @@ from lightning_pfl.deploy.packet import HEADER, UNREADABLE, Packet, PacketError
 log = logging.getLogger(__name__)
 
 PAUSES = 5
-"""After so many looks for answers, the network is asked who is there."""
+"""Number of looks for answers after which the network is asked for the nodes again."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Reply:
 
     Args:
         question: Number of the question.
-        data: The answer; None where the network says that there is none.
-        error: What the network says.
+        data: The answer; None without one.
+        error: Error text of the network.
     """
 
     question: str
@@ -100,9 +100,9 @@ class Nodes:
         digest: What the nodes' recipes must be like.
         timeout: Seconds that a question waits for its answer; None for ever.
         max_samples: Samples that a client may have at most.
-        needs_labels: Whether nodes have to say how many samples of each class clients have.
+        needs_labels: Whether nodes send the number of samples of each class per client.
         pause: Seconds between two looks at the network.
-        say: Is told what happens, a sentence at a time.
+        say: Called with each progress message, a sentence.
 
     Attributes:
         join: Makes the message by which a node joins; None until the server knows all numbers.
@@ -236,7 +236,7 @@ class Nodes:
             kind: What is asked.
             clients: Who is asked.
             question: Makes the message for the clients of one node, by their positions.
-            limit: Bytes of an answer for so many clients at most.
+            limit: Largest number of bytes of an answer, by number of clients.
         """
         end = None if self.timeout is None else time.monotonic() + self.timeout
         waiting = dict.fromkeys(range(len(clients)))

@@ -47,7 +47,7 @@ class Packet:
 
     Args:
         kind: What it asks or answers.
-        meta: Plain values: what JSON can say.
+        meta: Plain values that JSON can hold.
         arrays: Arrays of numbers by path. Numpy knows no bfloat16: such an array holds its bits as
             int16, and ``bfloat16`` names its path.
         bfloat16: Paths of the arrays whose numbers are bfloat16.

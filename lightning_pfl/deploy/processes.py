@@ -29,7 +29,7 @@ AGAIN = 5.0
 """Seconds before a process that ended is started again. Flower lets a node that was killed back in
 after two missed heartbeats, up to a minute."""
 QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",  # nothing of a deployment is told to Flower's makers
+    "FLWR_TELEMETRY_ENABLED": "0",  # no telemetry of a deployment
     "FLWR_DISABLE_UPDATE_CHECK": "1",
 }
 WRONG_SETTINGS = 2
@@ -80,7 +80,7 @@ class Children:
 
     Args:
         folder: Where their output goes, a file for each.
-        say: Is told what happens, a sentence at a time.
+        say: Called with each progress message, a sentence.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
@@ -160,9 +160,9 @@ def serve_over_flower(settings: ServerSettings, config: Path, say: Callable[[str
     """Run a SuperLink and the deployment's run in it, until the run has finished.
 
     Args:
-        settings: What ``server.yaml`` says.
+        settings: Settings of ``server.yaml``.
         config: The file.
-        say: Is told what happens, a sentence at a time.
+        say: Called with each progress message, a sentence.
 
     Raises:
         RuntimeError: If the run can't be started, or if it fails.
@@ -345,9 +345,9 @@ def join_over_flower(settings: ClientSettings, config: Path, say: Callable[[str]
     """Run a node's worker and its SuperNode until the server has finished.
 
     Args:
-        settings: What ``client.yaml`` says.
+        settings: Settings of ``client.yaml``.
         config: The file.
-        say: Is told what happens, a sentence at a time.
+        say: Called with each progress message, a sentence.
     """
     require_flower()
     _require_files(settings.keys, "ca.crt", "node.key")

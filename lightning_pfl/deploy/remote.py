@@ -229,7 +229,7 @@ class RemoteCohort(Cohort):
         self.failed: dict[int, str] = {}
 
     def form(self) -> Form:
-        """Say what an upload is made of: that of a client that takes no step, without data."""
+        """Return names and shapes of an upload: that of a client without steps and data."""
         method, info = self.federation.method, self.info.rows(slice(0, 1))
         model = tmap(
             lambda leaf: leaf.to(self.device),

@@ -28,7 +28,7 @@ class ServerSettings:
             on 127.0.0.1 alone.
         timeout: Seconds that a round waits for an answer, before it goes on without the client;
             null for ever.
-        max_samples: Samples that a client may say it has.
+        max_samples: Largest number of samples that a client may report.
     """
 
     recipe: Path

@@ -16,7 +16,7 @@ from lightning_pfl.core.tree import (
     shapes,
     stack,
     tmap,
-    whole_nbytes,
+    total_nbytes,
 )
 from lightning_pfl.federation.ranks import Ranks
 
@@ -112,13 +112,13 @@ class ClientStateStore:
                     "in `init_client_state`, and return all of them from `client_final`."
                 )
 
-    def remembers(self) -> bool:
+    def has_entries(self) -> bool:
         """Whether client states have any entries."""
         return any(True for _ in leaves(self.tree))
 
     def nbytes(self) -> int:
         """Count the bytes of the store in this process."""
-        return whole_nbytes(self.tree)
+        return total_nbytes(self.tree)
 
     def row_nbytes(self) -> int:
         """Count the bytes of one client's state."""
@@ -159,7 +159,7 @@ class ClientStateStore:
 
     def _rows(self, clients: Tensor) -> Tensor:
         """Find the rows of some clients in this process."""
-        if self.complete or not self.remembers():
+        if self.complete or not self.has_entries():
             return clients.to(self.device)
         holder = clients % self.ranks.size
         if len(foreign := clients[holder != self.ranks.rank]):
@@ -172,7 +172,7 @@ class ClientStateStore:
         return (clients // self.ranks.size).to(self.device)
 
     def _collect(self, keep: bool) -> Tree:
-        if self.complete or not self.remembers():
+        if self.complete or not self.has_entries():
             return self.tree
         pieces, size = [], max(1, BLOCK // max(self.row_nbytes(), 1))
         for clients in torch.arange(self.num_clients).split(size):

@@ -143,7 +143,7 @@ class Cohort:
         else:
             verdict = self._accept_by_architecture(max_norm)
         if verdict.rejected:
-            self._keep(verdict.accepted)
+            self._select(verdict.accepted)
         return verdict
 
     def _accept_by_architecture(self, max_norm: MaxNorm) -> Verdict:
@@ -163,7 +163,7 @@ class Cohort:
         verdict.rejected = {k: reasons[k] for k in self.info.index.tolist() if k in reasons}
         return verdict
 
-    def _keep(self, accepted: Tensor) -> None:
+    def _select(self, accepted: Tensor) -> None:
         mine = accepted[self.shard.index]
         position = mine.cumsum(0) - 1
         for batch in self.batches:

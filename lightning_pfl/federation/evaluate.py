@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients, as_positions_of
-from lightning_pfl.core.tree import Model, is_expanded, whole_nbytes
+from lightning_pfl.core.tree import Model, is_expanded, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EvaluationWork
 from lightning_pfl.federation.adapt import adapt
@@ -110,7 +110,7 @@ def models_at_a_time(architecture: Architecture) -> int:
     """Count the personal models of an architecture that fit into :data:`MEMORY`."""
     held = architecture.client_states.row_nbytes()
     if architecture.method.evaluation_phases():
-        held = whole_nbytes(dict(architecture.module.named_parameters()))
+        held = total_nbytes(dict(architecture.module.named_parameters()))
     return int(max(1, MEMORY // max(held, 1)))
 
 

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.parameters import ParameterSpec
-from lightning_pfl.core.tree import Model, expand, weighted_mean, whole_nbytes
+from lightning_pfl.core.tree import Model, expand, weighted_mean, total_nbytes
 from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.federation.federation import Federation
 
@@ -76,7 +76,7 @@ def _mean(federation: Federation) -> Model:
     Double precision makes the sums independent of the number of clients at a time.
     """
     template = federation.parameter_split.model()
-    together = max(1, TOGETHER // max(whole_nbytes(template), 1))
+    together = max(1, TOGETHER // max(total_nbytes(template), 1))
     parts = torch.arange(federation.num_clients).split(together)
     means = []
     for part in parts:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo, ClientResults
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.tree import Model, Tree, expand, select, tmap, whole_nbytes
+from lightning_pfl.core.tree import Model, Tree, expand, select, tmap, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import learning_rates
@@ -150,7 +150,7 @@ class FederationState:
         Without client states, shards have equal sizes.
         """
         client_states = self.architectures[0].client_states  # several ones run in one process
-        keys = clients if client_states.remembers() else torch.arange(len(clients))
+        keys = clients if client_states.has_entries() else torch.arange(len(clients))
         return (Ranks() if client_states.complete else self.ranks).shard(keys)
 
     def count_steps(
@@ -239,7 +239,7 @@ class FederationState:
             for m, architecture in zip(methods, architectures, strict=True)
         ]
         held = [-(-architecture.count(count) // self.ranks.size) for architecture in architectures]
-        device = place(sum(whole_nbytes(row) * n for row, n in zip(begun, held, strict=True)))
+        device = place(sum(total_nbytes(row) * n for row, n in zip(begun, held, strict=True)))
         for method, architecture, row in zip(methods, architectures, begun, strict=True):
             self._begin_client_states(architecture, method, row, device, everyone)
         check_messages(architectures, everyone)

@@ -334,7 +334,7 @@ class Method(FederatedCallback):
         An entry of the upload with the path of a received one counts as its new value: the gate
         measures the difference of the two. Something else, such as a gradient, needs another name.
         The new client state has the entries of :meth:`init_client_state`, no more and no fewer; a
-        method that remembers nothing returns ``client_state``.
+        method without client states returns ``client_state``.
         """
         upload = {"model": select(state["model"], self.parameter_split.shared)}
         return upload, {"model": select(state["model"], self.parameter_split.personal)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_pfl.contract.records import ClientInfo, FitPlan
 from lightning_pfl.core.checks import check_choice, check_whole
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.tree import Model, Tree, double_sum, select, tmap, whole_nbytes
+from lightning_pfl.core.tree import Model, Tree, double_sum, select, tmap, total_nbytes
 from lightning_pfl.methods.base import PER_CLUSTER, About, LocalStep, Method, Phase, Weighting
 from lightning_pfl.methods.support.starts import check_starts, different_models
 from lightning_pfl.solvers.clusters import cluster_means
@@ -205,7 +205,7 @@ class IFCA(Method):
 
     def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor:
         """Count the bytes of the current models."""
-        size = whole_nbytes(server["models"]) // self._sets
+        size = total_nbytes(server["models"]) // self._sets
         return torch.full((len(info),), size, dtype=torch.int64)
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:

@@ -30,7 +30,7 @@ class Settings:
     """A run's settings.
 
     Attributes:
-        method: The method's name; empty if nothing says it.
+        method: The method's name; empty if unknown.
         seed: The seed of training, or None.
         data_seed: The seed of the partition, or None.
         rounds: The planned rounds, or None.

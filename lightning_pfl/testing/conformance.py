@@ -247,8 +247,8 @@ def check_types_and_shapes_are_stable(make_method: MakeMethod, problem: Problem)
         assert second == third
         assert first.keys() == second.keys()
         assert all(second[path] == kind for path, kind in first.items() if kind)
-        memories = [_kinds(client_states) for client_states in run.recorder.banks]
-        assert memories[0] == memories[1] == memories[2]
+        states = [_kinds(client_states) for client_states in run.recorder.banks]
+        assert states[0] == states[1] == states[2]
         wanted = {
             name: leaf.dtype for name, leaf in problem.make_module(dtype).state_dict().items()
         }

@@ -43,7 +43,7 @@ class Recorder(FederatedCallback):
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Keep the state before the first round."""
         if not self.banks:
-            self._keep(trainer)
+            self._record(trainer)
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Keep the round and the state after it."""
@@ -54,9 +54,9 @@ class Recorder(FederatedCallback):
         kept.bytes_down, kept.bytes_up = round.bytes_down, round.bytes_up
         kept.bytes_exchanged = round.bytes_exchanged
         self.rounds.append(kept)
-        self._keep(trainer)
+        self._record(trainer)
 
-    def _keep(self, trainer: L.Trainer) -> None:
+    def _record(self, trainer: L.Trainer) -> None:
         federation = require_federation(trainer, self)
         self.banks.append(_copy(federation.client_states.tree))
         self.servers.append(_copy(federation.server))

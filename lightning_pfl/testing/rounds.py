@@ -30,10 +30,10 @@ class LocalRound:
     Attributes:
         info: The cohort, in the order of the ids that were asked for.
         received: What the server sent, ``(clients, ...)``.
-        before: What the clients remembered, ``(clients, ...)``.
+        before: The states of the clients before the round, ``(clients, ...)``.
         result: The engine's result; ``result.uploads`` and ``result.own`` are ``(clients, ...)``.
         server: The server's tree after its update, from all clients of the cohort.
-        engine: The engine, for what it says about the run.
+        engine: The engine that ran it.
     """
 
     info: ClientInfo

@@ -142,7 +142,7 @@ def check_same_clients(digests: Sequence[str]) -> None:
     """Require that all processes have loaded the same clients.
 
     Args:
-        digests: What :func:`digest` says in each process.
+        digests: Result of :func:`digest` in each process.
 
     Raises:
         MisconfigurationException: If the clients of a process differ.

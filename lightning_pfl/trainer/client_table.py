@@ -66,7 +66,7 @@ class ClientTable:
             except OSError:
                 file.truncate(self._size)  # rows are whole
                 raise
-        self._remember(round)
+        self._note_size(round)
 
     def extend(
         self,
@@ -98,14 +98,14 @@ class ClientTable:
                 yield self._with(row, added[client])
 
         self._write(rows())
-        self._remember(round)
+        self._note_size(round)
 
     def _with(self, row: Sequence[str], values: Mapping[str, str]) -> list[str]:
         known = {**dict(zip(self.columns, row[len(FIXED_COLUMNS) :], strict=False)), **values}
         metrics = [known.get(name, "") for name in self.columns]
         return [*row[: len(FIXED_COLUMNS)], *metrics]
 
-    def _remember(self, round: int) -> None:
+    def _note_size(self, round: int) -> None:
         self._round, self._size = round, self.path.stat().st_size
 
     def _changed(self) -> bool:

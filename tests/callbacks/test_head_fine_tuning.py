@@ -153,7 +153,7 @@ def test_the_backbone_is_frozen_bit_for_bit_with_batchnorm_momentum_and_decay(en
 
 @pytest.mark.parametrize("method", [FedAvg, FedRep])
 @pytest.mark.parametrize("scope", ["head", "full"])
-def test_server_and_memories_are_the_same_bits_as_without(method: Any, scope: Any) -> None:
+def test_server_and_client_states_are_the_same_bits_as_without(method: Any, scope: Any) -> None:
     runs = []
     for callbacks in ([], [HeadFineTuning(scope, epochs=1, when="evaluation")]):
         run = trainer(method(), *callbacks, max_epochs=3, participation=2, engine="vectorized")

@@ -65,8 +65,8 @@ def compare(
 ) -> LocalRound:
     """Run one round with both engines, require equal results, and return the sequential one.
 
-    Everything that leaves the engine is compared: uploads, memories, logged values, losses, and the
-    server after them.
+    Everything that leaves the engine is compared: uploads, client states, logged values, losses and
+    the server after them.
     """
 
     def run(engine: Any, chunk_size: int | None = None, **options: Any) -> LocalRound:

@@ -92,7 +92,7 @@ class SendsItsOwnChange(LocalOnly):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-def test_training_does_not_write_into_what_a_client_remembers(engine: Any) -> None:
+def test_training_does_not_write_into_client_states(engine: Any) -> None:
     module = QuadraticModule(lr=0.25, start=0.0)
     data = quadratic_clients([1.0, 1.0, 1.0], CENTRES)
     method = SendsItsOwnChange(local_epochs=None, local_steps=1)

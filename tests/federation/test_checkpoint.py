@@ -278,7 +278,7 @@ class Remembers(FedPer):
         return {**super().init_client_state(model), "extra": torch.zeros(2)}
 
 
-def test_other_memories_are_refused(tmp_path: Path) -> None:
+def test_other_client_states_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, FedPer())
     Remembers.__name__ = "FedPer"
     with pytest.raises(CheckpointMismatchError, match=r"Expected client states with .*'extra'"):

@@ -1,5 +1,5 @@
-"""What isn't finite, or is too large, stays outside the aggregate, and its client keeps what it
-remembered."""
+"""Uploads that are not finite, or too large, are left out, and their clients keep their
+states."""
 
 from __future__ import annotations
 

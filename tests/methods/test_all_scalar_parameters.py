@@ -35,7 +35,7 @@ def scaled(*shape: int) -> PersonalizedModule:
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - OTHERS))
 def test_a_number_trains_like_a_vector_of_one(name: str) -> None:
-    """Two rounds, so that what was remembered of it is used."""
+    """Two rounds, so that its client state is used."""
     number, vector = (
         fit(CASES[name](), small_clients(), each, 2) for each in (scaled(), scaled(1))
     )

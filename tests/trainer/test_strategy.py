@@ -275,7 +275,7 @@ def test_the_place_of_the_bank(place: str, device: str, num_clients: int, want: 
         (GTVMin("complete"), 4 + 4 + 3 * 4),
     ],
 )
-def test_all_that_clients_remember_counts_for_its_place(
+def test_all_client_states_count_for_their_device(
     method: Method, scalars: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []

@@ -68,7 +68,7 @@ class KeyedRandomness(Draws, TorchFunctionMode):
 # --- the random functions ---
 
 
-def _keep(
+def _drop(
     mode: KeyedRandomness, x: Tensor, p: float, mask_shape: Any, inplace: bool = False
 ) -> Tensor:
     if p >= 1.0:
@@ -102,7 +102,7 @@ def _dropout(
     # torch reads three axes in `dropout2d` as (samples, channels, length).
     leading = 2 if spatial == 2 else input.ndim - spatial
     shape = (*input.shape[:leading], *[1] * (input.ndim - leading))
-    return _keep(mode, input, p, shape, inplace)
+    return _drop(mode, input, p, shape, inplace)
 
 
 def _attention(
@@ -136,7 +136,7 @@ def _attention(
         )
         scores = scores + bias
     weights = scores.softmax(-1)
-    return _keep(mode, weights, dropout_p, weights.shape) @ value
+    return _drop(mode, weights, dropout_p, weights.shape) @ value
 
 
 # Saved here, as `_multi_head` replaces the function while it runs.

@@ -31,7 +31,7 @@ from lightning_pfl.core.tree import (
     separated,
     stack,
     tmap,
-    whole_nbytes,
+    total_nbytes,
 )
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import (
@@ -147,7 +147,7 @@ class VectorizedEngine:
             total, most = torch.cuda.get_device_properties(device).total_memory, MOST_ON_GPU
         else:
             total, most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), MOST_ON_CPU
-        model = whole_nbytes(self.parameter_split.model())
+        model = total_nbytes(self.parameter_split.model())
         return max(1, min(most, total // 4 // (COPIES * max(model, 1))))
 
     def count_steps(

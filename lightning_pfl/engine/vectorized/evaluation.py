@@ -113,7 +113,7 @@ class VectorizedEvaluation:
                                 output, values = self._tick(part, tick, step, per_sample)
                                 logs.add(values, sizes, at, self.program.log.reductions)
                             if step == "predict_step":
-                                _keep(predictions, output, at)
+                                _store_outputs(predictions, output, at)
                 if on_clients is not None:
                     on_clients(positions.tolist())
         return Evaluation(logs.compute(), counts.cpu(), dict(self.program.log.options), predictions)
@@ -178,7 +178,7 @@ class VectorizedEvaluation:
         return torch.vmap(function, in_dims=(dims, 0))(plain, data)
 
 
-def _keep(predictions: list[list[Any]], outputs: Any, at: Tensor) -> None:
+def _store_outputs(predictions: list[list[Any]], outputs: Any, at: Tensor) -> None:
     for row, client in enumerate(at.tolist()):
         predictions[client].append(
             apply_to_collection(outputs, Tensor, lambda leaf, row=row: leaf[row].cpu())

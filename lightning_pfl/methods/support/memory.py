@@ -9,7 +9,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_pfl.core.errors import MisconfigurationException
-from lightning_pfl.core.tree import Tree, leaves, whole_nbytes
+from lightning_pfl.core.tree import Tree, leaves, total_nbytes
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -80,7 +80,7 @@ def require_rows(method: str, clients: int, row: Tree, copies: int = MODELS) -> 
     """
     first = next(leaves(row), torch.empty(0))
     require(
-        copies * clients * whole_nbytes(row),
+        copies * clients * total_nbytes(row),
         first.device,
         f"{method} with the models of {clients} clients, {copies} times,",
         "Use fewer clients, a smaller model, or a method without a model for each client.",

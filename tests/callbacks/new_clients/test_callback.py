@@ -98,7 +98,7 @@ def test_scope_all_trains_everything_from_the_global_model(engine: str) -> None:
 
 
 @pytest.mark.parametrize("scope", ["personal", "all"])
-def test_server_and_memories_stay_the_same_bits(scope: Any) -> None:
+def test_server_and_client_states_stay_the_same_bits(scope: Any) -> None:
     runs = []
     new = classes(7, shuffle=True)
     for callbacks in ([], [NewClientAdaptation(new, samples=[4, 6], scope=scope)]):
