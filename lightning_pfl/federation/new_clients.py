@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.parameters import ParameterSpec
-from lightning_pfl.core.tree import Model, expand, weighted_mean, total_nbytes
+from lightning_pfl.core.tree import Model, expand, total_nbytes, weighted_mean
 from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.federation.federation import Federation
 
