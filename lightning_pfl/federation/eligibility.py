@@ -8,9 +8,13 @@ from dataclasses import replace
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.data.datasets import (
+    FederatedDataset,
+    FederatedLoaders,
+    FederatedTensorDataset,
+)
 from lightning_pfl.engine.steps import Limits, minibatches_per_epoch
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.methods.base import Phase
@@ -68,6 +72,43 @@ def learners(
     one = tuple(replace(phase, epochs=1, steps=None, batches_per_step=1) for phase in phases)
     batches = federation.count_steps(data, clients, one)
     return clients[_busy(data, clients, batches, "train", limit, consequence)]
+
+
+def warn_of_single_samples(data: FederatedDataset, clients: Tensor, module: nn.Module) -> None:
+    """Warn of last minibatches of one sample, on which ``BatchNorm1d`` can't train.
+
+    Such a client would end the run in the round in which it is first drawn.
+
+    Args:
+        data: The training data.
+        clients: Ids of the clients that train.
+        module: The module, or those of all architectures.
+    """
+    layers = [name for name, part in module.named_modules() if isinstance(part, nn.BatchNorm1d)]
+    samples = data.num_samples[clients]
+    if isinstance(data, FederatedTensorDataset):
+        batch = torch.full_like(samples, data.batch_size)
+        drops = torch.full_like(samples, data.drop_last, dtype=torch.bool)
+    elif isinstance(data, FederatedLoaders):
+        loaders = [data.loaders[client] for client in clients.tolist()]
+        batch = torch.tensor([loader.batch_size or 0 for loader in loaders])
+        drops = torch.tensor([loader.drop_last for loader in loaders], dtype=torch.bool)
+    else:
+        return
+    known = ~drops & (batch > 0)
+    single = known & (samples % batch.clamp_min(1) == 1 % batch.clamp_min(1)) & (samples > 0)
+    if not layers or not single.any():
+        return
+    names = [data.names[client] for client in clients[single].tolist()]
+    fits = [size for size in range(2, 257) if not (samples % size == 1).any()]
+    nearest = min(fits, key=lambda size: abs(size - int(batch[single][0])), default=None)
+    other = "a larger `batch_size`" if nearest is None else f"batch_size={nearest}"
+    rank_zero_warn(
+        f"The last minibatch of {len(names)} clients is one sample ({_some(names)}), on which "
+        f"{layers[0]!r}, a BatchNorm1d, can't train unless it has further axes: the run would end "
+        f"when one of them is drawn. Use {other}, or drop_last=True, which leaves out clients with "
+        "fewer samples than a minibatch."
+    )
 
 
 def can_be_evaluated(

@@ -37,7 +37,7 @@ from lightning_pfl.contract.records import LocalResult, Round
 from lightning_pfl.core.tree import Tree, nbytes, rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
 from lightning_pfl.federation.cohort import Cohort
-from lightning_pfl.federation.eligibility import learners, require_samples
+from lightning_pfl.federation.eligibility import learners, require_samples, warn_of_single_samples
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.sampling import sample_cohort
@@ -161,6 +161,8 @@ class FederatedLoop(FitLoop):
         limit = f"{flag}={getattr(trainer, flag)!r}"
         data = self.require_data()
         self._learners = learners(self.federation, data, phases, limit, self._fate)
+        if phases and not trainer.overfit_batches and trainer.limit_train_batches == 1.0:
+            warn_of_single_samples(data, self._learners, trainer.lightning_module)
         some = torch.zeros(data.num_clients, dtype=torch.bool)
         some[self._learners] = True
         self.federation.know_data(some, label_counts(data))

@@ -6,6 +6,7 @@ is 0, 1, 0 and 1.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.core.errors import ClientError
 from lightning_pfl.methods import (
     L2GD,
     FedAvg,
@@ -136,3 +138,23 @@ def test_nobody_to_evaluate_is_an_error(split: str) -> None:
     match = rf"limit_{split}_batches=0\.1 and .* any of the 4 clients with samples in the {split} s"
     with pytest.raises(MisconfigurationException, match=match):
         function(Quadratic(), points())
+
+
+class Normed(Quadratic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(2).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.w - self.norm(batch[0])).square().mean()
+
+
+@pytest.mark.parametrize("make", [points, loaders])
+def test_last_minibatches_of_one_sample_are_said_before_batch_norm_meets_them(make: Any) -> None:
+    """Clients have 4, 6, 3 and 5 samples in minibatches of 2; with 4 the last would have one."""
+    cohorts = Cohorts()
+    run = trainer(LocalOnly(), max_epochs=1, callbacks=[cohorts], participation=1, seed=0)
+    match = r"of 2 clients is one sample \(2, 3\), on which 'norm'.* Use batch_size=6, or drop_last"
+    with pytest.warns(UserWarning, match=match), suppress(ClientError):
+        run.fit(Normed(), make())
+    trainer(LocalOnly(), max_epochs=1).fit(Normed(), make(drop_last=True))  # warnings are errors
