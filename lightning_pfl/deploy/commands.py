@@ -226,7 +226,9 @@ def status_command(given: argparse.Namespace) -> None:
     for name, client in status["clients"].items():
         here = "here" if client["here"] else "away"
         left = f", left out: {client['left_out']}" if client["left_out"] else ""
-        say(f"  {name:<20} {here}, {client['samples']} samples, round {client['last_round']}{left}")
+        last = client["last_round"]  # counted from 0; -1 before the first
+        took = f"took part in round {last + 1}" if last >= 0 else "took no part yet"
+        say(f"  {name:<20} {here}, {client['samples']} samples, {took}{left}")
 
 
 def export_command(given: argparse.Namespace) -> None:

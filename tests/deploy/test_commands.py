@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import stat
@@ -153,6 +154,28 @@ def test_names_that_cannot_be_folders_are_refused(
         commands.main(["init", str(tmp_path / "new"), *given, "--nodes", *names])
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_the_status_says_who_is_here_and_how_far_the_run_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "server.yaml").write_text("nodes: [a, b]\nrecipe: r.yaml\n")
+    status = ["status", "--config", str(tmp_path / "server.yaml")]
+    commands.main(status)
+    assert capsys.readouterr().out == "No round is finished yet.\n"
+    clients = {
+        "a": {"here": True, "samples": 3, "last_round": 1, "left_out": ""},
+        "b": {"here": False, "samples": 4, "last_round": -1, "left_out": "no answer"},
+    }
+    said = {"state": "running", "rounds": 2, "of": 5, "clients": clients}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text(json.dumps(said))
+    commands.main(status)
+    assert capsys.readouterr().out.splitlines() == [
+        "running: 2 of 5 rounds",
+        "  a                    here, 3 samples, took part in round 2",
+        "  b                    away, 4 samples, took no part yet, left out: no answer",
+    ]
 
 
 def test_the_compose_file_has_the_folders_that_its_commands_write() -> None:
