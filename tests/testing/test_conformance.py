@@ -284,7 +284,7 @@ CASES: list[tuple[type[Method], Callable[..., None]]] = [
     (NeverTrains, conformance.check_trains_through_the_trainer),
     (TrainsOnce, conformance.check_trains_through_the_trainer),
     (Ascends, conformance.check_trains_through_the_trainer),
-    (EvaluatesWithAStaleBackbone, conformance.check_clients_share_the_current_model),
+    (EvaluatesWithAStaleBackbone, conformance.check_shared_entries_are_equal),
     (PassesOverBrokenData, conformance.check_broken_data_stop_nobody),
 ]
 
