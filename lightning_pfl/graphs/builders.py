@@ -153,3 +153,40 @@ class ScaleFree(GraphBuilder):
             )
         drawn = derive(seed, "scale free") % 2**32
         return networkx.barabasi_albert_graph(num_clients, self.attached, seed=drawn)
+
+
+class Metropolis(GraphBuilder):
+    r"""A graph with the weights of Metropolis and Hastings, for gossip averaging.
+
+    An edge has the weight :math:`W_{kl} = 1 / (1 + \max(d_k, d_l))`, with the numbers of neighbours
+    :math:`d`. With :math:`W_{kk} = 1 - \sum_l W_{kl} > 0` a step :math:`w_k \leftarrow
+    \sum_l W_{kl} w_l` keeps the mean. It is that of ``FedU(Metropolis(graph),
+    decentralized=True)`` where ``regularization`` is one over the learning rate times the local
+    epochs.
+
+    Args:
+        graph: The family of graphs, whose own weights aren't used.
+
+    References:
+        Xiao, Boyd. Fast linear iterations for distributed averaging. Systems and Control Letters
+        53, 2004, section 4.
+    """
+
+    def __init__(self, graph: GraphBuilder) -> None:
+        if not isinstance(graph, GraphBuilder):
+            raise TypeError(
+                f"Expected `graph` to be a builder of graphs, but got {graph=}. Use Ring() or "
+                "Complete(), for example."
+            )
+        self.graph = graph
+
+    def __call__(self, num_clients: int, seed: int) -> Any:
+        """Build the graph and its weights, a matrix ``(num_clients, num_clients)``."""
+        import networkx
+
+        built = self.graph(num_clients, seed)
+        if isinstance(built, networkx.Graph):
+            built = networkx.to_numpy_array(built, nodelist=range(num_clients))
+        edges = np.asarray(built) != 0
+        degrees = edges.sum(1)
+        return np.where(edges, 1 / (1 + np.maximum(degrees[:, None], degrees)), 0.0)
