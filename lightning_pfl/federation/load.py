@@ -42,6 +42,7 @@ from lightning_pfl.federation.checkpoint import (
     saved_optimizers,
 )
 from lightning_pfl.federation.federation import Federation
+from lightning_pfl.federation.hooks import BATCH_HOOKS, STEP_HOOKS, overridden
 from lightning_pfl.federation.new_clients import Start, entries_to_adapt, starting_models
 from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.methods.base import Method
@@ -114,6 +115,12 @@ class SavedClients(Federation):
             raise MisconfigurationException(
                 f"Expected a module with one optimizer and automatic optimization, but got "
                 f"{type(module).__name__}. Adapt it with NewClientAdaptation in `trainer.test`."
+            )
+        if hooks := overridden(module, (*STEP_HOOKS, *BATCH_HOOKS)):
+            raise MisconfigurationException(
+                f"Expected a module without hooks on a step or its minibatch, which need a "
+                f"Trainer, but {type(module).__name__} overrides `{hooks[0]}`. Adapt it with "
+                "NewClientAdaptation in `trainer.test`."
             )
         check_optimizer(optimizers[0])
         if self.optimizers:

@@ -34,21 +34,9 @@ from lightning_pfl._lightning import (
     optimizer_steps,
     overrides,
 )
+from lightning_pfl.federation.hooks import STEP_HOOKS, overridden
 from lightning_pfl.trainer.step_schedule import StepSchedule
 
-STEP_HOOKS = (
-    "backward",
-    "optimizer_step",
-    "optimizer_zero_grad",
-    "configure_gradient_clipping",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_train_batch_start",
-    "on_train_batch_end",
-)
-"""Hooks of a module that are called in every step of every client."""
 CALLBACK_STEP_HOOKS = (
     "on_before_backward",
     "on_after_backward",
@@ -64,7 +52,7 @@ def needs_loop(
     """Describe what needs Lightning's own loop for each client, or return None."""
     name = type(module).__name__
     found = [] if module.automatic_optimization else [f"{name} sets automatic_optimization=False"]
-    found += [f"{name} overrides `{hook}`" for hook in STEP_HOOKS if is_overridden(hook, module)]
+    found += [f"{name} overrides `{hook}`" for hook in overridden(module, STEP_HOOKS)]
     for callback in connected(trainer).callbacks:
         kind = type(callback).__name__
         hooks = [hook for hook in CALLBACK_STEP_HOOKS if overrides(callback, hook, Callback)]

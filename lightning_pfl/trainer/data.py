@@ -21,6 +21,7 @@ from lightning_pfl.data.datasets import (
 )
 from lightning_pfl.engine.base import BatchHooks
 from lightning_pfl.federation.architectures import modules_by_name
+from lightning_pfl.federation.hooks import BATCH_HOOKS
 
 
 class Then:
@@ -80,10 +81,6 @@ def move_to_device(data: FederatedDataset, trainer: L.Trainer) -> FederatedDatas
     for loader in loaders:
         loader.collate_fn = Then(loader.collate_fn, ToDtype(dtype))
     return FederatedLoaders(loaders, data.names if data.named else None)
-
-
-BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-"""Hooks of a module or a data module that a minibatch passes, in this order."""
 
 
 def batch_hooks(trainer: L.Trainer) -> BatchHooks | None:

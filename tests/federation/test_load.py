@@ -305,3 +305,19 @@ def test_what_a_new_client_cannot_do_is_said(tmp_path: Path) -> None:
         clients.adapt(loader, scope="all")
     with pytest.raises(ValueError, match="exactly one of `epochs` and `steps`, but got"):
         clients.adapt(loader, epochs=None)
+
+
+@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_after_batch_transfer"])
+def test_a_new_client_of_a_module_with_hooks_needs_a_trainer(hook: str, tmp_path: Path) -> None:
+    def nothing(self: Any, batch: Any, *_: Any) -> Any:
+        return batch
+
+    kind: Any = type("Hooked", (Quadratic,), {hook: nothing})
+    run = trainer(max_epochs=1)
+    run.fit(kind(), points(), points())
+    run.save_checkpoint(path := tmp_path / "last.ckpt")
+    loader = DataLoader(TensorDataset(torch.ones(3, 2).double()), batch_size=2)
+    with pytest.raises(
+        MisconfigurationException, match=f"Hooked overrides `{hook}`. Adapt it with"
+    ):
+        load_clients(path, kind(), FedAvg()).adapt(loader, scope="all")
