@@ -339,7 +339,7 @@ def _evaluation_pays(
     counter: FlopCounterMode,
 ) -> bool:
     """Estimate for an evaluation."""
-    counts = counter.get_flop_counts()["Global"]
+    counts = counter.get_flop_counts().get("Global", {})  # a module may have no product at all
     # A shared layer sees all clients' samples as one large batch, which nothing beats; attention
     # and recurrent layers don't.
     if engine.transform == "forward" and not any(op in counts for op in PER_CLIENT_PRODUCTS):

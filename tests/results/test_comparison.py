@@ -8,15 +8,20 @@ import statistics
 import subprocess
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
 import lightning_pfl
+from lightning_pfl import FederatedStrategy
 from lightning_pfl.cli.command_line import main
+from lightning_pfl.methods import FedAvg, LocalOnly
 from lightning_pfl.results import Comparison, compare
 from lightning_pfl.results.paired import pair
 from lightning_pfl.results.runs import WINDOW
 from lightning_pfl.results.scalars import read_scalars
+from lightning_pfl.testing import QuadraticModule, quadratic_clients
 from tests.results.logs import write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -265,3 +270,28 @@ def test_the_code_of_the_documentation_runs(logs: Path, monkeypatch: pytest.Monk
     exec(code, names)
     assert names["comparison"].runs["counts"].tolist() == [True] * 6
     assert Path("compare.html").is_file()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_runs_in_python_are_compared_by_the_settings_that_their_loggers_got(tmp_path: Path) -> None:
+    data = quadratic_clients([1.0, 2.0, 3.0], [0.0, 1.0, 2.0])
+    for method in (FedAvg, LocalOnly):
+        for seed in (0, 1):
+            trainer = L.Trainer(
+                max_epochs=2,
+                strategy=FederatedStrategy(method(local_epochs=2), seed=seed),
+                logger=CSVLogger(tmp_path),
+                accelerator="cpu",
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            trainer.fit(QuadraticModule(lr=0.1), data, data)
+    comparison = compare(tmp_path)
+    assert comparison.metric == "val_loss"
+    # Each client's own optimum is its best model, and a smaller loss is better.
+    assert comparison.table["method"].tolist() == ["LocalOnly", "FedAvg"]
+    assert comparison.table["runs"].tolist() == [2, 2]
+    assert comparison.runs["seed"].tolist() == [0, 1, 0, 1]
+    gain = comparison.differences.set_index("method").loc["LocalOnly"]
+    loss = comparison.table.set_index("method")["val_loss"]
+    assert gain["difference"] == pytest.approx(loss["FedAvg"] - loss["LocalOnly"], rel=1e-5)
