@@ -73,7 +73,7 @@ def run_catalogue(words: Sequence[str]) -> None:
         else:
             copy_recipe(given.name, Path(given.to))
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"error: {error}\n")
 
 
 def list_methods() -> None:

@@ -103,7 +103,8 @@ def check_engines_agree(
 
     def run(engine: Any, chunk_size: int | None = None) -> list[LocalRound]:
         first = _round(make_method(), problem, data, engine, chunk_size)
-        server, client_state = _copy(first.server), _copy(first.result.client_state)
+        server = tmap(torch.clone, first.server)
+        client_state = tmap(torch.clone, first.result.client_state)
         second = _round(make_method(), problem, data, engine, chunk_size, 1, server, client_state)
         return [first, second]
 
@@ -139,7 +140,7 @@ def check_what_is_kept_is_not_trained(make_method: MakeMethod, problem: Problem)
     begun: list[tuple[Tree, Tree]] = []
 
     def watched_init(received: Tree, client_state: Tree, info: Any) -> Tree:
-        begun.append((_copy(received), _copy(client_state)))
+        begun.append((tmap(torch.clone, received), tmap(torch.clone, client_state)))
         return init(received, client_state, info)
 
     def watched_step(state: Tree, minibatches: Any, client: Any) -> Tree:
@@ -404,10 +405,6 @@ def _relabelled_edges(client_state: Tree, method: Method, order: torch.Tensor) -
     row = torch.arange(len(order)).unsqueeze(1)
     edges = {name: client_state[name] for name in method.edge_state if name in client_state}
     return {**client_state, **tmap(lambda leaf: leaf[row, slots], edges)}
-
-
-def _copy(tree: Tree) -> Tree:
-    return tmap(lambda leaf: leaf.clone(), tree)
 
 
 def _kinds(tree: Tree) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class Recorder(FederatedCallback):
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Keep the round and the state after it."""
-        received, uploads = _copy(round.received or {}), _copy(round.uploads or {})
+        received = tmap(torch.clone, round.received or {})
+        uploads = tmap(torch.clone, round.uploads or {})
         kept = Round(
             round.number, round.info, received, uploads, dict(round.rejected), dict(round.metrics)
         )
@@ -58,8 +59,8 @@ class Recorder(FederatedCallback):
 
     def _record(self, trainer: L.Trainer) -> None:
         federation = require_federation(trainer, self)
-        self.banks.append(_copy(federation.client_states.tree))
-        self.servers.append(_copy(federation.server))
+        self.banks.append(tmap(torch.clone, federation.client_states.tree))
+        self.servers.append(tmap(torch.clone, federation.server))
 
 
 @dataclass
@@ -184,7 +185,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _copy(tree: Tree) -> Tree:
-    return tmap(lambda leaf: leaf.clone(), tree)

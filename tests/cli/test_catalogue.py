@@ -99,7 +99,11 @@ def test_what_is_not_there_is_an_error_in_a_line(
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert message in text
+    # The usage is shown where the words don't fit it, and then the command's own.
+    usage = "usage: lightning-pfl recipes " if "following arguments" in message else "error: "
+    assert text.startswith(usage)
 
 
 def test_the_list_has_every_recipe_and_config(capsys: pytest.CaptureFixture[str]) -> None:
