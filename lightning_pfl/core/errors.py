@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -46,6 +47,24 @@ def format_names(names: Sequence[str], clients: Sequence[int]) -> str:
     return some + (", ..." if len(clients) > SHOWN else "")
 
 
+REMEDIES = {
+    r"target dtype to be Long|scalar type Long|dtype int32/int64 for index"
+    r"|not implemented for '(Int|Bool)'": "If these are labels of classes, use `labels.long()`.",
+    r"Float can't be cast to the desired|Subtraction, the `-` operator, with two bool": (
+        "If these are labels of a binary loss, use `labels.float()`."
+    ),
+    r"(Target|index) -?\d+ is out of bounds": (
+        "If it is a label, number the classes from 0, and give the model an output for each."
+    ),
+}
+"""What to do about errors of torch, by a pattern of their text."""
+
+
+def _remedy(text: str) -> str:
+    found = (advice for pattern, advice in REMEDIES.items() if re.search(pattern, text))
+    return next(found, "")
+
+
 @contextmanager
 def naming_clients(
     stage: str,
@@ -79,6 +98,7 @@ def naming_clients(
     except FAILURES as cause:
         # A key alone is no sentence.
         text = f"{type(cause).__name__}: {cause}" if isinstance(cause, KeyError) else str(cause)
+        advice = advice or _remedy(text)
         text = f"{text.rstrip('. ')}. {advice}" if advice else text
         at_work = clients.tolist() if isinstance(clients, Tensor) else clients
         raise ClientError(stage, format_names(names, at_work), round, text) from cause

@@ -227,6 +227,11 @@ class ClientOptimizer:
     def _step(self, leaves: Model, grads: Model) -> None:
         for name, param in self._params.items():
             grad = grads[name]
+            if grad.is_sparse:
+                raise ValueError(
+                    f"Expected dense gradients, but that of {name!r} is sparse. Use sparse=False, "
+                    "in torch.nn.functional.embedding too."
+                )
             # torch's fused CPU kernels need gradients with the parameters' memory layout.
             grad = grad if grad.stride() == leaves[name].stride() else grad.contiguous()
             param.grad = grad if self.stacked else grad[0]

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_pfl._lightning import (
@@ -305,13 +305,13 @@ class FederatedStrategy(ProcessesStrategy):
         # After Ctrl-C the other processes may not answer; SIGTERM ends all after the same round.
         alone = self.federation.ranks.size == 1 or not isinstance(exception, KeyboardInterrupt)
         if path is None or not alone or loop.stage == STORING:
-            rank_zero_warn(
+            rank_zero_info(
                 f"The run was interrupted after {self.federation.rounds} rounds and isn't saved. "
                 "Go on from its last checkpoint, if it has one, with `ckpt_path`."
             )
             return
         trainer.save_checkpoint(path)
-        rank_zero_warn(
+        rank_zero_info(
             f"The run was interrupted after {self.federation.rounds} rounds and is saved to "
             f"{str(path)!r}. Go on with `ckpt_path={str(path)!r}`; in the same folder "
             "`ckpt_path='last'` finds it."

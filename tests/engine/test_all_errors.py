@@ -84,7 +84,8 @@ def shown(engine: str) -> str:
 
 def advice(engine: str) -> str:
     """The end of an error's text."""
-    return r".*\. Run with Fed.* to stop at the first" if engine == "vectorized" else r"\.$"
+    alone = r"\. If it is a label, number the classes from 0"
+    return r".*\. Run with Fed.* to stop at the first" if engine == "vectorized" else alone
 
 
 # --- the steps ---

@@ -1,0 +1,62 @@
+"""Errors of torch about labels and gradients say which client has them, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_pfl.core.errors import ClientError, naming_clients
+from tests.trainer.setting import Quadratic, points, trainer
+
+SCORES = torch.zeros(2, 3)
+CLASSES, BINARY, RANGE = r"labels\.long\(\)", r"labels\.float\(\)", "number the classes from 0"
+
+
+@pytest.mark.parametrize(
+    ("labels", "remedy"),
+    [
+        (torch.tensor([0, 1], dtype=torch.int32), CLASSES),
+        (torch.tensor([True, False]), CLASSES),
+        (torch.tensor([0.0, 1.0]), CLASSES),
+        (torch.tensor([0, 3]), RANGE),
+        (torch.tensor([0, -1]), RANGE),
+    ],
+)
+def test_labels_of_classes(labels: Tensor, remedy: str) -> None:
+    with (
+        pytest.raises(ClientError, match=rf"training_step failed for client 'ann'.*{remedy}"),
+        naming_clients("training_step", ["ann"], [0], 0),
+    ):
+        F.cross_entropy(SCORES, labels)
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0, 1]), torch.tensor([True, False])])
+def test_labels_of_a_binary_loss(labels: Tensor) -> None:
+    with (
+        pytest.raises(ClientError, match=rf"for client 'ann'.*{BINARY}"),
+        naming_clients("training_step", ["ann"], [0], 0),
+    ):
+        F.binary_cross_entropy_with_logits(SCORES[:, 0], labels)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+def test_a_sparse_gradient_of_the_functional_embedding(engine: Any) -> None:
+    class Words(Quadratic):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(3, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            places = batch[0][:, 0].abs().long().clamp_max(2)
+            return F.embedding(places, self.words.weight, sparse=True).square().mean()
+
+    run = trainer(engine=engine, limit_val_batches=0)
+    match = (
+        r"client '\d' in round 0: Expected dense gradients, but that of 'words.weight' is sparse"
+    )
+    with pytest.raises(ClientError, match=match):
+        run.fit(Words(), points(), points())
