@@ -182,10 +182,11 @@ def ends(name: str, devices: int) -> dict[str, Any]:
     strategy = fit(METHODS[name](), module, data, devices)
     module.trainer.fit_loop.max_epochs = 3
     module.trainer.fit(module, data, data)
+    modules = [strategy.client_module(k) for k in range(strategy.federation.num_clients)]
     return {
         "server": strategy.server,
         "client_states": strategy.federation.client_states.tree,
-        "clients": [strategy.client_state_dict(k) for k in range(strategy.federation.num_clients)],
+        "clients": [dict(module.state_dict()) for module in modules],
     }
 
 
