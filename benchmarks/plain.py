@@ -130,7 +130,7 @@ class PlainLoop:
                 _step(ours, self.module(inputs), labels)
                 theirs.zero_grad()
                 F.cross_entropy(self.second(inputs), labels).backward()
-                grads = [leaf.grad for leaf in own]
+                grads = _grads(own)
                 torch._foreach_add_(grads, torch._foreach_sub(_data(own), anchor), alpha=DITTO)
                 theirs.step()
             uploads.append(_copy(self.leaves))
@@ -149,7 +149,7 @@ class PlainLoop:
                 optimizer.zero_grad()
                 F.cross_entropy(self.module(inputs), labels).backward()
                 pull = torch._foreach_sub(_data(own), center)
-                torch._foreach_add_([leaf.grad for leaf in own], pull, alpha=1 / VARIANCE)
+                torch._foreach_add_(_grads(own), pull, alpha=1 / VARIANCE)
                 optimizer.step()
             uploads.append(_copy(self.leaves))
             self.personal[client] = uploads[-1]
@@ -189,7 +189,7 @@ class PlainLoop:
                     self.module.zero_grad()
                     F.cross_entropy(self.module(inputs), labels).backward()
                     now = _data(theta)
-                    grads = [leaf.grad for leaf in theta]
+                    grads = _grads(theta)
                     apart = torch._foreach_sub(now, _data(model))
                     torch._foreach_add_(grads, apart, alpha=PFEDME)
                     torch._foreach_add_(now, grads, alpha=-INNER_RATE)
@@ -223,7 +223,7 @@ class PlainLoop:
             for inputs, labels in self._epoch(client, 0):
                 optimizer.zero_grad()
                 F.cross_entropy(self.module(inputs), labels).backward()
-                grads = [leaf.grad for leaf in own]
+                grads = _grads(own)
                 torch._foreach_add_(total, grads)
                 torch._foreach_add_(grads, correction)
                 optimizer.step()
@@ -256,9 +256,10 @@ class PlainLoop:
     def _accuracy(self, client: int) -> Tensor:
         positions = self.test.indices[client]
         inputs, labels = (field[positions] for field in self.test.fields)
-        output = self.module(inputs)
+        output: Tensor = self.module(inputs)
         F.cross_entropy(output, labels)
-        return (output.argmax(1) == labels).float().mean()
+        hits: Tensor = output.argmax(1) == labels
+        return hits.float().mean()
 
     def _evaluated(self, client: int) -> Weights:
         """Return a client's personal model, or what stands for it before its first round."""
@@ -336,6 +337,10 @@ def _leaves(module: torch.nn.Module) -> Weights:
 
 def _data(leaves: Weights) -> Weights:
     return [leaf.detach() for leaf in leaves]
+
+
+def _grads(leaves: Weights) -> Weights:
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
 def _copy(leaves: Weights) -> Weights:

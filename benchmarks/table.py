@@ -12,6 +12,7 @@ minibatches, and a cell fails if they don't end with the same model.
 import argparse
 import json
 import logging
+import math
 import platform
 import resource
 import time
@@ -101,7 +102,7 @@ def _since(start: tuple[float, float]) -> tuple[float, float]:
 
 
 def measure(
-    name: str, method: str, engine: str, rounds: int, threads: int, **settings: Any
+    name: str, method: str, engine: Any, rounds: int, threads: int, **settings: Any
 ) -> Cell:
     """Measure one cell.
 
@@ -170,7 +171,7 @@ def _apart(loop: PlainLoop, initial: dict[str, torch.Tensor], model: dict[str, A
         if key in model and theirs.is_floating_point():
             apart += float((theirs - model[key]).square().sum())
             way += float((theirs - initial[key]).square().sum())
-    return (apart / way) ** 0.5
+    return math.sqrt(apart / way)
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
