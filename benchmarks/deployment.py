@@ -58,14 +58,22 @@ def cpu_seconds(folder: Path) -> float:
     Args:
         folder: The run's folder, which each of its processes has in its environment.
     """
-    ticks, mark = 0, str(folder).encode()
+    ours, ticks, mark = set(), 0, str(folder).encode()
+    zombies: list[tuple[str, int]] = []  # they have no environment any more, but a parent
     for process in Path("/proc").glob("[0-9]*"):
+        marked = False
         with contextlib.suppress(OSError):
-            if mark in (process / "environ").read_bytes():
-                # The name of the program, in brackets, may hold spaces.
-                fields = (process / "stat").read_text().rpartition(")")[2].split()
-                ticks += sum(map(int, fields[11:15]))
-    return ticks / TICK
+            marked = mark in (process / "environ").read_bytes()
+        with contextlib.suppress(OSError):
+            # The name of the program, in brackets, may hold spaces.
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            used = sum(map(int, fields[11:15]))
+            if marked:
+                ours.add(process.name)
+                ticks += used
+            elif fields[0] == "Z":
+                zombies.append((fields[1], used))
+    return (ticks + sum(used for parent, used in zombies if parent in ours)) / TICK
 
 
 def measure(folder: Path, rounds: Callable[[], int], last: int) -> tuple[float, float]:
