@@ -11,6 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKE
 # Written after a complete installation, so that an interrupted one is repeated.
 STAMP := $(VENV)/.lightning-pfl-installed
 
+PICTURES := $(foreach name,ClientHistogram PartitionPicture,--trainer.callbacks+=lightning_pfl.inspect.$(name))
 DIGITS := recipes/fedrep_digits.yaml recipes/fedavg_digits.yaml recipes/local_digits.yaml
 
 .DEFAULT_GOAL := help
@@ -27,7 +28,8 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: env  ## Train FedRep, FedAvg and LocalOnly on the digits and compare them
-	$(BIN)/python -m recipes.reproduce $(DIGITS) --seeds 0 --logs logs/demo --results logs/demo --fresh
+	$(BIN)/python -m recipes.reproduce $(DIGITS) --seeds 0 --logs logs/demo --results logs/demo --fresh $(PICTURES)
+	$(BIN)/lightning-pfl compare logs/demo --html logs/demo/compare.html
 
 quick: env  ## Check the layers and run the quick tests: each method and the core, in a minute
 	$(BIN)/lint-imports --no-cache
