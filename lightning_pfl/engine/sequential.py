@@ -159,7 +159,14 @@ class SequentialEngine:
                 local_step.program.throwaway = active.throwaway()
                 local_step.begin(active, number, work.options(phase, len(minibatches.bounds)))
                 with local_step.in_loop(minibatches.per_epoch):
-                    state = self._steps(work, state, local_step, minibatches)
+                    for step in () if active.idle else minibatches:
+                        batch = split_draws(step, phase.batches_per_step)
+                        local_step.new_step()
+                        with naming_clients("client_step", data.names, [client], info.round):
+                            new = method.client_step(state, batch, local_step)
+                            require_same_entries(method, state, new)
+                        local_step.end_step()
+                        state = new
             if phase.data == "training":
                 first_epoch += minibatches.epochs_used
         if local_step.travel is not None:
@@ -170,24 +177,6 @@ class SequentialEngine:
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         loss = logs.pop(LOSS, missing)
         return LocalResult(upload, client_state, logs, dict(local_step.program.log.options), loss)
-
-    def _steps(
-        self,
-        work: LocalWork,
-        state: Tree,
-        local_step: SequentialLocalStep,
-        minibatches: ClientMinibatches,
-    ) -> Tree:
-        active, names, client = local_step.active, work.data.names, [int(work.info.index)]
-        for step in () if active.idle else minibatches:
-            batch = split_draws(step, active.phase.batches_per_step)
-            local_step.new_step()
-            with naming_clients("client_step", names, client, work.info.round):
-                new = work.method.client_step(state, batch, local_step)
-                require_same_entries(work.method, state, new)
-            local_step.end_step()
-            state = new
-        return state
 
     @contextmanager
     def _leaving_no_trace(self, phase: Phase) -> Iterator[None]:
@@ -296,7 +285,8 @@ class SequentialLocalStep:
     def train(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
         """Step the optimizer on the gradient; in Lightning's own loop if the module needs it."""
         if self.loop is None or self.bound is None:
-            return self.update(model, self.grad(model, batch))
+            grads = self.grad(model, batch)
+            return self.optimizer.update(model, self._ready(grads, "model")) if grads else model
         if self.travel is not None:
             self.travel.step()
         model, end = self.bound.bind(model), len(batch) - 1
@@ -500,21 +490,26 @@ class SequentialLocalStep:
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
         """Clip the gradient and step the optimizer."""
-        settings = self.engine.settings
         if not grads:
             return model
-        if self.travel is not None and slot == "model":
-            self.travel.step()
+        grads = self._ready(grads, slot)
         if self.loop is not None and self.bound is not None:
             model = self.bound.bind(model)
             self.bound.set_gradients(select(grads, self.optimizer.names))
             self.loop.apply(*self.last, slot)
             self.bound.keep(model)
             return model
-        if settings.clip_value:
-            grads = select(grads, self.optimizer.names)
-            grads = clip(grads, settings.clip_value, settings.clip_algorithm)
         return self.optimizer.update(model, grads, slot)
+
+    def _ready(self, grads: Model, slot: str) -> Model:
+        """Count the step, and clip its gradient; Lightning's own loop clips by itself."""
+        if self.travel is not None and slot == "model":
+            self.travel.step()
+        settings = self.engine.settings
+        if not settings.clip_value or self.bound is not None:
+            return grads
+        grads = select(grads, self.optimizer.names)
+        return clip(grads, settings.clip_value, settings.clip_algorithm)
 
     def noise(self, like: Tree, key: str = "noise") -> Tree:
         """Normal numbers of the client's step, ``(1, ...)``."""
