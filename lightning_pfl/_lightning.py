@@ -339,9 +339,10 @@ def send_round(loop: FitLoop, further: Mapping[str, float]) -> None:
     """
     connector = loop.trainer._logger_connector
     connector.on_epoch_end()
-    if further:
-        connector.log_metrics({name: torch.as_tensor(value) for name, value in further.items()})
-    connector.update_train_epoch_metrics()
+    # As `update_train_epoch_metrics`, in one row with `further`.
+    extra = {name: torch.as_tensor(value) for name, value in further.items()}
+    connector.log_metrics({**connector.metrics["log"], **extra})
+    connector.reset_results()
     loop.epoch_loop._batches_that_stepped += 1
 
 

@@ -60,7 +60,7 @@ def parameters(function: Any) -> list[str]:
         (_lightning.no_grad_context, ["loop_run"]),
         (_LoggerConnector.on_batch_end, ["self"]),
         (_LoggerConnector.update_train_step_metrics, ["self"]),
-        (_LoggerConnector.update_train_epoch_metrics, ["self"]),
+        (_LoggerConnector.reset_results, ["self"]),
         (_LoggerConnector.epoch_end_reached, ["self"]),
         (_LoggerConnector.on_epoch_end, ["self"]),
         (_LoggerConnector.log_metrics, ["self", "metrics", "step"]),

@@ -91,9 +91,9 @@ def test_training(engine: Any) -> None:
 @pytest.mark.parametrize("engine", [*ENGINES, "auto"])
 def test_evaluation(engine: str) -> None:
     run = fit(FedAvg(), data(), Again(), 1, engine, val_data=data())
-    loop: Any = run.trainer.fit_loop.epoch_loop.val_loop
+    values = run.federation.client_results["val"].evaluations[""].values
     for client, expected in enumerate(plain("validation")):
-        found = {name: float(value[client]) for name, value in loop.results[""].values.items()}
+        found = {name: float(value[client]) for name, value in values.items()}
         assert found == pytest.approx(expected, rel=1e-6)
 
 

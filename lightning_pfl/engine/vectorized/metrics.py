@@ -6,11 +6,13 @@ of its arguments; after the step each client's copy of the object gets its row o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
@@ -40,6 +42,12 @@ class ClientMetrics:
             for path, one in self._objects.items()
             for inner, part in one.named_modules()
         }
+        # Objects whose values alone are logged stay as they were, which hooks could notice.
+        self._read_later = any(
+            getattr(type(module), name, None) is not hook
+            for name, hook in inspect.getmembers(L.LightningModule, inspect.isfunction)
+            if name.startswith("on_")
+        )
         self.begin()
         self._logged: dict[str, tuple[str, str]] = {}
         self._copies: dict[tuple[str, int], Any] = {}
@@ -95,6 +103,14 @@ class ClientMetrics:
                         "attribute of the module"
                     )
                 self._logged[name] = self._paths[id(value)]
+        kept = {path for path, _ in self._logged.values()}
+        once = set() if self._read_later else {value.call for value in self._values.values()}
+        for number, (path, _) in enumerate(self._calls):
+            if path not in kept and number not in once:
+                raise NotVectorizableError(
+                    f"`{path}` is updated but not logged, so the module may read it later; "
+                    f"self.log(name, self.{path}) logs it"
+                )
         for number, given in self._given.items():
             found |= {f"{MARK}{number}*{name}": value for name, value in given.items()}
         return found

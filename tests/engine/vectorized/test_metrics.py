@@ -142,6 +142,30 @@ class Resetting(Measured):
         self.accuracy.reset()
 
 
+class ReadAtTheEnd(OfBatches):
+    """Logs values of minibatches, and in the end that of all."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log("all", self.accuracy.compute())
+        self.accuracy.reset()
+
+
+def test_an_object_that_a_hook_may_read_is_updated_by_all_clients() -> None:
+    data = image_clients((3, 5), batch_size=5)
+
+    class Still(ReadAtTheEnd):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    module = Still()
+    images, classes = data.fields
+    with torch.no_grad():
+        hits = module(images).argmax(1) == classes
+    run = fit(FedAvg(), data, module, 1, "auto")
+    assert run.metrics["all"] == pytest.approx(float(hits.double().mean()), rel=1e-6)
+    assert "updated but not logged" in run.federation.engine.choices["training_step"]
+
+
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 @pytest.mark.parametrize(
     ("kind", "why"),
