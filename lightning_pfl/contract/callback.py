@@ -7,11 +7,11 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import lightning as L
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientResults, Evaluation, Round
+from lightning_pfl.core.errors import require_federated
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.data.datasets import FederatedDataset
@@ -52,12 +52,8 @@ def require_federation(trainer: L.Trainer, callback: object) -> Any:
         MisconfigurationException: If the Trainer has another strategy.
     """
     strategy: Any = trainer.strategy
-    if getattr(strategy, "strategy_name", None) == "federated":
-        return strategy.federation
-    raise MisconfigurationException(
-        f"Expected a federated run, but {type(callback).__name__} is used with "
-        f"{type(trainer.strategy).__name__}. Pass Trainer(strategy=FederatedStrategy(...))."
-    )
+    require_federated(strategy, callback)
+    return strategy.federation
 
 
 class FederatedCallback(Callback):

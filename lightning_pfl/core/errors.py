@@ -18,6 +18,15 @@ FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
 """Exceptions of user code that become a :class:`ClientError`; all others pass unchanged."""
 
 
+def require_federated(strategy: object, user: object) -> None:
+    """Raise MisconfigurationException unless a Trainer's strategy is a federated one."""
+    if getattr(strategy, "strategy_name", None) != "federated":
+        raise MisconfigurationException(
+            f"Expected a federated run, but {type(user).__name__} is used with "
+            f"{type(strategy).__name__}. Pass Trainer(strategy=FederatedStrategy(...))."
+        )
+
+
 class ClientError(RuntimeError):
     """The failure of one client's work, with stage, client and round.
 

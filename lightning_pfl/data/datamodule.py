@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.checks import check_whole, is_number
+from lightning_pfl.core.errors import require_federated
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.data.holdout import Cut, cut, require_cut
@@ -146,7 +147,13 @@ class FederatedDataModule(L.LightningDataModule):
         self.source.prepare()
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split the data once, for all stages."""
+        """Load and split the data once, for all stages.
+
+        Raises:
+            MisconfigurationException: If the Trainer has another strategy than a federated one.
+        """
+        if self.trainer is not None:
+            require_federated(self.trainer.strategy, self)
         if self._splits:
             return
         arrays = self.source.load()

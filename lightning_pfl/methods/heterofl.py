@@ -94,7 +94,7 @@ class HeteroFL(Method):
         up="$4d_r$, the narrow network's, and a byte per class",
         keeps="its classes",
         gradients="1",
-        personal_model="the client's part of the server's network",
+        personal_model="the client's part of the server's network, all other weights 0",
         global_model="the network of full width",
         paper="Diao et al. 2021; Alam et al. 2022",
     )

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl.data import (
     IID,
@@ -20,6 +22,7 @@ from lightning_pfl.data import (
     SourceData,
 )
 from lightning_pfl.data.holdout import cut
+from lightning_pfl.models import MLP
 
 
 class Numbers(Source):
@@ -248,3 +251,13 @@ class TestCut:
         stay, off = cut(self.parts, self.labels, fraction, np.random.default_rng(0))
         want = {0.0: 0, 1e-9: 1, 0.5: 20}.get(fraction, 39)
         assert (len(stay[0]), len(off[0])) == (40 - want, want)
+
+
+def test_a_trainer_without_a_federated_strategy_is_named() -> None:
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    data = FederatedDataModule(Numbers(), IID(), num_clients=4)
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"Expected a federated run, but FederatedDataModule is used with SingleDevice.*Pass",
+    ):
+        trainer.fit(MLP([4, 4], num_classes=4, lr=0.1), data)

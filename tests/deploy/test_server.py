@@ -125,7 +125,7 @@ class Rounds(FederatedCallback):
 
 
 @pytest.mark.filterwarnings("ignore:Round . left out 2 of 6 clients")
-@pytest.mark.parametrize("method", ["FedMAP", "SCAFFOLD"])
+@pytest.mark.parametrize("method", ["SCAFFOLD", pytest.param("FedMAP", marks=pytest.mark.slow)])
 def test_a_node_that_is_away_is_left_out_and_goes_on_later(method: str, tmp_path: Path) -> None:
     recipe = recipe_of(method, participation=1.0, limit_val_batches=0)
     simulated = simulate(recipe, tmp_path, (LeftOut(AWAY, HOMES[1]),))
@@ -179,7 +179,10 @@ class KillServer(FederatedCallback):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.parametrize("method", ["FedMAP", "SCAFFOLD", "Ditto"])
+@pytest.mark.parametrize(
+    "method",
+    ["SCAFFOLD", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FedMAP", "Ditto"))],
+)
 def test_a_server_that_was_killed_goes_on_with_new_nodes(method: str, tmp_path: Path) -> None:
     recipe = recipe_of(method, participation=0.5)
     simulated = simulate(recipe, tmp_path)

@@ -98,9 +98,9 @@ def assert_same_metrics(result: Outcome, expected: Outcome) -> None:
 
 
 Run = Callable[..., Outcome]
-#: A pretended device takes its time. `make test` has a state on the server and on the clients, two
-#: models, and a graph; all others, and the other engine, are slow tests.
-FIRST = ("Ditto", "SCAFFOLD", "SheafFMTL")
+#: A pretended device takes its time. `make test` has a state on the server and on the clients, and
+#: a graph; all others, and the other engine, are slow tests.
+FIRST = ("SCAFFOLD", "SheafFMTL")
 engines = pytest.mark.parametrize(
     "engine", ["vectorized", pytest.param("sequential", marks=pytest.mark.slow)]
 )
@@ -172,7 +172,10 @@ EPOCHS: dict[str, Callable[[int], Method]] = {
 @engines
 @pytest.mark.parametrize(
     "name",
-    [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in EPOCHS],
+    [
+        "FedAvg",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in EPOCHS if name != "FedAvg"),
+    ],
 )
 def test_no_step_waits_for_the_device(name: str, engine: str) -> None:
     few = elsewhere(EPOCHS[name](1), engine=engine).waits
@@ -200,6 +203,7 @@ def test_data_loaders_feed_the_device(run: Run) -> None:
     assert_same(run(FedAvg(), **settings()), small_fit(FedAvg(), **settings()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vectorized", "sequential"])
 def test_dropout_on_the_device_is_that_of_the_cpu(engine: str, run: Run) -> None:
     def settings() -> dict[str, Any]:
@@ -209,6 +213,7 @@ def test_dropout_on_the_device_is_that_of_the_cpu(engine: str, run: Run) -> None
     assert_same(run(FedRep(), **settings()), small_fit(FedRep(), **settings()))
 
 
+@pytest.mark.slow
 def test_fine_tuning_and_new_clients_work_on_the_device(run: Run) -> None:
     def settings() -> dict[str, Any]:
         new = image_clients((3, 5))

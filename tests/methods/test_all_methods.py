@@ -97,6 +97,7 @@ def test_engines_agree_for_every_chunk_size(name: str) -> None:
     check_engines_agree(CASES[name], Problem(**PROBLEMS[name]), range(1, len(SIZES) + 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_engines_agree_on_other_settings(name: str) -> None:
     check_engines_agree(VARIANTS[name], Problem(**PROBLEMS[name.split(",")[0]]))

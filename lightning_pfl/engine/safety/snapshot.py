@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from copy import copy
 from typing import Any
@@ -10,9 +11,13 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-Snapshot = dict[tuple[str, str], tuple[Any, Any]]
-"""By submodule and attribute: the value, and a copy of its contents if it is a collection."""
-COLLECTIONS = (list, dict, set)
+Snapshot = dict[tuple[str, str], tuple[Any, list[tuple[Any, Any]]]]
+"""By submodule and attribute: the value, and a copy of the contents of it and of what it holds."""
+COLLECTIONS = (list, dict, set, deque)
+DEPTH, MEMBERS = 4, 1000
+"""How deep contents are followed, and up to how many members of a collection."""
+FOREIGN = frozenset({"builtins", "functools", "lightning", "lightning_pfl", "logging", "torch"})
+"""Packages whose objects have contents that no step of a user changes."""
 CONTENTS = frozenset({"_parameters", "_buffers", "_modules", "log"})
 """Attributes that are replaced for a step: parameters, buffers and ``log``."""
 BOOKS = frozenset(vars(L.LightningModule()))
@@ -32,14 +37,45 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 def snapshot(module: nn.Module) -> Snapshot:
-    """Record every attribute of a module and its submodules."""
-    return {(name, key): (value, _held(value)) for name, key, value in attributes(module)}
+    """Record every attribute of a module and its submodules, with its contents."""
+    registered = {id(part) for part in module.modules()}
+    return {
+        (name, key): (
+            value,
+            [(one, _contents(one, one is value)) for one in _reachable(value, set(registered))],
+        )
+        for name, key, value in attributes(module)
+    }
 
 
-def _held(value: Any) -> Any:
+def _reachable(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
+    """Iterate over a value and what it holds, as far as a step may change their contents."""
+    if id(value) in seen or not (
+        isinstance(value, (Tensor, *COLLECTIONS, nn.Module)) or _is_plain(value)
+    ):
+        return
+    seen.add(id(value))
+    yield value
+    if not isinstance(value, Tensor) and depth < DEPTH and len(held := _members(value)) <= MEMBERS:
+        for one in held:
+            yield from _reachable(one, seen, depth + 1)
+
+
+def _is_plain(value: Any) -> bool:
+    return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in FOREIGN
+
+
+def _members(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value if isinstance(value, COLLECTIONS) else vars(value).values())
+
+
+def _contents(value: Any, attribute: bool) -> Any:
     if isinstance(value, Tensor):
-        return _writes(value), value.detach().clone()
-    return copy(value) if isinstance(value, COLLECTIONS) else None
+        # Held ones aren't copied, as they may be a data set.
+        return _writes(value), value.detach().clone() if attribute else None
+    return copy(value) if isinstance(value, COLLECTIONS) else dict(vars(value))
 
 
 def _writes(value: Tensor) -> int:
@@ -48,10 +84,11 @@ def _writes(value: Tensor) -> int:
     return -1 if value.is_inference() else value._version
 
 
-def _written(value: Tensor, held: tuple[int, Tensor]) -> bool:
-    if held[0] < 0:
-        return value.shape != held[1].shape or not torch.equal(value, held[1])
-    return value._version != held[0]
+def _written(value: Tensor, held: tuple[int, Tensor | None]) -> bool:
+    version, copied = held
+    if version >= 0:
+        return value._version != version
+    return copied is not None and (value.shape != copied.shape or not torch.equal(value, copied))
 
 
 def changed(module: nn.Module, before: Snapshot) -> str | None:
@@ -63,21 +100,18 @@ def changed(module: nn.Module, before: Snapshot) -> str | None:
     return None
 
 
-def _differs(value: Any, old: Any, held: Any) -> bool:
+def _differs(value: Any, old: Any, held: list[tuple[Any, Any]]) -> bool:
     if value is not old:
         plain = isinstance(value, (bool, int, float, str)) and type(value) is type(old)
         return not (plain and value == old)
+    return any(_has_changed(one, contents) for one, contents in held)
+
+
+def _has_changed(value: Any, contents: Any) -> bool:
     if isinstance(value, Tensor):
-        return _written(value, held)
-    if isinstance(value, COLLECTIONS):
-        return len(value) != len(held) or any(
-            a is not b for a, b in zip(_members(value), _members(held), strict=True)
-        )
-    return False
-
-
-def _members(value: Any) -> Iterator[Any]:
-    return iter(value.values() if isinstance(value, dict) else value)
+        return _written(value, contents)
+    now, before = _members(value), _members(contents)
+    return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
 
 
 def restore(module: nn.Module, before: Snapshot) -> None:
@@ -88,10 +122,19 @@ def restore(module: nn.Module, before: Snapshot) -> None:
             del parts[name].__dict__[key]
     for (name, key), (value, held) in before.items():
         parts[name].__dict__[key] = value
-        if isinstance(value, Tensor) and _written(value, held):
-            value.data.copy_(held[1])
-        elif isinstance(value, list):
-            value[:] = held
-        elif isinstance(value, (dict, set)) and _differs(value, value, held):
-            value.clear()
-            value.update(held)
+        for one, contents in held:
+            if _has_changed(one, contents):
+                _put_back(one, contents)
+
+
+def _put_back(value: Any, contents: Any) -> None:
+    if isinstance(value, Tensor):
+        if contents[1] is not None:
+            value.data.copy_(contents[1])
+    elif isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(contents)
+    else:
+        held = value if isinstance(value, (dict, set)) else vars(value)
+        held.clear()
+        held.update(contents)

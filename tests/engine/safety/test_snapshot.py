@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning as L
@@ -182,6 +184,10 @@ class Keeping(L.LightningModule):
         self.average = torch.zeros(())
         self.metric = MeanMetric()
         self.steps = 0
+        self.recent: deque[Tensor] = deque(maxlen=100)
+        self.nested: dict[str, dict[str, list[Tensor]]] = {"train": {"losses": []}}
+        self.holder: Any = SimpleNamespace(losses=[], count=0)
+        self.unregistered = [MeanMetric()]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
@@ -191,6 +197,15 @@ class Keeping(L.LightningModule):
             self.average = 0.9 * self.average + 0.1 * loss.detach()
         elif self.kind == "metric":
             self.metric.update(loss.detach())
+        elif self.kind == "deque":
+            self.recent.append(loss.detach())
+        elif self.kind == "nested":
+            self.nested["train"]["losses"].append(loss.detach())
+        elif self.kind == "object":
+            self.holder.losses.append(loss.detach())
+            self.holder.count += 1
+        elif self.kind == "metric in a list":
+            self.unregistered[0].update(loss.detach())
         else:
             self.steps += 1
         return loss
@@ -199,20 +214,34 @@ class Keeping(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("kind", ["list", "attribute", "metric", "counter"])
+KEPT: dict[str, Callable[[Any], int]] = {
+    "list": lambda module: len(module.losses),
+    "metric": lambda module: module.metric._update_count,
+    "counter": lambda module: module.steps,
+    "deque": lambda module: len(module.recent),
+    "nested": lambda module: len(module.nested["train"]["losses"]),
+    "object": lambda module: (len(module.holder.losses) + module.holder.count) // 2,
+    "metric in a list": lambda module: module.unregistered[0]._update_count,
+}
+"""How often a step has kept something, by the kind of place."""
+
+
+@pytest.mark.parametrize("kind", ["attribute", *KEPT])
 def test_a_step_that_keeps_things_runs_one_client_at_a_time(kind: str) -> None:
     data = image_clients((4, 5), dtype=torch.float32)
     run = fit(FedAvg(), data, Keeping(kind), rounds=2, engine="auto")
     assert run.strategy.federation.engine.choices["training_step"].startswith("sequential")
     module: Any = run.module
     steps = 2 * (1 + 2)  # two rounds of one and two minibatches; the probe's are taken back
-    if kind == "list":
-        assert len(module.losses) == steps
-        assert torch.stack(module.losses).isfinite().all()
-    elif kind == "counter":
-        assert module.steps == steps
-    elif kind == "metric":
-        assert int(module.metric._update_count) == steps
+    if kind in KEPT:
+        assert KEPT[kind](module) == steps
+    kept = [
+        *module.losses,
+        *module.recent,
+        *module.nested["train"]["losses"],
+        *module.holder.losses,
+    ]
+    assert all(loss.isfinite() for loss in kept)
     assert module.average.isfinite()
 
 

@@ -49,10 +49,10 @@ def replays(outcome: LocalRound) -> int:
 @pytest.mark.parametrize(
     ("method", "norm", "dropout"),
     [
-        (FedAvg(local_epochs=2), True, 0.0),
-        (FedAvg(local_epochs=2), False, 0.4),
+        pytest.param(FedAvg(local_epochs=2), True, 0.0, marks=pytest.mark.slow),
+        pytest.param(FedAvg(local_epochs=2), False, 0.4, marks=pytest.mark.slow),
         (FedProx(0.5, local_epochs=2), True, 0.4),
-        (FedRep(head_epochs=2), False, 0.0),
+        pytest.param(FedRep(head_epochs=2), False, 0.0, marks=pytest.mark.slow),
         (FedRep(head_epochs=2), True, 0.4),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Method) else str(value),
