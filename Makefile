@@ -35,7 +35,7 @@ quick: env  ## Check the layers and run the quick tests: each method and the cor
 	$(BIN)/lint-imports --no-cache
 	$(PYTEST) -m quick $(PYTEST_ARGS)
 
-test: lint types unit  ## Check format, lint, layers and types, then run all but the slow tests, in four minutes
+test: lint types unit  ## Check format, lint, layers and types, then run all but the slow tests
 
 slow: env  ## Run the slow tests: processes, kills, experiments, all methods with the other engine
 	$(PYTEST) --dist loadgroup -m slow $(PYTEST_ARGS)
