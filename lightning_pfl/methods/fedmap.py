@@ -23,6 +23,7 @@ from lightning_pfl.core.tree import (
     weighted_mean,
 )
 from lightning_pfl.methods.base import PER_CLIENT, SHARED, About, Known, LocalStep, Method, Phase
+from lightning_pfl.methods.support.prior_tree import packed, unpacked
 from lightning_pfl.methods.support.stability import Pull, WatchedPull
 from lightning_pfl.priors import GaussianPrior, Prior
 from lightning_pfl.priors.probe import check_prior, depends_on_gamma
@@ -199,7 +200,7 @@ class FedMAP(WatchedPull, Method):
     def init_server(self, model: Model) -> Tree:
         """Make the prior's initial parameters and the initial shared part."""
         gamma = self.prior.init(select(model, self.under))
-        return self._packed(select(model, self.parameter_split.shared - self.under), gamma)
+        return packed(select(model, self.parameter_split.shared - self.under), gamma)
 
     def init_client_state(self, model: Model) -> Tree:
         """Make the state of a personal model that has not trained yet."""
@@ -207,16 +208,9 @@ class FedMAP(WatchedPull, Method):
         device = next(iter(model.values())).device
         return {"model": kept, "begun": torch.zeros((), dtype=torch.bool, device=device)}
 
-    def _packed(self, shared: Model, gamma: Tree) -> Tree:
-        """Build the server's tree, without empty entries."""
-        rest = {name: entry for name, entry in gamma.items() if name != "mean"}
-        server = {"model": {**shared, **gamma.get("mean", {})}, "prior": rest}
-        return {name: entry for name, entry in server.items() if entry}
-
     def gamma(self, tree: Tree) -> Tree:
         """Return the prior's parameters, from the server's or a received tree."""
-        mean = select(tree.get("model", {}), self.under)
-        return {**({"mean": mean} if mean else {}), **tree.get("prior", {})}
+        return unpacked(tree, self.under)
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
         """Send the prior and the shared part."""
@@ -295,7 +289,7 @@ class FedMAP(WatchedPull, Method):
         theta = select(uploads["model"], self.under)
         gamma = self.prior.update(theta, self.gamma(server), weights, self.prior_lr)
         shared = select(uploads["model"], self.parameter_split.shared - self.under)
-        return self._packed(weighted_mean(shared, weights), gamma)
+        return packed(weighted_mean(shared, weights), gamma)
 
     # --- what is evaluated and handed out ---
 

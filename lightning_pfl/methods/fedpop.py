@@ -20,6 +20,7 @@ from lightning_pfl.methods.base import (
     Phase,
     Weighting,
 )
+from lightning_pfl.methods.support.prior_tree import packed, unpacked
 from lightning_pfl.priors import GaussianPrior, Prior
 from lightning_pfl.priors.base import gradient
 from lightning_pfl.priors.probe import check_prior
@@ -175,18 +176,11 @@ class FedPop(Method):
         """Make the shared part, and the prior's initial parameters."""
         gamma = self.prior.init(select(model, self.under))
         shared = select(model, self.parameter_split.shared - self.under)
-        return self._packed(shared, gamma)
-
-    def _packed(self, shared: Model, gamma: Tree) -> Tree:
-        """Build the server's tree, without empty entries."""
-        rest = {name: entry for name, entry in gamma.items() if name != "mean"}
-        server = {"model": {**shared, **gamma.get("mean", {})}, "prior": rest}
-        return {name: entry for name, entry in server.items() if entry}
+        return packed(shared, gamma)
 
     def gamma(self, tree: Tree) -> Tree:
         """Return the prior's parameters, from the server's or a received tree."""
-        mean = select(tree.get("model", {}), self.under)
-        return {**({"mean": mean} if mean else {}), **tree.get("prior", {})}
+        return unpacked(tree, self.under)
 
     def init_client_state(self, model: Model) -> Tree:
         """Make a chain that has not begun."""
@@ -278,7 +272,7 @@ class FedPop(Method):
         curvature = self.prior.curvature(gamma)
         step = (1 / curvature if curvature else 0.0) if self.prior_lr is None else self.prior_lr
         moved = tmap(lambda x, g: x - step * g, gamma, slope)
-        return self._packed({**shared, **body, **buffers}, self.prior.project(moved))
+        return packed({**shared, **body, **buffers}, self.prior.project(moved))
 
     # --- what is evaluated and handed out ---
 

@@ -20,6 +20,12 @@ from torchmetrics import Metric, MetricCollection
 from lightning_pfl.engine.logs import TorchmetricsValue, one_number
 from lightning_pfl.engine.program import NotVectorizableError
 
+HOOKS = {
+    name: hook
+    for name, hook in inspect.getmembers(L.LightningModule, inspect.isfunction)
+    if name.startswith("on_")
+}
+"""Functions of a LightningModule that may read a torchmetrics object later."""
 MARK = "metric*"
 """First part of the names under which arguments leave a step among its logged values."""
 
@@ -44,9 +50,7 @@ class ClientMetrics:
         }
         # Objects whose values alone are logged stay as they were, which hooks could notice.
         self._read_later = any(
-            getattr(type(module), name, None) is not hook
-            for name, hook in inspect.getmembers(L.LightningModule, inspect.isfunction)
-            if name.startswith("on_")
+            getattr(type(module), name, None) is not hook for name, hook in HOOKS.items()
         )
         self.begin()
         self._logged: dict[str, tuple[str, str]] = {}
