@@ -5,6 +5,7 @@ from lightning_pfl.methods.cfl import CFL
 from lightning_pfl.methods.cluster_oracle import ClusterOracle
 from lightning_pfl.methods.convex_clustering import ConvexClustering
 from lightning_pfl.methods.ditto import Ditto
+from lightning_pfl.methods.fedasa import FedASA
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.methods.fedbn import FedBN
 from lightning_pfl.methods.fedem import FedEM
@@ -37,6 +38,7 @@ __all__ = [
     "ClusterOracle",
     "ConvexClustering",
     "Ditto",
+    "FedASA",
     "FedAvg",
     "FedBN",
     "FedEM",

@@ -53,8 +53,8 @@ class HeteroFL(Method):
     with its units; all layers must be narrowed by one share.
 
     Args:
-        narrow: Networks by name, of the module's structure with smaller sizes. The module itself is
-            ``"full"``.
+        narrow: Networks by name, of the module's structure with smaller sizes; needed. The module
+            itself is ``"full"``.
         groups: Each client's network, in the order of the ids, or one for all. None: the clients
             take turns, the full one first.
         rule: ``"first"``, ``"rolling"`` or ``"random"``.
@@ -101,7 +101,7 @@ class HeteroFL(Method):
 
     def __init__(
         self,
-        narrow: Mapping[str, nn.Module],
+        narrow: Mapping[str, nn.Module] | None = None,
         groups: Sequence[str] | str | None = None,
         rule: Rule = "first",
         masked_classes: bool = True,
@@ -113,8 +113,8 @@ class HeteroFL(Method):
         super().__init__(local_epochs, local_steps, weighting)
         if not isinstance(narrow, Mapping) or FULL in narrow:
             raise ValueError(
-                f"Expected `narrow` to be networks by name, without {FULL!r}, but got {narrow!r}. "
-                "Use {'half': ...}; the module itself is the full network."
+                f"Expected `narrow` to be networks by name, without {FULL!r}, but got "
+                f"narrow={narrow!r}. Use {{'half': ...}}; the module itself is the full network."
             )
         check_choice("rule", rule, get_args(Rule), "Use 'first' as in HeteroFL.")
         self.narrow, self.rule = dict(narrow), rule

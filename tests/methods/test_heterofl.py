@@ -202,6 +202,7 @@ def test_one_owner_keeps_what_it_sends() -> None:
 @pytest.mark.parametrize(
     ("method", "match"),
     [
+        (lambda: HeteroFL(), "networks by name, without 'full', but got narrow=None. Use"),
         (lambda: HeteroFL({"full": thin()}), "networks by name, without 'full'"),
         (lambda: HeteroFL({"thin": thin()}, ["thin", "small"]), "name networks, full, thin, but"),
         (lambda: HeteroFL({"thin": thin()}, rule="last"), "'first', 'rolling' or 'random', but"),  # type: ignore[arg-type]
