@@ -195,6 +195,27 @@ def put_rows(tree: Tree, index: Tensor, new: Tree) -> Tree:
     return tmap(lambda old, rows: old.index_copy(0, index.to(old.device), rows), tree, new)
 
 
+def put_corner(tree: Tree, axes: int, corner: Tree) -> Tree:
+    """Replace the first entries along some leading axes in a copy of a tree.
+
+    Args:
+        tree: Leaves with at least ``axes`` axes.
+        axes: Number of these axes.
+        corner: Leaves that are no longer than those of ``tree`` along them.
+
+    Example:
+        >>> put_corner({"w": torch.eye(2)}, 2, {"w": torch.tensor([[5.0]])})["w"].tolist()
+        [[5.0, 0.0], [0.0, 1.0]]
+    """
+
+    def put(leaf: Tensor, first: Tensor) -> Tensor:
+        new = leaf.clone()
+        new[tuple(slice(size) for size in first.shape[:axes])] = first.to(leaf)
+        return new
+
+    return tmap(put, tree, corner)
+
+
 def separated(tree: Tree, *others: Tree) -> Tree:
     """Copy the leaves that share memory with another leaf of ``tree`` or ``others``.
 

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -305,12 +305,15 @@ def fit_server(saved: Tree, server: Tree, device: torch.device) -> Tree:
     return map_items(like, saved)
 
 
-def check_structure(saved: Mapping[str, Any], structure: Mapping[str, Tensor]) -> None:
+def check_structure(
+    saved: Mapping[str, Any], structure: Mapping[str, Tensor], joined: int = 0
+) -> None:
     """Require equal relations between clients, on which server and client states depend.
 
     Args:
         saved: The federation's part of the checkpoint.
         structure: The method's current ``structure``.
+        joined: Number of clients that have joined; theirs are the last rows of ``structure``.
 
     Raises:
         CheckpointMismatchError: If they differ.
@@ -318,6 +321,7 @@ def check_structure(saved: Mapping[str, Any], structure: Mapping[str, Tensor]) -
     known, none = saved["structure"], torch.empty(0)
     for name in {**known, **structure}:
         theirs, ours = (held.get(name, none).cpu().double() for held in (known, structure))
+        ours = ours[: len(ours) - joined]
         if theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=1e-6, atol=0.0):
             continue
         pairs = zip_longest(theirs.tolist(), ours.tolist())
@@ -333,35 +337,78 @@ def _listed(entry: Any) -> str:
     return "nothing" if entry is None else ", ".join(f"{number:g}" for number in numbers)
 
 
-def check_checkpoint_clients(
-    saved: Mapping[str, Any], names: Sequence[str], samples: Tensor
-) -> None:
-    """Require the same clients; warn if their numbers of samples differ.
+def merge_clients(saved: Mapping[str, Any], names: Sequence[str], named: bool) -> tuple[str, ...]:
+    """Return the clients of a run that goes on: the checkpoint's, then those that join.
+
+    A client is who has its name. Those without data now keep their ids and their states.
 
     Args:
         saved: The federation's part of the checkpoint.
-        names: The clients' names now.
-        samples: Their numbers of training samples now, int64 ``(clients,)``; 0 if unknown.
+        names: The clients of the training data.
+        named: Whether the data name them; they are otherwise known by position.
 
     Raises:
-        CheckpointMismatchError: If number or names differ.
+        CheckpointMismatchError: If they are known by position and aren't the checkpoint's, or if
+            none of them is in the checkpoint.
     """
-    theirs = list(saved["clients"])
-    if len(theirs) != len(names):
+    theirs = tuple(saved["clients"])
+    left, joined = (
+        [name for name in ours if name not in others]
+        for ours, others in ((theirs, {*names}), (names, {*theirs}))
+    )
+    if not named and (left or joined):
         raise CheckpointMismatchError(
-            f"Expected a checkpoint of {len(names)} clients, but got one of {len(theirs)}. Use the "
-            "data of the run that wrote it, and NewClientAdaptation for new clients."
+            f"Expected the {len(theirs)} clients of the checkpoint ({_first(theirs)}), but got a "
+            f"list of {len(names)}. Give a dict by client name, which says who joined or left."
         )
-    if theirs != list(names):
-        client = next(
-            index for index, (a, b) in enumerate(zip(theirs, names, strict=True)) if a != b
-        )
+    if len(joined) == len(names):
         raise CheckpointMismatchError(
-            f"Expected a checkpoint of the same clients, but client {client} is {theirs[client]!r} "
-            f"in the checkpoint and {names[client]!r} now. Use the order of the run that wrote it."
+            f"Expected some of the checkpoint's clients ({_first(theirs)}), but got "
+            f"{_first(names)}, none of which is in it. Use the names of the run that wrote it."
         )
+    if left:
+        rank_zero_info(
+            f"{len(left)} clients of the checkpoint have no training data now and keep their "
+            f"states: {_first(left)}."
+        )
+    if joined:
+        rank_zero_info(f"{len(joined)} clients join as new clients: {_first(joined)}.")
+    return (*theirs, *joined)
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+
+
+def require_open(method: str, why_not: str, joined: Sequence[str]) -> None:
+    """Require a method that clients can join.
+
+    Args:
+        method: Its name.
+        why_not: Its ``fixed_clients``.
+        joined: Names of the clients that join.
+
+    Raises:
+        CheckpointMismatchError: If they can't.
+    """
+    if why_not:
+        raise CheckpointMismatchError(
+            f"Expected the checkpoint's clients, as none can join a run of {method} ({why_not}), "
+            f"but got {_first(joined)}. Leave them out, or start a new run."
+        )
+
+
+def warn_of_other_samples(saved: Mapping[str, Any], names: Sequence[str], samples: Tensor) -> None:
+    """Warn if clients have other numbers of samples than in the checkpoint.
+
+    Args:
+        saved: The federation's part of the checkpoint.
+        names: The clients' names now, the checkpoint's first.
+        samples: Their numbers of training samples now, int64 ``(clients,)``; 0 if unknown.
+    """
     held = saved["num_samples"].cpu()
-    if samples.any() and len(others := (held != samples.cpu()).nonzero().flatten()):
+    others = (held != samples[: len(held)].cpu()).nonzero().flatten()
+    if samples.any() and len(others):
         client = int(others[0])
         rank_zero_warn(
             f"The run continues with other training data than the checkpoint's: {len(others)} "

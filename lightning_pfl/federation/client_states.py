@@ -132,12 +132,12 @@ class ClientStateStore:
         return self._collect(keep=self.ranks.rank == 0)
 
     def load_state_dict(self, tree: Tree) -> None:
-        """Load a saved tree of all clients, with the same names and shapes."""
-        shard = self._ids_of_shard()
+        """Load a saved tree, with the same names and shapes, of all clients or the first ones."""
         for stored, saved in zip(
             leaves(self.tree), leaves(tmap(lambda _, new: new, self.tree, tree)), strict=True
         ):
-            stored.copy_(saved if self.complete else saved[shard.to(saved.device)])
+            mine = saved if self.complete else saved[self.ranks.rank :: self.ranks.size]
+            stored[: len(mine)].copy_(mine)
 
     # --- several processes ------------------------------------------------------------------------
 

@@ -31,11 +31,12 @@ from lightning_pfl.federation.architectures import (
 )
 from lightning_pfl.federation.checkpoint import (
     FORMAT,
-    check_checkpoint_clients,
     check_client_states,
     check_numbers,
     check_structure,
     fit_server,
+    require_open,
+    warn_of_other_samples,
 )
 from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.gate import MaxNorm, Verdict, refuse_step
@@ -324,26 +325,47 @@ class FederationState:
             CheckpointMismatchError: If it belongs to other clients, to other relations between
                 them, or to another kind of server.
         """
-        check_checkpoint_clients(saved, self.client_names, self.num_samples)
-        check_structure(saved, self.method.structure())
+        first = len(saved["clients"])
+        if joined := self.num_clients - first:
+            name = type(self.method).__name__
+            require_open(name, self.method.fixed_clients, self.client_names[first:])
+        warn_of_other_samples(saved, self.client_names, self.num_samples)
+        check_structure(saved, self.method.structure(), joined)
         check_client_states(saved["client_states"], self._client_states(lambda store: store.tree))
-        check_numbers(saved, self.client_names)
+        check_numbers(saved, saved["clients"])
         model = self.architectures[0].parameter_split.model()
         device = next((leaf.device for leaf in model.values()), torch.device("cpu"))
-        self.server = fit_server(saved["server"], self.server, device)
+        server = self._admit(saved["server"], first) if joined else saved["server"]
+        self.server = fit_server(server, self.server, device)
         for architecture in self.architectures:
             alone = len(self.architectures) == 1
             architecture.client_states.load_state_dict(
                 saved["client_states"] if alone else saved["client_states"][architecture.name]
             )
         self.rounds = saved["rounds"]
-        methods = self._bind(saved["num_samples"])
+        counts = torch.cat([saved["num_samples"], self.num_samples[first:]])
+        methods = self._bind(counts)
         for method, architecture in zip(methods, self.architectures, strict=True):
             architecture.method = method
         self.history.load_state_dict(saved["history"])
         if not self.num_samples.any():
             self.num_samples = saved["num_samples"].clone()
         self._load_shared()
+
+    def _admit(self, saved: Tree, first: int) -> Tree:
+        """Let the clients from id ``first`` on join, and return the server's tree with them."""
+        saved, begun = (tmap(lambda leaf: leaf.cpu(), tree) for tree in (saved, self.server))
+        server = saved
+        for architecture in self.architectures:
+            known = architecture.clients
+            clients = torch.arange(self.num_clients) if known is None else known
+            clients = clients[clients >= first]
+            clients = clients[self.ranks.shard(clients).index]
+            client_state = architecture.gather(clients, "cpu")
+            server, client_state = architecture.method.admit(saved, begun, client_state)
+            if len(clients):
+                architecture.scatter(clients, client_state)
+        return server
 
     def _client_states(self, of: Callable[[ClientStateStore], Tree]) -> Tree:
         """Collect client states, by the architecture's name if there are several."""

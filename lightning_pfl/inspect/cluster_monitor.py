@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.records import Round
@@ -86,6 +87,11 @@ class ClusterMonitor(RoundValues):
                 "ConvexClustering, or remove ClusterMonitor."
             )
         resolve_known_clusters(self.known_clusters, federation.num_clients)
+        # Clients that joined were in no cluster before.
+        self.rounds = {
+            number: pad(found, (0, federation.num_clients - len(found)), value=-1)
+            for number, found in self.rounds.items()
+        }
 
     def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
         """Record the clusters."""

@@ -51,6 +51,7 @@ and ``global_model(server)`` are evaluated and handed to the user.
 - A step of its own at evaluation (Per-FedAvg): ``evaluation_phases`` and ``evaluation_step``.
 - A step of its own for clients that never took part (FedMAP's prior): ``adaptation_step``.
 - A server that knows its clients one by one: entries of its tree that ``client_axes`` names.
+- Clients that join a run that goes on from a checkpoint: ``admit``, or ``fixed_clients``.
 - Relations between clients that a resumed run must have too: ``structure``.
 - Rounds in which all clients take part, whatever the participation: ``full_participation``.
 - Clients without data that take part with the loss 0: ``include_clients_without_data``; their
@@ -79,7 +80,15 @@ from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
 from lightning_pfl.core.checks import check_budget, check_choice
 from lightning_pfl.core.draws import noise, random_keys
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
-from lightning_pfl.core.tree import Model, Tree, expand, select, tmap, weighted_mean
+from lightning_pfl.core.tree import (
+    Model,
+    Tree,
+    expand,
+    put_corner,
+    select,
+    tmap,
+    weighted_mean,
+)
 from lightning_pfl.graphs import Graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
 
@@ -145,6 +154,7 @@ class Method(FederatedCallback):
             value is refused.
         measures_travel: Whether :meth:`client_final` needs ``info.travel``; the optimizer must be
             SGD. Updates of the slot ``"model"`` count.
+        fixed_clients: Why no client can join a run that goes on; empty where one can.
         edge_state: Entries of a client's memory about its edges, leaves ``(clients, slots, ...)``.
             Only :meth:`send` and :meth:`receive` see them: local training and personal models do
             without, as these entries may be large.
@@ -164,6 +174,7 @@ class Method(FederatedCallback):
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
     state_settings: ClassVar[tuple[str, ...]] = ()
     measures_travel: ClassVar[bool] = False
+    fixed_clients: ClassVar[str] = ""
     edge_state: ClassVar[tuple[str, ...]] = ()
 
     known: Known
@@ -295,6 +306,25 @@ class Method(FederatedCallback):
             info: These clients.
         """
         return client_state
+
+    def admit(self, server: Tree, begun: Tree, client_state: Tree) -> tuple[Tree, Tree]:
+        """Let clients join a run that goes on from a checkpoint; their ids are the last ones.
+
+        Default: they begin as clients did before round 0, with the current shared part.
+
+        Args:
+            server: The checkpoint's tree, of the clients so far.
+            begun: :meth:`init_server` of all clients.
+            client_state: Initial states of those that join, ``(clients, ...)``.
+
+        Returns:
+            The server's tree of all clients, and the states of those that join.
+        """
+        grown = dict(server)
+        for name, axes in self.client_axes.items():
+            if name in server:
+                grown |= put_corner({name: begun[name]}, axes, server)
+        return grown, client_state
 
     # --- a client's round, in temporal order ---
 

@@ -132,6 +132,20 @@ class CFL(Method):
             "fresh": torch.zeros(n, dtype=torch.bool, device=device),
         }
 
+    def admit(self, server: Tree, begun: Tree, client_state: Tree) -> tuple[Tree, Tree]:
+        """Put clients that join into the largest cluster, with its model."""
+        grown, client_state = super().admit(server, begun, client_state)
+        largest = server["together"].sum(1).argmax()
+        label = first_member(server["together"])
+        joined = label.new_full((self.num_clients - len(label),), int(label[largest]))
+        label = torch.cat([label, joined])
+        models = tmap(lambda leaf: leaf[label], grown["models"])
+        return {
+            **grown,
+            "models": models,
+            "together": label.unsqueeze(0) == label.unsqueeze(1),
+        }, client_state
+
     # --- a client's round ---
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:

@@ -146,6 +146,7 @@ class ConvexClustering(WatchedPull, Method):
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
         {"models": 1, "split": 2, "dual": 2, "damped": 2, "new_models": 2, "new_duals": 2}
     )
+    fixed_clients: ClassVar[str] = "each pair of clients has variables of its own"
     model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(

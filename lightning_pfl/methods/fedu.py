@@ -91,6 +91,7 @@ class FedU(Method):
     include_clients_without_data: ClassVar[bool] = True
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"models": 1})
     state_settings: ClassVar[tuple[str, ...]] = ("decentralized",)
+    fixed_clients: ClassVar[str] = "each client is a node of its graph"
     model_scope: ClassVar[str] = PER_CLIENT
 
     def __init__(

@@ -128,6 +128,7 @@ class GTVMin(WatchedPull, Method):
         paper="SarcheshmehPour et al. 2023",
     )
     personal: ParameterSpec = "all"
+    fixed_clients: ClassVar[str] = "each client is a node of its graph"
     include_clients_without_data: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("duals",)
 

@@ -90,6 +90,7 @@ class HomologicalConstraints(SheafClients, Method):
         paper="Hansen and Ghrist 2019",
     )
     personal: ParameterSpec = "all"
+    fixed_clients: ClassVar[str] = "each client is a node of its graph"
     include_clients_without_data: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("maps",)
 

@@ -126,6 +126,7 @@ class MOCHA(Method):
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType(
         {"dual_vectors": 1, "relationship": 2}
     )
+    fixed_clients: ClassVar[str] = "the relationship between its clients is one matrix of trace 1"
     model_scope: ClassVar[str] = PER_CLIENT
     needs_sample_counts: ClassVar[bool] = True  # all clients' dual variables have one length
 

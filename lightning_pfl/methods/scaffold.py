@@ -12,6 +12,7 @@ from lightning_pfl.core.tree import (
     Model,
     Tree,
     add,
+    expand,
     per_client,
     scale,
     select,
@@ -109,6 +110,11 @@ class SCAFFOLD(Method):
     def init_client_state(self, model: Model) -> Tree:
         """Return a control variate of zeros."""
         return {"control": self._zeros(model)}
+
+    def admit(self, server: Tree, begun: Tree, client_state: Tree) -> tuple[Tree, Tree]:
+        """Give clients that join the global control variate, which stays the mean of all."""
+        count = len(next(iter(client_state["control"].values())))
+        return server, {"control": expand(server["control"], count)}
 
     def download(self, server: Tree, info: ClientInfo) -> Tree:
         """Send the global model and the global control variate."""

@@ -107,6 +107,7 @@ class SheafFMTL(SheafClients, Method):
         paper="Ben Issaid et al. 2025",
     )
     personal: ParameterSpec = "all"
+    fixed_clients: ClassVar[str] = "each client is a node of its graph"
     include_clients_without_data: ClassVar[bool] = True
     edge_state: ClassVar[tuple[str, ...]] = ("maps",)
 

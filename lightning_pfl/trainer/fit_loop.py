@@ -89,6 +89,8 @@ class FederatedLoop(FitLoop):
     Attributes:
         federation: The state of the run.
         data: The training data.
+        members: The federation's clients, where the data may be of some of them, in any order.
+        present: Which of them the data have, bool ``(clients,)``; None for all.
         module_at_start: The parameters with which the fit began.
         training: The optimizers and schedulers of each architecture's clients.
         stage: How far the current round is.
@@ -102,6 +104,8 @@ class FederatedLoop(FitLoop):
     module_at_start: ModuleAtStart
     training: Sequence[ClientTraining] = ()
     data: FederatedDataset | None = None
+    members: tuple[str, ...] = ()
+    present: Tensor | None = None
     stage: str = CLOSED
     logged: Mapping[str, float] = MappingProxyType({})
     bytes_total: float = 0.0
@@ -130,7 +134,19 @@ class FederatedLoop(FitLoop):
             data = as_federated(self._data_source.dataloader(), what="train_dataloaders")
             self.data = move_to_device(data, self.trainer)
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
+            self.present = None
+            if self.members:
+                self.arrange(self.members)
         return self.data
+
+    def arrange(self, members: tuple[str, ...]) -> None:
+        """Give the data a row for each of the federation's clients, empty for those without."""
+        data, self.members = self.require_data(), members
+        if tuple(data.names) != members:
+            here = {*data.names}
+            self.present = torch.tensor([name in here for name in members])
+            self.data = by_client(data, members, "train_dataloaders")
+            self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
 
     def setup_data(self) -> None:
         """Load the training data, again after ``reload_dataloaders_every_n_epochs`` rounds."""
@@ -168,6 +184,11 @@ class FederatedLoop(FitLoop):
         self.federation.know_data(some, label_counts(data))
         self.max_batches = len(self._draw(start))
 
+    def counts(self, before: Tensor) -> Tensor:
+        """Return the clients' training samples; of those who left, as many as ``before``."""
+        now = self.require_data().num_samples
+        return now if self.present is None else now.where(self.present, before)
+
     @property
     def _fate(self) -> str:
         """Describe the consequence for clients that can't take a step."""
@@ -181,12 +202,13 @@ class FederatedLoop(FitLoop):
                 f"clients, but got {data.num_clients} clients or other names. Return the same "
                 "clients in the same order from `train_dataloader`."
             )
-        self.federation.num_samples = data.num_samples
+        self.federation.num_samples = self.counts(self.federation.num_samples)
 
     def _draw(self, round: int) -> Tensor:
         federation, eligible = self.federation, self._learners
         if federation.method.include_clients_without_data:
-            eligible = torch.arange(self.require_data().num_clients)
+            everyone = torch.arange(self.require_data().num_clients)
+            eligible = everyone if self.present is None else everyone[self.present]
         elif eligible is None:
             eligible = self.require_data().num_samples.nonzero().flatten()
         share = 1.0 if federation.method.full_participation(round) else federation.participation

@@ -25,6 +25,7 @@ from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.select import EngineName, SelectedEngine
 from lightning_pfl.federation.architectures import make_architectures, parameter_splits, table
+from lightning_pfl.federation.checkpoint import merge_clients
 from lightning_pfl.federation.client_states import choose_device
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Method
@@ -212,8 +213,15 @@ class StageSetup:
         """Return names and training samples of the training data, the checkpoint, or this split."""
         federation = self.federation
         if trainer.state.fn == TrainerFn.FITTING:
-            data = fit_loop(trainer).require_data()
-            return tuple(data.names), data.num_samples
+            fit = fit_loop(trainer)
+            data = fit.require_data()
+            if self.saved is None:
+                return tuple(data.names), data.num_samples
+            names = merge_clients(self.saved, data.names, data.named)
+            fit.arrange(names)
+            before = torch.zeros(len(names), dtype=torch.int64)
+            before[: len(self.saved["clients"])] = self.saved["num_samples"]
+            return names, fit.counts(before)
         if self.saved is not None:
             return tuple(self.saved["clients"]), self.saved["num_samples"]
         if self._owner is not None and self._owner[:3] == (trainer, module, federation.method):
