@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -14,6 +14,8 @@ from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree
 
 Split = Literal["training", "validation"]
+PerClient = int | Mapping[str, int]
+"""A number of all clients, or of each by its name."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Phase:
         train: Parameters that train (:data:`~lightning_pfl.core.parameters.ParameterSpec`); all
             others are frozen bit for bit, and normalisation layers that don't train run in eval
             mode.
-        epochs: Passes over the client's data. Exactly one of ``epochs`` and ``steps``.
+        epochs: Passes over the client's data, perhaps by client name. Exactly one of ``epochs`` and
+            ``steps``.
         steps: Optimizer steps; the client's data is cycled through.
         lr: Learning rate of all parameter groups; None keeps those of ``configure_optimizers``. In
             a round, a learning rate schedule scales it like those.
@@ -41,8 +44,8 @@ class Phase:
     """
 
     train: ParameterSpec = "all"
-    epochs: int | None = None
-    steps: int | None = None
+    epochs: PerClient | None = None
+    steps: PerClient | None = None
     lr: float | None = None
     name: str = "local"
     batches_per_step: int = 1

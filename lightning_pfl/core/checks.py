@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 
 def is_number(value: object) -> bool:
@@ -67,8 +68,15 @@ def check_choice(name: str, value: object, known: tuple[str, ...], advice: str) 
         )
 
 
-def check_budget(epochs: int | None, steps: int | None, what: str = "local") -> None:
-    """Require exactly one of ``<what>_epochs`` and ``<what>_steps``, as an integer >= 0."""
+def check_budget(
+    epochs: int | Mapping[str, int] | None,
+    steps: int | Mapping[str, int] | None,
+    what: str = "local",
+) -> None:
+    """Require exactly one of ``<what>_epochs`` and ``<what>_steps``.
+
+    It is an integer >= 0, or one >= 1 by client name.
+    """
     given = {f"{what}_epochs": epochs, f"{what}_steps": steps}
     chosen = {name: value for name, value in given.items() if value is not None}
     text = ", ".join(f"{name}={value!r}" for name, value in given.items())
@@ -78,4 +86,9 @@ def check_budget(epochs: int | None, steps: int | None, what: str = "local") -> 
             "other one to None."
         )
     ((name, value),) = chosen.items()
-    check_whole(name, value, 0, "Use 1, for example.")
+    if not isinstance(value, Mapping):
+        check_whole(name, value, 0, "Use 1, for example.")
+        return
+    for client, each in value.items():
+        advice = "A client that shouldn't train has no training data."
+        check_whole(f"{name}[{client!r}]", each, 1, advice)

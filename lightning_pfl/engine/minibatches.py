@@ -61,7 +61,8 @@ class ClientMinibatches:
             self.samples = int(data.num_samples[client])
         self.whole = budget.full_batch
         self.per_epoch = minibatches_per_epoch(data, client, self.limits, budget.full_batch)
-        self.bounds = step_bounds(self.per_epoch, budget, self.limits.accumulate)
+        mine = budget.of(data.names[client])
+        self.bounds = step_bounds(self.per_epoch, mine, self.limits.accumulate)
         self.size = step_size(budget, self.limits)
         self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
 

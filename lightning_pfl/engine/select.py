@@ -33,6 +33,7 @@ from lightning_pfl.engine.safety.compare import (
 from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten
 from lightning_pfl.engine.safety.snapshot import restore, snapshot
 from lightning_pfl.engine.sequential import SequentialEngine
+from lightning_pfl.engine.steps import phase_budget
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.engine.vectorized.gradient import Transform
 from lightning_pfl.methods.base import Phase
@@ -228,11 +229,12 @@ class SelectedEngine:
     ) -> bool:
         """Estimate for local training; a cohort's first client stands for all."""
         gradients = len(probed.info) * max(engine.gradients, 1)
+        first = work.data.names[int(work.info.index[0])]
         shares = [
             Share(
                 int(engine.count_steps(work.data, work.info.index[:1], (phase,))),
                 engine.prefix.expects(ActivePhase(phase, self.parameter_split), work.data)
-                and (phase.epochs or 0) > 1,
+                and phase_budget(phase).of(first).passes > 1,
             )
             for phase in work.phases
         ]

@@ -7,7 +7,8 @@ clients whose minibatches have equal sizes run together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.methods.base import Phase
+from lightning_pfl.methods.base import PerClient, Phase
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,25 @@ class Budget:
     ``batches_per_step`` and ``full_batch`` as in :class:`~lightning_pfl.methods.base.Phase`.
     """
 
-    epochs: int | None
-    steps: int | None
+    epochs: PerClient | None
+    steps: PerClient | None
     batches_per_step: int = 1
     full_batch: bool = False
+
+    @property
+    def passes(self) -> int:
+        """Passes over the data of a client; 0 where its steps are counted."""
+        return self.epochs if isinstance(self.epochs, int) else 0
+
+    def of(self, client: str) -> Budget:
+        """Return the length for a client, by its name, as plain numbers."""
+        if not (isinstance(self.epochs, Mapping) or isinstance(self.steps, Mapping)):
+            return self
+        epochs, steps = (
+            each[client] if isinstance(each, Mapping) else each
+            for each in (self.epochs, self.steps)
+        )
+        return replace(self, epochs=epochs, steps=steps)
 
 
 @dataclass(frozen=True)
@@ -63,9 +79,9 @@ def count_steps(per_epoch: int, budget: Budget, accumulate: int) -> int:
     """Count the optimizer steps of a phase for a client with ``per_epoch`` minibatches, maybe 0."""
     if per_epoch == 0:
         return 0
-    if budget.steps is not None:
+    if isinstance(budget.steps, int):
         return budget.steps
-    assert budget.epochs is not None
+    assert isinstance(budget.epochs, int)
     if budget.batches_per_step > 1:
         return -(-budget.epochs * per_epoch // (budget.batches_per_step * accumulate))
     return budget.epochs * -(-per_epoch // accumulate)
@@ -141,7 +157,10 @@ def phase_steps(
             continue
         budget = phase_budget(phase)
         per_epoch = [minibatches_per_epoch(data, int(k), limits, phase.full_batch) for k in clients]
-        total += torch.tensor([count_steps(n, budget, limits.accumulate) for n in per_epoch])
+        each = [budget.of(data.names[int(k)]) for k in clients]
+        total += torch.tensor(
+            [count_steps(n, b, limits.accumulate) for n, b in zip(per_epoch, each, strict=True)]
+        )
     return total
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -72,6 +72,30 @@ def learners(
     one = tuple(replace(phase, epochs=1, steps=None, batches_per_step=1) for phase in phases)
     batches = federation.count_steps(data, clients, one)
     return clients[_busy(data, clients, batches, "train", limit, consequence)]
+
+
+def check_budgets(phases: tuple[Phase, ...], names: Sequence[str], clients: Tensor) -> None:
+    """Require numbers of passes or steps by client name to name the clients that train.
+
+    Args:
+        phases: A round's local training.
+        names: Names of all clients of the federation.
+        clients: Ids of those that train.
+
+    Raises:
+        MisconfigurationException: If one of them is missing, or another name is no client's.
+    """
+    for number in (number for phase in phases for number in (phase.epochs, phase.steps)):
+        if not isinstance(number, Mapping):
+            continue
+        missing = [names[client] for client in clients.tolist() if names[client] not in number]
+        unknown = [repr(name) for name in number if name not in names]
+        if missing or unknown:
+            found = f"none for {_some(missing)}" if missing else f"one for {_some(unknown)}"
+            raise MisconfigurationException(
+                "Expected a number of passes or steps for each client that trains, by its name "
+                f"such as {names[0]!r}, but got {found}. Name the clients of the data."
+            )
 
 
 def warn_of_single_samples(data: FederatedDataset, clients: Tensor, module: nn.Module) -> None:

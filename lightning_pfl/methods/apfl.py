@@ -12,7 +12,7 @@ from lightning_pfl.core.checks import check_choice, is_number
 from lightning_pfl.core.mixture import SHARE, mixture
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, dot, scale, select, sub
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Weighting
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient, Weighting
 from lightning_pfl.solvers.proximal import towards
 
 Mix = Literal["parameters", "outputs"]
@@ -84,8 +84,8 @@ class APFL(Method):
         mixing: float = 0.5,
         adaptive: bool = False,
         mix: Mix = "parameters",
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

@@ -75,7 +75,7 @@ from torch import Tensor
 from lightning_pfl.contract.about import About
 from lightning_pfl.contract.callback import FederatedCallback, FederationView
 from lightning_pfl.contract.known import Known
-from lightning_pfl.contract.local import LocalStep, Phase
+from lightning_pfl.contract.local import LocalStep, PerClient, Phase
 from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
 from lightning_pfl.core.checks import check_budget, check_choice
 from lightning_pfl.core.draws import noise, random_keys
@@ -99,6 +99,7 @@ __all__ = [
     "LocalStep",
     "Method",
     "Model",
+    "PerClient",
     "Phase",
     "Tree",
     "Weighting",
@@ -127,7 +128,7 @@ class Method(FederatedCallback):
     ``setup`` can refuse runs that aren't federated.
 
     Args:
-        local_epochs: Passes over a client's data per round.
+        local_epochs: Passes over a client's data per round, perhaps by client name.
         local_steps: Optimizer steps per round instead; they replace the default epoch.
         weighting: ``"samples"``: a client's weight is its share of the cohort's training samples;
             ``"uniform"``.
@@ -182,8 +183,8 @@ class Method(FederatedCallback):
 
     def __init__(
         self,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "samples",
     ) -> None:
         # `local_steps=5` alone means steps instead of the default epoch, not both.
@@ -531,6 +532,8 @@ class Method(FederatedCallback):
 
 
 def _plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_plain, (*value, *value.values())))
     if isinstance(value, (list, tuple)):
         return all(map(_plain, value))
     return value is None or isinstance(value, (str, int, float, type))

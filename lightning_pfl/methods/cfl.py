@@ -14,7 +14,7 @@ from lightning_pfl.contract.records import ClientInfo, Round
 from lightning_pfl.core.checks import check_number, check_whole, is_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, flat, repeat, select, tmap
-from lightning_pfl.methods.base import PER_CLUSTER, About, Method
+from lightning_pfl.methods.base import PER_CLUSTER, About, Method, PerClient
 from lightning_pfl.methods.support import memory
 from lightning_pfl.solvers.clusters import bipartition, cluster_means, gap
 
@@ -97,8 +97,8 @@ class CFL(Method):
         eps_max: float = 1.6,
         start_round: int = 20,
         min_gap: float | None = None,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         for name, value in (("eps_mean", eps_mean), ("eps_max", eps_max)):

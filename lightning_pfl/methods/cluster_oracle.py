@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Model, Tree, repeat, select, tmap
-from lightning_pfl.methods.base import PER_CLUSTER, About, Known, Method, Weighting
+from lightning_pfl.methods.base import PER_CLUSTER, About, Known, Method, PerClient, Weighting
 from lightning_pfl.solvers.clusters import as_integers, cluster_means, number_labels
 
 
@@ -65,8 +65,8 @@ class ClusterOracle(Method):
     def __init__(
         self,
         clusters: Sequence[int] | Callable[[int], int],
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

@@ -15,7 +15,7 @@ from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, flat, select, unflat, where
 from lightning_pfl.graphs import GraphLike, resolve_graph
-from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method, PerClient, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -161,8 +161,8 @@ class ConvexClustering(WatchedPull, Method):
         graph: GraphLike | None = None,
         local_solver: LocalSolver = "optimizer",
         proximal_weight: float = 0.0,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         check_local_solver(local_solver)

@@ -8,7 +8,15 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_budget, check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.base import (
+    PER_CLIENT,
+    About,
+    LocalStep,
+    Method,
+    PerClient,
+    Phase,
+    Weighting,
+)
 from lightning_pfl.solvers.proximal import pull
 
 
@@ -70,10 +78,10 @@ class Ditto(Method):
     def __init__(
         self,
         prox_weight: float = 1.0,
-        personal_epochs: int | None = None,
-        personal_steps: int | None = None,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        personal_epochs: PerClient | None = None,
+        personal_steps: PerClient | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

@@ -14,7 +14,15 @@ from lightning_pfl.core.checks import check_choice, check_whole, is_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive, permutation
 from lightning_pfl.core.tree import Model, Tree, dot, select, sub, total_nbytes
-from lightning_pfl.methods.base import PER_CLIENT, SHARED, About, Known, Method, Weighting
+from lightning_pfl.methods.base import (
+    PER_CLIENT,
+    SHARED,
+    About,
+    Known,
+    Method,
+    PerClient,
+    Weighting,
+)
 from lightning_pfl.solvers.owners import owners_mean
 
 Rule = Literal["all", "given", "random", "drift"]
@@ -102,8 +110,8 @@ class FedASA(Method):
         share: float = 0.5,
         threshold: float = 0.0,
         every: int = 1,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Model, Tree, select, weighted_mean, weighted_sum
-from lightning_pfl.methods.base import About, Method, Weighting
+from lightning_pfl.methods.base import About, Method, PerClient, Weighting
 from lightning_pfl.solvers.optim import functional_step
 
 
@@ -75,8 +75,8 @@ class FedAvg(Method):
 
     def __init__(
         self,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "samples",
         server_optimizer: Callable[[Iterable[Tensor]], Optimizer] | None = None,
     ) -> None:

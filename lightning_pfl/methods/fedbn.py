@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_pfl.core.parameters import BATCH_NORM, NORMS, ParameterSpec, ParameterSplit
-from lightning_pfl.methods.base import About, Method, Weighting, say_split
+from lightning_pfl.methods.base import About, Method, PerClient, Weighting, say_split
 
 
 class FedBN(Method):
@@ -57,8 +57,8 @@ class FedBN(Method):
 
     def __init__(
         self,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

@@ -12,7 +12,7 @@ from lightning_pfl.core.checks import check_choice, check_whole, is_number
 from lightning_pfl.core.mixture import ensemble
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, select, weighted_mean
-from lightning_pfl.methods.base import About, LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase, Weighting
 from lightning_pfl.methods.support.starts import Starts, check_starts, different_models
 
 Prediction = Literal["probabilities", "outputs"]
@@ -95,8 +95,8 @@ class FedEM(Method):
         initial: Starts = None,
         weight_step: float = 1.0,
         prediction: Prediction = "probabilities",
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

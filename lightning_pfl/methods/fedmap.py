@@ -22,7 +22,16 @@ from lightning_pfl.core.tree import (
     tmap,
     weighted_mean,
 )
-from lightning_pfl.methods.base import PER_CLIENT, SHARED, About, Known, LocalStep, Method, Phase
+from lightning_pfl.methods.base import (
+    PER_CLIENT,
+    SHARED,
+    About,
+    Known,
+    LocalStep,
+    Method,
+    PerClient,
+    Phase,
+)
 from lightning_pfl.methods.support.prior_tree import packed, unpacked
 from lightning_pfl.methods.support.stability import Pull, WatchedPull
 from lightning_pfl.priors import GaussianPrior, Prior
@@ -121,8 +130,8 @@ class FedMAP(WatchedPull, Method):
         data_term: DataTerm = "mean",
         personal: ParameterSpec = None,
         log_envelope: bool = False,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
     ) -> None:
         plain: Literal["samples", "uniform"] = "samples" if weighting == "samples" else "uniform"
         super().__init__(local_epochs, local_steps, plain)

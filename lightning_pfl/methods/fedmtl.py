@@ -22,7 +22,7 @@ from lightning_pfl.core.tree import (
     select,
     tmap,
 )
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient
 from lightning_pfl.methods.support import memory
 
 Relationship = Literal["spread", "asrun", "none"]
@@ -113,8 +113,8 @@ class FedMTL(Method):
         self,
         regularization: float = 1e-3,
         relationship: Relationship = "spread",
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
     ) -> None:
         # Uniform weights are one over the size of the cohort.
         super().__init__(local_epochs, local_steps, weighting="uniform")

@@ -8,7 +8,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree
-from lightning_pfl.methods.base import About, LocalStep, Method, Weighting
+from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Weighting
 from lightning_pfl.solvers.proximal import pull
 
 
@@ -62,8 +62,8 @@ class FedProx(Method):
     def __init__(
         self,
         prox_weight: float = 0.1,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

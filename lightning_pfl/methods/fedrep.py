@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from lightning_pfl.core.checks import check_budget, check_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
-from lightning_pfl.methods.base import About, Method, Phase, Weighting, say_split
+from lightning_pfl.methods.base import About, Method, PerClient, Phase, Weighting, say_split
 
 
 class FedRep(Method):
@@ -70,10 +70,10 @@ class FedRep(Method):
     def __init__(
         self,
         personal: ParameterSpec = "head",
-        head_epochs: int | None = 10,
-        body_epochs: int | None = 1,
-        head_steps: int | None = None,
-        body_steps: int | None = None,
+        head_epochs: PerClient | None = 10,
+        body_epochs: PerClient | None = 1,
+        head_steps: PerClient | None = None,
+        body_steps: PerClient | None = None,
         head_lr: float | None = None,
         body_lr: float | None = None,
         weighting: Weighting = "samples",

@@ -25,7 +25,7 @@ from lightning_pfl.core.tree import (
 )
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, PeerExchange, ReceivedMessages
-from lightning_pfl.methods.base import PER_CLIENT, About, Known, Method
+from lightning_pfl.methods.base import PER_CLIENT, About, Known, Method, PerClient
 from lightning_pfl.methods.support import memory
 
 MIX = Exchange("models", "sum")
@@ -100,10 +100,15 @@ class FedU(Method):
         regularization: float = 0.01,
         decentralized: bool = False,
         lap_factor: float = 1.0,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
+        if isinstance(self.local_epochs, Mapping) or isinstance(self.local_steps, Mapping):
+            raise ValueError(
+                "Expected one number of all clients for FedU, as R is a factor of the step on the "
+                f"graph, but got {local_epochs=}, {local_steps=}. Use a whole number."
+            )
         check_number("regularization", regularization, "Use 0.01, for example.")
         advice = "Use 1 for the published step, 2 for the objective's gradient."
         check_number("lap_factor", lap_factor, advice, positive=True)
@@ -143,6 +148,7 @@ class FedU(Method):
     def step(self, info: ClientInfo) -> float:
         r"""Compute :math:`\tilde\mu\, \eta\, c`."""
         budget = self.local_epochs if self.local_steps is None else self.local_steps
+        assert not isinstance(budget, Mapping)
         return float(info.lr * (budget or 0) * self.regularization * self.lap_factor)
 
     # --- state ---

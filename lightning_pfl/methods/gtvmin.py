@@ -14,7 +14,7 @@ from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree, expand, flat, select, sub, unflat
 from lightning_pfl.graphs import GraphLike, resolve_graph
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
-from lightning_pfl.methods.base import About, Known, LocalStep, Method, Phase
+from lightning_pfl.methods.base import About, Known, LocalStep, Method, PerClient, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -139,8 +139,8 @@ class GTVMin(WatchedPull, Method):
         norm: Norm = "l2",
         step_ratio: float = 1.0,
         local_solver: LocalSolver = "optimizer",
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         check_number("regularization", regularization, "Use 0.01, for example.")

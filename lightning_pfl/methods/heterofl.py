@@ -23,6 +23,7 @@ from lightning_pfl.methods.base import (
     Known,
     LocalStep,
     Method,
+    PerClient,
     Weighting,
 )
 from lightning_pfl.models.layers import Scaler
@@ -106,8 +107,8 @@ class HeteroFL(Method):
         rule: Rule = "first",
         masked_classes: bool = True,
         classifier: ParameterSpec = "head",
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

@@ -15,7 +15,7 @@ from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree, expand
 from lightning_pfl.graphs import GraphLike
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
-from lightning_pfl.methods.base import About, Known, Method
+from lightning_pfl.methods.base import About, Known, Method, PerClient
 from lightning_pfl.methods.support.sheaf import SheafClients, pulled, saddle_divergence
 from lightning_pfl.solvers.sheaf import Maps, lift
 
@@ -102,8 +102,8 @@ class HomologicalConstraints(SheafClients, Method):
         edge_dim_ratio: float = 1.0,
         maps: Maps = "identity",
         map_std: float = 0.01,
-        local_epochs: int | None = None,
-        local_steps: int | None = 1,
+        local_epochs: PerClient | None = None,
+        local_steps: PerClient | None = 1,
     ) -> None:
         # As in L2GD, the default step gives way to epochs.
         local_steps = None if local_epochs is not None and local_steps == 1 else local_steps

@@ -13,7 +13,15 @@ from lightning_pfl.contract.records import ClientInfo, FitPlan
 from lightning_pfl.core.checks import check_choice, check_whole
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, double_sum, select, tmap, total_nbytes
-from lightning_pfl.methods.base import PER_CLUSTER, About, LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.base import (
+    PER_CLUSTER,
+    About,
+    LocalStep,
+    Method,
+    PerClient,
+    Phase,
+    Weighting,
+)
 from lightning_pfl.methods.support.starts import check_starts, different_models
 from lightning_pfl.solvers.clusters import cluster_means
 
@@ -102,8 +110,8 @@ class IFCA(Method):
         num_clusters: int = 2,
         averaging: Averaging = "models",
         initial: Sequence[Mapping[str, Any]] | None = None,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "uniform",
         restarts: int = 0,
         trial_rounds: int = 5,

@@ -13,7 +13,7 @@ from lightning_pfl.core.checks import check_budget, check_number, is_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, Tree, floats, weighted_mean
-from lightning_pfl.methods.base import PER_CLIENT, About, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, About, Method, PerClient, Phase
 from lightning_pfl.solvers.proximal import towards
 
 
@@ -79,8 +79,8 @@ class L2GD(Method):
         self,
         mixing_weight: float = 0.5,
         aggregation_probability: float = 0.5,
-        local_epochs: int | None = None,
-        local_steps: int | None = 1,
+        local_epochs: PerClient | None = None,
+        local_steps: PerClient | None = 1,
     ) -> None:
         # `local_epochs=1` alone means epochs instead of the default step, not both.
         local_steps = None if local_epochs is not None and local_steps == 1 else local_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
-from lightning_pfl.methods.base import About, Method, Weighting, say_split
+from lightning_pfl.methods.base import About, Method, PerClient, Weighting, say_split
 
 
 class LGFedAvg(Method):
@@ -56,8 +56,8 @@ class LGFedAvg(Method):
     def __init__(
         self,
         shared: ParameterSpec = "head",
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_pfl.core.parameters import ParameterSpec
-from lightning_pfl.methods.base import About, Method
+from lightning_pfl.methods.base import About, Method, PerClient
 
 
 class LocalOnly(Method):
@@ -43,7 +43,9 @@ class LocalOnly(Method):
     )
     personal: ParameterSpec = "all"
 
-    def __init__(self, local_epochs: int | None = 1, local_steps: int | None = None) -> None:
+    def __init__(
+        self, local_epochs: PerClient | None = 1, local_steps: PerClient | None = None
+    ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
 
     def full_participation(self, round: int) -> bool:

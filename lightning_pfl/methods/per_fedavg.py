@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
-from lightning_pfl.methods.base import About, LocalStep, Method, Phase, Weighting
+from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase, Weighting
 
 Order = Literal["first", "hessian-free"]
 
@@ -76,8 +76,8 @@ class PerFedAvg(Method):
         order: Order = "first",
         difference: float = 1e-3,
         evaluation_steps: int = 1,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

@@ -13,7 +13,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_choice, check_number, check_whole, is_number
 from lightning_pfl.core.mixture import ensemble
 from lightning_pfl.core.tree import Model, Tree, leaves, per_client, select, tmap, weighted_mean
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Weighting
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient, Weighting
 from lightning_pfl.methods.support.stability import Pull, WatchedPull
 from lightning_pfl.solvers.proximal import towards
 
@@ -105,8 +105,8 @@ class PFedBayes(WatchedPull, Method):
         initial_rho: float = -3.0,
         server_mixing: float = 1.0,
         evaluation_draws: int = 0,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number, check_whole
 from lightning_pfl.core.tree import Model, Tree, select, tmap, weighted_mean
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Weighting
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient, Weighting
 from lightning_pfl.solvers.proximal import pull, towards
 
 
@@ -73,8 +73,8 @@ class PFedMe(Method):
         inner_steps: int = 5,
         inner_lr: float = 0.05,
         server_mixing: float = 1.0,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)

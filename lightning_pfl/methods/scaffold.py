@@ -21,7 +21,7 @@ from lightning_pfl.core.tree import (
     weighted_mean,
     weighted_sum,
 )
-from lightning_pfl.methods.base import About, LocalStep, Method, Phase
+from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase
 from lightning_pfl.solvers.proximal import towards
 
 Option = Literal["I", "II"]
@@ -88,8 +88,8 @@ class SCAFFOLD(Method):
         self,
         option: Option = "II",
         server_lr: float = 1.0,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         advice = "Use 'II', which needs no further pass over the data."

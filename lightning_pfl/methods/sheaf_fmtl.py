@@ -13,7 +13,7 @@ from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.graphs import GraphLike
 from lightning_pfl.graphs.messages import Exchange, ReceivedMessages
-from lightning_pfl.methods.base import About, Known, Method
+from lightning_pfl.methods.base import About, Known, Method, PerClient
 from lightning_pfl.methods.support.sheaf import SheafClients, divergence, measure, pulled
 from lightning_pfl.solvers.sheaf import (
     Maps,
@@ -120,8 +120,8 @@ class SheafFMTL(SheafClients, Method):
         laplacian: Laplacian = "combined",
         maps: Maps = "random",
         map_std: float = 0.01,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         for name, value in (("regularization", regularization), ("map_lr", map_lr)):

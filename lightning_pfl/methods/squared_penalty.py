@@ -13,7 +13,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, put_rows, repeat, select, weighted_mean
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, Phase
+from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient, Phase
 from lightning_pfl.methods.support import memory
 from lightning_pfl.methods.support.proximal import (
     LocalSolver,
@@ -87,8 +87,8 @@ class SquaredPenalty(WatchedPull, Method):
         self,
         penalty_weight: float = 0.01,
         local_solver: LocalSolver = "optimizer",
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         check_local_solver(local_solver)

@@ -37,7 +37,12 @@ from lightning_pfl.contract.records import LocalResult, Round
 from lightning_pfl.core.tree import Tree, nbytes, rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
 from lightning_pfl.federation.cohort import Cohort
-from lightning_pfl.federation.eligibility import learners, require_samples, warn_of_single_samples
+from lightning_pfl.federation.eligibility import (
+    check_budgets,
+    learners,
+    require_samples,
+    warn_of_single_samples,
+)
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.sampling import sample_cohort
@@ -177,6 +182,7 @@ class FederatedLoop(FitLoop):
         limit = f"{flag}={getattr(trainer, flag)!r}"
         data = self.require_data()
         self._learners = learners(self.federation, data, phases, limit, self._fate)
+        check_budgets(phases, data.names, self._learners)
         if phases and not trainer.overfit_batches and trainer.limit_train_batches == 1.0:
             warn_of_single_samples(data, self._learners, trainer.lightning_module)
         some = torch.zeros(data.num_clients, dtype=torch.bool)

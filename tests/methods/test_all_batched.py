@@ -58,7 +58,7 @@ def cohort_sizes(method: Method, data: FederatedTensorDataset, module: Any) -> l
 @pytest.mark.parametrize("name", CASES)
 def test_equal_clients_step_together(name: str) -> None:
     make: Callable[[], Any] = PROBLEMS.get(name, {}).get("make_module", small_module)
-    method = CASES[name]()
+    method: Any = CASES[name]()
     sizes = cohort_sizes(method, equal_clients(), make())
     assert sizes
     assert set(sizes) == {CLIENTS}

@@ -32,6 +32,7 @@ from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.engine.base import EvaluationWork
+from lightning_pfl.engine.steps import phase_budget
 from lightning_pfl.engine.watching import in_mode
 from lightning_pfl.federation.adapt import adapt, budget_phase, check_lr
 from lightning_pfl.federation.eligibility import can_be_evaluated
@@ -170,7 +171,8 @@ class NewClientAdaptation(FederatedCallback):
                 begin = rows(starting_models(federation, train.num_clients, self.start), clients)
                 trained_on = data.num_samples[clients] * bool(samples)
                 for phase in self.phases if samples else self.phases[:1]:
-                    models, epochs = begin, phase.epochs if self.several and samples else None
+                    passes = phase_budget(phase).passes
+                    models, epochs = begin, passes if self.several and samples else None
                     if samples:
                         # Fewer passes are the beginning of more: each starts anew, with the same
                         # order of samples.
@@ -293,7 +295,7 @@ def _phases(
                 f"epochs={epochs!r}. Use [1, 2, 5, 10], for example."
             )
         phases = tuple(budget_phase(epoch, steps, default_epochs=None) for epoch in epochs)
-        phases = tuple(sorted(phases, key=lambda phase: phase.epochs or 0))
+        phases = tuple(sorted(phases, key=lambda phase: phase_budget(phase).passes))
     if not all(phase.epochs or phase.steps for phase in phases):
         raise ValueError(
             "Expected new clients to train, but got no epochs and no steps. "

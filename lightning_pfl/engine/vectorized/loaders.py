@@ -34,7 +34,10 @@ class LoaderBatches:
         self.loaders = [data.loaders[client] for client in clients]
         self.names = [data.names[client] for client in clients]
         self.per_epoch = [limits.of_epoch(len(loader)) for loader in self.loaders]
-        self.bounds = [step_bounds(n, budget, limits.accumulate) for n in self.per_epoch]
+        self.bounds = [
+            step_bounds(n, budget.of(name), limits.accumulate)
+            for n, name in zip(self.per_epoch, self.names, strict=True)
+        ]
         self.steps = torch.tensor([len(b) for b in self.bounds])
         self.step_size = step_size(budget, limits)
         self.epochs_used = epochs_used(self.bounds, self.per_epoch)

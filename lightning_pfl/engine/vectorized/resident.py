@@ -59,7 +59,10 @@ class ResidentBatches:
         per_epoch = [
             limits.of_epoch(epoch_minibatches(n, self.batch_size, drop_last)) for n in samples
         ]
-        self.bounds = [step_bounds(n, budget, limits.accumulate) for n in per_epoch]
+        self.bounds = [
+            step_bounds(n, budget.of(data.names[client]), limits.accumulate)
+            for n, client in zip(per_epoch, clients, strict=True)
+        ]
         self.step_size = step_size(budget, limits)
         self.steps = torch.tensor([len(b) for b in self.bounds])
         total = max((b[-1][1] for b in self.bounds if b), default=0)

@@ -2,6 +2,7 @@ r"""Local solvers of :math:`F_i(x) + \frac{c}{2}\lVert x - b\rVert^2`, exactly o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -90,4 +91,12 @@ def proximal_phases(local_solver: LocalSolver, optimizer: tuple[Phase, ...]) -> 
         local_solver: Which.
         optimizer: The phases of the user's optimizer.
     """
-    return (Phase("all", steps=1, full_batch=True),) if local_solver == "exact" else optimizer
+    if local_solver != "exact":
+        return optimizer
+    for phase in optimizer:
+        if isinstance(phase.epochs, Mapping) or isinstance(phase.steps, Mapping):
+            raise ValueError(
+                "Expected no number of passes or steps by client with local_solver='exact', which "
+                "takes one step, but got a dict. Leave it out, or use local_solver='optimizer'."
+            )
+    return (Phase("all", steps=1, full_batch=True),)
