@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pfl.methods import FedAvg, FedMAP, FedPop, PFedMe
-from lightning_pfl.methods.base import Method
+from lightning_pfl.methods import FedAvg, FedPop
 from lightning_pfl.priors import DiagonalGaussianPrior, GaussianPrior, LaplacePrior
 from lightning_pfl.testing import QuadraticModule, fit, q2, quadratic_clients
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
@@ -67,23 +65,6 @@ class TestGaussianPopulation:
         run = fit(method, q2(), QuadraticModule(), 25, engine)
         assert float(run.server["model"]["w"]) == pytest.approx(center, rel=1e-6)
         assert run.models["w"].flatten().tolist() == pytest.approx(models, rel=1e-6)
-
-    @pytest.mark.parametrize(
-        ("make", "lr"),
-        [
-            (lambda: modes(1.0, step_size=0.35, chain_steps=20, burn_in=19), 0.1),
-            (lambda: PFedMe(1.0, 60, 0.3, local_epochs=None, local_steps=1), 1.5),
-            (lambda: FedMAP(GaussianPrior(1.0), "uniform", local_steps=25), 0.35),
-        ],
-        ids=["FedPop", "PFedMe", "FedMAP"],
-    )
-    def test_it_is_the_optimum_of_pfedme_and_fedmap(
-        self, make: Callable[[], Method], lr: float, engine: str
-    ) -> None:
-        """min sum_k F_k(x_k) + |x_k - x|^2 / 2: centre 0.6, models 0.3 and 0.9, as for L2GD too."""
-        run = fit(make(), q2(), QuadraticModule(lr=lr), 30, engine)
-        assert float(run.server["model"]["w"]) == pytest.approx(0.6, rel=1e-6)
-        assert run.models["w"].flatten().tolist() == pytest.approx([0.3, 0.9], rel=1e-6)
 
     def test_langevin_steps_have_the_variance_of_the_scheme(self, engine: str) -> None:
         """Precision P = 3 + 1, step 0.1: 1 / (P (1 - 0.1 P / 2)) = 0.3125, of which 4000
