@@ -19,8 +19,12 @@ from lightning_pfl.federation.architectures import one_architecture
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.methods.base import LocalStep, Method, Phase
 
-Step = Callable[[Model, Any, LocalStep, Tensor], Model]
-"""One step of models on a batch; the last argument is the clients' samples, ``(clients,)``."""
+Step = Callable[[Tree, Any, LocalStep], Model]
+"""One step on a batch, from a state to its new ``model``.
+
+The state's other entries are constants: ``samples``, the clients' numbers of them, ``(clients,)``,
+and ``given``, what :func:`adapt` was given.
+"""
 
 
 class Adaptation(Method):
@@ -33,24 +37,35 @@ class Adaptation(Method):
     def __init__(self, step: Step | None = None) -> None:
         super().__init__(weighting="uniform")
         self.step = step or (
-            lambda model, minibatches, client, _: self.evaluation_step(model, minibatches, client)
+            lambda state, minibatches, client: client.train(state["model"], minibatches)
         )
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Start with the given model."""
         model: Model = received["model"]
         device = next(iter(model.values())).device
-        return {"model": model, "samples": info.num_samples.to(device).double()}
+        samples = info.num_samples.to(device).double()
+        return {"model": model, "samples": samples, "given": received["given"]}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Take one step."""
-        return {**state, "model": self.step(state["model"], minibatches, client, state["samples"])}
+        return {**state, "model": self.step(state, minibatches, client)}
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
         """Return the model."""
         return {"model": state["model"]}, {}
+
+
+def steps_of_new_clients(method: Method, server: Tree) -> Step:
+    """Return the method's step of clients that never took part."""
+
+    def step(state: Tree, minibatches: Any, client: LocalStep) -> Model:
+        model, samples = state["model"], state["samples"]
+        return method.adaptation_step(server, model, minibatches, client, samples)
+
+    return step
 
 
 def budget_phase(epochs: int | None, steps: int | None, default_epochs: int | None) -> Phase:
@@ -91,6 +106,7 @@ def adapt(
     data: FederatedDataset | None = None,
     stream: str = "adaptation",
     step: Step | None = None,
+    given: Tree | None = None,
 ) -> Model:
     """Train copies of models on the clients' training data, without changing the federation.
 
@@ -103,6 +119,7 @@ def adapt(
         stream: Name of the random stream, so that several adaptations in a round draw different
             numbers.
         step: One step of a model on a batch; None for the user's optimizer.
+        given: What the step needs of each client, ``(clients, ...)``.
 
     Returns:
         The trained models, ``(clients, ...)``. A client without samples keeps its model.
@@ -125,7 +142,9 @@ def adapt(
     # Evaluation runs without gradients; after a run the module has left the device.
     with torch.inference_mode(False), torch.enable_grad(), in_mode(module, training=True):
         module.to(settings.device)
-        received = {"model": tmap(lambda leaf: leaf.to(settings.device), models)}
+        received = tmap(
+            lambda leaf: leaf.to(settings.device), {"model": models, "given": given or {}}
+        )
         samples = data.num_samples[clients]
         steps = architecture.engine.count_steps(data, clients, phases)
         weights = method.aggregation_weights(samples)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients, as_positions_of
-from lightning_pfl.core.tree import Model, is_expanded, total_nbytes
+from lightning_pfl.core.tree import Model, Tree, is_expanded, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EvaluationWork
 from lightning_pfl.federation.adapt import adapt
@@ -52,15 +52,16 @@ def _models_of_shard(federation: FederationState, clients: Tensor) -> Model:
     device = next(architecture.module.parameters()).device
     info = federation.info(clients, max(federation.rounds - 1, 0))
     client_state = architecture.gather(clients, device, edges=False)
-    models = method.personal_model(federation.download(info), client_state, info)
+    received = federation.download(info)
+    models = method.personal_model(received, client_state, info)
     phases = method.evaluation_phases()
     if not phases:
         return models
 
-    def step(model: Model, minibatches: Any, client: Any, _: Tensor) -> Model:
-        return method.evaluation_step(model, minibatches, client)
+    def step(state: Tree, minibatches: Any, client: Any) -> Model:
+        return method.evaluation_step(state["given"], state["model"], minibatches, client)
 
-    return adapt(federation, models, clients, phases, step=step)
+    return adapt(federation, models, clients, phases, step=step, given=received)
 
 
 def evaluate_clients(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,12 @@ from lightning_pfl.data.datasets import as_federated
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import check_optimizer
 from lightning_pfl.engine.select import SelectedEngine
-from lightning_pfl.federation.adapt import adapt, budget_phase, check_lr
+from lightning_pfl.federation.adapt import (
+    adapt,
+    budget_phase,
+    check_lr,
+    steps_of_new_clients,
+)
 from lightning_pfl.federation.architectures import (
     Architecture,
     describe,
@@ -99,7 +103,7 @@ class SavedClients(Federation):
                 f"Expected `data` to have a minibatch to train on, but got {data!r} without one. "
                 "Use smaller batches or drop_last=False, and at least one epoch or step."
             )
-        step = partial(self.method.adaptation_step, self.server)
+        step = steps_of_new_clients(self.method, self.server)
         models = adapt(self, begin, clients, (phase,), federated, "new clients", step)
         return self._as_module(
             self.architectures[0], {name: leaf[0] for name, leaf in models.items()}

@@ -270,8 +270,17 @@ class Method(FederatedCallback):
         """Return the phases that personalize the personal model before an evaluation."""
         return ()
 
-    def evaluation_step(self, model: Model, minibatches: Any, client: LocalStep) -> Model:
-        """Take one step of :meth:`evaluation_phases`; default: the user's optimizer."""
+    def evaluation_step(
+        self, received: Tree, model: Model, minibatches: Any, client: LocalStep
+    ) -> Model:
+        """Take one step of :meth:`evaluation_phases`; default: the user's optimizer.
+
+        Args:
+            received: What the server sends now, ``(clients, ...)``.
+            model: The models that adapt, ``(clients, ...)``.
+            minibatches: A minibatch, as in :meth:`client_step`.
+            client: The step interface of the engine.
+        """
         return client.train(model, minibatches)
 
     def adaptation_step(

@@ -69,6 +69,7 @@ VARIANTS: dict[str, Callable[[], Method]] = {
     "MOCHA, own bounds": lambda: methods.MOCHA(0.05, local_fraction=2.0, bound="own"),
     "PFedMe, over-mixed": lambda: methods.PFedMe(15.0, server_mixing=1.4),
     "PerFedAvg, first order": lambda: methods.PerFedAvg(0.1),
+    "PerFedAvg, learned rates": lambda: methods.PerFedAvg(0.1, "hessian-free", learn_inner_lr=True),
     "SCAFFOLD, option II": lambda: methods.SCAFFOLD("II"),
     "SheafFMTL, separate": lambda: methods.SheafFMTL(
         "complete", 0.05, 0.1, 0.3, laplacian="separate"

@@ -38,12 +38,15 @@ from tests.methods.quadratics import (
     mean,
     ragged,
 )
+from tests.methods.references import softmax
 from tests.methods.references.per_fedavg import per_fedavg
+from tests.methods.references.softmax import softmax_module
 
 CASE = Case(
     method=lambda: PerFedAvg(0.1, order="hessian-free"),
     bytes={
         "defaults": Bytes(PerFedAvg, 4 * D, 4 * D),
+        "learned rates": Bytes(lambda: PerFedAvg(learn_inner_lr=True), 8 * D, 8 * D),
     },
     twin=lambda: PerFedAvg(0.0),
     published={"inner_lr": 0.01, "order": "first", "difference": 1e-3, "weighting": "uniform"},
@@ -148,6 +151,80 @@ class TestPerFedAvg:
         run = fit(method, small_clients(), small_module(), 1, engine)
         # The first, the query's, and two at the ends of the difference.
         assert int(run.server["model"]["backbone.1.num_batches_tracked"]) == 2 * 4
+
+
+SMALL = 0.01
+
+
+def meta_sgd(in_rounds: list[Tensor], second_order: bool) -> tuple[Any, Any]:
+    """Meta-SGD in NumPy: on a quadratic with curvature a, g = a (x - c) and u = a (x~ - c)."""
+    a, c = A.numpy()[:, None], C.numpy()
+    x, alpha = np.full(2, 0.5), np.full(2, ALPHA)
+    for cohort in in_rounds:
+        ends = []
+        for k in cohort.tolist():
+            theta, rates = x, alpha
+            for _ in range(2):
+                g = a[k] * (theta - c[k])
+                u = a[k] * (theta - rates * g - c[k])
+                by_theta = u - a[k] * rates * u if second_order else u
+                theta, rates = theta - SMALL * by_theta, rates + SMALL * g * u
+            ends.append((theta, rates))
+        x, alpha = np.mean(ends, 0)
+    return x, alpha
+
+
+class TestMetaSGD:
+    @closed_form
+    @pytest.mark.parametrize("order", ["first", "hessian-free"])
+    def test_rates_are_learned_and_averaged_with_the_model(self, engine: str, order: Any) -> None:
+        method = PerFedAvg(ALPHA, order, learn_inner_lr=True, local_epochs=None, local_steps=2)
+        run = fit(method, ragged(), QuadraticModule(2, SMALL, 0.5), 4, engine, participation=2)
+        in_rounds = cohorts(4, 2, eligible=SAMPLES.nonzero().flatten())
+        x, rates = meta_sgd(in_rounds, order == "hessian-free")
+        assert np.abs(rates - ALPHA).min() > 0.005
+        np.testing.assert_allclose(run.server["model"]["w"], x, rtol=1e-8)
+        np.testing.assert_allclose(run.server["rates"]["w"], rates, rtol=1e-8)
+        # Evaluated after a step with the learned rates; the client without data takes none.
+        step = torch.from_numpy(rates) * A[:3, None] * (torch.from_numpy(x) - C[:3])
+        torch.testing.assert_close(
+            run.models["w"][:3], torch.from_numpy(x) - step, rtol=1e-8, atol=0
+        )
+
+    def test_a_network_trains_as_the_reference(self, engine: str) -> None:
+        data, lr = small_clients(), 0.2
+        method = PerFedAvg(0.3, learn_inner_lr=True, local_epochs=None, local_steps=3)
+        run = fit(method, data, softmax_module(lr), 2, engine, participation=3)
+        x = softmax.as_numpy(softmax_module().state_dict())
+        alpha = {name: np.full_like(leaf, 0.3) for name, leaf in x.items()}
+        for number, cohort in enumerate(cohorts(2, 3)):
+            models, rates = [], []
+            for k in cohort.tolist():
+                w, r = x, alpha
+                stream = softmax.minibatches(data, k, number, epochs=99)
+                for _ in range(3):
+                    g = softmax.gradient(w, *next(stream))
+                    inner = {name: w[name] - r[name] * g[name] for name in w}
+                    u = softmax.gradient(inner, *next(stream))
+                    w = softmax.moved(w, u, -lr)
+                    r = {name: r[name] + lr * g[name] * u[name] for name in r}
+                models.append(w)
+                rates.append(r)
+            x, alpha = softmax.mean(models, [1.0] * 3), softmax.mean(rates, [1.0] * 3)
+        for name in softmax.NAMES:
+            np.testing.assert_allclose(run.server["model"][name], x[name], rtol=1e-10)
+            np.testing.assert_allclose(run.server["rates"][name], alpha[name], rtol=1e-10)
+
+    def test_the_first_step_of_a_round_is_that_of_fixed_rates(self, engine: str) -> None:
+        """Only later ones use rates that have moved."""
+        one: Any = {"local_epochs": None, "local_steps": 1}
+        a = fit(PerFedAvg(0.3, learn_inner_lr=True, **one), small_clients(), plain_module(), 1)
+        b = fit(PerFedAvg(0.3, **one), small_clients(), plain_module(), 1)
+        assert_trees_close(a.server["model"], b.server["model"])
+
+    def test_a_deployment_adds_no_noise_to_rates(self) -> None:
+        assert PerFedAvg().averages_models
+        assert not PerFedAvg(learn_inner_lr=True).averages_models
 
 
 @pytest.mark.parametrize("difference", [1e-4, 0.1, 10.0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,7 +33,12 @@ from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.engine.base import EvaluationWork
 from lightning_pfl.engine.steps import phase_budget
 from lightning_pfl.engine.watching import in_mode
-from lightning_pfl.federation.adapt import adapt, budget_phase, check_lr
+from lightning_pfl.federation.adapt import (
+    adapt,
+    budget_phase,
+    check_lr,
+    steps_of_new_clients,
+)
 from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.log_folder import log_folder
@@ -177,7 +181,7 @@ class NewClientAdaptation(FederatedCallback):
                         # Fewer passes are the beginning of more: each starts anew, with the same
                         # order of samples.
                         phase = replace(phase, train=sorted(names))
-                        step = partial(method.adaptation_step, federation.server)
+                        step = steps_of_new_clients(method, federation.server)
                         models = adapt(
                             federation, begin, clients, (phase,), data, "new clients", step
                         )
