@@ -183,7 +183,7 @@ class ClientOptimizer:
     ) -> Model:
         """Take one step.
 
-        Trained leaves are changed in place, or copied first if they are expanded.
+        Trained leaves are changed in place, or copied first if they are views.
 
         Args:
             model: Models of the chunk, or of its clients ``rows``.
@@ -197,10 +197,7 @@ class ClientOptimizer:
         if rows is None and self._bound == (slot, *map(id, leaves.values())):
             self._step(leaves, grads)
             return dict(model)
-        leaves = {
-            name: leaf.clone(memory_format=torch.contiguous_format) if is_expanded(leaf) else leaf
-            for name, leaf in leaves.items()
-        }
+        leaves = {name: _own(leaf) for name, leaf in leaves.items()}
         self._params = {name: p if self.stacked else p[0] for name, p in leaves.items()}
         self._optimizer.state = defaultdict(dict)
         slow: list[dict[str, Any]] = []
@@ -275,6 +272,13 @@ class ClientOptimizer:
             if key not in entries:
                 entries[key] = value.new_zeros(self.clients, *value.shape[1:])
             entries[key][rows] = value
+
+
+def _own(leaf: Tensor) -> Tensor:
+    """Copy a leaf that all clients share, or whose layout torch's fused kernels don't expect."""
+    if not is_expanded(leaf) and leaf.is_contiguous():
+        return leaf
+    return leaf.clone(memory_format=torch.contiguous_format)
 
 
 def _is_stacked(value: Any, leaf: Tensor) -> bool:

@@ -24,6 +24,7 @@ from lightning_pfl.methods.l2gd import L2GD
 from lightning_pfl.methods.lg_fedavg import LGFedAvg
 from lightning_pfl.methods.linear_fedrep import LinearFedRep
 from lightning_pfl.methods.local import LocalOnly
+from lightning_pfl.methods.lp_proj import LpProj
 from lightning_pfl.methods.mocha import MOCHA
 from lightning_pfl.methods.per_fedavg import PerFedAvg
 from lightning_pfl.methods.pfedbayes import PFedBayes
@@ -57,6 +58,7 @@ __all__ = [
     "LGFedAvg",
     "LinearFedRep",
     "LocalOnly",
+    "LpProj",
     "MOCHA",
     "PerFedAvg",
     "PFedBayes",

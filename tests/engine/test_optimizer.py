@@ -83,6 +83,20 @@ def test_shared_leaves_are_copied_before_they_train() -> None:
         torch.testing.assert_close(new[name], (start[name] - 0.1).expand_as(new[name]))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_views_of_another_tensor_train_like_tensors(momentum: float) -> None:
+    """The rows of a flat vector per client, which a method has worked on; fused kernels would
+    write between them."""
+    parameter_split, template = make(momentum=momentum)
+    flat = torch.arange(8.0 * CLIENTS, dtype=torch.float64).view(CLIENTS, 8)
+    grads = {"weight": flat[:, :6].reshape(CLIENTS, 2, 3) + 1, "bias": flat[:, 6:] - 2}
+    weight, bias = flat.clone().split([6, 2], 1)
+    model = {"weight": weight.view(CLIENTS, 2, 3), "bias": bias}
+    new = ClientOptimizer(template, parameter_split, CLIENTS).update(model, grads)
+    close(new["weight"], flat[:, :6].reshape(CLIENTS, 2, 3) - 0.1 * grads["weight"])
+    close(new["bias"], flat[:, 6:] - 0.1 * grads["bias"])
+
+
 def test_slots_have_states_of_their_own() -> None:
     parameter_split, template = make()
     grads = {
