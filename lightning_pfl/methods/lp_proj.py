@@ -13,7 +13,7 @@ from lightning_pfl.core.checks import check_choice, check_number, is_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.randomness import derive, generator
 from lightning_pfl.core.tree import Model, Tree, expand, flat, unflat, weighted_mean
-from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method
+from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method, PerClient
 
 Norm = Literal["l1", "l2"]
 
@@ -89,8 +89,8 @@ class LpProj(Method):
         norm: Norm = "l2",
         dim_ratio: float = 0.1,
         server_lr: float = 1.0,
-        local_epochs: int | None = 1,
-        local_steps: int | None = None,
+        local_epochs: PerClient | None = 1,
+        local_steps: PerClient | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         check_number("penalty_weight", penalty_weight, "Use 0 to train every client alone.")
