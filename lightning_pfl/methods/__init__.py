@@ -8,6 +8,7 @@ from lightning_pfl.methods.ditto import Ditto
 from lightning_pfl.methods.fedasa import FedASA
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.methods.fedbn import FedBN
+from lightning_pfl.methods.feddane import FedDANE
 from lightning_pfl.methods.fedem import FedEM
 from lightning_pfl.methods.fedmap import FedMAP
 from lightning_pfl.methods.fedmtl import FedMTL
@@ -15,6 +16,7 @@ from lightning_pfl.methods.fedper import FedPer
 from lightning_pfl.methods.fedpop import FedPop
 from lightning_pfl.methods.fedprox import FedProx
 from lightning_pfl.methods.fedrep import FedRep
+from lightning_pfl.methods.fedsplit import FedSplit
 from lightning_pfl.methods.fedu import FedU
 from lightning_pfl.methods.gtvmin import GTVMin
 from lightning_pfl.methods.heterofl import HeteroFL
@@ -42,6 +44,7 @@ __all__ = [
     "FedASA",
     "FedAvg",
     "FedBN",
+    "FedDANE",
     "FedEM",
     "FedMAP",
     "FedMTL",
@@ -49,6 +52,7 @@ __all__ = [
     "FedPop",
     "FedProx",
     "FedRep",
+    "FedSplit",
     "FedU",
     "GTVMin",
     "HeteroFL",

@@ -14,7 +14,6 @@ from lightning_pfl.core.tree import (
     add,
     expand,
     per_client,
-    scale,
     select,
     sub,
     tmap,
@@ -22,6 +21,7 @@ from lightning_pfl.core.tree import (
     weighted_sum,
 )
 from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase
+from lightning_pfl.methods.support.mean_gradient import collect, mean_gradient, no_gradients
 from lightning_pfl.solvers.proximal import towards
 
 Option = Literal["I", "II"]
@@ -127,8 +127,7 @@ class SCAFFOLD(Method):
             "model": dict(received["model"]),
             "start": received["model"],
             "correction": sub(received["control"], control),
-            "gradients": tmap(torch.zeros_like, control),
-            "count": torch.zeros_like(info.weights, device=next(iter(control.values())).device),
+            **no_gradients(control, info),
         }
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
@@ -137,10 +136,10 @@ class SCAFFOLD(Method):
             # A copy of the dict, as the pass must not write to the received buffers.
             grads = client.grad(dict(state["start"]), minibatches)
             _, real = client.samples(minibatches)
-            return self._collect(state, grads, real.sum(1).to(state["count"]))
+            return collect(state, grads, real.sum(1).to(state["count"]))
         grads = client.grad(state["model"], minibatches)
         if self.option == "II":
-            state = self._collect(state, grads, torch.ones_like(state["count"]))
+            state = collect(state, grads, torch.ones_like(state["count"]))
         corrected = add(grads, state["correction"])
         return {**state, "model": client.update(state["model"], corrected)}
 
@@ -149,7 +148,7 @@ class SCAFFOLD(Method):
     ) -> tuple[Tree, Tree]:
         """Send the model and the change of the control variate."""
         control, count = client_state["control"], state["count"]
-        mean = scale(state["gradients"], 1 / count.clamp_min(1))
+        mean = mean_gradient(state)
         # A client without a step has no gradient.
         moved = tmap(lambda new, old: new.where(per_client(count, new) > 0, old), mean, control)
         upload = {"model": state["model"], "control_change": sub(moved, control)}
@@ -167,11 +166,3 @@ class SCAFFOLD(Method):
 
     def _zeros(self, model: Model) -> Model:
         return tmap(torch.zeros_like, select(model, self.parameter_split.trainable))
-
-    def _collect(self, state: Tree, grads: Model, weight: torch.Tensor) -> Tree:
-        # A parameter that the loss doesn't reach has no gradient.
-        total = {
-            name: leaf + per_client(weight, leaf) * grads[name] if name in grads else leaf
-            for name, leaf in state["gradients"].items()
-        }
-        return {**state, "gradients": total, "count": state["count"] + weight}
