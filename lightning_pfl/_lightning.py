@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
@@ -51,6 +53,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pfl.metrics.history import AT_END
+
 __all__ = [
     "ClientHooks",
     "ConnectedTrainer",
@@ -72,7 +76,6 @@ __all__ = [
     "copy_apart",
     "count_server_update",
     "default_backend",
-    "fill_hp_metric",
     "forget_metrics",
     "is_interrupt",
     "is_overridden",
@@ -89,6 +92,7 @@ __all__ = [
     "reduce_tensor",
     "remember_metrics",
     "send_round",
+    "send_without_clutter",
     "set_rank_for_messages",
     "set_rounds",
     "step_schedulers",
@@ -385,14 +389,32 @@ def log_settings(trainer: L.Trainer, settings: Mapping[str, Any]) -> None:
         for name, value in (part.hparams_initial or {}).items()
     }
     for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and trainer.enable_validation:
+            # The first evaluation knows the values to show beside them.
+            logger._default_hp_metric = False
         logger.log_hyperparams({**settings, **known})
 
 
-def fill_hp_metric(trainer: L.Trainer, value: float) -> None:
-    """Give TensorBoard's table of runs a value to sort by, instead of -1."""
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger) and logger._default_hp_metric:
-            logger.log_metrics({"hp_metric": value}, trainer.current_epoch)
+def send_without_clutter(trainer: L.Trainer) -> None:
+    """Make Lightning send no chart of a line or of a dot to TensorBoard.
+
+    It adds ``epoch`` to whatever it sends, which is TensorBoard's horizontal axis here. Values of
+    the end of a fit are a text there.
+    """
+    trainer._logger_connector.log_metrics = partial(_send, trainer)  # type: ignore[method-assign]
+
+
+def _send(trainer: L.Trainer, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    """Send values to the loggers as ``_LoggerConnector.log_metrics`` does."""
+    trainer._logger_connector._logged_metrics.update(metrics)
+    rows = convert_tensors_to_scalars(dict(metrics))
+    curves = {name: value for name, value in rows.items() if not name.startswith(AT_END)}
+    if step is None:
+        step = int(rows.pop("step", trainer.fit_loop.epoch_loop._batches_that_stepped))
+        rows.setdefault("epoch", trainer.current_epoch)
+    for logger in trainer.loggers if metrics else ():
+        logger.log_metrics(curves if isinstance(logger, TensorBoardLogger) else rows, step)
+        logger.save()
 
 
 def remember_metrics(trainer: L.Trainer, values: Mapping[str, float | Tensor]) -> None:

@@ -151,7 +151,7 @@ def run_all(trials: Sequence[Trial], workers: int) -> list[str]:
                 print(f"{number}/{len(trials)} {trial.name} seed {trial.seed}: {how}", flush=True)
                 if status:
                     failed.append(str(trial.folder / OUTPUT))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, BrokenPipeError):
             pool.shutdown(cancel_futures=True)
             raise
     return failed

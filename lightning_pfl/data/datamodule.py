@@ -209,7 +209,9 @@ class FederatedDataModule(L.LightningDataModule):
                 if isinstance(value, (int, float, str)) and not name.startswith("_")
             },
             "val_fraction": self.val_fraction,
+            "val_split": self.val_split,
             "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
             "seed": self.seed,
             "new_clients": self.num_new_clients,
         }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_pfl.metrics.history import AT_END, higher_is_better
+from lightning_pfl.metrics.summary import LEFT_OUT
 from lightning_pfl.results.figures import Line
 from lightning_pfl.results.groups import Group, differing, group_runs, show
 from lightning_pfl.results.page import Page, Section
@@ -312,13 +313,15 @@ class Comparison:
         """The settings in which groups differ: a row for each setting, a column for each group."""
         import pandas as pd
 
-        given = [group.settings for group in self.groups]
         several = len({group.data_label for group in self.groups}) > 1
         titles = [
             f"{group.label}; {group.data_label}" if several else group.label
             for group in self.groups
         ]
-        rows = {name: [show(each.get(name)) for each in given] for name in differing(given)}
+        rows = {
+            name: [show(group.settings.get(name)) for group in self.groups]
+            for name in differing(self.groups)
+        }
         return pd.DataFrame.from_dict(rows, orient="index", columns=titles)
 
     @cached_property
@@ -352,6 +355,16 @@ class Comparison:
                 f"{run} ended in nan: a model of {group.label} broke."
                 for run in group.runs
                 if any(math.isnan(v) for name in names for v in [*run.series(name).values()][-1:])
+            ]
+            notes += [
+                f"{run}: up to {count:.0f} clients of a round have no number for {self.metric}. "
+                "The statistics leave them out."
+                for run in group.runs
+                if (
+                    count := max(
+                        run.series(f"{names[0]}/{LEFT_OUT}", self.rounds).values(), default=0
+                    )
+                )
             ]
             seeds = Counter((run.settings.seed, run.settings.data_seed) for run in group.runs)
             notes += [

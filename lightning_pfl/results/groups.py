@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lightning_pfl.results.runs import Run
+from lightning_pfl.results.settings import Settings
 
 MISSING = "-"
 FINE_TUNED = "ft/"
@@ -46,10 +48,16 @@ class Group:
         """Prefix of the compared models' values."""
         return FINE_TUNED if self.tuned else ""
 
+    @cached_property
+    def first(self) -> Settings:
+        """The settings of the run that knows most of them."""
+        known = (run.settings for run in self.all_runs if run.settings.is_complete)
+        return next(known, self.all_runs[0].settings)
+
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, Any]:
         """Settings of the runs, without seeds."""
-        return dict(self.all_runs[0].settings.values)
+        return self.first.values
 
 
 def group_runs(runs: Sequence[Run], counts: Callable[[Run], bool]) -> list[Group]:
@@ -59,43 +67,61 @@ def group_runs(runs: Sequence[Run], counts: Callable[[Run], bool]) -> list[Group
         runs: The runs.
         counts: Whether a run came far enough.
     """
-    groups: dict[tuple[Any, ...], Group] = {}
-    for run in runs:
+    alike: dict[tuple[Any, ...], dict[tuple[str, ...], Group]] = {}
+    # Runs of which not all is known come last, and join the one group that has what they logged.
+    for run in sorted(runs, key=lambda run: not run.settings.is_complete):
         tuned = any(name.startswith(FINE_TUNED) for name in run.scalars.values)
         # Without settings, the folder above holds a method's seeds.
         where = "" if run.settings.method else str(run.folder.parent)
-        key = (run.settings.method, where, tuned, *sorted(map(repr, run.settings.values.items())))
-        group = groups.setdefault(key, Group(tuned=tuned))
+        place = (run.settings.method, where, tuned, *_texts(run.settings.logged))
+        groups = alike.setdefault(place, {})
+        if run.settings.is_complete or len(groups) != 1:
+            group = groups.setdefault(_texts(run.settings.values), Group(tuned=tuned))
+        else:
+            (group,) = groups.values()
         (group.runs if counts(run) else group.left_out).append(run)
-    _name(list(groups.values()))
-    return list(groups.values())
+    found = [group for groups in alike.values() for group in groups.values()]
+    # What is left out has no row, and makes no difference to the labels of the rows.
+    _name(found)
+    _name([group for group in found if group.runs])
+    return found
+
+
+def _texts(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(sorted(map(repr, settings.items())))
 
 
 def _name(groups: Sequence[Group]) -> None:
-    of_data = differing([{"": "", **_of_data(group)} for group in groups])
+    of_data = [name for name in differing(groups) if name.startswith("data")]
     for group in groups:
-        group.data_label = _words(_of_data(group), of_data)
+        group.data_label = _words(group.settings, of_data)
+    of_method: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
-        alike = [g for g in groups if g.method == group.method and g.data_label == group.data_label]
-        names = differing([g.settings for g in alike])
-        # How an argument differs follows from the callback that one of the groups lacks.
-        label = _words(group.settings, [name for name in names if ".callbacks." not in name])
-        if len(alike) > 1 and not label:
-            label = _words(group.settings, names)
-        group.label = f"{group.method} ({label})" if label else group.method
+        of_method.setdefault((group.method, group.data_label), []).append(group)
+    for (method, _), alike in of_method.items():
+        names = [name for name in differing(alike) if not name.startswith("data")]
+        for group in alike:
+            # How an argument differs follows from the callback that one of the groups lacks.
+            label = _words(group.settings, [name for name in names if ".callbacks." not in name])
+            label = label or _words(group.settings, names)
+            group.label = f"{method} ({label})" if label else method
 
 
-def _of_data(group: Group) -> dict[str, Any]:
-    return group.all_runs[0].settings.data
+def differing(groups: Sequence[Group]) -> list[str]:
+    """List the settings that aren't equal in all groups that know them, as they appear."""
+    names = dict.fromkeys(name for group in groups for name in group.settings)
+    return [name for name in names if len(_values(groups, name)) > 1]
 
 
-def differing(settings: Sequence[dict[str, Any]]) -> list[str]:
-    """List the names of settings that aren't equal everywhere, in the order of their appearance."""
-    names = list(dict.fromkeys(name for each in settings for name in each))
-    return [name for name in names if len({repr(each.get(name)) for each in settings}) > 1]
+def _values(groups: Sequence[Group], name: str) -> set[str]:
+    return {
+        repr(group.settings.get(name))
+        for group in groups
+        if group.first.is_complete or name in group.settings
+    }
 
 
-def _words(settings: dict[str, Any], names: Sequence[str]) -> str:
+def _words(settings: Mapping[str, Any], names: Sequence[str]) -> str:
     """Write some settings by the last parts of their names."""
     return ", ".join(
         f"{name.rpartition('.')[2]} {show(settings[name])}" for name in names if name in settings

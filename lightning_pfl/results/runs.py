@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_pfl.metrics.history import AT_END, higher_is_better
+from lightning_pfl.metrics.history import higher_is_better
 from lightning_pfl.metrics.summary import summarize
 from lightning_pfl.results.clients import read_table
 from lightning_pfl.results.scalars import CSV, EVENTS, Scalars, read_scalars
@@ -35,19 +35,17 @@ class Run:
         settings: What it was started with.
         scalars: What it logged.
         rounds: Number of rounds of which something was logged.
-        reached_end: Whether it logged the summary that a fit ends with.
     """
 
     folder: Path
     settings: Settings
     scalars: Scalars
     rounds: int
-    reached_end: bool
 
     @property
     def finished(self) -> bool:
         """Whether it ended by itself: by its number of rounds, or by an early stop."""
-        return self.reached_end or self.rounds == self.settings.rounds
+        return self.scalars.ended or self.rounds == self.settings.rounds
 
     def series(self, name: str, rounds: int | None = None) -> dict[int, float]:
         """Return a value by round, in order, in the first ``rounds`` rounds."""
@@ -92,7 +90,8 @@ def _read_last(path: Path, name: str, rounds: int | None) -> DataFrame | None:
     if rounds is not None:
         table = table[table["round"] < rounds]
     last = table[table["round"].isin(sorted(table["round"].unique())[-WINDOW:])]
-    return last.assign(value=last[name].astype(float))
+    # As in the statistics over clients, what is NaN is left out.
+    return last.assign(value=last[name].astype(float)).dropna(subset="value")
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -138,8 +137,7 @@ def read_run(folder: Path) -> Run:
     ]
     if not scalars.values and (folder / TABLE).is_file():
         rounds = [*_add_means(folder / TABLE, scalars)]
-    ended = any(name.startswith(AT_END) for name in scalars.values)
-    return Run(folder, read_settings(folder), scalars, max(rounds, default=-1) + 1, ended)
+    return Run(folder, read_settings(folder), scalars, max(rounds, default=-1) + 1)
 
 
 def _add_means(path: Path, scalars: Scalars) -> list[int]:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning_pfl.metrics.history import AT_END
+from lightning_pfl.trainer.board_layout import SUMMARY
+
 EVENTS = "events.out.tfevents.*"
 CSV = "metrics.csv"
 SKIPPED = ("epoch", "hp_metric", "step")
@@ -20,10 +23,12 @@ class Scalars:
         values: Name to round to value. A resumed run's later value of a round counts.
         seconds: Round to seconds since the start, without the time between a stop and its
             resuming; from the events' clock unless the run has logged ``round/seconds``.
+        ended: Whether there is the summary that a fit ends with.
     """
 
     values: dict[str, dict[int, float]] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
+    ended: bool = False
 
 
 def read_scalars(folder: Path) -> Scalars:
@@ -35,6 +40,8 @@ def read_scalars(folder: Path) -> Scalars:
             before = _read_events(path, found, before)
     elif (folder / CSV).is_file():
         _read_csv(folder / CSV, found)
+    # TensorBoard has them as a text, a csv in columns.
+    found.ended = found.ended or any(name.startswith(AT_END) for name in found.values)
     if "round/seconds" in found.values:
         total = 0.0
         for round, seconds in sorted(found.values["round/seconds"].items()):
@@ -54,7 +61,8 @@ def _read_events(path: Path, found: Scalars, before: float) -> float:
     begin, last = math.nan, before
     for time, step, name, value in _events(path):
         begin = time if math.isnan(begin) else begin
-        if name and name not in SKIPPED:
+        found.ended = found.ended or name.startswith(f"{SUMMARY}/")
+        if value is not None and name not in SKIPPED:
             found.values.setdefault(name, {})[step] = value
         if name == "round/clients":
             last = before + time - begin
@@ -62,18 +70,18 @@ def _read_events(path: Path, found: Scalars, before: float) -> float:
     return last
 
 
-def _events(path: Path) -> Iterator[tuple[float, int, str, float]]:
-    """Yield time, step, name and value of each scalar, and of each event without one."""
+def _events(path: Path) -> Iterator[tuple[float, int, str, float | None]]:
+    """Yield time, step, name and value, which is None for all that isn't a number."""
     # Imported here: tensorboard and its protocol buffers take a second.
     from tensorboard.compat.proto.event_pb2 import Event
 
     for record in _records(path.read_bytes()):
         event = Event.FromString(record)
         if not event.summary.value:
-            yield event.wall_time, event.step, "", math.nan
+            yield event.wall_time, event.step, "", None
         for value in event.summary.value:
-            if value.WhichOneof("value") == "simple_value":
-                yield event.wall_time, event.step, value.tag, value.simple_value
+            is_number = value.WhichOneof("value") == "simple_value"
+            yield event.wall_time, event.step, value.tag, value.simple_value if is_number else None
 
 
 def _records(content: bytes) -> Iterator[bytes]:

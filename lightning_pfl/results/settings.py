@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import yaml
 
 SEEDS = ("seed_everything", "trainer.strategy.seed")
 DATA_SEED = "data.seed"
+OF_RUN = ("method", "model")
 #: Settings that change no result: where a run writes, what it shows, and how fast it is.
 WITHOUT_EFFECT = re.compile(
     r"(ckpt_path|config|weights_only|verbose|return_predictions"
@@ -36,6 +37,10 @@ class Settings:
         rounds: The planned rounds, or None.
         values: Every other setting with an effect on results, by dotted name; classes under the
             name of their argument.
+        logged: Those of the values that every run logs, whether it was started from Python or by
+            the command line.
+        is_complete: Whether the values are all that there are; else only those that are logged are
+            known.
     """
 
     method: str = ""
@@ -43,23 +48,32 @@ class Settings:
     data_seed: int | None = None
     rounds: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """The settings of the clients' data: runs with equal ones can be compared by client."""
-        return {name: value for name, value in self.values.items() if name.startswith("data")}
+    logged: Mapping[str, Any] = field(default_factory=dict)
+    is_complete: bool = True
 
 
 def read_settings(folder: Path) -> Settings:
-    """Read ``config.yaml``, which the command line saves, else ``hparams.yaml`` of the logger."""
-    for name in ("config.yaml", "hparams.yaml"):
-        path = folder / name
-        if path.is_file():
-            text = path.read_text()
-            given = yaml.load(text, Loader=_Loader)
-            if isinstance(given, dict):
-                return from_config(given)
-    return Settings()
+    """Read ``config.yaml``, which the command line saves, and ``hparams.yaml`` of the logger.
+
+    Both kinds of runs have the second, so that equal settings are equal however a run was started.
+    """
+    config, hparams = (_read(folder / name) for name in ("config.yaml", "hparams.yaml"))
+    if "method" not in hparams:
+        return from_config(config or hparams)
+    logged = from_config(
+        # The module's own stand without a prefix.
+        {n if "." in n or n in OF_RUN else f"model.{n}": value for n, value in hparams.items()}
+    )
+    if not config:
+        return replace(logged, logged=logged.values, is_complete=False)
+    found = from_config(config)
+    values = {**found.values, **logged.values}
+    return replace(found, seed=logged.seed, values=values, logged=logged.values)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    given = yaml.load(path.read_text(), Loader=_Loader) if path.is_file() else None
+    return given if isinstance(given, dict) else {}
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""The first page of TensorBoard's custom scalars: what people look at first."""
+"""What TensorBoard shows besides curves: their first page, settings with results, the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -17,15 +17,60 @@ STATISTICS = {
     "worst decile": "/worst_decile",
     "worst client": "/worst",
 }
+SUMMARY = "summary"
+"""Where TensorBoard has the values of a fit's end."""
 Layout = dict[str, dict[str, list[Any]]]
 
 
 def add_layout(trainer: L.Trainer, results: ClientResults) -> None:
-    """Write the layout of "Custom Scalars" to every TensorBoard logger."""
-    names = [key for found in results.evaluations.values() for key in found.values]
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_custom_scalars(layout(dict.fromkeys(names)))
+    """Write "Custom Scalars" and "HParams" to every TensorBoard logger, at the first evaluation."""
+    names = dict.fromkeys(key for found in results.evaluations.values() for key in found.values)
+    values = [
+        f"{prefix}{name}{statistic}"
+        for prefix, found in results.evaluations.items()
+        for name in found.values
+        for statistic in ("", "/worst_decile")
+    ]
+    for logger in _boards(trainer):
+        logger.experiment.add_custom_scalars(layout(names))
+        _add_settings(logger, values)
+
+
+def add_summary(trainer: L.Trainer, values: Mapping[str, float]) -> None:
+    """Write the values of a fit's end to every TensorBoard logger, as a table under "Text"."""
+    rows = "".join(f"| {name} | {value:.4g} |\n" for name, value in values.items())
+    for logger in _boards(trainer):
+        table = f"| value | at the end |\n|---|---|\n{rows}"
+        logger.experiment.add_text(SUMMARY, table, trainer.current_epoch)
+
+
+def _add_settings(logger: TensorBoardLogger, values: Sequence[str]) -> None:
+    """Write the table of settings, the method's first, beside the newest values of some curves.
+
+    Lightning's own has values of its own, which are charts with a dot, and settings by name.
+    """
+    # Imported here: tensorboard and its protocol buffers take a second.
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from torch.utils.tensorboard.summary import hparams
+
+    settings = {
+        name: value if isinstance(value, int | float) else str(value)
+        for name, value in logger.hparams.items()
+        if value is not None
+    }
+    columns, *session = hparams(settings, dict.fromkeys(values, 0))
+    plugin = columns.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(plugin.content)
+    for info in content.experiment.hparam_infos:
+        # TensorBoard sorts by this mark and then by name, and shows five columns.
+        info.differs = info.name.startswith("method")
+    plugin.content = content.SerializeToString()
+    for part in (columns, *session):
+        logger.experiment.file_writer.add_summary(part)
+
+
+def _boards(trainer: L.Trainer) -> list[TensorBoardLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 
 def layout(names: Iterable[str]) -> Layout:

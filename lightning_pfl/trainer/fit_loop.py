@@ -20,7 +20,6 @@ from lightning_pfl._lightning import (
     call_hooks,
     call_module_hook,
     count_server_update,
-    fill_hp_metric,
     log_at_end,
     log_values,
     publish_round,
@@ -47,6 +46,7 @@ from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.metrics.history import without_summary
+from lightning_pfl.trainer.board_layout import add_summary
 from lightning_pfl.trainer.checks import ModuleAtStart
 from lightning_pfl.trainer.client_loop import ClientLoop, ClientTraining
 from lightning_pfl.trainer.data import by_client, due_reload, move_to_device
@@ -541,9 +541,9 @@ class FederatedLoop(FitLoop):
         on_test = getattr(self.trainer.datamodule, "val_split", "train") == "test"
         history = self.federation.history
         if summary := history.summary(on_test):
-            log_at_end(self.trainer, summary, history.for_loggers(summary))
-            if (value := summary.get(f"last10/{history.monitor}")) is not None:
-                fill_hp_metric(self.trainer, value)
+            shown = history.for_loggers(summary)
+            log_at_end(self.trainer, summary, shown)
+            add_summary(self.trainer, {name: summary[name] for name in shown})
 
     # --- checkpoints ------------------------------------------------------------------------------
 

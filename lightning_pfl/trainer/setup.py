@@ -18,7 +18,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_pfl._lightning import connected, log_settings, take_over
+from lightning_pfl._lightning import (
+    connected,
+    log_settings,
+    send_without_clutter,
+    take_over,
+)
 from lightning_pfl.contract.records import FitPlan
 from lightning_pfl.data.datamodule import FederatedDataModule
 from lightning_pfl.data.datasets import FederatedTensorDataset
@@ -148,8 +153,22 @@ class StageSetup:
         """Collect the settings of the run for loggers, under the names of a recipe."""
         federation, method = self.federation, self.federation.method
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        flags = {
+            "accumulate_grad_batches": 1,
+            "gradient_clip_val": None,
+            "limit_train_batches": 1.0,
+            "overfit_batches": 0.0,
+            "precision": "32-true",
+        }
         found: dict[str, Any] = {
             "method": type(method).__name__,
+            "model": type(trainer.lightning_module).__name__,
+            "trainer.max_epochs": trainer.max_epochs,
+            **{
+                f"trainer.{name}": getattr(connected(trainer), name)
+                for name, usual in flags.items()
+                if getattr(connected(trainer), name) != usual
+            },
             **{f"method.{name}": _value(text) for name, text in method.settings().items()},
             "trainer.strategy.participation": federation.participation,
             "trainer.strategy.max_update_norm": federation.max_update_norm,
@@ -370,6 +389,7 @@ def install_loops(trainer: L.Trainer, federation: Federation) -> None:
         trainer.validate_loop = take_over(FederatedEvaluationLoop, trainer.validate_loop)
         trainer.test_loop = take_over(FederatedEvaluationLoop, trainer.test_loop)
         trainer.predict_loop = take_over(FederatedPredictionLoop, trainer.predict_loop)
+        send_without_clutter(trainer)
     fit = fit_loop(trainer)
     for loop in (
         fit,

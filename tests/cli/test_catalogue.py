@@ -197,3 +197,15 @@ def test_an_installed_wheel_has_the_recipes(tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "fedrep_digits.yaml"
     assert (tmp_path / "mine.yaml").read_text() == recipe.read_text()
     assert run(program, "--version").split() == ["lightning-pfl", __version__]
+
+
+@pytest.mark.slow
+def test_a_reader_that_stops_ends_the_command_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "lightning_pfl", "recipes", "show", "fedrep_digits"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, said = process.communicate(timeout=120)
+    assert (process.returncode, said) == (1, "")

@@ -21,7 +21,7 @@ class Board:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         run.logger.finalize("success")
-        everything = {"images": 0, "histograms": 0, "scalars": 0}
+        everything = {"images": 0, "histograms": 0, "scalars": 0, "tensors": 0}
         self.events: Any = EventAccumulator(str(Path(run.log_dir)), everything).Reload()
 
     def steps(self, name: str) -> list[int]:
@@ -36,3 +36,21 @@ class Board:
     def histograms(self, name: str) -> dict[int, Any]:
         """Step to what TensorBoard knows of the values: their number, minimum, maximum and sum."""
         return {event.step: event.histogram_value for event in self.events.Histograms(name)}
+
+    def scalars(self) -> dict[str, list[int]]:
+        """Steps of every curve."""
+        names = self.events.Tags()["scalars"]
+        return {name: [event.step for event in self.events.Scalars(name)] for name in names}
+
+    def text(self, name: str) -> str:
+        """The last text of a name."""
+        tensor = self.events.Tensors(f"{name}/text_summary")[-1].tensor_proto
+        return str(tensor.string_val[0].decode())
+
+    def values_beside_settings(self) -> set[str]:
+        """Names of the values in the table of settings."""
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+        plugin = self.events.SummaryMetadata("_hparams_/experiment").plugin_data.content
+        experiment = HParamsPluginData.FromString(plugin).experiment
+        return {info.name.tag for info in experiment.metric_infos}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import yaml
+
+Way = Literal["both", "config", "python"]
 
 
 def write_run(
@@ -16,6 +19,7 @@ def write_run(
     planned: int | None = None,
     data_seed: int = 0,
     ended: bool = True,
+    started_by: Way = "config",
     **arguments: object,
 ) -> Path:
     """Write what a run with a CSVLogger leaves.
@@ -28,6 +32,8 @@ def write_run(
         planned: Its planned rounds; None: as many as it has.
         data_seed: The seed of its partition.
         ended: Whether it has logged its summary.
+        started_by: ``"config"``: the command line's file alone; ``"python"``: the logger's alone;
+            ``"both"``: those that the command line leaves.
         **arguments: The method's arguments.
     """
     folder.mkdir(parents=True)
@@ -38,7 +44,19 @@ def write_run(
         "data": {"class_path": "x.Data", "init_args": {"seed": data_seed, "num_clients": 3}},
         "method": {"class_path": f"lightning_pfl.methods.{method}", "init_args": arguments},
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    hparams = {
+        "lr": 0.1,
+        "method": method,
+        **{f"method.{name}": value for name, value in arguments.items()},
+        "data.seed": data_seed,
+        "data.num_clients": 3,
+        "trainer.max_epochs": planned or rounds,
+        "trainer.strategy.seed": seed,
+    }
+    if started_by != "python":
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    if started_by != "config":
+        (folder / "hparams.yaml").write_text(yaml.safe_dump(hparams))
     table = ["round,client,num_samples,val_acc"]
     logs = [
         "epoch,step,round/bytes_down,round/bytes_up,val_acc,val_acc/worst_decile,last10/val_acc"

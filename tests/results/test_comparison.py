@@ -22,7 +22,7 @@ from lightning_pfl.results.paired import pair
 from lightning_pfl.results.runs import WINDOW
 from lightning_pfl.results.scalars import read_scalars
 from lightning_pfl.testing import QuadraticModule, quadratic_clients
-from tests.results.logs import write_run
+from tests.results.logs import Way, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -116,6 +116,53 @@ def test_settings_that_differ_make_groups_and_seeds_do_not(tmp_path: Path) -> No
     assert comparison.settings.index.tolist() == ["method.prox_weight"]
     assert comparison.settings.values.tolist() == [["1", "0.1"]]
     assert any("on one split of the data" in note for note in comparison.notes)
+
+
+def test_runs_from_python_and_of_the_command_line_are_one_row(tmp_path: Path) -> None:
+    ways: list[Way] = ["both", "python", "both"]
+    for seed, started_by in enumerate(ways):
+        values = [[0.25 * (1 + seed)] * 3] * 2
+        write_run(tmp_path / str(seed), "FedProx", values, seed, started_by=started_by, mu=0.1)
+    write_run(tmp_path / "other", "FedProx", [[1.0] * 3] * 2, 0, started_by="python", mu=1.0)
+    comparison = compare(tmp_path)
+    table = comparison.table.set_index("method")
+    assert table["runs"].to_dict() == {"FedProx (mu 1)": 1, "FedProx (mu 0.1)": 3}
+    assert table["val_acc"]["FedProx (mu 0.1)"] == pytest.approx(0.5)
+    assert not table["data"].any()
+    assert comparison.settings.index.tolist() == ["method.mu"]
+
+
+def test_a_run_from_python_chooses_no_row_where_two_could_be_its_own(tmp_path: Path) -> None:
+    ways: dict[str, Way] = {"a": "both", "b": "both", "python": "python"}
+    for name, started_by in ways.items():
+        write_run(tmp_path / name, "FedAvg", [[0.5] * 3] * 2, started_by=started_by)
+    config = tmp_path / "b" / "config.yaml"
+    config.write_text(config.read_text() + "optimizer: Adam\n")
+    assert compare(tmp_path).table["runs"].tolist() == [1, 1, 1]
+
+
+def test_a_run_left_out_changes_no_label(logs: Path) -> None:
+    folder = logs / "FedRep" / "other"
+    write_run(folder, "FedRep", [[0.5] * 3] * 2, planned=12, ended=False, head_epochs=3)
+    comparison = compare(logs)
+    assert comparison.table["method"].tolist() == ["FedRep", "LocalOnly", "FedAvg"]
+    assert str(folder) in " ".join(comparison.notes)
+
+
+def test_clients_without_a_number_are_left_out_and_counted(tmp_path: Path) -> None:
+    nan = float("nan")
+    write_run(tmp_path / "a", "FedAvg", [[0.5, 0.25, 0.5], [0.5, nan, nan], [1.0, 0.5, nan]])
+    write_run(tmp_path / "b", "LocalOnly", [[0.25] * 3] * 3)
+    for name in ("a", "b"):  # so that the values are those of the tables
+        (tmp_path / name / "metrics.csv").unlink()
+    comparison = compare(tmp_path)
+    means = [(0.5 + 0.25 + 0.5) / 3, 0.5, 0.75]
+    assert comparison.table["val_acc"][0] == pytest.approx(statistics.mean(means))
+    of_clients = {"c0": (0.5 + 0.5 + 1.0) / 3, "c1": (0.25 + 0.5) / 2, "c2": 0.5}
+    assert comparison.client_values[0] == pytest.approx(of_clients)
+    gains = statistics.mean(value - 0.25 for value in of_clients.values())
+    assert comparison.differences["difference"][0] == pytest.approx(gains)
+    assert "up to 2 clients of a round have no number for val_acc" in " ".join(comparison.notes)
 
 
 def test_clients_of_other_partitions_are_other_clients(tmp_path: Path) -> None:

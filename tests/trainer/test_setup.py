@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import pytest
 import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_pfl.data import ClassesPerClient, Digits, FederatedDataModule
 from lightning_pfl.methods import FedRep
 from lightning_pfl.models import MLP
+from lightning_pfl.results.scalars import read_scalars
 from lightning_pfl.results.settings import read_settings
+from tests.inspect.board import Board
 from tests.trainer.setting import Quadratic, points, trainer
 
 
@@ -28,6 +28,8 @@ def test_hyper_parameters_tell_runs_apart(tmp_path: Path) -> None:
     expected = {
         "lr": 0.25,
         "method": "FedRep",
+        "model": "MLP",
+        "trainer.max_epochs": 1,
         "method.head_epochs": 2,
         "method.body_epochs": None,
         "method.body_steps": 3,
@@ -45,11 +47,19 @@ def test_hyper_parameters_tell_runs_apart(tmp_path: Path) -> None:
     assert (settings.method, settings.seed, settings.data_seed) == ("FedRep", 3, 4)
 
 
-def test_tensorboards_metric_is_the_mean_of_the_last_rounds(tmp_path: Path) -> None:
-    sent: list[Any] = []
+def test_tensorboard_has_curves_alone_and_settings_beside_their_newest_values(
+    tmp_path: Path,
+) -> None:
     logger = TensorBoardLogger(tmp_path)
-    logger.log_metrics = lambda metrics, step=None: sent.append(dict(metrics))  # type: ignore
     run = trainer(logger=logger, max_epochs=3)
     run.fit(Quadratic(), points(), points())
-    values = [metrics["hp_metric"] for metrics in sent if "hp_metric" in metrics]
-    assert values[-1] == pytest.approx(float(run.callback_metrics["last10/val_loss"]), rel=1e-6)
+    board = Board(run)
+    scalars = board.scalars()
+    assert {"val_loss", "val_loss/worst_decile", "round/bytes_total"} <= set(scalars)
+    # No `hp_metric`, no line of `epoch`, no chart with a dot for a value of the end.
+    assert {tag for tag, steps in scalars.items() if set(steps) != {0, 1, 2}} == set()
+    last10 = float(run.callback_metrics["last10/val_loss"])
+    assert f"| last10/val_loss | {last10:.4g} |" in board.text("summary")
+    names = {"val_loss", "val_loss/worst_decile"}
+    assert board.values_beside_settings() == names | {f"global/{name}" for name in names}
+    assert read_scalars(Path(logger.log_dir)).ended
