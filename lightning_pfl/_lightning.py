@@ -53,8 +53,6 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pfl.metrics.history import AT_END
-
 __all__ = [
     "ClientHooks",
     "ConnectedTrainer",
@@ -395,20 +393,28 @@ def log_settings(trainer: L.Trainer, settings: Mapping[str, Any]) -> None:
         logger.log_hyperparams({**settings, **known})
 
 
-def send_without_clutter(trainer: L.Trainer) -> None:
+def send_without_clutter(trainer: L.Trainer, at_end: tuple[str, ...]) -> None:
     """Make Lightning send no chart of a line or of a dot to TensorBoard.
 
-    It adds ``epoch`` to whatever it sends, which is TensorBoard's horizontal axis here. Values of
-    the end of a fit are a text there.
+    It adds ``epoch`` to whatever it sends, which is TensorBoard's horizontal axis here.
+
+    Args:
+        trainer: The Trainer.
+        at_end: Prefixes of values of the end of a fit, which are a text in TensorBoard.
     """
-    trainer._logger_connector.log_metrics = partial(_send, trainer)  # type: ignore[method-assign]
+    trainer._logger_connector.log_metrics = partial(_send, trainer, at_end)  # type: ignore[method-assign]
 
 
-def _send(trainer: L.Trainer, metrics: Mapping[str, Any], step: int | None = None) -> None:
+def _send(
+    trainer: L.Trainer,
+    at_end: tuple[str, ...],
+    metrics: Mapping[str, Any],
+    step: int | None = None,
+) -> None:
     """Send values to the loggers as ``_LoggerConnector.log_metrics`` does."""
     trainer._logger_connector._logged_metrics.update(metrics)
     rows = convert_tensors_to_scalars(dict(metrics))
-    curves = {name: value for name, value in rows.items() if not name.startswith(AT_END)}
+    curves = {name: value for name, value in rows.items() if not name.startswith(at_end)}
     if step is None:
         step = int(rows.pop("step", trainer.fit_loop.epoch_loop._batches_that_stepped))
         rows.setdefault("epoch", trainer.current_epoch)

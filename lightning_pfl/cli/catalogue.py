@@ -72,6 +72,8 @@ def run_catalogue(words: Sequence[str]) -> None:
             print(find_recipe(given.name).read_text(), end="")
         else:
             copy_recipe(given.name, Path(given.to))
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
 

@@ -60,6 +60,8 @@ def run_compare(words: Sequence[str]) -> None:
         )
         print_comparison(comparison)
         _write(comparison, given.html, given.csv, given.markdown, given.latex, given.clients)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ModuleNotFoundError) as error:
         parser.error(str(error))
 

@@ -50,6 +50,8 @@ def run_partition(words: Sequence[str]) -> None:
         print_counts(data)
         if given.picture is not None:
             draw_partition(module, given.split, given.picture)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, TypeError) as error:
         parser.error(in_a_line(error) or str(error))
 

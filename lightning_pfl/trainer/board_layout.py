@@ -1,4 +1,4 @@
-"""What TensorBoard shows besides curves: their first page, settings with results, the end."""
+"""The first page of TensorBoard, the table of settings, and the values of the end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_summary(trainer: L.Trainer, values: Mapping[str, float]) -> None:
 
 
 def _add_settings(logger: TensorBoardLogger, values: Sequence[str]) -> None:
-    """Write the table of settings, the method's first, beside the newest values of some curves.
+    """Write the table of settings, the method's first, with the newest values of some curves.
 
     Lightning's own has values of its own, which are charts with a dot, and settings by name.
     """

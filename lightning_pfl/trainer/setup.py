@@ -34,6 +34,7 @@ from lightning_pfl.federation.checkpoint import merge_clients
 from lightning_pfl.federation.client_states import choose_device
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Method
+from lightning_pfl.metrics.history import AT_END
 from lightning_pfl.trainer import checks
 from lightning_pfl.trainer.client_loop import ClientTraining
 from lightning_pfl.trainer.data import batch_hooks, true_dtype
@@ -389,7 +390,7 @@ def install_loops(trainer: L.Trainer, federation: Federation) -> None:
         trainer.validate_loop = take_over(FederatedEvaluationLoop, trainer.validate_loop)
         trainer.test_loop = take_over(FederatedEvaluationLoop, trainer.test_loop)
         trainer.predict_loop = take_over(FederatedPredictionLoop, trainer.predict_loop)
-        send_without_clutter(trainer)
+        send_without_clutter(trainer, AT_END)
     fit = fit_loop(trainer)
     for loop in (
         fit,
