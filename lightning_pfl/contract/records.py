@@ -11,6 +11,11 @@ from torch import Tensor
 
 from lightning_pfl.core.tree import Tree, rows
 
+SlotStates = dict[str, dict[str, dict[str, Any]]]
+"""A client's optimizer state by slot, parameter and torch's key, without client axis."""
+OptimizerState = dict[str, SlotStates]
+"""The same by phase."""
+
 
 def one_rate(rates: Collection[float]) -> float:
     """Return the single learning rate of an optimizer's parameter groups.
@@ -161,6 +166,7 @@ class LocalResult:
         options: Options of each value.
         loss: Mean training loss over each client's minibatches, ``(clients,)``; Inf if it wasn't
             finite, NaN if none was computed.
+        optimizers: The clients' optimizer states at the end, where they are kept; else empty.
     """
 
     uploads: Tree
@@ -168,6 +174,7 @@ class LocalResult:
     logs: dict[str, Tensor] = field(default_factory=dict)
     options: dict[str, LogOptions] = field(default_factory=dict)
     loss: Tensor = field(default_factory=lambda: torch.empty(0))
+    optimizers: list[OptimizerState] = field(default_factory=list)
 
 
 @dataclass

@@ -172,6 +172,11 @@ def serve(
         pause=pause,
         say=say,
     )
+    if federation.keeps_optimizers:
+        raise MisconfigurationException(
+            "Expected keep_optimizer_state=False in a deployment, whose nodes keep client states "
+            "alone, but got True. Leave it out."
+        )
     federation.nodes, federation.id = nodes, begun["id"]
     last, known = folder / "last.ckpt", folder / "counts.json"
     if known.is_file():

@@ -33,7 +33,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
+from lightning_pfl.contract.records import (
+    ClientInfo,
+    Evaluation,
+    LocalResult,
+    OnClients,
+    OptimizerState,
+    SlotStates,
+)
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Model, Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset
@@ -95,6 +102,7 @@ class LocalWork:
         stream: Name of the random stream: two streams in one round draw other numbers.
         validation: The validation split, a row for each client of the federation; None if there is
             none.
+        kept: The clients' optimizer states with which their phases begin; None for fresh ones.
         schedule: Makes the options of each group of ``optimizer`` at each of some steps of a phase;
             None if they stay.
     """
@@ -109,6 +117,7 @@ class LocalWork:
     stream: str = "local"
     validation: FederatedDataset | None = None
     schedule: StepOptions | None = None
+    kept: Sequence[OptimizerState] | None = None
 
     def split(self, phase: Phase) -> FederatedDataset:
         """Return the data of a phase.
@@ -162,7 +171,12 @@ class LocalWork:
             received=rows(self.received, index),
             client_state=rows(self.client_state, index),
             info=self.info.rows(index),
+            kept=None if self.kept is None else _chosen(self.kept, index),
         )
+
+
+def _chosen(each: Sequence[Any], index: slice | Tensor) -> Sequence[Any]:
+    return each[index] if isinstance(index, slice) else [each[row] for row in index.tolist()]
 
 
 @dataclass(frozen=True)
@@ -213,14 +227,19 @@ class ModuleLoop(Protocol):
     manual: bool
 
     def phase(
-        self, trainable: Collection[str], lr: float | None, minibatches: int
+        self,
+        trainable: Collection[str],
+        lr: float | None,
+        minibatches: int,
+        kept: SlotStates | None = None,
     ) -> AbstractContextManager[None]:
-        """Begin a phase of a client, with fresh optimizers, and end it.
+        """Begin a phase of a client, and end it.
 
         Args:
             trainable: Names of the parameters that train.
             lr: As in :class:`~lightning_pfl.methods.base.Phase`.
             minibatches: Number of the client's minibatches in an epoch.
+            kept: The optimizers' states, replaced at the end; None for fresh ones.
         """
 
     def run(self, batch: Any, number: int, accumulate: bool, is_last: bool) -> Tensor | None:

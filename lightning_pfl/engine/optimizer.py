@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.contract.local import Phase
-from lightning_pfl.contract.records import one_rate
+from lightning_pfl.contract.records import OptimizerState, SlotStates, one_rate
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, is_expanded, per_client, sqnorm, tmap
 
@@ -161,6 +161,36 @@ class ClientOptimizer:
         """Return the single learning rate of all groups."""
         return one_rate(learning_rates(self._optimizer))
 
+    def load(self, states: Sequence[SlotStates]) -> None:
+        """Begin with the states of the clients, which have taken equally many steps."""
+        first = states[0]
+        for slot, names in first.items():
+            for name, entries in names.items():
+                self._state[slot][name] = {
+                    key: torch.stack([state[slot][name][key] for state in states])
+                    if self.stacked and isinstance(value, Tensor) and value.ndim
+                    else _copy(value)
+                    for key, value in entries.items()
+                }
+
+    def states(self) -> list[SlotStates]:
+        """Copy the states of the clients."""
+        return [
+            {
+                slot: {
+                    name: {
+                        key: value[row].clone()
+                        if self.stacked and isinstance(value, Tensor) and value.ndim
+                        else _copy(value)
+                        for key, value in entries.items()
+                    }
+                    for name, entries in names.items()
+                }
+                for slot, names in self._state.items()
+            }
+            for row in range(self.clients)
+        ]
+
     def at(self, step: int) -> None:
         """Take the schedule's options of a step."""
         if self._schedule is not None:
@@ -291,6 +321,17 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+def counters(state: OptimizerState) -> tuple[Any, ...]:
+    """Return what clients must have in common to be stepped as one: counts of steps, and names."""
+    return tuple(
+        (phase, slot, name, key, None if isinstance(value, Tensor) and value.ndim else float(value))
+        for phase, slots in state.items()
+        for slot, names in slots.items()
+        for name, entries in names.items()
+        for key, value in entries.items()
+    )
+
+
 def check_optimizer(template: Optimizer) -> None:
     """Raise TypeError for LBFGS, and for an optimizer whose ``step`` is replaced on the object."""
     step = vars(template).get("step")
@@ -322,6 +363,7 @@ __all__: Sequence[str] = [
     "ClientOptimizer",
     "check_optimizer",
     "clip",
+    "counters",
     "learning_rates",
     "scheduled",
     "why_not_elementwise",

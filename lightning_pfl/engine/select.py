@@ -123,6 +123,8 @@ class SelectedEngine:
             if not int(work.info.steps.sum()):
                 return self._sequential.train(work, on_clients)
             why_not = why_not_elementwise(work.optimizer) if self.loop is None else self.loop.why
+            if work.kept is not None and any(not p.ndim for p in self.module.parameters()):
+                why_not = why_not or "optimizer states are kept, and a parameter has no axes"
             first = self._first_steps(work)
             self._choose(first, partial(self._training_pays, work, first), why_not)
         engine, listener = self._engines[work.step], _Listener(on_clients)
@@ -251,7 +253,12 @@ class SelectedEngine:
         steps = torch.full_like(few.info.steps, len(phases))
         sgd = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1.0)
         return replace(
-            few, info=replace(few.info, steps=steps), phases=phases, optimizer=sgd, schedule=None
+            few,
+            info=replace(few.info, steps=steps),
+            phases=phases,
+            optimizer=sgd,
+            schedule=None,
+            kept=None,
         )
 
     def _problem(

@@ -20,6 +20,7 @@ from lightning_pfl.contract.records import (
     LocalResult,
     LogOptions,
     OnClients,
+    SlotStates,
 )
 from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.draws import mix, noise, random_keys
@@ -127,6 +128,7 @@ class SequentialEngine:
             {name: torch.cat([r.logs.get(name, missing) for r in results]) for name in names},
             {name: option for result in results for name, option in result.options.items()},
             torch.cat([result.loss for result in results]),
+            [state for result in results for state in result.optimizers],
         )
 
     def _note_draws(self, local_step: SequentialLocalStep) -> None:
@@ -142,6 +144,7 @@ class SequentialEngine:
         received, client_state = work.received, work.client_state
         state = method.client_init(received, client_state, info)
         state = separated(state, received, client_state)
+        kept = None if work.kept is None else dict(work.kept[0])
         first_epoch = 0
         for number, phase in enumerate(work.phases):
             active = ActivePhase(phase, self.parameter_split)
@@ -158,7 +161,11 @@ class SequentialEngine:
             with active.modes(), local_step.program.capturing(), self._leaving_no_trace(phase):
                 local_step.program.throwaway = active.throwaway()
                 local_step.begin(active, number, work.options(phase, len(minibatches.bounds)))
-                with local_step.in_loop(minibatches.per_epoch):
+                before = None if kept is None else kept.get(phase.name, {})
+                with (
+                    local_step.keeping(before) as after,
+                    local_step.in_loop(minibatches.per_epoch, after),
+                ):
                     for step in () if active.idle else minibatches:
                         batch = split_draws(step, phase.batches_per_step)
                         local_step.new_step()
@@ -167,6 +174,8 @@ class SequentialEngine:
                             require_same_entries(method, state, new)
                         local_step.end_step()
                         state = new
+                if kept is not None and after:
+                    kept[phase.name] = after
             if phase.data == "training":
                 first_epoch += minibatches.epochs_used
         if local_step.travel is not None:
@@ -176,7 +185,9 @@ class SequentialEngine:
             logs = local_step.finish()
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         loss = logs.pop(LOSS, missing)
-        return LocalResult(upload, client_state, logs, dict(local_step.program.log.options), loss)
+        options = dict(local_step.program.log.options)
+        states = [] if kept is None else [kept]
+        return LocalResult(upload, client_state, logs, options, loss, states)
 
     @contextmanager
     def _leaving_no_trace(self, phase: Phase) -> Iterator[None]:
@@ -262,11 +273,27 @@ class SequentialLocalStep:
             self.travel.begin(self.template, active.phase.lr)
 
     @contextmanager
-    def in_loop(self, per_epoch: int) -> Iterator[None]:
+    def keeping(self, before: SlotStates | None) -> Iterator[SlotStates | None]:
+        """Begin a phase with these optimizer states, and yield a dict that ends with the new ones.
+
+        None stands for fresh ones, which aren't kept.
+        """
+        if before is None:
+            yield None
+            return
+        self.optimizer.load([before])
+        after = dict(before)
+        yield after
+        if self.loop is None:
+            after |= self.optimizer.states()[0]
+
+    @contextmanager
+    def in_loop(self, per_epoch: int, kept: SlotStates | None) -> Iterator[None]:
         """Take a phase's steps in Lightning's own loop, if the module needs it.
 
         Args:
             per_epoch: Number of the client's minibatches in an epoch.
+            kept: The optimizers' states, replaced at the end; None for fresh ones.
         """
         active, accumulate = self.active, self.engine.settings.accumulate
         if self.loop is None or active.idle or active.phase.evaluate_only:
@@ -274,7 +301,7 @@ class SequentialLocalStep:
             return
         self.steps_per_epoch = -(-per_epoch // accumulate)
         changing = (*active.trainable, *active.buffers)
-        with self.loop.phase(active.trainable, active.phase.lr, per_epoch):
+        with self.loop.phase(active.trainable, active.phase.lr, per_epoch, kept):
             self.bound = BoundModule(self.engine.module, changing, self.program.throwaway)
             try:
                 yield

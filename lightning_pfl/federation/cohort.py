@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.records import ClientInfo, LocalResult, OnClients, as_positions_of
+from lightning_pfl.contract.records import (
+    ClientInfo,
+    LocalResult,
+    OnClients,
+    OptimizerState,
+    as_positions_of,
+)
 from lightning_pfl.core.tree import Tree, merge, rows, split_rows, values
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import LocalWork
@@ -35,12 +41,14 @@ class ArchitectureBatch:
         at: Their positions among this process's clients of the cohort.
         client_state: Their states, ``(clients, ...)``.
         work: Results of their local training.
+        optimizers: Their optimizer states, where they are kept; else empty.
     """
 
     architecture: Architecture
     at: slice | Tensor
     client_state: Tree
     work: LocalResult | None = None
+    optimizers: list[OptimizerState] = field(default_factory=list)
 
 
 class Cohort:
@@ -114,12 +122,14 @@ class Cohort:
                 architecture.optimizer,
                 validation=validation,
                 schedule=architecture.schedule,
+                kept=self.federation.kept_optimizers(info.index),
             )
             with naming_architecture(
                 architecture, data.names, info.index, "client_step", info.round
             ):
                 batch.work = architecture.engine.train(work, as_positions_of(on_clients, batch.at))
             batch.client_state = {**batch.work.client_state, **edges}
+            batch.optimizers = batch.work.optimizers
         return gather_work(self.shard, self._joined())
 
     def _joined(self) -> LocalResult:
@@ -168,7 +178,10 @@ class Cohort:
         position = mine.cumsum(0) - 1
         for batch in self.batches:
             kept = mine[batch.at]
-            batch.client_state = rows(batch.client_state, kept.nonzero().flatten().to(self.device))
+            here = kept.nonzero().flatten()
+            batch.client_state = rows(batch.client_state, here.to(self.device))
+            if batch.optimizers:
+                batch.optimizers = [batch.optimizers[row] for row in here.tolist()]
             if isinstance(batch.at, Tensor):
                 batch.at = position[batch.at[kept]]
         self.info = self.info.keep(accepted)
@@ -216,3 +229,5 @@ class Cohort:
             clients = self.mine.index[batch.at]
             if len(clients):
                 batch.architecture.scatter(clients, batch.client_state)
+            for client, state in zip(clients.tolist(), batch.optimizers, strict=False):
+                self.federation.optimizer_states[client] = state

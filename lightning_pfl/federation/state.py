@@ -8,11 +8,12 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.contract.known import Known
-from lightning_pfl.contract.records import ClientInfo, ClientResults
+from lightning_pfl.contract.records import ClientInfo, ClientResults, OptimizerState
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, select, tmap, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
@@ -66,6 +67,8 @@ class FederationState:
         seed: Seed of every random choice of the run.
         client_optimizer: Makes the template of an architecture's optimizers outside of a fit.
         training_data: Loads the training data.
+        keeps_optimizers: Whether clients keep the states of their optimizers between rounds.
+        optimizer_states: Those of this process's clients that have some, by id.
     """
 
     method: Method
@@ -86,6 +89,8 @@ class FederationState:
         self.client_names: tuple[str, ...] = ()
         self.num_samples = torch.zeros(0, dtype=torch.int64)
         self.module: L.LightningModule | None = None
+        self.keeps_optimizers = False
+        self.optimizer_states: dict[int, OptimizerState] = {}
 
     # --- one architecture, or several -------------------------------------------------------------
 
@@ -151,8 +156,15 @@ class FederationState:
         Without client states, shards have equal sizes.
         """
         client_states = self.architectures[0].client_states  # several ones run in one process
-        keys = clients if client_states.has_entries() else torch.arange(len(clients))
+        kept = client_states.has_entries() or self.keeps_optimizers
+        keys = clients if kept else torch.arange(len(clients))
         return (Ranks() if client_states.complete else self.ranks).shard(keys)
+
+    def kept_optimizers(self, clients: Tensor) -> list[OptimizerState] | None:
+        """Return the optimizer states of some clients; None if they begin with fresh ones."""
+        if not self.keeps_optimizers:
+            return None
+        return [self.optimizer_states.get(client, {}) for client in clients.tolist()]
 
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
@@ -222,7 +234,7 @@ class FederationState:
         """
         self.module, self.architectures = module, architectures
         self.client_names, self.num_samples = tuple(names), num_samples
-        self.rounds, self.history = 0, History()
+        self.rounds, self.history, self.optimizer_states = 0, History(), {}
         methods = self._bind()
         trees = [
             method.init_server(architecture.parameter_split.model())
@@ -288,6 +300,12 @@ class FederationState:
                 lambda leaf: leaf.to(clients), architecture.client_states.tree
             )
             architecture.client_states.device = torch.device(clients)
+        self._move_optimizers(server)
+
+    def _move_optimizers(self, device: torch.device | str) -> None:
+        self.optimizer_states = apply_to_collection(
+            self.optimizer_states, Tensor, lambda leaf: leaf.to(device)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values only, loadable with ``weights_only=True``.
@@ -312,6 +330,7 @@ class FederationState:
             "server": self.server,
             "client_states": self._client_states(lambda store: store.state_dict()),
             "history": self.history.state_dict(),
+            "kept_optimizers": self._optimizers_by_name(),
             "slower_vectorized": {
                 architecture.name: dict(architecture.engine.slower)
                 for architecture in self.architectures
@@ -348,9 +367,24 @@ class FederationState:
         for method, architecture in zip(methods, self.architectures, strict=True):
             architecture.method = method
         self.history.load_state_dict(saved["history"])
+        if self.keeps_optimizers:
+            states = saved.get("kept_optimizers", {})
+            self.optimizer_states = {
+                client: states[name]
+                for client, name in enumerate(self.client_names)
+                if name in states and client % self.ranks.size == self.ranks.rank
+            }
+            self._move_optimizers(device)
         if not self.num_samples.any():
             self.num_samples = saved["num_samples"].clone()
         self._load_shared()
+
+    def _optimizers_by_name(self) -> dict[str, OptimizerState]:
+        return {
+            self.client_names[client]: state
+            for some in self.ranks.all_gather_objects(self.optimizer_states)
+            for client, state in some.items()
+        }
 
     def _admit(self, saved: Tree, first: int) -> Tree:
         """Let the clients from id ``first`` on join, and return the server's tree with them."""

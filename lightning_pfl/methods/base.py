@@ -155,6 +155,8 @@ class Method(FederatedCallback):
             value is refused.
         measures_travel: Whether :meth:`client_final` needs ``info.travel``; the optimizer must be
             SGD. Updates of the slot ``"model"`` count.
+        fresh_optimizer: Why the state of a client's optimizer means nothing in its next round;
+            empty where it may be kept.
         fixed_clients: Why no client can join a run that goes on; empty where one can.
         edge_state: Entries of a client's memory about its edges, leaves ``(clients, slots, ...)``.
             Only :meth:`send` and :meth:`receive` see them: local training and personal models do
@@ -175,6 +177,7 @@ class Method(FederatedCallback):
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
     state_settings: ClassVar[tuple[str, ...]] = ()
     measures_travel: ClassVar[bool] = False
+    fresh_optimizer: ClassVar[str] = ""
     fixed_clients: ClassVar[str] = ""
     edge_state: ClassVar[tuple[str, ...]] = ()
 

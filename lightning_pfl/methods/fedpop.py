@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -100,6 +100,8 @@ class FedPop(Method):
         global_model="the server's part with the prior's mean",
         paper="Kotelevskii et al. 2022",
     )
+
+    fresh_optimizer: ClassVar[str] = "its steps are draws, not those of an optimizer"
 
     def __init__(
         self,

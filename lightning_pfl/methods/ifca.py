@@ -103,6 +103,9 @@ class IFCA(Method):
     )
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"cluster": 1})
     state_settings: ClassVar[tuple[str, ...]] = ("num_clusters", "restarts", "trial_rounds")
+    fresh_optimizer: ClassVar[str] = (
+        "a client may train the model of another cluster in its next round"
+    )
     model_scope: ClassVar[str] = PER_CLUSTER
 
     def __init__(

@@ -127,6 +127,7 @@ class MOCHA(Method):
         {"dual_vectors": 1, "relationship": 2}
     )
     fixed_clients: ClassVar[str] = "the relationship between its clients is one matrix of trace 1"
+    fresh_optimizer: ClassVar[str] = "its steps are those of dual ascent, not of an optimizer"
     model_scope: ClassVar[str] = PER_CLIENT
     needs_sample_counts: ClassVar[bool] = True  # all clients' dual variables have one length
 

@@ -370,6 +370,22 @@ def check_trains(module: L.LightningModule, optimizers: Sequence[Optimizer]) -> 
         )
 
 
+def check_keeps_optimizers(method: Method, keeps: bool) -> None:
+    """Refuse to keep optimizer states for a method in which they would mean nothing.
+
+    Raises:
+        MisconfigurationException: If they are to be kept.
+    """
+    why = method.fresh_optimizer
+    if method.measures_travel:
+        why = "it measures how far an optimizer goes that begins at rest"
+    if keeps and why:
+        raise MisconfigurationException(
+            f"Expected keep_optimizer_state=False for {type(method).__name__}, as {why}, but got "
+            "True. Leave it out."
+        )
+
+
 def check_architectures(optimizers: Sequence[Sequence[Optimizer]]) -> None:
     """Require one optimizer for each of several architectures.
 

@@ -34,6 +34,7 @@ from lightning_pfl._lightning import (
     optimizer_steps,
     overrides,
 )
+from lightning_pfl.contract.records import SlotStates
 from lightning_pfl.federation.hooks import STEP_HOOKS, overridden
 from lightning_pfl.trainer.step_schedule import StepSchedule
 
@@ -164,7 +165,11 @@ class ClientLoop(TrainingEpochLoop):
 
     @contextmanager
     def phase(
-        self, trainable: Collection[str], lr: float | None, minibatches: int
+        self,
+        trainable: Collection[str],
+        lr: float | None,
+        minibatches: int,
+        kept: SlotStates | None = None,
     ) -> Iterator[None]:
         """Begin a phase of a client; see :class:`~lightning_pfl.engine.base.ModuleLoop`."""
         if lr is not None and any(config.interval == "step" for config in self.configs):
@@ -176,7 +181,7 @@ class ClientLoop(TrainingEpochLoop):
         with ExitStack() as stack:
             stack.enter_context(self._installed(minibatches))
             stack.enter_context(self._trained(frozenset(trainable)))
-            stack.enter_context(self._fresh())
+            stack.enter_context(self._states(kept))
             if lr is not None:
                 for group in self._groups():
                     group["lr"] = lr
@@ -228,15 +233,26 @@ class ClientLoop(TrainingEpochLoop):
                 leaf.requires_grad_(True)
 
     @contextmanager
-    def _fresh(self) -> Iterator[None]:
-        """Begin with the optimizers' initial state, and put everything back at the end."""
+    def _states(self, kept: SlotStates | None) -> Iterator[None]:
+        """Begin with the initial states or those that are kept; put everything back at the end."""
         before, scaler = self._schedule(), scaler_of(self.trainer)
         scale = deepcopy(scaler.state_dict()) if scaler is not None else None
         states = [one.state for one in self.client_optimizers]
         self._slots = {"model": [_copied(state) for state in states]}
+        leaves = dict(self.module.named_parameters())
+        for key, of_names in (kept or {}).items():
+            slot, place = key.rsplit(" ", 1)
+            self._take_states(slot)
+            for name, entries in of_names.items():
+                self._slots[slot][int(place)] |= _copied({leaves[name]: entries})
         self._take_states("model")
         try:
             yield
+            if kept is not None:
+                names = {leaf: name for name, leaf in leaves.items()}
+                for slot, each in self._slots.items():
+                    for number, state in enumerate(each):
+                        kept[f"{slot} {number}"] = {names[k]: dict(v) for k, v in state.items()}
         finally:
             self._restore(before)
             for one, state in zip(self.client_optimizers, states, strict=True):

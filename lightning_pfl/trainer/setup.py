@@ -110,6 +110,7 @@ class StageSetup:
         fresh, saved = owner != self._owner, self.saved
         if fresh or saved is not None:
             federation.seed = self._choose_seed()
+        checks.check_keeps_optimizers(federation.method, federation.keeps_optimizers)
         split = parameter_splits(module, federation.method)
         checks.check_one_process(len(split), federation.ranks.size)
         choose = partial(choose_device, self.client_state_device, device)
@@ -205,6 +206,7 @@ class StageSetup:
         known = {
             "participation": self.federation.participation,
             "max_update_norm": self.federation.max_update_norm,
+            "keep_optimizer_state": self.federation.keeps_optimizers,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
             "limit_train_batches": trainer.limit_train_batches,

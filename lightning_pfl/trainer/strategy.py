@@ -78,6 +78,10 @@ class FederatedStrategy(ProcessesStrategy):
             are left out of the round. ``"auto"``: those more than 100 times as large as the median
             of the round. None: no bound; such clients are named all the same.
         feature_cache: Whether features of a frozen shared backbone are computed once per phase.
+        keep_optimizer_state: Whether a client begins a round with the state of its optimizer, such
+            as momentum, at the end of its last one; it is part of checkpoints. False: with a fresh
+            one, as in the papers. With True, only clients that have taken equally many steps run
+            as one program.
         client_state_device: Where the client states live: on the ``"device"``, on the ``"host"``,
             or ``"auto"``: on the device if they take at most a quarter of it.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
@@ -112,6 +116,7 @@ class FederatedStrategy(ProcessesStrategy):
         chunk_size: int | None = None,
         max_update_norm: MaxNorm = None,
         feature_cache: bool = True,
+        keep_optimizer_state: bool = False,
         client_state_device: ClientStateDevice = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -137,6 +142,7 @@ class FederatedStrategy(ProcessesStrategy):
         self.federation = self.federation_class()
         self.federation.client_optimizer = self._client_optimizer
         self.federation.max_update_norm = max_update_norm
+        self.federation.keeps_optimizers = keep_optimizer_state
         self.participation = participation
         self._stage = StageSetup(
             self.federation, engine, seed, chunk_size, feature_cache, client_state_device

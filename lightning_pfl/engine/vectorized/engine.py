@@ -47,7 +47,7 @@ from lightning_pfl.engine.base import (
     require_same_entries,
 )
 from lightning_pfl.engine.logs import LOSS, ClientLogs
-from lightning_pfl.engine.optimizer import ClientOptimizer
+from lightning_pfl.engine.optimizer import ClientOptimizer, counters
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
 from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.steps import (
@@ -161,12 +161,28 @@ class VectorizedEngine:
         # Longest first, so that the clients still active at a step are the first rows of a chunk.
         order = torch.argsort(work.info.steps, descending=True, stable=True)
         results = []
-        for positions in order.split(self.settings.chunk_size or self._fitting()):
+        size = self.settings.chunk_size or self._fitting()
+        parts = [order] if work.kept is None else self._alike(work, order)
+        for positions in [some for part in parts for some in part.split(size)]:
             with guarded(self.module, derive(self.settings.seed, "guard", work.info.round)):
                 results.append(Chunk(self, work.rows(positions)).run())
             if on_clients is not None:
                 on_clients(positions.tolist(), results[-1].loss)
+        order = torch.cat(parts) if len(order) else order
         return _in_order(results, torch.argsort(order).to(self.settings.device))
+
+    def _alike(self, work: LocalWork, order: Tensor) -> list[Tensor]:
+        """Split clients by the steps that their optimizers have taken and will take.
+
+        An optimizer of many clients has one counter of steps.
+        """
+        assert work.kept is not None
+        counts = [self.count_steps(work.data, work.info.index, (each,)) for each in work.phases]
+        groups: dict[Any, list[int]] = {}
+        for row in order.tolist():
+            steps = tuple(int(count[row]) for count in counts)
+            groups.setdefault((steps, counters(work.kept[row])), []).append(row)
+        return [torch.tensor(rows) for rows in groups.values()]
 
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
@@ -189,6 +205,7 @@ class Chunk:
         self.metrics = ClientMetrics(engine.module, len(self.clients), self.device)
         measured = self.method.measures_travel
         self.travel = Travel(len(self.clients), self.device) if measured else None
+        self.kept = None if work.kept is None else [dict(state) for state in work.kept]
 
     def noise_keys(self) -> Tensor:
         """Return a key for each client, int64 ``(clients,)``, also for steps without draws."""
@@ -220,7 +237,8 @@ class Chunk:
             (len(self.clients),), torch.nan, dtype=torch.float64, device=self.device
         )
         loss = logs.pop(LOSS, missing)
-        return LocalResult(upload, client_state, logs, dict(self.program.log.options), loss)
+        options = dict(self.program.log.options)
+        return LocalResult(upload, client_state, logs, options, loss, self.kept or [])
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -249,6 +267,9 @@ class Chunk:
             return state
         draws, steps = active.phase.batches_per_step, int(batches.steps.max())
         local_step = self._local_step(active, number, steps)
+        name = active.phase.name
+        if self.kept is not None:
+            local_step.optimizer.load([state.get(name, {}) for state in self.kept])
         at_work = (self.data.names, self.clients, self.info.round)
         for step in range(steps):
             local_step.optimizer.new_tick()
@@ -261,6 +282,10 @@ class Chunk:
                     new = self.method.client_step(part, batch, local_step)
                     require_same_entries(self.method, part, new)
                 state = new if tick.rows is None else _write(state, part, new, tick.rows)
+        if self.kept is not None:
+            for kept, after in zip(self.kept, local_step.optimizer.states(), strict=True):
+                if after:
+                    kept[name] = after
         return state
 
     def _local_step(self, active: ActivePhase, number: int, steps: int) -> VectorizedLocalStep:
@@ -320,6 +345,7 @@ def _in_order(results: list[LocalResult], position: Tensor) -> LocalResult:
     def join(trees: list[Tree]) -> Tree:
         return rows(stack(trees), position) if any(True for _ in leaves(trees[0])) else trees[0]
 
+    states = [state for result in results for state in result.optimizers]
     names = dict.fromkeys(name for result in results for name in result.logs)
     missing = [torch.full_like(result.loss, torch.nan) for result in results]
     logs = {
@@ -334,4 +360,5 @@ def _in_order(results: list[LocalResult], position: Tensor) -> LocalResult:
         logs,
         {name: option for result in results for name, option in result.options.items()},
         torch.cat([result.loss for result in results])[position],
+        [states[row] for row in position.tolist()] if states else [],
     )
