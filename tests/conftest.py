@@ -1,20 +1,19 @@
 """What every test stands on: one thread, a fixed seed, and tiny data of the true layout."""
 
+import gc
 import gzip
 import os
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
-
-from tests.engine import pretended_device
 
 CLASSES = 10
 TRAIN_PER_CLASS, TEST_PER_CLASS = 60, 20
-
-pretended_device.register()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,9 +21,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", choices=("vectorized", "sequential"), default="vectorized")
 
 
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what the imports made: most of all objects there are."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _session() -> Iterator[None]:
+    """Prepare a process for its tests.
+
+    Packages are imported here, and not above, so that the process that only hands out the tests
+    doesn't wait for them.
+    """
+    from tests.engine import pretended_device
+
+    pretended_device.register()
+    # Every Trainer looks for callbacks in all installed packages, which takes as long as a round.
+    with patch("lightning.fabric.utilities.registry.entry_points", cache(entry_points)):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _isolated() -> Iterator[None]:
     """Start from the same seed, and leave no seed behind for the next test."""
+    import torch
+
     torch.manual_seed(0)
     torch.set_num_threads(1)
     yield

@@ -224,7 +224,7 @@ def separated(tree: Tree, *others: Tree) -> Tree:
     """
     taken = {memory for other in others for leaf in leaves(other) if (memory := _memory(leaf))}
 
-    def own(leaf: Tensor) -> Tensor:
+    def with_own_memory(leaf: Tensor) -> Tensor:
         if is_expanded(leaf):
             return leaf
         if _memory(leaf) in taken:
@@ -232,7 +232,7 @@ def separated(tree: Tree, *others: Tree) -> Tree:
         taken.add(_memory(leaf))
         return leaf
 
-    return tmap(own, tree)
+    return tmap(with_own_memory, tree)
 
 
 def _memory(leaf: Tensor) -> tuple[torch.device, int]:

@@ -7,14 +7,16 @@ Each check takes a function that makes the method, and a :class:`Problem`. For y
     def test_my_method(check, engine, tmp_path):
         check(lambda: MyMethod(strength=0.5), Problem(engine=engine, folder=tmp_path))
 
-No check depends on a method's name.
+Checks that get the same function and the same ``Problem`` share fits, which saves time. No check
+depends on a method's name.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +30,7 @@ from torch import nn
 from lightning_pfl.core import draws
 from lightning_pfl.core.mixture import parts
 from lightning_pfl.core.randomness import derive
-from lightning_pfl.core.tree import Tree, expand, is_expanded, items, leaves, nbytes, rows, tmap
+from lightning_pfl.core.tree import Tree, expand, items, leaves, nbytes, rows, tmap
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods.base import Method
@@ -84,12 +86,30 @@ class Problem:
     make_module: Callable[[torch.dtype], L.LightningModule] = small_module
     make_data: Callable[[torch.dtype, bool], FederatedTensorDataset] = small_clients
 
+    _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
+
     def fit(self, method: Method, **settings: Any) -> Fit:
         """Run two rounds in double precision, unless ``settings`` differ."""
         dtype = settings.pop("dtype", torch.float64)
         given = {"rounds": 2, "module": self.make_module(dtype), "engine": self.engine, **settings}
         data = given.pop("data", None)
         return fit(method, self.make_data(dtype, True) if data is None else data, **given)
+
+    def fit_of_all(self, make_method: MakeMethod) -> Fit:
+        """Run four rounds of all clients with validation, once for all checks.
+
+        Four are enough for a method that communicates in every other round.
+        """
+        if (key := ("all", make_method)) not in self._fits:
+            data = self.make_data(torch.float64, True)
+            self._fits[key] = self.fit(make_method(), data=data, rounds=4, val_data=data)
+        return self._fits[key]
+
+    def fit_of_some(self, make_method: MakeMethod) -> Fit:
+        """Run three rounds of two clients each, once for all checks."""
+        if (key := ("some", make_method)) not in self._fits:
+            self._fits[key] = self.fit(make_method(), participation=2, rounds=3)
+        return self._fits[key]
 
 
 def check_engines_agree(
@@ -111,10 +131,19 @@ def check_engines_agree(
     expected = run("sequential")
     for chunk_size in chunk_sizes or (1, 2, data.num_clients):
         for got, want in zip(run("vectorized", chunk_size), expected, strict=True):
-            assert_trees_close(got.result.uploads, want.result.uploads)
-            assert_trees_close(got.result.client_state, want.result.client_state)
-            assert_trees_close(got.result.logs, want.result.logs)
-            assert_trees_close(got.server, want.server)
+            for what, one, other in (
+                ("upload", got.result.uploads, want.result.uploads),
+                ("client state", got.result.client_state, want.result.client_state),
+                ("log", got.result.logs, want.result.logs),
+                ("server's tree", got.server, want.server),
+            ):
+                assert_trees_close(
+                    one,
+                    other,
+                    message=f"Expected the same {what} with {chunk_size} clients in a chunk as "
+                    f"with one client after another, but got another in round {got.info.round}. "
+                    "Don't mix rows along the leading axis, which is that of the clients.",
+                )
 
 
 def check_received_is_not_changed(make_method: MakeMethod, problem: Problem) -> None:
@@ -126,44 +155,47 @@ def check_received_is_not_changed(make_method: MakeMethod, problem: Problem) -> 
     start = expand(method.download(server, outcome.info), len(outcome.info))
     start |= method.download_rows(server, outcome.info)
     for received in (outcome.received, fresh.received):
-        assert_trees_equal(received, start)
+        assert_trees_equal(
+            received,
+            start,
+            "Expected `received` to stay as the server sent it, but a client changed it in place. "
+            "Clone a tensor before you write to it.",
+        )
 
 
 def check_what_is_kept_is_not_trained(make_method: MakeMethod, problem: Problem) -> None:
     """Check that training doesn't change copies of received trees or client states.
 
-    When training begins, no two entries of the state share memory; when it ends, received trees and
-    client states are the same bit for bit.
+    When it ends, received trees and client states are the same bit for bit.
     """
     method, data = make_method(), problem.make_data(torch.float64, True)
-    init, step, final = method.client_init, method.client_step, method.client_final
+    init, final = method.client_init, method.client_final
     begun: list[tuple[Tree, Tree]] = []
 
     def watched_init(received: Tree, client_state: Tree, info: Any) -> Tree:
         begun.append((tmap(torch.clone, received), tmap(torch.clone, client_state)))
         return init(received, client_state, info)
 
-    def watched_step(state: Tree, minibatches: Any, client: Any) -> Tree:
-        if not stepped:
-            memory = [
-                leaf.untyped_storage().data_ptr() for leaf in leaves(state) if not is_expanded(leaf)
-            ]
-            assert len(set(memory)) == len(memory), "entries of the state share memory"
-        stepped.append(len(begun))
-        return step(state, minibatches, client)
-
     def watched_final(received: Tree, client_state: Tree, state: Tree, info: Any) -> Any:
         before = begun.pop()
-        assert_trees_equal(received, before[0])
-        assert_trees_equal(client_state, before[1])
+        for name, now, then in (
+            ("received", received, before[0]),
+            ("client_state", client_state, before[1]),
+        ):
+            assert_trees_equal(
+                now,
+                then,
+                f"Expected `{name}` to be the same after local training, but a step changed it in "
+                "place. Keep a clone in the state that trains.",
+            )
         return final(received, client_state, state, info)
 
-    stepped: list[int] = []
-    vars(method).update(
-        client_init=watched_init, client_step=watched_step, client_final=watched_final
-    )
+    vars(method).update(client_init=watched_init, client_final=watched_final)
     _round(method, problem, data, problem.engine)
-    assert not begun
+    assert not begun, (
+        f"Expected `client_final` to end each local training, but {len(begun)} had none. Call "
+        "`super().client_final`, and don't call `client_init` elsewhere."
+    )
 
 
 def check_relabelling_permutes_the_result(make_method: MakeMethod, problem: Problem) -> None:
@@ -177,11 +209,19 @@ def check_relabelling_permutes_the_result(make_method: MakeMethod, problem: Prob
     with patch.object(draws, "derive", _same_for_all_clients):
         a = problem.fit(make_method(), data=data)
         b = problem.fit(make_method(), data=data.subset(order.tolist()))
-    assert_trees_close(b.server, _relabelled(a.server, make_method().client_axes, order))
-    assert_trees_close(
-        b.client_state, _relabelled_edges(rows(a.client_state, order), a.federation.method, order)
-    )
-    assert_trees_close(b.models, rows(a.models, order))
+    wanted = _relabelled_edges(rows(a.client_state, order), a.federation.method, order)
+    for what, got, want in (
+        ("server's tree", b.server, _relabelled(a.server, make_method().client_axes, order)),
+        ("client states", b.client_state, wanted),
+        ("clients' models", b.models, rows(a.models, order)),
+    ):
+        assert_trees_close(
+            got,
+            want,
+            message=f"Expected the {what} to follow the clients' numbers, but other numbers gave "
+            "other values. Find a client's rows by `info.index`, not by its position in the "
+            "cohort, and name entries of the server with a row for each client in `client_axes`.",
+        )
 
 
 def _same_for_all_clients(seed: int, *purpose: Any) -> int:
@@ -191,49 +231,84 @@ def _same_for_all_clients(seed: int, *purpose: Any) -> int:
 
 def check_not_sampled_keeps_its_memory(make_method: MakeMethod, problem: Problem) -> None:
     """Check that the state of a client outside the cohort stays the same bit for bit."""
-    recorder = problem.fit(make_method(), participation=2, rounds=3).recorder
-    assert len(recorder.rounds) == 3
+    recorder = problem.fit_of_some(make_method).recorder
     for round, (before, after) in zip(recorder.rounds, pairwise(recorder.banks), strict=True):
         idle = round.info.num_samples == 0
-        assert make_method().include_clients_without_data or not idle.any()
+        assert make_method().include_clients_without_data or not idle.any(), (
+            "Expected a cohort of clients with samples, but clients without any were in it. Set "
+            "`include_clients_without_data` if they are to take part."
+        )
         clients = torch.arange(round.info.num_clients)
         outside = clients[~torch.isin(clients, round.info.index)]
-        assert len(outside) > 0
-        assert_trees_equal(rows(after, outside), rows(before, outside))
+        assert len(outside) > 0, (
+            f"Expected two clients in round {round.number}, but all took part. Give the problem "
+            "more clients."
+        )
+        assert_trees_equal(
+            rows(after, outside),
+            rows(before, outside),
+            "Expected the states of clients outside the cohort to stay as they were, but round "
+            f"{round.number} changed them. Return new client states from `client_final` alone.",
+        )
 
 
 def check_upload_is_what_the_method_declares(make_method: MakeMethod, problem: Problem) -> None:
     """Check that nothing personal leaves a client, and shapes and bytes of uploads."""
-    # Enough rounds for a method that communicates in every other one.
-    run = problem.fit(make_method(), rounds=4)
-    parameter_split = run.federation.parameter_split
+    run = problem.fit_of_all(make_method)
+    method, parameter_split = run.federation.method, run.federation.parameter_split
     shapes = {name: leaf.shape for name, leaf in parameter_split.model().items()}
     for round in run.recorder.rounds:
-        uploads = round.uploads or {}
+        uploads, received = round.uploads or {}, round.received or {}
         for (*_, name), leaf in items(uploads):
-            assert name not in parameter_split.personal, f"personal {name} is uploaded"
-            assert leaf.shape[0] == len(round.info)
-            assert name not in shapes or leaf.shape[1:] == shapes[name]
-        for (*_, name), _ in items(round.received or {}):
-            assert name not in parameter_split.personal, f"personal {name} is sent to the clients"
+            assert name not in parameter_split.personal, (
+                f"Expected {name!r} to stay with the client, as it is personal, but it is in the "
+                "upload. Leave it out of what `client_final` returns."
+            )
+            assert leaf.shape[0] == len(round.info), (
+                f"Expected a row for each of the {len(round.info)} clients, but {name!r} of the "
+                f"upload has the shape {tuple(leaf.shape)}. Keep the leading client axis."
+            )
+            assert name not in shapes or leaf.shape[1:] == shapes[name], (
+                f"Expected the upload's {name!r} to have the parameter's shape "
+                f"{tuple(shapes[name])} for each client, but got {tuple(leaf.shape[1:])}. Upload "
+                "it under another name."
+            )
+        for (*_, name), _ in items(received):
+            assert name not in parameter_split.personal, (
+                f"Expected {name!r} to stay with the clients, as it is personal, but the server "
+                "sends it. Leave it out of `init_server` or `download`."
+            )
         sizes = [leaf[0].numel() * leaf.element_size() for leaf in leaves(uploads)]
-        # A method may declare fewer bytes than its trees have, never more.
-        if type(run.federation.method).upload_nbytes is Method.upload_nbytes:
-            assert round.bytes_up == sum(sizes)
-        assert round.bytes_up <= sum(sizes)
-        whole = nbytes(round.received or {})
-        if type(run.federation.method).download_nbytes is Method.download_nbytes:
-            assert round.bytes_down == whole
-        assert round.bytes_down <= whole
+        for name, overridden, declared, held in (
+            ("upload", _overrides(method, "upload_nbytes"), round.bytes_up, sum(sizes)),
+            ("download", _overrides(method, "download_nbytes"), round.bytes_down, nbytes(received)),
+        ):
+            # A method may declare fewer bytes than its trees have, never more.
+            assert declared <= held if overridden else declared == held, (
+                f"Expected the {name} of a client to count {'at most ' if overridden else ''}the "
+                f"{held} bytes of its tree, but got {declared}. Correct `{name}_nbytes`."
+            )
     # A method may send nothing in some rounds; rounds with equal phases send trees of one kind.
     kinds: dict[tuple[str, ...], dict[str, Any]] = {}
     for round in (round for round in run.recorder.rounds if round.uploads):
-        plan = tuple(phase.name for phase in run.federation.method.phases(round.number))
+        plan = tuple(phase.name for phase in method.phases(round.number))
         kind = _kinds(round.uploads or {})
-        assert kinds.setdefault(plan, kind) == kind
+        assert (before := kinds.setdefault(plan, kind)) == kind, (
+            f"Expected rounds with the phases {plan} to upload the same names, shapes and types, "
+            f"but got {kind} in round {round.number} after {before}. Return one kind of upload "
+            "from `client_final`, or name the phases differently."
+        )
     clients, between = len(round.info), round.bytes_exchanged
-    assert run.metrics["round/bytes_up"] == round.bytes_up * clients + between
-    assert run.metrics["round/bytes_down"] == round.bytes_down * clients + between
+    for direction, each in (("up", round.bytes_up), ("down", round.bytes_down)):
+        logged = run.metrics[f"round/bytes_{direction}"]
+        assert logged == each * clients + between, (
+            f"Expected `round/bytes_{direction}` to be {each} bytes for each of {clients} clients "
+            f"and {between} between them, but got {logged:.0f}. Don't log under that name."
+        )
+
+
+def _overrides(method: Method, name: str) -> bool:
+    return getattr(type(method), name) is not getattr(Method, name)
 
 
 def check_types_and_shapes_are_stable(make_method: MakeMethod, problem: Problem) -> None:
@@ -242,58 +317,112 @@ def check_types_and_shapes_are_stable(make_method: MakeMethod, problem: Problem)
     The server may add entries in round 0, as torch's optimizers create their state in the first
     step.
     """
-    for dtype in (torch.float32, torch.float64):
-        run = problem.fit(make_method(), dtype=dtype)
-        first, second, third = map(_kinds, run.recorder.servers)
-        assert second == third
-        assert first.keys() == second.keys()
-        assert all(second[path] == kind for path, kind in first.items() if kind)
-        states = [_kinds(client_states) for client_states in run.recorder.banks]
-        assert states[0] == states[1] == states[2]
+    single = problem.fit(make_method(), dtype=torch.float32)
+    for dtype, run in ((torch.float32, single), (torch.float64, problem.fit_of_all(make_method))):
+        first, second, *later = map(_kinds, run.recorder.servers)
+        _same_kinds("server's tree", [second, *later], "server_update")
+        begun = [name for name, kind in first.items() if kind and second.get(name) != kind]
+        missing = first.keys() ^ second.keys()
+        assert not {*begun, *missing}, (
+            f"Expected `server_update` to keep names, shapes and types of the server's tree, but "
+            f"round 0 made {second} of {first}. Return entries as `init_server` made them."
+        )
+        _same_kinds("client states", [_kinds(bank) for bank in run.recorder.banks], "client_final")
         wanted = {
             name: leaf.dtype for name, leaf in problem.make_module(dtype).state_dict().items()
         }
-        assert {name: leaf.dtype for name, leaf in parts(run.models)[0].items()} == wanted
+        found = {name: leaf.dtype for name, leaf in parts(run.models)[0].items()}
+        assert found == wanted, (
+            f"Expected the clients' models to have the module's names and types {wanted}, but got "
+            f"{found}. Let `personal_model` return all parameters and buffers in their types."
+        )
+
+
+def _same_kinds(what: str, kinds: Sequence[Any], function: str) -> None:
+    for number, (before, after) in enumerate(pairwise(kinds)):
+        assert before == after, (
+            f"Expected names, shapes and types of the {what} to stay the same, but step {number} "
+            f"made {after} of {before}. Keep them in `{function}`; a type changes where an integer "
+            "and a float are added."
+        )
 
 
 def check_resume_is_exact(make_method: MakeMethod, problem: Problem) -> None:
     """Check that a run resumed after round 2 ends with the bits of the uninterrupted one."""
-    settings: dict[str, Any] = {"participation": 2, "seed": 3}
-    whole = problem.fit(make_method(), rounds=3, **settings)
-    begun = problem.fit(make_method(), rounds=2, **settings)
+    whole = problem.fit_of_some(make_method)
+    begun = problem.fit(make_method(), participation=2)
     path = begun.save(problem.folder / "begun.ckpt")
-    resumed = problem.fit(make_method(), rounds=3, ckpt_path=path, **settings)
-    assert [round.number for round in resumed.recorder.rounds] == [2]
-    assert_trees_equal(resumed.server, whole.server)
-    assert_trees_equal(resumed.client_state, whole.client_state)
-    assert_trees_equal(resumed.models, whole.models)
+    resumed = problem.fit(make_method(), participation=2, rounds=3, ckpt_path=path)
+    found = [round.number for round in resumed.recorder.rounds]
+    assert found == [2], (
+        f"Expected the resumed run to do round 2 alone, but it did {found}. Leave the Trainer's "
+        "counters to the loop."
+    )
+    for what, got, want in (
+        ("server's tree", resumed.server, whole.server),
+        ("client states", resumed.client_state, whole.client_state),
+        ("clients' models", resumed.models, whole.models),
+    ):
+        assert_trees_equal(
+            got,
+            want,
+            f"Expected a resumed run to end with the {what} of one that was not interrupted, but "
+            "got others. Keep what lasts longer than a round in the server's tree or the client "
+            "states, which the checkpoint holds, and not in attributes of the method.",
+        )
 
 
 def check_seed_decides(make_method: MakeMethod, problem: Problem) -> None:
     """Check that the seed alone determines the result."""
-    first = problem.fit(make_method(), participation=2, seed=5)
+    first = problem.fit_of_some(make_method)
     torch.rand(7)  # changes the state of the global generator
-    again = problem.fit(make_method(), participation=2, seed=5)
-    other = problem.fit(make_method(), participation=2, seed=6)
-    assert_trees_equal(again.server, first.server)
-    assert_trees_equal(again.client_state, first.client_state)
+    again = problem.fit(make_method(), participation=2, rounds=3)
+    other = problem.fit(make_method(), participation=2, rounds=3, seed=6)
+    for what, got, want in (
+        ("server's tree", again.server, first.server),
+        ("client states", again.client_state, first.client_state),
+    ):
+        assert_trees_equal(
+            got,
+            want,
+            f"Expected two runs of one seed to end with the same {what}, but got others. Draw "
+            "random numbers by `client.noise` or with a key of `core.randomness.derive`, not from "
+            "torch's global generator.",
+        )
     # By more than rounding, to which equal uploads with other weights would lead.
-    assert any(not torch.allclose(leaf, other.models[n]) for n, leaf in first.models.items())
+    assert any(not torch.allclose(leaf, other.models[n]) for n, leaf in first.models.items()), (
+        "Expected another seed, and so other cohorts, to give other models, but all are the same. "
+        "Use the clients' gradients: return what `client.train` or `client.update` returns."
+    )
 
 
 def check_trains_through_the_trainer(make_method: MakeMethod, problem: Problem) -> None:
     """Check that validation runs, models load into the module, and the training loss falls."""
-    data = problem.make_data(torch.float64, True)
-    run = problem.fit(make_method(), data=data, rounds=4, val_data=data)
-    assert run.trainer.global_step == 4
-    assert torch.tensor(list(run.metrics.values())).isfinite().all()
-    for client in data.names:
-        model = run.federation.client_module(client)
+    run = problem.fit_of_all(make_method)
+    assert run.trainer.global_step == 4, (
+        f"Expected a server update a round, but got {run.trainer.global_step} in 4 rounds. Leave "
+        "the Trainer's counters to the loop."
+    )
+    wrong = {name: value for name, value in run.metrics.items() if not math.isfinite(value)}
+    assert not wrong, (
+        f"Expected finite values in the logs, but got {wrong}. Look where the method divides, or "
+        "takes a root or a logarithm."
+    )
+    for name in problem.make_data(torch.float64, True).names:
+        model = run.federation.client_module(name)
         problem.make_module(torch.float64).load_state_dict(model.state_dict())
     # A round without training has no loss.
     losses = [r.metrics["train_loss"] for r in run.recorder.rounds if "train_loss" in r.metrics]
-    assert len(losses) > 1
-    assert losses[-1] < losses[0]
+    assert len(losses) > 1, (
+        f"Expected training in at least two of 4 rounds, but {len(losses)} logged `train_loss`. "
+        "Return a phase from `phases` in each round that trains, and take gradients in "
+        "`client_step`."
+    )
+    assert losses[-1] < losses[0], (
+        f"Expected the training loss to fall, but it went from {losses[0]:.4g} to "
+        f"{losses[-1]:.4g}. Look at the sign of the step, and whether the server keeps what it "
+        "gets."
+    )
 
 
 def check_shared_entries_are_equal(make_method: MakeMethod, problem: Problem) -> None:
@@ -302,7 +431,7 @@ def check_shared_entries_are_equal(make_method: MakeMethod, problem: Problem) ->
     A client that wasn't in the last cohort must not keep the backbone of its last round. Entries
     that differ between clients on purpose are the method's ``personalized_entries``.
     """
-    run = problem.fit(make_method(), participation=2, rounds=3)
+    run = problem.fit_of_some(make_method)
     parameter_split = run.federation.parameter_split
     differ = run.federation.method.personalized_entries(parameter_split)
     for name in (name for name in parameter_split.names if name not in differ):
@@ -324,15 +453,29 @@ def check_broken_data_stop_nobody(make_method: MakeMethod, problem: Problem) -> 
     data.fields = (inputs, *data.fields[1:])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*left out 1 of.*")
-        run = problem.fit(make_method(), data=data, rounds=3)
+        run = problem.fit(make_method(), data=data)
     for round in run.recorder.rounds:
         trains = bool(run.federation.method.phases(round.number))
-        assert set(round.rejected) == ({broken} if trains else set())
+        wanted = {broken} if trains else set()
+        assert set(round.rejected) == wanted, (
+            f"Expected the clients {sorted(wanted)}, whose samples are NaN, to be rejected in "
+            f"round {round.number}, but got {sorted(round.rejected)}. Let NaN reach the upload: "
+            "don't replace it, and don't mix clients."
+        )
     others = torch.arange(data.num_clients) != broken
     # A method that adapts models to training data returns NaN for the broken client.
     models = rows(run.models, others.nonzero().flatten())
-    for tree in (run.server, run.client_state, models):
-        assert all(leaf.isfinite().all() for leaf in leaves(tree))
+    for what, tree in (
+        ("the server's tree", run.server),
+        ("the client states", run.client_state),
+        ("the other clients' models", models),
+    ):
+        wrong = ["/".join(path) for path, leaf in items(tree) if not leaf.isfinite().all()]
+        assert not wrong, (
+            f"Expected finite numbers in {what} without the client whose samples are NaN, but "
+            f"{wrong} have others. Multiplying a row by 0 doesn't remove NaN: aggregate by "
+            "`core.tree.weighted_mean`, or select rows."
+        )
 
 
 CHECKS: tuple[Callable[[MakeMethod, Problem], None], ...] = (

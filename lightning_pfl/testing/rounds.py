@@ -121,28 +121,31 @@ def local_round(
 
 
 def assert_trees_close(
-    actual: Tree, expected: Tree, rtol: float = 1e-10, atol: float = 1e-12
+    actual: Tree, expected: Tree, rtol: float = 1e-10, atol: float = 1e-12, message: str = ""
 ) -> None:
     """Check that trees have the same names and close leaves; NaN equals NaN.
 
     Raises:
-        AssertionError: If a leaf differs, with its name.
+        AssertionError: If a leaf differs, with ``message`` and the leaf's name.
     """
-    assert actual.keys() == expected.keys(), f"{sorted(actual)} != {sorted(expected)}"
+    lines = f"{message}\n" if message else ""
+    assert actual.keys() == expected.keys(), (
+        f"{lines}Expected the entries {sorted(expected)}, but got {sorted(actual)}."
+    )
     for name, leaf in actual.items():
         if isinstance(leaf, dict):
-            assert_trees_close(leaf, expected[name], rtol, atol)
+            assert_trees_close(leaf, expected[name], rtol, atol, message)
             continue
         try:
             torch.testing.assert_close(leaf, expected[name], rtol=rtol, atol=atol, equal_nan=True)
         except AssertionError as difference:
-            raise AssertionError(f"{name}: {difference}") from None
+            raise AssertionError(f"{lines}{name}: {difference}") from None
 
 
-def assert_trees_equal(actual: Tree, expected: Tree) -> None:
+def assert_trees_equal(actual: Tree, expected: Tree, message: str = "") -> None:
     """Check that trees have the same names and the same bits; NaN equals NaN.
 
     Raises:
-        AssertionError: If a leaf differs, with its name.
+        AssertionError: If a leaf differs, with ``message`` and the leaf's name.
     """
-    assert_trees_close(actual, expected, rtol=0.0, atol=0.0)
+    assert_trees_close(actual, expected, rtol=0.0, atol=0.0, message=message)

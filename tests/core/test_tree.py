@@ -43,6 +43,21 @@ def test_leaves_select_and_floats_keep_the_order_of_the_tree() -> None:
     assert [leaf.numel() for leaf in tree.leaves({"m": model, "s": torch.ones(7)})] == [2, 1, 1, 7]
 
 
+def test_separated_trees_share_no_memory() -> None:
+    received = {"w": torch.zeros(2, 3)}
+    twice = torch.ones(2, 3)
+    alone = torch.ones(2)
+    shared = {"model": {"w": received["w"]}, "a": twice, "b": twice.view(3, 2), "c": alone}
+    state = tree.separated(shared, received)
+    for leaf in tree.leaves(state):
+        leaf.add_(1.0)
+    assert received["w"].eq(0).all()
+    assert all(
+        leaf.eq(value).all() for leaf, value in zip(tree.leaves(state), (1, 2, 2, 2), strict=True)
+    )
+    assert state["c"] is alone
+
+
 class TestClientAxis:
     @pytest.mark.parametrize("clients", [1, 2, 5])
     def test_expanded_leaves_have_stride_zero_and_share_memory(self, clients: int) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest) -> str:
     """The vectorized one, unless ``pytest tests/methods --engine sequential`` asks otherwise."""
     name: str = request.config.getoption("--engine")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
 
 import pytest
 import torch
@@ -121,12 +121,20 @@ def test_engines_agree_in_single_precision(name: str) -> None:
         assert_trees_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def problems(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Problem]:
+    """Make one problem for each method, so that its checks share fits."""
+    return cache(lambda name: Problem(engine, tmp_path_factory.mktemp("fits"), **PROBLEMS[name]))
+
+
 @pytest.mark.parametrize("check", OTHERS, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("name", CASES)
 def test_conformance(
-    name: str, check: Callable[[MakeMethod, Problem], None], engine: str, tmp_path: Path
+    name: str,
+    check: Callable[[MakeMethod, Problem], None],
+    problems: Callable[[str], Problem],
 ) -> None:
-    check(CASES[name], Problem(engine, tmp_path, **PROBLEMS[name]))
+    check(CASES[name], problems(name))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -265,43 +265,130 @@ class PassesOverBrokenData(Method):
         return {**state, "model": {**state["model"], **moved}}
 
 
-CASES: list[tuple[type[Method], Callable[..., None]]] = [
-    (MixesClients, conformance.check_engines_agree),
-    (DependsOnTheOrder, conformance.check_relabelling_permutes_the_result),
-    (UploadsTheHead, conformance.check_upload_is_what_the_method_declares),
-    (WritesToWhatItReceived, conformance.check_received_is_not_changed),
-    (UsesTheGlobalGenerator, conformance.check_seed_decides),
-    (HidesState, conformance.check_resume_is_exact),
-    (ChangesTypes, conformance.check_types_and_shapes_are_stable),
-    (IgnoresTheSeed, conformance.check_seed_decides),
-    (StoresByPosition, conformance.check_relabelling_permutes_the_result),
-    (SendsTheFirstRow, conformance.check_relabelling_permutes_the_result),
-    (HidesItsClients, conformance.check_relabelling_permutes_the_result),
-    (WritesToItsRow, conformance.check_received_is_not_changed),
-    (PullsItsAnchorAlong, conformance.check_what_is_kept_is_not_trained),
-    (SpeaksOfSomethingElse, conformance.check_upload_is_what_the_method_declares),
-    (SaysThatItSendsMore, conformance.check_upload_is_what_the_method_declares),
-    (NeverTrains, conformance.check_trains_through_the_trainer),
-    (TrainsOnce, conformance.check_trains_through_the_trainer),
-    (Ascends, conformance.check_trains_through_the_trainer),
-    (EvaluatesWithAStaleBackbone, conformance.check_shared_entries_are_equal),
-    (PassesOverBrokenData, conformance.check_broken_data_stop_nobody),
+CASES: list[tuple[type[Method], Callable[..., None], str]] = [
+    (MixesClients, conformance.check_engines_agree, "Expected the same upload with 2 clients"),
+    (
+        DependsOnTheOrder,
+        conformance.check_relabelling_permutes_the_result,
+        "Expected the server's tree to follow the clients' numbers",
+    ),
+    (
+        UploadsTheHead,
+        conformance.check_upload_is_what_the_method_declares,
+        "Expected 'head.weight' to stay with the client",
+    ),
+    (
+        WritesToWhatItReceived,
+        conformance.check_received_is_not_changed,
+        "a client changed it in place",
+    ),
+    (
+        UsesTheGlobalGenerator,
+        conformance.check_seed_decides,
+        "Expected two runs of one seed to end with the same server's tree",
+    ),
+    (
+        HidesState,
+        conformance.check_resume_is_exact,
+        "Expected a resumed run to end with the server's tree of one that was not interrupted",
+    ),
+    (
+        ChangesTypes,
+        conformance.check_types_and_shapes_are_stable,
+        "Expected `server_update` to keep names, shapes and types",
+    ),
+    (
+        IgnoresTheSeed,
+        conformance.check_seed_decides,
+        "to give other models, but all are the same. Use the clients' gradients",
+    ),
+    (
+        StoresByPosition,
+        conformance.check_relabelling_permutes_the_result,
+        "Find a client's rows by `info.index`",
+    ),
+    (
+        SendsTheFirstRow,
+        conformance.check_relabelling_permutes_the_result,
+        "Find a client's rows by `info.index`",
+    ),
+    (
+        HidesItsClients,
+        conformance.check_relabelling_permutes_the_result,
+        "with a row for each client in `client_axes`",
+    ),
+    (WritesToItsRow, conformance.check_received_is_not_changed, "a client changed it in place"),
+    (
+        PullsItsAnchorAlong,
+        conformance.check_what_is_kept_is_not_trained,
+        "Expected `received` to be the same after local training",
+    ),
+    (
+        SpeaksOfSomethingElse,
+        conformance.check_upload_is_what_the_method_declares,
+        "to upload the same names, shapes and types",
+    ),
+    (
+        SaysThatItSendsMore,
+        conformance.check_upload_is_what_the_method_declares,
+        "to count at most the .* bytes of its tree, but got 1000000",
+    ),
+    (
+        NeverTrains,
+        conformance.check_trains_through_the_trainer,
+        "Expected training in at least two of 4 rounds, but 0 logged",
+    ),
+    (
+        TrainsOnce,
+        conformance.check_trains_through_the_trainer,
+        "Expected training in at least two of 4 rounds, but 1 logged",
+    ),
+    (
+        Ascends,
+        conformance.check_trains_through_the_trainer,
+        "Expected the training loss to fall",
+    ),
+    (
+        EvaluatesWithAStaleBackbone,
+        conformance.check_shared_entries_are_equal,
+        "Expected all clients to be evaluated with the same",
+    ),
+    (
+        PassesOverBrokenData,
+        conformance.check_broken_data_stop_nobody,
+        r"Expected the clients \[3\], whose samples are NaN, to be rejected",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("method", "check"), CASES, ids=lambda value: value.__name__)
+@pytest.mark.parametrize(
+    ("method", "check", "message"), CASES, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_a_wrong_method_is_caught(
-    method: type[Method], check: Callable[..., None], tmp_path: Path
+    method: type[Method], check: Callable[..., None], message: str, tmp_path: Path
 ) -> None:
     # The vectorized engine works on a copy of rows, so that writing to them harms nobody there.
     engine = "sequential" if method is WritesToItsRow else "vectorized"
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=message):
         check(method, Problem(engine, tmp_path))
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
+    """Make a problem whose fits the checks share."""
+    return Problem(folder=tmp_path_factory.mktemp("fits"))
 
 
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_the_method_beneath_the_wrong_ones_is_right(
-    check: Callable[..., None], tmp_path: Path
+    check: Callable[..., None], problem: Problem
 ) -> None:
     """So that what is caught above is the fault and nothing else."""
-    check(RemembersClients, Problem(folder=tmp_path))
+    check(RemembersClients, problem)
+
+
+def test_fits_are_shared_by_checks_of_one_method_alone() -> None:
+    problem = Problem(engine="sequential")
+    first = problem.fit_of_some(RemembersClients)
+    assert problem.fit_of_some(RemembersClients) is first
+    assert problem.fit_of_some(Method) is not first
