@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -15,15 +16,18 @@ from torch import Tensor
 from lightning_pfl._lightning import log_at_end, remember_metrics
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
+from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, expand, select, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.watching import in_mode
+from lightning_pfl.federation import penalties
 from lightning_pfl.federation.adapt import adapt, budget_phase, check_lr
 from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.evaluate import evaluate_clients, join, personal_models, summaries
 from lightning_pfl.federation.federation import Federation
+from lightning_pfl.federation.penalties import Penalty
 from lightning_pfl.metrics.history import headlines
 from lightning_pfl.trainer.evaluation_loop import evaluation_limit
 
@@ -60,6 +64,13 @@ class HeadFineTuning(FederatedCallback):
         steps: Optimizer steps instead.
         lr: Learning rate, positive, whatever a schedule says; None keeps those of
             ``configure_optimizers``.
+        penalty: What holds the client near the model it starts from, besides the loss. ``"l2"``:
+            half the squared distance; ``"ewc"``: the same, each parameter by its Fisher
+            information, the mean over the client's samples of the squared gradient, which another
+            pass measures; ``"distillation"``: the divergence of the predicted probabilities from
+            the first model's, for logits. None for none.
+        penalty_weight: Factor of the penalty, > 0. With ``"l2"`` plain SGD needs ``lr * (L +
+            penalty_weight) < 2``.
         when: ``"end"``: once, after the last round; ``"evaluation"``: in every evaluation, so that
             callbacks can monitor ``ft/val_acc``.
 
@@ -68,7 +79,8 @@ class HeadFineTuning(FederatedCallback):
         MisconfigurationException: At the start of a run without FederatedStrategy, without
             training data, or with several of these callbacks.
 
-    Deviation from the paper: none. Each client's optimizer starts afresh.
+    Deviation from the paper: none. Each client's optimizer starts afresh. Distillation is added to
+    the loss, at temperature 1.
 
     Example:
         >>> HeadFineTuning(steps=50).phase.steps
@@ -76,7 +88,9 @@ class HeadFineTuning(FederatedCallback):
 
     References:
         Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
-        federated learning. ICML 2021. arXiv:2102.07078, section 5 (FedAvg+FT, FedProx+FT).
+        federated learning. ICML 2021. arXiv:2102.07078, section 5 (FedAvg+FT, FedProx+FT). Yu,
+        Bagdasaryan, Shmatikov. Salvaging federated learning by local adaptation. 2020.
+        arXiv:2002.04758, section 3 (penalties).
     """
 
     def __init__(
@@ -86,8 +100,14 @@ class HeadFineTuning(FederatedCallback):
         steps: int | None = None,
         lr: float | None = None,
         when: When = "end",
+        penalty: Penalty | None = None,
+        penalty_weight: float = 1.0,
     ) -> None:
         check_lr(lr)
+        if penalty is not None:
+            advice = "Use 'l2', or None to fine-tune without a penalty."
+            check_choice("penalty", penalty, get_args(Penalty), advice)
+        check_number("penalty_weight", penalty_weight, "Use 1, for example.", positive=True)
         if when not in ("end", "evaluation"):
             raise ValueError(
                 f"Expected `when` to be 'end' or 'evaluation', but got when={when!r}. "
@@ -101,6 +121,7 @@ class HeadFineTuning(FederatedCallback):
         budget = budget_phase(epochs, steps, default_epochs=10)
         self.phase = replace(budget, train=scope, lr=lr, name="fine-tuning")
         self.scope, self.when = scope, when
+        self.penalty, self.penalty_weight = penalty, penalty_weight
         self._federation: Federation | None = None
         self._data: FederatedDataset | None = None
         self._forget()
@@ -261,7 +282,14 @@ class HeadFineTuning(FederatedCallback):
             names = self._resolved(federation)
             phase = replace(self.phase, train=sorted(names))
             data = self._training_data(federation)
-            trained = adapt(federation, start, clients, (phase,), data, stream="fine-tuning")
+            settings: dict[str, Any] = {"phases": (phase,)}
+            if self.penalty is not None:
+                settings = {
+                    "phases": penalties.phases(self.penalty, phase),
+                    "given": penalties.given(self.penalty, start, names),
+                    "step": partial(penalties.step, self.penalty, self.penalty_weight),
+                }
+            trained = adapt(federation, start, clients, data=data, stream="fine-tuning", **settings)
             kept = select(trained, names)
             if self._kept is not None:
                 self._kept.scatter(clients, kept)

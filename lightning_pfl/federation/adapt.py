@@ -19,11 +19,11 @@ from lightning_pfl.federation.architectures import one_architecture
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.methods.base import LocalStep, Method, Phase
 
-Step = Callable[[Tree, Any, LocalStep], Model]
-"""One step on a batch, from a state to its new ``model``.
+Step = Callable[[Tree, Any, LocalStep], Tree]
+"""One step on a batch, from a state to the next one.
 
-The state's other entries are constants: ``samples``, the clients' numbers of them, ``(clients,)``,
-and ``given``, what :func:`adapt` was given.
+Its entries are ``model``; ``samples``, the clients' numbers of them, ``(clients,)``; and ``given``,
+what :func:`adapt` was given.
 """
 
 
@@ -31,14 +31,12 @@ class Adaptation(Method):
     """A method whose clients train given models and return them.
 
     Args:
-        step: One step of a model on a batch; None for the user's optimizer.
+        step: One step on a batch; None for the user's optimizer.
     """
 
     def __init__(self, step: Step | None = None) -> None:
         super().__init__(weighting="uniform")
-        self.step = step or (
-            lambda state, minibatches, client: client.train(state["model"], minibatches)
-        )
+        self.step = step or super().client_step
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Start with the given model."""
@@ -49,7 +47,7 @@ class Adaptation(Method):
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Take one step."""
-        return {**state, "model": self.step(state, minibatches, client)}
+        return self.step(state, minibatches, client)
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
@@ -61,9 +59,10 @@ class Adaptation(Method):
 def steps_of_new_clients(method: Method, server: Tree) -> Step:
     """Return the method's step of clients that never took part."""
 
-    def step(state: Tree, minibatches: Any, client: LocalStep) -> Model:
+    def step(state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         model, samples = state["model"], state["samples"]
-        return method.adaptation_step(server, model, minibatches, client, samples)
+        moved = method.adaptation_step(server, model, minibatches, client, samples)
+        return {**state, "model": moved}
 
     return step
 
@@ -118,7 +117,7 @@ def adapt(
         data: Other data to train on; None for the training data.
         stream: Name of the random stream, so that several adaptations in a round draw different
             numbers.
-        step: One step of a model on a batch; None for the user's optimizer.
+        step: One step on a batch; None for the user's optimizer.
         given: What the step needs of each client, ``(clients, ...)``.
 
     Returns:

@@ -58,8 +58,9 @@ def _models_of_shard(federation: FederationState, clients: Tensor) -> Model:
     if not phases:
         return models
 
-    def step(state: Tree, minibatches: Any, client: Any) -> Model:
-        return method.evaluation_step(state["given"], state["model"], minibatches, client)
+    def step(state: Tree, minibatches: Any, client: Any) -> Tree:
+        moved = method.evaluation_step(state["given"], state["model"], minibatches, client)
+        return {**state, "model": moved}
 
     return adapt(federation, models, clients, phases, step=step, given=received)
 
