@@ -143,7 +143,7 @@ class ClusterOracle(Method):
 
     @property
     def known(self) -> Known:
-        """What there is to know; the methods of the clusters know it of their clients."""
+        """Facts about the federation; the servers of the clusters know those of their clients."""
         return self._known
 
     @known.setter
