@@ -38,6 +38,7 @@ from lightning_pfl.data.sources.sent140 import Sent140
 from lightning_pfl.data.sources.shifted_lines import ShiftedLines
 from lightning_pfl.data.sources.synthetic import LinearRepresentation, QuadraticClients
 from lightning_pfl.data.sources.table import HuggingFaceTable
+from lightning_pfl.data.subspaces import subspace_clusters
 
 __all__ = [
     "FederatedDataModule",
@@ -48,6 +49,7 @@ __all__ = [
     "Batch",
     "as_federated",
     "label_counts",
+    "subspace_clusters",
     "Cut",
     "Stratified",
     "LastSamples",
