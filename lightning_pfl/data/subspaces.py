@@ -104,7 +104,7 @@ def _check_size(num_clusters: int | None, max_angle: float | None, clients: int)
                 f"Expected `num_clusters` to be at most the {clients} clients with samples, but "
                 f"got num_clusters={num_clusters}. Use fewer clusters."
             )
-    elif not is_number(max_angle) or not max_angle >= 0:
+    elif max_angle is None or not is_number(max_angle) or not max_angle >= 0:
         raise ValueError(
             "Expected `max_angle` to be a number of degrees >= 0, but got "
             f"max_angle={max_angle!r}. Use 10, for example."
