@@ -1,5 +1,6 @@
 """The federated methods; ``make tables`` writes this registry from their files."""
 
+from lightning_pfl.methods.accelerated_l2gd import AcceleratedL2GD
 from lightning_pfl.methods.apfl import APFL
 from lightning_pfl.methods.cfl import CFL
 from lightning_pfl.methods.cluster_oracle import ClusterOracle
@@ -36,6 +37,7 @@ from lightning_pfl.methods.sheaf_fmtl import SheafFMTL
 from lightning_pfl.methods.squared_penalty import SquaredPenalty
 
 __all__ = [
+    "AcceleratedL2GD",
     "APFL",
     "CFL",
     "ClusterOracle",
