@@ -91,6 +91,7 @@ class FederationState:
         self.module: L.LightningModule | None = None
         self.keeps_optimizers = False
         self.optimizer_states: dict[int, OptimizerState] = {}
+        self._own: list[Model] = []
 
     # --- one architecture, or several -------------------------------------------------------------
 
@@ -199,13 +200,17 @@ class FederationState:
         return refuse_step(self.server, server, models, verdict.median)
 
     def changed_outside(self) -> list[str]:
-        """Find shared entries of the module that other code has changed since the last round."""
-        now = self.architectures[0].parameter_split.model()
-        return [
-            name
-            for name, leaf in self.shared_model().items()
-            if not torch.allclose(now[name], leaf.to(now[name]), rtol=0, atol=0, equal_nan=True)
-        ]
+        """Find parameters of the modules that other code has changed since the last round."""
+        shared, found = self.shared_model(), []
+        for architecture, own in zip(self.architectures, self._own, strict=True):
+            split = architecture.parameter_split
+            parameters, now = dict(split.module.named_parameters()), split.model()
+            found += [
+                name
+                for name, leaf in {**own, **shared}.items()
+                if name in parameters and not _equal(now[name], leaf.to(now[name]))
+            ]
+        return found
 
     def commit(self, server: Tree) -> None:
         """End a round with the new server tree."""
@@ -217,6 +222,12 @@ class FederationState:
         shared = self.shared_model()
         for architecture in self.architectures:
             architecture.parameter_split.load(shared)
+
+    def _keep_own(self) -> None:
+        """Remember what the modules hold besides the shared entries, which no round writes."""
+        shared = self.shared_model()
+        models = [architecture.parameter_split.model() for architecture in self.architectures]
+        self._own = [select(model, model.keys() - shared.keys()) for model in models]
 
     # --- begin, move, save, restore ---------------------------------------------------------------
 
@@ -244,6 +255,7 @@ class FederationState:
         self.server = trees[0]
         if len(architectures) > 1:  # shared entries start with equal values
             self._load_shared()
+        self._keep_own()
         count = len(names)
         nothing = torch.zeros(count, dtype=torch.int64)
         everyone = ClientInfo(torch.arange(count), num_samples, nothing, nothing.double(), 0, count)
@@ -378,6 +390,7 @@ class FederationState:
         if not self.num_samples.any():
             self.num_samples = saved["num_samples"].clone()
         self._load_shared()
+        self._keep_own()
 
     def _optimizers_by_name(self) -> dict[str, OptimizerState]:
         return {
@@ -408,6 +421,10 @@ class FederationState:
         return {
             architecture.name: of(architecture.client_states) for architecture in self.architectures
         }
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _merge(tree: Tree, over: Tree) -> Tree:

@@ -266,6 +266,25 @@ def check_kept(trainer: L.Trainer, owner: L.Trainer, rounds: int) -> None:
         )
 
 
+def check_unchanged(module: L.LightningModule, changed: Sequence[str]) -> None:
+    """Refuse a module into which other weights were loaded since its last round.
+
+    Args:
+        module: The module.
+        changed: Names of the parameters that were changed.
+
+    Raises:
+        MisconfigurationException: If there is one.
+    """
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise MisconfigurationException(
+            f"Expected {type(module).__name__} as its last round left it, but `{changed[0]}`{more} "
+            "was changed since, and this Trainer has a trained model of each client. Use a new "
+            "Trainer to start from the module, or pass ckpt_path to go back to a checkpoint."
+        )
+
+
 class ModuleAtStart:
     """The parameters with which a fit begins, to notice changes that no client would hear of.
 

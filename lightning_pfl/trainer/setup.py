@@ -128,7 +128,7 @@ class StageSetup:
             self._owner = owner
         federation.bind_method()
         if not fresh and saved is None:
-            _warn_of_changes(federation, module)
+            checks.check_unchanged(module, federation.changed_outside())
         stores = [architecture.client_states for architecture in federation.architectures]
         for store in stores:
             store.keep_shard()
@@ -361,15 +361,6 @@ def _warn_of_lost_parts(module: L.LightningModule) -> None:
             f"{type(module).__name__} holds the shared part of a federation that another Trainer "
             f"has trained with {method}; this Trainer evaluates it without the clients' personal "
             "parts. Use the Trainer of the fit, or pass ckpt_path."
-        )
-
-
-def _warn_of_changes(federation: Federation, module: L.LightningModule) -> None:
-    if changed := federation.changed_outside():
-        rank_zero_warn(
-            f"{type(module).__name__} was changed since its last round ({changed[0]}"
-            f"{', ...' if len(changed) > 1 else ''}), but this Trainer continues with the models "
-            "of server and clients. Use a new Trainer to start from the module."
         )
 
 

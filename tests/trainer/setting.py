@@ -118,8 +118,10 @@ def classes(
     )
 
 
-def network(seed: int = 0, **kwargs: Any) -> Any:
+def network(
+    seed: int = 0, kind: type[PersonalizedModule] = PersonalizedModule, **kwargs: Any
+) -> Any:
     """A small network in two halves, with BatchNorm and dropout."""
     torch.manual_seed(seed)
     backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
-    return PersonalizedModule(backbone, nn.Linear(8, 3), **{"lr": 0.1, "num_classes": 3, **kwargs})
+    return kind(backbone, nn.Linear(8, 3), **{"lr": 0.1, "num_classes": 3, **kwargs})

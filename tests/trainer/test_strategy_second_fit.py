@@ -23,7 +23,6 @@ from tests.trainer.setting import (
     SIZES,
     Quadratic,
     classes,
-    mean,
     network,
     points,
     steps_of,
@@ -35,27 +34,45 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 ZERO = torch.zeros(2, dtype=torch.float64)
 
 
-def test_weights_changed_between_fits_are_not_used_and_that_is_said() -> None:
-    run, module = trainer(FedAvg(), max_epochs=1), Quadratic()
-    run.fit(module, points())
-    first = run.strategy.global_state_dict()["w"]
-    module.w.data.fill_(100.0)
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [(FedAvg, "backbone.0.weight"), (FedRep, "head.weight"), (LocalOnly, "head.weight")],
+)
+@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
+def test_weights_loaded_after_a_fit_need_another_trainer(
+    method: Callable[[], Method], name: str, stage: str
+) -> None:
+    run, module = trainer(method(), max_epochs=1), network()
+    train, held_out = classes()
+    run.fit(module, train, held_out)
+    kept = run.strategy.client_state_dict(0)
+    left = {key: leaf.clone() for key, leaf in module.state_dict().items()}
+    module.load_state_dict({**left, name: left[name] + 1})
     run.fit_loop.max_epochs = 2
-    with pytest.warns(UserWarning, match=r"Quadratic was changed since its last round \(w\), but"):
-        run.fit(module, points())
-    want = mean([trained(first, client) for client in range(4)], list(map(float, SIZES)))
-    torch.testing.assert_close(run.strategy.global_state_dict()["w"], want, rtol=0, atol=1e-12)
+    match = rf"Module as its last round left it, but `{name}` was changed since, .* new Trainer"
+    with pytest.raises(MisconfigurationException, match=match):
+        getattr(run, stage)(module, train if stage == "fit" else held_out)
+    # Nothing is lost: with the module as it was, the clients go on.
+    module.load_state_dict(left)
+    run.validate(module, held_out, verbose=False)
+    assert all(torch.equal(run.strategy.client_state_dict(0)[key], kept[key]) for key in kept)
+
+
+class InLightningsLoop(PersonalizedModule):
+    """Each client's model is in the module itself while it trains."""
+
+    def on_after_backward(self) -> None:
+        """Look at the gradients."""
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedRep, LocalOnly])
-def test_a_fit_that_goes_on_says_nothing(method: Callable[[], Method]) -> None:
-    run, module = trainer(method(), max_epochs=1), network()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*was changed since.*")
-        run.fit(module, *classes())
-        run.validate(module, classes()[1], verbose=False)
-        run.fit_loop.max_epochs = 2
-        run.fit(module, *classes())
+@pytest.mark.parametrize("kind", [PersonalizedModule, InLightningsLoop])
+def test_a_fit_goes_on(method: Callable[[], Method], kind: type[PersonalizedModule]) -> None:
+    run, module = trainer(method(), max_epochs=1, engine="auto"), network(kind=kind)
+    run.fit(module, *classes())
+    run.validate(module, classes()[1], verbose=False)
+    run.fit_loop.max_epochs = 2
+    run.fit(module, *classes())
     assert run.strategy.federation.rounds == run.current_epoch == 2
 
 
