@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
@@ -114,7 +115,11 @@ class MetricLearning(Regression):
         points = self.layers[0](batch[0])
         loss = F.triplet_margin_loss(points, points.roll(1, 0), points.roll(2, 0), margin=3.0)
         self.log("loss", loss, on_step=False, on_epoch=True)
-        return {"loss": loss + super().training_step((batch[0], batch[1]), 0), "points": points}
+        return {"loss": loss, "points": points}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        apart = torch.pdist(self.layers[0](batch[0]))
+        self.log("val_loss", apart.mean())
 
 
 class Skipping(Regression):
@@ -134,6 +139,7 @@ KINDS: dict[str, type[Regression]] = {
     "attention": Attentive,
     "parametrizations": Parametrized,
     "adapters": Adapted,
+    "metric learning": MetricLearning,
 }
 
 
@@ -249,6 +255,18 @@ def test_mixed_precision() -> None:
     require_plain(Single, precision="bf16-mixed", engine="sequential")
 
 
+@pytest.mark.parametrize(
+    # In float16 the loss is infinite at the large scale: steps are skipped until it is halved.
+    ("scale", "rounds", "local_epochs"),
+    [(8.0, 2, 1), (2.0**20, 1, 4)],
+    ids=["all steps", "skipped steps"],
+)
+def test_scaled_losses(scale: float, rounds: int, local_epochs: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    require_plain(Single, rounds, local_epochs, engine="sequential", plugins=[plugin])
+
+
 class Unfused(Regression):
     """A fused step, which clients take by default, rounds otherwise."""
 
@@ -269,7 +287,15 @@ class Compiled(Regression):
         self.layers = torch.compile(self.layers, backend="eager")
 
 
+class CompiledGradients(Regression):
+    """The backward pass is compiled too."""
+
+    def build(self) -> None:
+        self.layers = torch.compile(self.layers, backend="aot_eager")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "sequential"])
-def test_compiled_layers(engine: str) -> None:
-    require_plain(Compiled, engine=engine)
+@pytest.mark.parametrize("kind", [Compiled, CompiledGradients])
+def test_compiled_layers(kind: type[Regression], engine: str) -> None:
+    require_plain(kind, engine=engine)
