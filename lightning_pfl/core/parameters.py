@@ -53,7 +53,7 @@ class ParameterSplit:
 
     Raises:
         ValueError: If a pattern matches nothing, if nothing is trainable, or if parameters are
-            complex, have hooks, or are embeddings with sparse gradients.
+            complex, sharded, have hooks, or are embeddings with sparse gradients.
     """
 
     def __init__(self, module: nn.Module, personal: ParameterSpec = None) -> None:
@@ -237,6 +237,20 @@ def _has_infinity(buffer: Tensor) -> bool:
 
 def _check_kinds(module: nn.Module) -> None:
     """Raise ValueError for parameters that can't be batched over clients or averaged."""
+    for name, part in module.named_modules():
+        if type(part).__name__ in PARALLEL:
+            raise ValueError(
+                f"Expected each process to have whole models of its own clients, but {name!r} is "
+                f"{type(part).__name__}, which trains one model with all processes. Use the layer "
+                "that it wraps; Trainer(devices=...) divides the clients."
+            )
+    for name, tensor in module.named_parameters():
+        if hasattr(tensor, "full_tensor"):  # a DTensor
+            raise ValueError(
+                f"Expected each process to have whole models of its own clients, but {name!r} is "
+                f"a {type(tensor.data).__name__}, sharded over processes. Don't call `fully_shard` "
+                "or `distribute_module`; Trainer(devices=...) divides the clients."
+            )
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and tensor.is_complex():
             raise ValueError(
@@ -258,6 +272,8 @@ def _check_kinds(module: nn.Module) -> None:
             )
 
 
+PARALLEL = frozenset(["DistributedDataParallel", "FullyShardedDataParallel"])
+"""Wrappers of one model that several processes train; the names, as their import is slow."""
 BATCH_NORM: tuple[type[nn.Module], ...] = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,

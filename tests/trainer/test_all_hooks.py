@@ -149,14 +149,32 @@ def public(classes: Iterable[type]) -> set[str]:
     }
 
 
+def bases(kind: type) -> list[type]:
+    """Classes of Lightning that hold hooks of a class: itself, and those of ``hooks``."""
+    return [kind, *(one for one in kind.__mro__ if one.__module__ == hooks.__name__)]
+
+
 def test_every_hook_is_known() -> None:
-    module = [L.LightningModule, hooks.ModelHooks, hooks.DataHooks, hooks.CheckpointHooks]
+    module, data = bases(L.LightningModule), bases(L.LightningDataModule)
+    assert {hooks.ModelHooks, hooks.DataHooks, hooks.CheckpointHooks} < set(module)
+    assert hooks.DataHooks in data
     known = SAME_OF_MODULE | PER_CLIENT | CHECKPOINTS | REFUSED_OF_MODULE | NO_HOOKS_OF_MODULE
     assert public(module) == known | {"on_predict_model_train"} & public(module)
     known = SAME_OF_CALLBACK | PER_CLIENT_OF_CALLBACK | SANITY | STATE | EXCEPTION | CHECKPOINTS
     assert public([L.Callback]) == known
     known = SAME_OF_DATA | STATE | EXCEPTION | NO_HOOKS_OF_DATA
-    assert public([L.LightningDataModule, hooks.DataHooks]) == known
+    assert public(data) == known
+
+
+@pytest.mark.parametrize(
+    "owner", [L.LightningModule, hooks.ModelHooks, L.LightningDataModule, L.Callback]
+)
+def test_a_hook_of_a_later_lightning_is_noticed(
+    owner: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "on_before_lunch", lambda self: None, raising=False)
+    with pytest.raises(AssertionError, match="on_before_lunch"):
+        test_every_hook_is_known()
 
 
 # --- recording ---

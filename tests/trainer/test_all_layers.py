@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,110 @@ def test_a_tied_embedding_is_shared_or_personal_as_one() -> None:
     trainer: Any = fit(Language(), 1, FedPer("model.head"), data=sentences)
     split = trainer.strategy.federation.parameter_split
     assert "model.embeddings.weight" in split.personal
+
+
+# --- models of transformers, adapters of peft ---
+
+
+class Pretrained(L.LightningModule):
+    """A model of `transformers`, which computes its loss from a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = self.make().double()
+
+    def make(self) -> Any:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.model(**batch).loss
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+SMALL = {"vocab_size": 7, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+class Classifier(Pretrained):
+    def make(self) -> Any:
+        transformers = pytest.importorskip("transformers")
+        settings = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config = transformers.BertConfig(
+            **SMALL, **settings, intermediate_size=8, max_position_embeddings=8
+        )
+        return transformers.BertForSequenceClassification(config)
+
+
+class Writer(Pretrained):
+    def make(self) -> Any:
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            **SMALL, intermediate_size=8, max_position_embeddings=8, use_cache=False
+        )
+        return transformers.LlamaForCausalLM(config)
+
+
+class AdaptedWriter(Writer):
+    def make(self) -> Any:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        return peft.get_peft_model(super().make(), config)
+
+
+def labelled() -> DataLoader[Any]:
+    samples: Any = sentences().dataset
+    return DataLoader(
+        [{**sample, "labels": torch.tensor(n % 2)} for n, sample in enumerate(samples)],  # type: ignore[arg-type]
+        batch_size=4,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "data"), [(Classifier, labelled), (Writer, sentences), (AdaptedWriter, sentences)]
+)
+def test_models_of_transformers(kind: type[Pretrained], data: Callable[[], Any]) -> None:
+    trainer = require_plain(kind, rounds=1, local_epochs=2, data=data)
+    if kind is AdaptedWriter:
+        split = trainer.strategy.federation.parameter_split
+        assert all("lora_" in name for name in split.trainable)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_several_processes_train_are_refused_by_name() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    def shard(layers: Any) -> Any:
+        fully_shard(layers, mesh=init_device_mesh("cpu", (1,)))
+        return layers
+
+    cpu = torch.device("cpu")
+    wraps: dict[str, Any] = {
+        "'layers.0.weight' is a DTensor": shard,
+        "'layers' is DistributedDataParallel": DistributedDataParallel,
+        "'layers' is FullyShardedData": lambda layers: FullyShardedDataParallel(
+            layers, device_id=cpu
+        ),
+    }
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        for match, wrap in wraps.items():
+            module = Regression()
+            module.layers = wrap(module.layers)
+            with pytest.raises(ValueError, match=match):
+                fit(module, 1, FedAvg())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class Detector(L.LightningModule):
