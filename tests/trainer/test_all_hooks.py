@@ -249,12 +249,17 @@ class Whole(Loaders, Regression):
 
 
 def everything(
-    federated: bool, module: Any = None, data: Any = None, callbacks: Any = None, **flags: Any
+    federated: bool,
+    module: Any = None,
+    data: Any = None,
+    callbacks: Any = None,
+    engine: Any = "sequential",
+    **flags: Any,
 ) -> L.Trainer:
     """Fit for two epochs with validation, test and predict."""
     flags = {**QUIET, **flags}
     if federated:
-        flags["strategy"] = FederatedStrategy(FedAvg(), seed=0, engine="sequential")
+        flags["strategy"] = FederatedStrategy(FedAvg(), seed=0, engine=engine)
     module = module or Whole()
     with quiet():
         trainer = L.Trainer(max_epochs=2, callbacks=callbacks, **flags)
@@ -291,22 +296,27 @@ def test_hooks_of_a_module() -> None:
     compare(ours, plain, SAME_OF_MODULE)
 
 
-def test_hooks_of_a_data_module() -> None:
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_hooks_of_a_data_module(engine: str) -> None:
+    # Those on a batch see many clients at once: tests/trainer/test_client_loop.py.
+    names = SAME_OF_DATA - (TRANSFERS if engine == "vectorized" else frozenset())
     plain, ours = list[Any](), list[Any]()
     for calls, federated in ((plain, False), (ours, True)):
-        data = recording(Data, SAME_OF_DATA, calls)()
+        data = recording(Data, names, calls)()
         data.federated = federated
-        everything(federated, data=data)
-    compare(ours, plain, SAME_OF_DATA)
+        everything(federated, data=data, engine=engine)
+    compare(ours, plain, names)
 
 
-def test_hooks_of_a_callback() -> None:
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_hooks_of_a_callback(engine: str) -> None:
+    names = SAME_OF_CALLBACK - (AROUND_STEPS if engine == "vectorized" else frozenset())
     plain, ours = list[Any](), list[Any]()
     for calls, federated in ((plain, False), (ours, True)):
-        module, callback = Whole(), recording(L.Callback, SAME_OF_CALLBACK, calls)()
+        module, callback = Whole(), recording(L.Callback, names, calls)()
         module.federated = federated
-        everything(federated, module, callbacks=[callback])
-    compare(ours, plain, SAME_OF_CALLBACK)
+        everything(federated, module, callbacks=[callback], engine=engine)
+    compare(ours, plain, names)
 
 
 @pytest.mark.parametrize("owner", ["module", "callback"])
