@@ -92,3 +92,15 @@ def check_budget(
     for client, each in value.items():
         advice = "A client that shouldn't train has no training data."
         check_whole(f"{name}[{client!r}]", each, 1, advice)
+
+
+def share_of(fraction: float, count: int) -> int:
+    """Return how many of ``count`` a fraction is, rounded down.
+
+    Fractions are decimal, where 0.29 * 100 is 28.999999999999996.
+
+    Example:
+        >>> share_of(0.29, 100), share_of(0.3, 5)
+        (29, 1)
+    """
+    return math.floor(round(fraction * count, 9))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.checks import share_of
 from lightning_pfl.core.randomness import derive, permutation
 
 
@@ -30,8 +29,7 @@ def cohort_size(participation: float | int, num_clients: int) -> int:
                 "fraction such as 0.1."
             )
         return participation
-    # 0.1 * 30 is 3.0000000000000004 and 0.29 * 100 is 28.999999999999996: fractions are decimal.
-    return max(1, math.floor(round(participation * num_clients, 9)))
+    return max(1, share_of(participation, num_clients))
 
 
 def check_participation(participation: float | int) -> float | int:

@@ -181,12 +181,15 @@ class Metropolis(GraphBuilder):
         self.graph = graph
 
     def __call__(self, num_clients: int, seed: int) -> Any:
-        """Build the graph and its weights, a matrix ``(num_clients, num_clients)``."""
+        """Build the graph and its weights, a sparse matrix ``(num_clients, num_clients)``."""
         import networkx
+        from scipy.sparse import coo_array
 
         built = self.graph(num_clients, seed)
         if isinstance(built, networkx.Graph):
-            built = networkx.to_numpy_array(built, nodelist=range(num_clients))
-        edges = np.asarray(built) != 0
-        degrees = edges.sum(1)
-        return np.where(edges, 1 / (1 + np.maximum(degrees[:, None], degrees)), 0.0)
+            built = networkx.to_scipy_sparse_array(built, nodelist=range(num_clients))
+        edges = coo_array(built)
+        edges.eliminate_zeros()
+        degrees = np.bincount(edges.row, minlength=num_clients)
+        weights = 1 / (1 + np.maximum(degrees[edges.row], degrees[edges.col]))
+        return coo_array((weights, (edges.row, edges.col)), edges.shape)

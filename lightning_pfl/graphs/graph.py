@@ -104,7 +104,10 @@ class Graph:
 
     @cached_property
     def largest_eigenvalue(self) -> float:
-        """Largest eigenvalue of the Laplacian, which bounds stable step sizes over the graph."""
+        """Largest eigenvalue of the Laplacian, which bounds stable step sizes over the graph.
+
+        Of more than :data:`DENSE` clients to about five digits, from below.
+        """
         from scipy.sparse import coo_matrix
         from scipy.sparse.linalg import eigsh
 
@@ -114,7 +117,10 @@ class Graph:
         index, shape = matrix.indices().numpy(), tuple(matrix.shape)
         sparse = coo_matrix((matrix.values().numpy(), (index[0], index[1])), shape=shape)
         start = np.ones(len(self)) + np.arange(len(self)) / len(self)  # the same in every run
-        return float(eigsh(sparse.tocsr(), k=1, v0=start, return_eigenvectors=False)[0])
+        # Exact, it would take a number of products that grows with the clients, where the largest
+        # eigenvalues lie close together, as on a ring.
+        found = eigsh(sparse.tocsr(), k=1, v0=start, return_eigenvectors=False, tol=1e-4)
+        return float(found[0])
 
     @cached_property
     def components(self) -> int:

@@ -16,11 +16,14 @@ from lightning_pfl.core.checks import check_choice, check_number, check_whole
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method, Phase
+from lightning_pfl.methods.support import memory
 from lightning_pfl.solvers.dual import coordinate_ascent, hinge, visiting_order
 
 Bound = Literal["common", "own"]
 FLOOR = 1e-7
 """Lower bound of the eigenvalues of the weights' Gram matrix, as in the released code."""
+COPIES = 3
+"""Relationships in double precision while one is learned: the former one, its product, itself."""
 
 
 def learned_relationship(weights: Tensor) -> Tensor:
@@ -29,11 +32,15 @@ def learned_relationship(weights: Tensor) -> Tensor:
     Symmetric, positive definite, of trace 1. The clients' weights are the rows of ``weights``.
     """
     flat = weights.flatten(1).double()
-    values, vectors = torch.linalg.eigh(flat @ flat.T)
-    roots = values.clamp_min(FLOOR).sqrt()
-    root = vectors * (roots / roots.sum()) @ vectors.T
-    symmetric: Tensor = (root + root.T) / 2
-    return symmetric.to(weights)
+    vectors, values, _ = torch.linalg.svd(flat, full_matrices=False)
+    roots = values.square().clamp_min(FLOOR).sqrt()
+    # Of the n eigenvalues those beyond the smaller side of the weights are 0.
+    least, others = FLOOR**0.5, len(flat) - len(values)
+    root = vectors * (roots - least) @ vectors.T
+    root = (root + root.T) / 2
+    root.diagonal().add_(least)
+    relationship: Tensor = root / (roots.sum() + others * least)
+    return relationship.to(weights)
 
 
 def aggregation_bound(relationship: Tensor, bound: Bound) -> Tensor:
@@ -190,6 +197,12 @@ class MOCHA(Method):
     def init_server(self, model: Model) -> Tree:
         """Start with weights of zero and no relationship."""
         weight = model[self._weight]
+        memory.require(
+            self.num_clients**2 * COPIES * max(weight.element_size(), 8),
+            weight.device,
+            f"the relationship of {self.num_clients} clients in {type(self).__name__}",
+            "Use fewer clients, or FedMTL or a method over a graph.",
+        )
         features = self._inputs + (self._bias is not None)
         identity = torch.eye(self.num_clients, dtype=weight.dtype, device=weight.device)
         return {
@@ -235,7 +248,8 @@ class MOCHA(Method):
         count = real.sum(1)
         losses = hinge(state["weights"], x, y).sum(2)
         client.report(losses.where(real, 0).sum(1) / count, minibatches)
-        steps = (self.local_fraction * count.double()).ceil().long()
+        # 0.07 * 100 is 7.000000000000001: fractions are decimal.
+        steps = (self.local_fraction * count.double() - 1e-9).ceil().long()
         dual, change = coordinate_ascent(
             state["dual"],
             state["weights"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.checks import is_number
+from lightning_pfl.core.checks import is_number, share_of
 from lightning_pfl.core.randomness import derive, permutation
 from lightning_pfl.solvers.pairs import Pairs
 
@@ -92,7 +92,7 @@ class BlockDraws:
 
 def _draw(existing: Tensor, share: float | int, key: int) -> Tensor:
     at = existing.nonzero().flatten()
-    count = max(1, share if isinstance(share, int) else int(share * len(at)))
+    count = max(1, share if isinstance(share, int) else share_of(share, len(at)))
     if count >= len(at):
         return existing
     chosen = torch.zeros_like(existing)

@@ -85,8 +85,11 @@ def test_the_laplacian_is_that_of_networkx() -> None:
 
 
 def test_the_largest_eigenvalue_of_a_large_graph() -> None:
-    """A cycle of even length n has the eigenvalues 2 - 2 cos(2 pi k / n), at most 4."""
-    assert resolve_graph("ring", 600).largest_eigenvalue == pytest.approx(4.0, rel=1e-6)
+    """A cycle of even length n has the eigenvalues 2 - 2 cos(2 pi k / n), at most 4.
+
+    The largest lie close together: to all digits those of so many clients would take minutes.
+    """
+    assert 4 * (1 - 1e-5) < resolve_graph("ring", 20_000).largest_eigenvalue <= 4 * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -241,6 +241,26 @@ def test_the_relationship_is_the_root_of_the_gram_matrix() -> None:
     close(nothing, torch.eye(3, dtype=torch.float64) / 3)
 
 
+def test_more_clients_than_features_have_the_smallest_eigenvalue() -> None:
+    """The Gram matrix of 9 clients has 3 eigenvalues above 0; the others are raised to 1e-7."""
+    weights = torch.randn(9, 1, 3, dtype=torch.float64)
+    weights[4] = 0
+    values, vectors = torch.linalg.eigh(weights.flatten(1) @ weights.flatten(1).T)
+    root = vectors @ torch.diag(values.clamp_min(1e-7).sqrt()) @ vectors.T
+    close(learned_relationship(weights), root / root.trace())
+
+
+@pytest.mark.parametrize("percent", [7, 14, 28, 29, 56, 57, 58, 100])
+def test_local_fractions_are_decimal(percent: int) -> None:
+    """Of 100 samples: in binary 0.07 of them are a little more than 7."""
+    # Each sample has a direction of its own, so that each visit leaves a dual variable above 0.
+    fields = torch.eye(100, dtype=torch.float64), torch.ones(100, dtype=torch.int64)
+    data = FederatedTensorDataset(fields, [range(100)], batch_size=100)
+    run = fit(MOCHA(1.0, 0, local_fraction=percent / 100), data, plane_module(dim=100), 1)
+    visited = int((run.client_state["dual"] != 0).sum())
+    assert visited == percent
+
+
 @pytest.mark.parametrize("bound", ["common", "own"])
 def test_the_bound_covers_the_couplings(bound: Any) -> None:
     root = torch.randn(5, 5, dtype=torch.float64)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.randomness import derive, permutation
+from lightning_pfl.graphs import Graph
 from lightning_pfl.solvers.blocks import BlockDraws, check_block_share, damping
 from lightning_pfl.solvers.pairs import Pairs
 from lightning_pfl.solvers.pdmm import PDMMState, objective, solve
@@ -141,6 +142,16 @@ def test_draws_have_the_asked_size_and_cover_everything() -> None:
         seen = seen[0] | drawn.pairs, seen[1] | drawn.models
     assert torch.equal(seen[0], pairs.mask)
     assert torch.equal(seen[1], members)
+
+
+@pytest.mark.parametrize("percent", [7, 28, 29, 57, 58, 100])
+def test_shares_are_decimal(percent: int) -> None:
+    """Of 100 clients and 100 pairs: in binary 0.29 of them are a little less than 29."""
+    ends = torch.stack([torch.arange(50), torch.arange(1, 51)])
+    chain = Pairs.of_graph(Graph.of(51, ends, torch.ones(50)))
+    draws = BlockDraws(chain, torch.zeros(51, dtype=torch.bool), percent / 100, 1.0, seed=0)
+    assert draws.total == 100
+    assert int(draws.of(0).pairs.sum()) == percent
 
 
 @pytest.mark.parametrize("bad", [0, 0.0, 1.5, -1, True, float("nan")])
