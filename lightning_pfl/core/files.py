@@ -1,13 +1,18 @@
-"""Files that are complete or not there."""
+"""Files that are complete or not there, and folders of one run at a time."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+if sys.platform != "win32":
+    import fcntl
 
 FULL_DISK = 2**20
 """Bytes; with less space left, torch's error without a cause is one of a full disk."""
@@ -63,6 +68,54 @@ def explaining_writes(path: Path) -> Iterator[None]:
             "make the folder writable or free some space, and go on from the last checkpoint with "
             "`ckpt_path`."
         ) from cause
+
+
+class FolderLock:
+    """Keeps a folder for one run at a time.
+
+    The system frees it when the process ends, however it ends. Windows and file systems without
+    locks have none.
+    """
+
+    NAME = ".running"
+
+    def __init__(self) -> None:
+        self._held: tuple[Path, int] | None = None
+
+    def take(self, folder: Path) -> str:
+        """Take a folder, and free the one before; return who has it, empty if this lock has."""
+        self.release()
+        if sys.platform == "win32":
+            return ""
+        path = folder / self.NAME
+        with explaining_writes(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            # A link that somebody else put there isn't followed.
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(file, 1000).decode()
+            os.close(file)
+            return owner or "another process"
+        except OSError:  # no locks here
+            os.close(file)
+            return ""
+        if not path.exists() or os.fstat(file).st_ino != path.stat().st_ino:
+            os.close(file)
+            return self.take(folder)  # its last owner has just removed the file
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        self._held = path, file
+        return ""
+
+    def release(self) -> None:
+        """Free the folder, if any is taken."""
+        if self._held is not None:
+            path, file = self._held
+            path.unlink(missing_ok=True)
+            os.close(file)
+        self._held = None
 
 
 def _free(path: Path) -> int:

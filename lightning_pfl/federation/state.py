@@ -224,7 +224,7 @@ class FederationState:
             architecture.parameter_split.load(shared)
 
     def _keep_own(self) -> None:
-        """Remember what the modules hold besides the shared entries, which no round writes."""
+        """Keep a copy of the modules' other entries, which no round writes."""
         shared = self.shared_model()
         models = [architecture.parameter_split.model() for architecture in self.architectures]
         self._own = [select(model, model.keys() - shared.keys()) for model in models]

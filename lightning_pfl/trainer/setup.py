@@ -25,6 +25,7 @@ from lightning_pfl._lightning import (
     take_over,
 )
 from lightning_pfl.contract.records import FitPlan
+from lightning_pfl.core.files import FolderLock
 from lightning_pfl.data.datamodule import FederatedDataModule
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
@@ -33,6 +34,7 @@ from lightning_pfl.federation.architectures import make_architectures, parameter
 from lightning_pfl.federation.checkpoint import merge_clients
 from lightning_pfl.federation.client_states import choose_device
 from lightning_pfl.federation.federation import Federation
+from lightning_pfl.federation.log_folder import log_folder
 from lightning_pfl.methods.base import Method
 from lightning_pfl.metrics.history import AT_END
 from lightning_pfl.trainer import checks
@@ -75,6 +77,23 @@ class StageSetup:
         self.saved: Mapping[str, Any] | None = None
         self.partition: str | None = None
         self._owner: tuple[L.Trainer, L.LightningModule, Method, tuple[str, ...]] | None = None
+        self.lock = FolderLock()
+
+    def lock_folder(self, trainer: L.Trainer) -> None:
+        """Keep the loggers' folder for this run, until the stage ends.
+
+        Raises:
+            MisconfigurationException: If another run has it.
+        """
+        folder, problem = None if trainer.predicting else log_folder(trainer), ""
+        if folder is not None and (owner := self.lock.take(folder)):
+            problem = (
+                f"Expected a folder for this run alone, but got {str(folder)!r}, into which "
+                f"{owner} writes. Wait for its end, or give the logger another name or version."
+            )
+        # All processes end, and none waits for the one that has asked.
+        if any(problems := self.federation.ranks.all_gather_objects(problem)):
+            raise MisconfigurationException("".join(problems))
 
     @property
     def trainer(self) -> L.Trainer | None:

@@ -236,6 +236,7 @@ class FederatedStrategy(ProcessesStrategy):
         checks.check_trainer(trainer)
         self.federation.ranks = self.ranks
         install_loops(trainer, self.federation)
+        self._stage.lock_folder(trainer)
         super().setup(trainer)
         module = self.lightning_module
         assert module is not None
@@ -328,6 +329,7 @@ class FederatedStrategy(ProcessesStrategy):
         if self._undo is not None:
             self._undo()
         self._undo = None
+        self._stage.lock.release()
         if (trainer := self._stage.trainer) is not None:
             # After an interrupt the other processes may not answer.
             if trainer.state.status != TrainerStatus.INTERRUPTED:

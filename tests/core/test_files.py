@@ -1,11 +1,12 @@
-"""Files that are complete or not there."""
+"""Files that are complete or not there, and folders of one run at a time."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from lightning_pfl.core.files import atomic_file
+from lightning_pfl.core.files import FolderLock, atomic_file
 
 
 def test_the_file_replaces_the_old_one_when_it_is_complete(tmp_path: Path) -> None:
@@ -72,3 +73,49 @@ def test_the_file_has_the_permissions_that_the_user_gives_new_files(tmp_path: Pa
     finally:
         os.umask(before)
     assert (tmp_path / "state.bin").stat().st_mode & 0o777 == 0o640
+
+
+# --- folders of one run ---
+
+posix = pytest.mark.skipif(os.name != "posix", reason="folders aren't locked here")
+
+
+@posix
+def test_a_folder_has_one_owner_until_it_is_free(tmp_path: Path) -> None:
+    first, second = FolderLock(), FolderLock()
+    assert first.take(tmp_path / "run") == ""
+    assert f"process {os.getpid()} on " in second.take(tmp_path / "run")
+    assert second.take(tmp_path / "other") == ""
+    first.release()
+    assert second.take(tmp_path / "run") == ""
+    second.release()
+    assert not [*tmp_path.rglob(FolderLock.NAME)]
+
+
+@posix
+def test_a_process_that_was_killed_has_no_folder(tmp_path: Path) -> None:
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = FolderLock()
+        held.take(tmp_path)
+        os.write(tell, b".")
+        signal.pause()
+    os.read(ready, 1)
+    assert f"process {child} on " in FolderLock().take(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    lock = FolderLock()
+    assert (tmp_path / FolderLock.NAME).exists()
+    assert lock.take(tmp_path) == ""
+    lock.release()
+
+
+@posix
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / FolderLock.NAME).symlink_to(victim)
+    with pytest.raises(OSError, match=f"Expected to write .*{FolderLock.NAME}"):
+        FolderLock().take(tmp_path)
+    assert victim.read_text() == "precious"

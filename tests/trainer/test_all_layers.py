@@ -184,6 +184,7 @@ def test_models_of_transformers(kind: type[Pretrained], data: Callable[[], Any])
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_layers_that_several_processes_train_are_refused_by_name() -> None:
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -200,9 +201,7 @@ def test_layers_that_several_processes_train_are_refused_by_name() -> None:
             layers, device_id=cpu
         ),
     }
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         for match, wrap in wraps.items():
             module = Regression()

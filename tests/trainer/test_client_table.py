@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import resource
 import signal
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, Logger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.callbacks import HeadFineTuning
+from lightning_pfl.core.files import FolderLock
 from lightning_pfl.data import (
     Digits,
     FederatedDataModule,
@@ -25,7 +28,7 @@ from lightning_pfl.metrics.history import History
 from lightning_pfl.models import MLP
 from lightning_pfl.trainer.client_table import ClientTable, unguarded
 from lightning_pfl.trainer.data import align_clients, move_to_device
-from tests.trainer.setting import Quadratic, points, trainer
+from tests.trainer.setting import Quadratic, classes, network, points, trainer
 
 
 def rows(path: Path) -> list[tuple[str, ...]]:
@@ -319,3 +322,22 @@ def test_every_run_of_a_tracker_has_its_own_table(
     for number, folder in enumerate(folders, start=1):
         found = rows(tables[tmp_path / "project" / folder])
         assert {row[0] for row in found} == {str(round) for round in range(number)}
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty")
+@pytest.mark.skipif(os.name != "posix", reason="folders aren't locked here")
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    def fit() -> None:
+        logger = CSVLogger(tmp_path, name="", version="run")
+        trainer(FedAvg(), max_epochs=1, logger=logger).fit(network(), *classes())
+
+    other = FolderLock()
+    other.take(tmp_path / "run")
+    match = rf"run alone, but got .*run', into which process {os.getpid()} on .* another name or v"
+    with pytest.raises(MisconfigurationException, match=match):
+        fit()
+    assert [entry.name for entry in (tmp_path / "run").iterdir()] == [FolderLock.NAME]
+    other.release()
+    fit()
+    assert (tmp_path / "run" / "clients_val.csv").exists()
+    assert not (tmp_path / "run" / FolderLock.NAME).exists()
