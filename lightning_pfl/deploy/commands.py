@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import shutil
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.deploy import recipe
 from lightning_pfl.deploy.keys import make_keys
 from lightning_pfl.deploy.loop import LoopLine
@@ -29,7 +31,9 @@ from lightning_pfl.deploy.settings import (
     recipe_of,
     split_address,
 )
-from lightning_pfl.deploy.worker import work
+
+FAILURES = (ValueError, OSError, RuntimeError, ModuleNotFoundError, MisconfigurationException)
+"""What ends a command with a sentence."""
 
 
 def say(text: str) -> None:
@@ -46,10 +50,13 @@ def main(arguments: Sequence[str]) -> None:
     parser = _parser()
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of each look for messages
     try:
         given.run(given)
-    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
+    except FAILURES as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,17 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     export = add("export", "Write a client's personal model, on its node.", export_command)
     export.add_argument("--client", help="which; may be left out for a node with one client")
     export.add_argument("--output", type=Path, required=True, help="the file, a state_dict")
-    worker = add(
-        "worker", "Run the process that has a node's data; `client` starts it.", worker_command
-    )
-    worker.add_argument("--socket", type=Path, required=True)
-    worker.add_argument("--finished", type=Path, required=True)
     for command, default in (
         (server, "server.yaml"),
         (client, "client.yaml"),
         (status, "server.yaml"),
         (export, "client.yaml"),
-        (worker, "client.yaml"),
     ):
         command.add_argument("--config", type=Path, default=Path(default))
     return parser
@@ -147,7 +148,7 @@ def init_command(given: argparse.Namespace) -> None:
 
 def server_command(given: argparse.Namespace) -> None:
     """Run the server."""
-    serve_over_flower(read_server(given.config), given.config, say)
+    serve_over_flower(read_server(given.config), say)
 
 
 def client_command(given: argparse.Namespace) -> None:
@@ -156,14 +157,7 @@ def client_command(given: argparse.Namespace) -> None:
     if given.what_is_sent:
         print_what_is_sent(settings)
     else:
-        join_over_flower(settings, given.config, say)
-
-
-def worker_command(given: argparse.Namespace) -> None:
-    """Run the process that has the data."""
-    node = make_node(read_client(given.config))
-    torch.set_num_threads(torch.get_num_threads())
-    work(node, given.socket, given.finished)
+        join_over_flower(settings, make_node(settings), say)
 
 
 def print_what_is_sent(settings: ClientSettings) -> None:

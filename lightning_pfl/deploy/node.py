@@ -152,6 +152,9 @@ class Node:
         privacy: Noise for uploads, as for :func:`~lightning_pfl.deploy.privacy.check_privacy`;
             None for no noise.
 
+    Attributes:
+        finished: Whether the server has said that it has finished.
+
     Raises:
         ValueError: If the data have no such clients, or if the method can't use the noise.
     """
@@ -180,6 +183,7 @@ class Node:
         self._fresh: Any = cli  # for the first federation
         self.federation: NodeFederation | None = None
         self.id = ""
+        self.finished = False
 
     def _make(self) -> Any:
         return recipe.make(self.settings, f"{__name__}.NodeStrategy", 0, **QUIET)
@@ -425,6 +429,7 @@ class Node:
         """Keep what the server sends last; personal models are made of it."""
         federation, _ = self._begin(packet)
         write_atomically(federation.folder / "latest.bin", data)
+        self.finished = True
         return Packet("finished", {"federation": self.id})
 
     def _shared(

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 PAUSES = 5
 """Number of looks for answers after which the network is asked for the nodes again."""
+LONGEST = 10
+"""Number of pauses between two looks at most; who has waited long looks less often."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Nodes:
         timeout: Seconds that a question waits for its answer; None for ever.
         max_samples: Samples that a client may have at most.
         needs_labels: Whether nodes send the number of samples of each class per client.
-        pause: Seconds between two looks at the network.
+        pause: Seconds between two looks at the network at first, see :data:`LONGEST`.
         say: Called with each progress message, a sentence.
 
     Attributes:
@@ -133,13 +135,18 @@ class Nodes:
 
     def wait(self) -> None:
         """Wait until the numbers of all clients are known."""
-        missing: list[str] = []
+        missing, began = list[str](), time.monotonic()
         while left := [name for name in self.names if name not in self.counts]:
             if left != missing:
                 self.say(f"Waiting for {', '.join(left)}.")
                 missing = left
             self.look()
-            time.sleep(self.pause)
+            self._rest(began)
+
+    def _rest(self, began: float) -> None:
+        """Pause between two looks: a tenth of the time waited, within bounds."""
+        waited = time.monotonic() - began
+        time.sleep(min(max(self.pause, waited / 10), LONGEST * self.pause))
 
     def look(self) -> None:
         """Greet nodes that came or came back, and take their answers."""
@@ -238,7 +245,8 @@ class Nodes:
             question: Makes the message for the clients of one node, by their positions.
             limit: Largest number of bytes of an answer, by number of clients.
         """
-        end = None if self.timeout is None else time.monotonic() + self.timeout
+        began = time.monotonic()
+        end = None if self.timeout is None else began + self.timeout
         waiting = dict.fromkeys(range(len(clients)))
         asked: dict[str, _Asked] = {}
 
@@ -272,7 +280,7 @@ class Nodes:
                 if self._since.get(each.node) != each.since:
                     del asked[number]
             if waiting:
-                time.sleep(self.pause)
+                self._rest(began)
         if waiting:
             yield answer([*waiting], reason=f"no answer within {self.timeout} s")
 

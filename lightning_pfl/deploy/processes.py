@@ -1,19 +1,21 @@
-"""Flower's processes: the SuperLink and its run on the server, the SuperNode on every node."""
+"""A server with its SuperLink, and a node with its SuperNode."""
 
 from __future__ import annotations
 
 import ctypes
-import json
+import logging
+import math
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +23,16 @@ from typing import Any
 
 from typing_extensions import Self
 
+from lightning_pfl.deploy import recipe
+from lightning_pfl.deploy.flower import FlowerLine, Orders, Tasks, answer_with, open_grid
+from lightning_pfl.deploy.node import Node
+from lightning_pfl.deploy.server import serve
 from lightning_pfl.deploy.settings import ClientSettings, ServerSettings, split_address
 
-APP = Path(__file__).parent / "app"
-"""The Flower app: its two parts carry messages."""
+SUPERLINK = Path(__file__).parent / "superlink.py"
+"""The program that runs Flower's SuperLink."""
+LOOK = 0.2
+"""Seconds between two looks for messages."""
 AGAIN = 5.0
 """Seconds before a process that ended is started again. Flower lets a node that was killed back in
 after two missed heartbeats, up to a minute."""
@@ -34,8 +42,10 @@ QUIET = {
 }
 WRONG_SETTINGS = 2
 """The status with which programs end that can't work with their arguments."""
-STAY = 20.0
+STAY = 10.0
 """Seconds that a node stays after the end, so that its last answer arrives."""
+
+log = logging.getLogger(__name__)
 
 
 def require_flower() -> None:
@@ -156,41 +166,53 @@ class Children:
 # --- the server -----------------------------------------------------------------------------------
 
 
-def serve_over_flower(settings: ServerSettings, config: Path, say: Callable[[str], None]) -> None:
-    """Run a SuperLink and the deployment's run in it, until the run has finished.
+def serve_over_flower(settings: ServerSettings, say: Callable[[str], None]) -> None:
+    """Run a SuperLink, and the server on it until it has finished.
 
     Args:
         settings: Settings of ``server.yaml``.
-        config: The file.
         say: Called with each progress message, a sentence.
 
     Raises:
-        RuntimeError: If the run can't be started, or if it fails.
+        RuntimeError: If the SuperLink can't be started, or if it doesn't answer.
     """
     require_flower()
     host, port = split_address(settings.address)
     _require_files(settings.keys, "ca.crt", "server.crt", "server.key")
     _require_files(settings.keys, *(f"{node}.pub" for node in settings.nodes))
-    _require_free(host, port)
     settings.folder.mkdir(parents=True, exist_ok=True)
-    home = settings.folder / "flower"
-    (settings.folder / "failed.txt").unlink(missing_ok=True)
-    log, status = settings.folder / "progress.log", settings.folder / "status.json"
-    read = log.stat().st_size if log.is_file() else 0
-    status.unlink(missing_ok=True)
-    with Children(home, say) as children:
-        start_superlink(children, settings.address, settings.keys)
-        _submit(settings, config, home, port)
-        say(f"The server listens on {settings.address}.")
-        while _state(status) != "finished":
-            if "superlink" in children.look():
-                _submit(settings, config, home, port)
-                say("The server is back.")
-            read = _follow(log, read)
-            if (failed := settings.folder / "failed.txt").is_file():
-                raise RuntimeError(failed.read_text())
-            time.sleep(0.3)
-        _follow(log, read)
+    found, secure = recipe.load(settings.recipe), settings.keys is not None
+    with alone(settings.folder), ExitStack() as stack:
+        _require_free(host, port)
+        children = stack.enter_context(Children(settings.folder / "flower", say))
+        line = connect(stack, children, settings, say)
+        owners = settings.owners if secure else list(settings.owners)
+        limits = (settings.timeout, settings.max_samples)
+        try:
+            serve(found, line, settings.folder, owners, *limits, pause=LOOK)
+        except Exception:
+            (settings.folder / "failed.txt").write_text(traceback.format_exc(), encoding="utf-8")
+            raise
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep other servers out of a folder.
+
+    Raises:
+        RuntimeError: If there is one.
+    """
+    import fcntl
+
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(
+                f"Expected no other server in the folder {str(folder)!r}, but one is running. End "
+                "it, or take another folder."
+            ) from error
+        yield
 
 
 def _require_files(folder: Path | None, *names: str) -> None:
@@ -216,85 +238,55 @@ def _require_free(host: str, port: int) -> None:
             ) from error
 
 
-def start_superlink(children: Children, address: str, keys: Path | None) -> None:
-    """Start a SuperLink; its database and configuration are in the folder of the children."""
-    host, port = split_address(address)
-    home, secure = children.folder, ["--insecure"]
-    connection = "insecure = true"
+def connect(
+    stack: ExitStack, children: Children, settings: ServerSettings, say: Callable[[str], None]
+) -> FlowerLine:
+    """Start a SuperLink that takes orders from this process alone, and open its network.
+
+    Args:
+        stack: What ends with the network.
+        children: What starts the SuperLink; its folder holds the database and the log.
+        settings: Settings of ``server.yaml``.
+        say: Called with each progress message, a sentence.
+    """
+    host, port = split_address(settings.address)
+    home, keys = children.folder, settings.keys
+    secret = make_secret(home / "secret")
+    secure, certificate = ["--insecure"], None
     if keys is not None:
+        certificate = keys / "ca.crt"
         files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
         secure = [part for k, file in files.items() for part in (f"--ssl-{k}", str(keys / file))]
         secure.append("--enable-supernode-auth")
-        connection = f'root-certificates = "{keys / "ca.crt"}"'
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{port}"\n'
-        f"{connection}\n"
-    )
-    command = [program("flower-superlink"), "--host", host, "--port", str(port), *secure]
+    command = [sys.executable, str(SUPERLINK), str(home / "secret")]
+    command += ["--host", host, "--port", str(port), *secure, "--isolation", "process"]
     command += ["--database", str(home / "superlink.db")]
     command += ["--disable-runtime-dependency-installation"]
     children.start("superlink", command, FLWR_HOME=str(home))
+    here = f"127.0.0.1:{port}"
+    opened = stack.enter_context(ExitStack())
+
+    def open_again() -> Any:
+        opened.close()
+        _wait(children, port)
+        with closing(Orders(here, secret, certificate)) as orders:
+            for node in settings.nodes if keys is not None else ():
+                assert keys is not None
+                orders.register(node, keys / f"{node}.pub")
+            run = orders.start_run()
+        with closing(Tasks(here, "flwr-serverapp", secret, certificate)) as tasks:
+            grid = open_grid(opened, tasks, run)
+        say(f"The server listens on {settings.address}.")
+        return grid
+
+    return FlowerLine(open_again, children.look)
 
 
-def start_supernode(
-    children: Children, home: Path, server: str, keys: Path | None, **config: str | int
-) -> None:
-    """Start a SuperNode.
-
-    Args:
-        children: What starts it.
-        home: Flower's folder, in which it keeps what a server has sent.
-        server: Address of the SuperLink.
-        keys: The folder of the certificate and the node's key; None without TLS.
-        **config: What the client app finds in its ``node_config``.
-    """
-    secure = ["--insecure"]
-    if keys is not None:
-        secure = ["--root-certificates", str(keys / "ca.crt")]
-        secure += ["--auth-supernode-private-key", str(keys / "node.key")]
-    command = [program("flower-supernode"), *secure, "--superlink", server]
-    command += ["--port", str(free_port()), "--node-config", _toml(config)]
-    children.start("supernode", command, FLWR_HOME=str(home))
-
-
-def run_app(home: Path, app: Path, port: int, **config: str | int) -> None:
-    """Start a Flower app on the SuperLink of a folder, once that listens."""
-    _wait(port)
-    flower(home, "run", str(app), "--run-config", _toml(config))
-
-
-def _toml(values: Mapping[str, str | int]) -> str:
-    return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items())
-
-
-def _state(status: Path) -> str:
-    return str(json.loads(status.read_text())["state"]) if status.is_file() else ""
-
-
-def _follow(log: Path, read: int) -> int:
-    """Print what was added to a file; returns its new end."""
-    if not log.is_file():
-        return read
-    with log.open("rb") as file:
-        file.seek(read)
-        added = file.read()
-    print(added.decode(), end="", flush=True)
-    return read + len(added)
-
-
-def _submit(settings: ServerSettings, config: Path, home: Path, port: int) -> None:
-    """Wait for the SuperLink, register the nodes' keys, and start the run."""
-    _wait(port)
-    for node in settings.nodes if settings.keys is not None else ():
-        assert settings.keys is not None
-        public = str(settings.keys / f"{node}.pub")
-        flower(home, "supernode", "register", public, "--name", node, known="already")
-    run_app(home, APP, port, config=str(config.resolve()), starter=os.getpid())
-
-
-def _wait(port: int, limit: float = 120.0) -> None:
+def _wait(children: Children, port: int, limit: float = 120.0) -> None:
+    """Wait until a SuperLink listens."""
     end = time.monotonic() + limit
     while True:
+        children.look()
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
             return
@@ -304,67 +296,67 @@ def _wait(port: int, limit: float = 120.0) -> None:
                     f"Expected the SuperLink to listen on port {port}, but it doesn't. See "
                     "flower/superlink.log in the server's folder."
                 ) from error
-            time.sleep(0.2)
+            time.sleep(0.1)
 
 
-def flower(home: Path, *command: str, known: str = "") -> dict[str, Any]:
-    """Run a command of Flower's own command line.
-
-    Args:
-        home: Flower's folder.
-        *command: The command.
-        known: A word of the error that is none, as what it asks for is done already.
-
-    Raises:
-        RuntimeError: If it fails.
-    """
-    done = subprocess.run(
-        [program("flwr"), *command, "--format", "json"],
-        env={**os.environ, **QUIET, "PATH": search_path(), "FLWR_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    text = done.stdout[done.stdout.find("{") :]
-    try:
-        found: dict[str, Any] = json.loads(text)
-    except ValueError:
-        found = {"success": False}
-    if not found.get("success") and not (known and known in done.stdout + done.stderr):
-        raise RuntimeError(
-            f"Expected `flwr {' '.join(command[:2])}` to work, but it says: "
-            f"{(done.stdout + done.stderr).strip()[-500:]}"
-        )
-    return found
+def make_secret(path: Path) -> bytes:
+    """Draw a secret, and write it to a file that its owner alone can read."""
+    path.unlink(missing_ok=True)
+    secret = secrets.token_hex(32).encode()
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secret)
+    return secret
 
 
 # --- a node ---------------------------------------------------------------------------------------
 
 
-def join_over_flower(settings: ClientSettings, config: Path, say: Callable[[str], None]) -> None:
-    """Run a node's worker and its SuperNode until the server has finished.
+def join_over_flower(settings: ClientSettings, node: Node, say: Callable[[str], None]) -> None:
+    """Answer the server's messages, which a SuperNode brings, until it has finished.
 
     Args:
         settings: Settings of ``client.yaml``.
-        config: The file.
+        node: What answers.
         say: Called with each progress message, a sentence.
     """
     require_flower()
     _require_files(settings.keys, "ca.crt", "node.key")
-    logs = settings.folder / "logs"
-    with ExitStack() as stack:
-        # A path of a socket may have a hundred characters.
-        short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pfl-")))
-        children = stack.enter_context(Children(logs, say))
-        path, finished = short / "worker", short / "finished"
-        worker = [sys.executable, "-m", "lightning_pfl", "deploy", "worker"]
-        worker += ["--config", str(config), "--socket", str(path), "--finished", str(finished)]
-        children.start("worker", worker)
-        home = settings.folder / "flower"
-        start_supernode(children, home, settings.server, settings.keys, socket=str(path))
+    with Children(settings.folder / "logs", say) as children:
+        home, port = settings.folder / "flower", free_port()
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        secret = make_secret(home / "secret")
+        secure = ["--insecure"]
+        if settings.keys is not None:
+            secure = ["--root-certificates", str(settings.keys / "ca.crt")]
+            secure += ["--auth-supernode-private-key", str(settings.keys / "node.key")]
+        command = [program("flower-supernode"), *secure, "--superlink", settings.server]
+        command += ["--port", str(port), "--isolation", "process"]
+        command += ["--superexec-auth-secret-file", str(home / "secret")]
+        children.start("supernode", command, FLWR_HOME=str(home))
         say(f"{settings.name} looks for the server at {settings.server}.")
-        while not finished.is_file():
+        tasks, handle = (
+            Tasks(f"127.0.0.1:{port}", "flwr-clientapp", secret),
+            answer_with(node.handle),
+        )
+        end = math.inf
+        while time.monotonic() < end:
             children.look()
-            time.sleep(0.3)
-        say("The server has finished.")
-        time.sleep(STAY)
+            if not _answer(tasks, handle):
+                time.sleep(LOOK)
+            if node.finished and end == math.inf:
+                say("The server has finished.")
+                end = time.monotonic() + STAY
+
+
+def _answer(tasks: Tasks, handle: Callable[[Any], Any]) -> bool:
+    """Answer a message, if there is one and the SuperNode can be reached."""
+    from httpx import ConnectError
+
+    try:
+        return tasks.answer(handle)
+    except ConnectError:  # it is about to start
+        return False
+    except Exception:
+        # The server asks again when it learns that there is no answer.
+        log.exception("A message was dropped.")
+        return False

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from lightning_pfl.deploy import recipe
 from lightning_pfl.deploy.node import Node
-from lightning_pfl.deploy.nodes import Line
-from lightning_pfl.deploy.server import serve
 
 
 @dataclass(frozen=True)
@@ -178,41 +175,6 @@ def _read(path: str | Path, kind: type[Any]) -> dict[str, Any]:
         value = found.get(name, known[name].default)
         found[name] = None if value is None else path.parent / str(value)
     return found
-
-
-def run_server(path: str, line: Line) -> None:
-    """Run the server of ``server.yaml`` on a network."""
-    settings = read_server(path)
-    secure = settings.keys is not None
-    settings.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with alone(settings.folder / "lock"):
-            serve(
-                recipe.load(settings.recipe),
-                line,
-                settings.folder,
-                settings.owners if secure else list(settings.owners),
-                settings.timeout,
-                settings.max_samples,
-                pause=0.2,
-            )
-    except ProcessLookupError:  # `deploy server` was killed; another one may have begun
-        raise
-    except Exception as error:
-        # `deploy server` is another process: it ends with this reason.
-        reason = f"{type(error).__name__}: {error}"
-        (settings.folder / "failed.txt").write_text(reason, encoding="utf-8")
-        raise
-
-
-@contextmanager
-def alone(lock: Path) -> Iterator[None]:
-    """Wait until no other process works in the folder of a file."""
-    import fcntl
-
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def recipe_of(settings: ClientSettings) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import yaml
@@ -25,6 +26,16 @@ from lightning_pfl.deploy.processes import free_port
 from tests.deploy.setting import leaves_of
 
 ROOT = Path(__file__).parents[2]
+PRELOADED = [
+    "tests.deploy.processes",
+    "sklearn.datasets",
+    "torch.utils.tensorboard",
+    "flwr.cli.build",
+    "flwr.supercore.control",
+    "flwr.superlink.grid",
+    "flwr.supernode.runtime.run_clientapp",
+]
+"""Modules that servers and nodes need."""
 
 
 def wait_for_port(port: int, limit: float = 120.0) -> None:
@@ -38,6 +49,61 @@ def wait_for_port(port: int, limit: float = 120.0) -> None:
         time.sleep(0.2)
 
 
+class Running(Protocol):
+    """A process that was started."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> object: ...
+
+
+class Forked:
+    """A process that was forked, with what `subprocess` calls the parts that are used here."""
+
+    def __init__(self, process: Any) -> None:
+        self.pid, self.wait = process.pid, process.join
+        self._process = process
+
+    def poll(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+
+def start(what: str, folder: Path) -> Running:
+    """Start `lightning-pfl deploy` as a person does."""
+    with (folder / "out.txt").open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "lightning_pfl", "deploy", what],
+            cwd=folder,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+
+def fork(what: str, folder: Path) -> Running:
+    """Start the same from a process that has imported what it needs, once for all of them."""
+    (folder / "out.txt").touch()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=run_in, args=(what, folder))
+    process.start()
+    return Forked(process)
+
+
+def run_in(what: str, folder: Path) -> None:
+    """Be `lightning-pfl deploy` in a folder."""
+    os.setsid()
+    os.chdir(folder)
+    out = os.open("out.txt", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    commands.main([what])
+
+
 class Processes:
     """The server and three nodes of a deployment, each in a process group of its own.
 
@@ -45,11 +111,17 @@ class Processes:
         folder: A new folder.
         recipe: The recipe.
         names: The nodes; each is one client of the recipe's data.
+        warm: Whether to start from a process that has imported what the commands need.
         **server: Settings of ``server.yaml``.
     """
 
     def __init__(
-        self, folder: Path, recipe: dict[str, Any], names: tuple[str, ...], **server: Any
+        self,
+        folder: Path,
+        recipe: dict[str, Any],
+        names: tuple[str, ...],
+        warm: bool = False,
+        **server: Any,
     ) -> None:
         self.folder, self.recipe, self.names = folder / "deployment", recipe, names
         path = folder / "recipe.yaml"
@@ -71,7 +143,8 @@ class Processes:
         settings = self.folder / "server" / "server.yaml"
         changed = {**yaml.safe_load(settings.read_text()), "address": address, **server}
         settings.write_text(yaml.safe_dump(changed))
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.warm = warm
+        self.running: dict[str, Running] = {}
 
     def __enter__(self) -> Processes:
         return self
@@ -97,21 +170,14 @@ class Processes:
         """Start the server (``"server"``) and nodes by their names."""
         for name in names:
             what = "server" if name == "server" else "client"
-            with (self.folder / name / "out.txt").open("ab") as out:
-                self.running[name] = subprocess.Popen(
-                    [sys.executable, "-m", "lightning_pfl", "deploy", what],
-                    cwd=self.folder / name,
-                    stdout=out,
-                    stderr=out,
-                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                    start_new_session=True,
-                )
+            self.running[name] = (fork if self.warm else start)(what, self.folder / name)
 
     def kill(self, *names: str) -> None:
         """Kill processes with all that they have started."""
         for name in names:
             process = self.running.pop(name)
             with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 

@@ -107,7 +107,7 @@ def make_nodes(
 
 
 def deploy(
-    recipe: dict[str, Any], folder: Path, line: LoopLine | None = None, timeout: float = 1
+    recipe: dict[str, Any], folder: Path, line: LoopLine | None = None, timeout: float = 60
 ) -> tuple[Any, LoopLine]:
     """Deploy a recipe inside this process; returns the server's Trainer and the network."""
     line = LoopLine(make_nodes(recipe, folder)) if line is None else line

@@ -6,11 +6,13 @@ import contextlib
 import subprocess
 import sys
 import time
+from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import pytest
 
+from lightning_pfl.deploy.flower import Orders, Tasks
 from tests.deploy.processes import Processes
 from tests.deploy.setting import METHODS, LeftOut, recipe_of, simulate
 
@@ -18,26 +20,48 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs
 NAMES = ("0", "1", "2")
 
 
-@pytest.mark.slow
-def test_one_round_equals_the_simulation_and_strangers_are_kept_out(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("flower")
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of Flower's
+def test_a_round_equals_the_simulation_and_orders_need_the_secret(tmp_path: Path) -> None:
+    from httpx import HTTPStatusError
+
     recipe = recipe_of("FedMAP", rounds=1, participation=1.0, clients=3, limit_val_batches=0)
     simulated = simulate(recipe, tmp_path)
-    with Processes(tmp_path, recipe, NAMES) as deployed:
-        deployed.add_stranger()
-        deployed.start("server", *NAMES, "stranger")
-        deployed.until(lambda: "is here" in deployed.log)
+    with Processes(tmp_path, recipe, NAMES, warm=True) as deployed:
+        deployed.start("server")
+        deployed.until(lambda: "Waiting for" in deployed.log)
+        deployed.start(*NAMES)
         plain = HTTPConnection("127.0.0.1", deployed.port, timeout=60)
         plain.request("GET", "/")
         with pytest.raises((HTTPException, ConnectionError)):  # TLS ends what is plain text
             plain.getresponse()
-        link = deployed.folder / "server" / "run" / "flower" / "superlink.log"
+        address, keys = f"127.0.0.1:{deployed.port}", deployed.folder / "server" / "keys"
+        guess = b"0" * 64  # a secret of another process
+        with closing(Orders(address, guess, keys / "ca.crt")) as orders:
+            for order in (lambda: orders.register("0", keys / "1.pub"), orders.start_run):
+                with pytest.raises(HTTPStatusError, match="401"):
+                    order()
+        with (
+            closing(Tasks(address, "flwr-serverapp", guess, keys / "ca.crt")) as tasks,
+            pytest.raises(HTTPStatusError, match="401"),
+        ):
+            tasks.acquire()
+        deployed.finish()
+        assert deployed.differences(simulated.strategy.federation) == []
+
+
+@pytest.mark.slow
+def test_a_stranger_with_another_key_is_kept_out(tmp_path: Path) -> None:
+    recipe = recipe_of("FedAvg", rounds=1, participation=1.0, clients=3, limit_val_batches=0)
+    with Processes(tmp_path, recipe, NAMES, warm=True) as deployed:
+        deployed.add_stranger()
+        deployed.start("server", *NAMES, "stranger")
         refusal = "No SuperNode found with the given public key"
         stranger = deployed.folder / "stranger" / "state"
         deployed.until(lambda: "ended with" in (stranger.parent / "out.txt").read_text())
         deployed.finish()
-        assert refusal in link.read_text()
+        assert refusal in (deployed.folder / "server/run/flower/superlink.log").read_text()
         assert not list(stranger.glob("*/join.bin"))
-        assert deployed.differences(simulated.strategy.federation) == []
 
 
 @pytest.mark.slow
