@@ -5,26 +5,21 @@ python -m benchmarks.deployment --rounds 6 --turns 3
 
 import argparse
 import contextlib
+import json
 import os
+import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
 
-from lightning_pfl.deploy.processes import APP as DEPLOYMENT
-from lightning_pfl.deploy.processes import (
-    Children,
-    free_port,
-    run_app,
-    start_superlink,
-    start_supernode,
-)
+from lightning_pfl.deploy.processes import Children, free_port, program
 
 CLIENTS = 2
 TICK = os.sysconf("SC_CLK_TCK")
@@ -89,40 +84,31 @@ def measure(folder: Path, rounds: Callable[[], int], last: int) -> tuple[float, 
     )
 
 
-@contextlib.contextmanager
-def network(folder: Path, **config: str) -> Iterator[tuple[Path, int, list[Children]]]:
-    """Start a SuperLink and SuperNodes; their processes end with the context.
-
-    Yields:
-        The server's folder, its port, and what the nodes start their processes with.
-    """
-    port = free_port()
-    with ExitStack() as stack:
-        children = [
-            stack.enter_context(Children(folder / name, print))
-            for name in ("server", *map(str, range(CLIENTS)))
-        ]
-        link, *nodes = children
-        start_superlink(link, f"127.0.0.1:{port}", None)
-        for number, node in enumerate(nodes):
-            said = {name: value.format(number) for name, value in config.items()}
-            start_supernode(
-                node,
-                node.folder,
-                f"127.0.0.1:{port}",
-                None,
-                **said,
-                client=number,
-                clients=CLIENTS,
-            )
-        yield link.folder, port, nodes
+def start(children: Children, name: str, command: Sequence[str], home: Path) -> None:
+    """Start a program of a run, with the run's folder in its environment."""
+    children.start(name, command, FLWR_HOME=str(home), PYTHONPATH=str(Path.cwd()))
 
 
 def flower(folder: Path, rounds: int) -> tuple[float, float]:
     """Measure Flower's own FedAvg: wall and CPU seconds of a round."""
-    times = folder / "times"
-    with network(folder) as (home, port, _):
-        run_app(home, APP, port, rounds=rounds, times=str(times))
+    times, port = folder / "times", free_port()
+    with Children(folder, print) as children:
+        (folder / "config.toml").write_text(
+            f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{port}"\n'
+            "insecure = true\n"
+        )
+        link = [program("flower-superlink"), "--insecure", "--port", str(port)]
+        link += ["--database", str(folder / "link.db"), "--disable-runtime-dependency-installation"]
+        start(children, "superlink", link, folder)
+        for number in range(CLIENTS):
+            node = [program("flower-supernode"), "--insecure", "--superlink", f"127.0.0.1:{port}"]
+            node += ["--port", str(free_port())]
+            node += ["--node-config", f"client={number} clients={CLIENTS}"]
+            start(children, f"node-{number}", node, folder / str(number))
+        wait_for(port)
+        config = f"rounds={rounds} times={json.dumps(str(times))}"
+        run = [program("flwr"), "run", str(APP), "--run-config", config]
+        subprocess.run(run, env={**os.environ, "FLWR_HOME": str(folder)}, check=True)
         # Flower evaluates the initial model as well.
         return measure(folder, lambda: _lines(times) - 1, rounds)
 
@@ -131,21 +117,28 @@ def ours(folder: Path, rounds: int) -> tuple[float, float]:
     """Measure a deployment: wall and CPU seconds of a round."""
     recipe = {**RECIPE, "trainer": {**RECIPE["trainer"], "max_epochs": rounds}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    names = [str(client) for client in range(CLIENTS)]
-    server = {"recipe": "recipe.yaml", "nodes": names, "keys": None}
+    names, address = [str(client) for client in range(CLIENTS)], f"127.0.0.1:{free_port()}"
+    server = {"recipe": "recipe.yaml", "nodes": names, "keys": None, "address": address}
     (folder / "server.yaml").write_text(yaml.safe_dump(server))
-    with network(folder, socket=str(folder / "socket-{}")) as (home, port, nodes):
-        for name, node in zip(names, nodes, strict=True):
+    command = [sys.executable, "-m", "lightning_pfl", "deploy"]
+    with Children(folder, print) as children:
+        config = ["--config", str(folder / "server.yaml")]
+        start(children, "server", [*command, "server", *config], folder)
+        for name in names:
             client = {"name": name, "recipe": "recipe.yaml", "folder": f"state-{name}"}
             path = folder / f"client-{name}.yaml"
-            path.write_text(yaml.safe_dump({**client, "keys": None}))
-            worker = [sys.executable, "-m", "lightning_pfl", "deploy", "worker"]
-            worker += ["--config", str(path), "--socket", str(folder / f"socket-{name}")]
-            worker += ["--finished", str(folder / f"finished-{name}")]
-            node.start("worker", worker, LIGHTNING_PFL_BENCHMARK=str(folder))
-        run_app(home, DEPLOYMENT, port, config=str(folder / "server.yaml"), starter=os.getpid())
+            path.write_text(yaml.safe_dump({**client, "keys": None, "server": address}))
+            start(children, name, [*command, "client", "--config", str(path)], folder)
         log = folder / "run" / "progress.log"
         return measure(folder, lambda: _lines(log, "] Round "), rounds)
+
+
+def wait_for(port: int) -> None:
+    """Wait until something listens on a port."""
+    while True:
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port), 1).close()
+        time.sleep(0.1)
 
 
 def _lines(path: Path, mark: str = "") -> int:

@@ -322,6 +322,9 @@ def join_over_flower(settings: ClientSettings, node: Node, say: Callable[[str], 
     require_flower()
     _require_files(settings.keys, "ca.crt", "node.key")
     with Children(settings.folder / "logs", say) as children:
+        logging.getLogger("lightning_pfl").addHandler(
+            logging.FileHandler(children.folder / "node.log", encoding="utf-8")
+        )
         home, port = settings.folder / "flower", free_port()
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         secret = make_secret(home / "secret")
@@ -334,11 +337,8 @@ def join_over_flower(settings: ClientSettings, node: Node, say: Callable[[str], 
         command += ["--superexec-auth-secret-file", str(home / "secret")]
         children.start("supernode", command, FLWR_HOME=str(home))
         say(f"{settings.name} looks for the server at {settings.server}.")
-        tasks, handle = (
-            Tasks(f"127.0.0.1:{port}", "flwr-clientapp", secret),
-            answer_with(node.handle),
-        )
-        end = math.inf
+        tasks = Tasks(f"127.0.0.1:{port}", "flwr-clientapp", secret)
+        handle, end = answer_with(node.handle), math.inf
         while time.monotonic() < end:
             children.look()
             if not _answer(tasks, handle):
@@ -346,6 +346,7 @@ def join_over_flower(settings: ClientSettings, node: Node, say: Callable[[str], 
             if node.finished and end == math.inf:
                 say("The server has finished.")
                 end = time.monotonic() + STAY
+        tasks.close()
 
 
 def _answer(tasks: Tasks, handle: Callable[[Any], Any]) -> bool:
