@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_pfl import __version__
@@ -26,6 +27,7 @@ from lightning_pfl.deploy import recipe
 from lightning_pfl.deploy.data import SPLITS, NodeDataModule, count, in_federation
 from lightning_pfl.deploy.packet import Packet, PacketError
 from lightning_pfl.deploy.privacy import add_noise, check_privacy
+from lightning_pfl.deploy.secure import Masks, average, from_bytes, to_bytes
 from lightning_pfl.deploy.states import LostStateError, StatesOnDisk
 from lightning_pfl.deploy.wire import Writer, read_rows, read_tree
 from lightning_pfl.engine.optimizer import learning_rates
@@ -151,6 +153,7 @@ class Node:
         share: Names of the logged values that leave the node; None for all of them.
         privacy: Noise for uploads, as for :func:`~lightning_pfl.deploy.privacy.check_privacy`;
             None for no noise.
+        secure: Whether it trains with secure aggregation alone.
 
     Attributes:
         finished: Whether the server has said that it has finished.
@@ -166,8 +169,9 @@ class Node:
         clients: Sequence[str],
         share: Sequence[str] | None = None,
         privacy: Mapping[str, float] | None = None,
+        secure: bool = False,
     ) -> None:
-        self.privacy = privacy
+        self.privacy, self.secure = privacy, secure
         self.settings, self.folder, self.clients = dict(settings), Path(folder), list(clients)
         self.share = None if share is None else frozenset(share)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -184,6 +188,7 @@ class Node:
         self.federation: NodeFederation | None = None
         self.id = ""
         self.finished = False
+        self._masks: Masks | None = None
 
     def _make(self) -> Any:
         return recipe.make(self.settings, f"{__name__}.NodeStrategy", 0, **QUIET)
@@ -234,6 +239,7 @@ class Node:
             answers: dict[str, Callable[[Packet], Packet | bytes]] = {
                 "hello": self.hello,
                 "join": lambda packet: self.join(packet, data),
+                "mask": self.mask,
                 "train": lambda packet: self.train(packet, data),
                 "evaluate": lambda packet: self.evaluate(packet, data),
                 "finish": lambda packet: self.finish(packet, data),
@@ -358,6 +364,24 @@ class Node:
             learning_rates(architecture.optimizer),
         )
 
+    def mask(self, packet: Packet) -> Packet:
+        """Answer a stage of secure aggregation."""
+        self._begin(packet)
+        arrays = {"record": self._answer_masked(packet, None)}
+        return Packet("masked", {"federation": self.id}, arrays)
+
+    def _answer_masked(
+        self, packet: Packet, model: Callable[[], tuple[Tensor, float]] | None
+    ) -> NDArray[Any]:
+        packet.require({"parties": dict, "clients": list})
+        if "record" not in packet.arrays:
+            raise PacketError("'record' is missing")
+        if self._masks is None:
+            self._masks = Masks()
+        party = packet.meta["parties"][packet.meta["clients"][0]]
+        record = from_bytes(packet.arrays["record"])
+        return to_bytes(self._masks.answer(int(party), record, model))
+
     def train(self, packet: Packet, data: bytes) -> Packet | bytes:
         """Train the clients, keep their states as versions of this round, and send the uploads.
 
@@ -368,6 +392,9 @@ class Node:
         answered = federation.folder / "answer.bin"
         if answered.is_file() and (known := answered.read_bytes())[:64] == question.encode():
             return known[64:]
+        masked = "record" in packet.arrays
+        if self.secure and not masked:
+            raise RefusedError("this node trains with secure aggregation alone")
         phases, train = federation.method.phases(info.round), self._placed["train"]
         info.steps = federation.count_steps(train, info.index, phases)
         cohort = federation.cohort(info, federation.received, phases)
@@ -380,6 +407,14 @@ class Node:
         uploads = work.uploads
         if self.privacy is not None:
             uploads = add_noise(uploads, federation.received, self.privacy)
+        if masked:
+            if not bool(sane.all()):
+                raise RefusedError("client state is not finite")
+            model, weights = uploads["model"], info.weights
+            record = self._answer_masked(packet, lambda: average(model, weights))
+            writer.arrays["record"] = record
+            integers = {n: leaf for n, leaf in model.items() if not leaf.is_floating_point()}
+            uploads = {"model": integers}
         writer.add_tree(uploads, "upload")
         answer = writer.packet(
             "trained",
@@ -398,14 +433,14 @@ class Node:
 
     def evaluate(self, packet: Packet, data: bytes) -> Packet:
         """Evaluate the personal models, and the global one if there is one."""
-        packet.require({"split": str, "step": str, "limit": (int, float), "global": str})
+        packet.require({"split": str, "step": str, "limit": (int, float), "global_model": str})
         federation, info = self._begin(packet)
         write_atomically(federation.folder / "latest.bin", data)
         if (split := self._placed.get(packet.meta["split"])) is None:
             raise RefusedError(f"this node has no {packet.meta['split']} data")
         received = federation.received.get("model", {})
         device = federation.settings.device
-        match packet.meta["global"]:
+        match packet.meta["global_model"]:
             case "received":
                 federation.everybodys = {name: leaf[0] for name, leaf in received.items()}
             case "sent":

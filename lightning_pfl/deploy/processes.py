@@ -189,7 +189,15 @@ def serve_over_flower(settings: ServerSettings, say: Callable[[str], None]) -> N
         owners = settings.owners if secure else list(settings.owners)
         limits = (settings.timeout, settings.max_samples)
         try:
-            serve(found, line, settings.folder, owners, *limits, pause=LOOK)
+            serve(
+                found,
+                line,
+                settings.folder,
+                owners,
+                *limits,
+                pause=LOOK,
+                secure=settings.secure_aggregation,
+            )
         except Exception:
             (settings.folder / "failed.txt").write_text(traceback.format_exc(), encoding="utf-8")
             raise

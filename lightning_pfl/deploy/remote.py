@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, OnClients
@@ -16,12 +17,15 @@ from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.deploy.logged import LoggedValues, Values, read_values
 from lightning_pfl.deploy.nodes import Answer, Nodes
 from lightning_pfl.deploy.packet import HEADER, UNREADABLE, Packet, PacketError
+from lightning_pfl.deploy.secure import Aggregation, from_bytes, split, to_bytes
 from lightning_pfl.deploy.states import NONE
 from lightning_pfl.deploy.wire import (
+    EMPTY,
     Form,
     Writer,
     form_nbytes,
     form_of,
+    is_float,
     read_counts,
     read_form,
     read_numbers,
@@ -35,6 +39,9 @@ from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.gate import MaxNorm, Verdict
 from lightning_pfl.methods.base import Method, Phase
 
+MASKED = 16
+"""Bytes of a masked entry at most, as a multiple of those of an entry; int64 for a bfloat16."""
+
 
 class ServerFederation(Federation):
     """The federation of a deployment: its client states are on the nodes.
@@ -46,11 +53,13 @@ class ServerFederation(Federation):
         nodes: The nodes.
         id: Names the federation on the nodes' disks.
         durable: The versions that the last checkpoint counts on, int64 ``(clients,)``.
+        secure: The clipping range of secure aggregation; None for models as they are.
     """
 
     nodes: Nodes
     id: str
     durable: Tensor
+    secure: float | None = None
 
     def _begin_client_states(
         self,
@@ -87,6 +96,7 @@ class ServerFederation(Federation):
         received: Tree,
         largest: int,
         shared: Model | None = None,
+        record: Callable[[list[str]], NDArray[Any]] | None = None,
         **said: Any,
     ) -> Iterator[Answer]:
         """Ask the nodes of some clients, and take each answer as it comes.
@@ -97,6 +107,7 @@ class ServerFederation(Federation):
             received: What the server sends them, ``(clients, ...)``.
             largest: Bytes of the arrays of one client's answer at most.
             shared: A model that is sent to all of them as well.
+            record: Makes a record of secure aggregation for the clients of a node.
             **said: Plain values that are sent as well.
         """
 
@@ -105,14 +116,16 @@ class ServerFederation(Federation):
             writer.add_rows(rows(received, at), "received")
             if shared is not None:
                 writer.add_tree(shared, "global")
+            if record is not None:
+                writer.arrays["record"] = record([names[k] for k in at.tolist()])
             return writer.packet(kind, {**self._head(info.rows(at)), **said})
 
-        names = self._names_of(info)
+        names = self.names_of(info)
         return self.nodes.ask(kind, names, question, lambda count: HEADER + count * largest)
 
     def _head(self, info: ClientInfo) -> dict[str, Any]:
         """Make the part that all questions share."""
-        names = self._names_of(info)
+        names = self.names_of(info)
         versions, durable = self.versions[info.index].tolist(), self.durable[info.index].tolist()
         template = self.architectures[0].optimizer
         if self.architectures[0].counts_steps:
@@ -135,7 +148,8 @@ class ServerFederation(Federation):
             "keep": {n: [v, d] for n, v, d in zip(names, versions, durable, strict=True)},
         }
 
-    def _names_of(self, info: ClientInfo) -> list[str]:
+    def names_of(self, info: ClientInfo) -> list[str]:
+        """Name clients."""
         return [self.client_names[client] for client in info.index.tolist()]
 
     def evaluate(
@@ -160,7 +174,7 @@ class ServerFederation(Federation):
             split="test" if step == "test_step" else "val",
             step=step,
             limit=limit,
-            **{"global": "none" if shared is None else "received" if arrives else "sent"},
+            global_model=("none" if shared is None else "received" if arrives else "sent"),
         )
         found: dict[str, LoggedValues] = {}
         for answer in answers:
@@ -263,14 +277,21 @@ class RemoteCohort(Cohort):
         loss = torch.full((count,), torch.nan, dtype=torch.float64)
         logged, batch = LoggedValues(count), self.batches[0]
         version = batch.client_state["version"].clone()
-        for answer in self.federation.ask("train", self.info, self.received, form_nbytes(form)):
+        answers: Iterable[Answer]
+        if self.federation.secure is not None and count:
+            answers = self._train_masked(uploads, form)
+            form = plain_form(form)
+        else:
+            largest = form_nbytes(form)
+            answers = self.federation.ask("train", self.info, self.received, largest)
+        for answer in answers:
             at, ids = answer.at, self.info.index[answer.at].tolist()
             try:
                 upload, losses, values, sane = self._read(answer, self.info.rows(at), form)
             except UNREADABLE as error:
                 self.failed |= dict.fromkeys(ids, str(error))
                 continue
-            _write_rows(uploads, at, upload)
+            _write_rows(_part(uploads, upload), at, upload)
             loss[at] = torch.tensor(losses, dtype=torch.float64)
             logged.add(at, values)
             version[at] = self.info.round
@@ -289,6 +310,70 @@ class RemoteCohort(Cohort):
             uploads, batch.client_state, found.values, found.options, loss.to(self.device)
         )
         return batch.work
+
+    def _train_masked(self, uploads: Tree, form: Form) -> list[Answer]:
+        """Let the nodes train with secure aggregation, and write the mean as each client's model.
+
+        Args:
+            uploads: Uploads to write to; a method uses the mean of these models alone.
+            form: Their form.
+
+        Returns:
+            Answers of the nodes whose models are in the mean.
+        """
+        federation, found = self.federation, dict[int, Answer]()
+        assert federation.secure is not None
+        at = {name: k for k, name in enumerate(federation.names_of(self.info))}
+        owners: dict[str, list[str]] = {}
+        for name in at:
+            owners.setdefault(federation.nodes.owners[name], []).append(name)
+        parties = {at[clients[0]]: clients for clients in owners.values()}
+        party_of = {name: party for party, clients in parties.items() for name in clients}
+
+        def ask(records: Mapping[int, Any], training: bool) -> dict[int, Any]:
+            places = torch.tensor([at[name] for party in records for name in parties[party]])
+            written = {party: to_bytes(record) for party, record in records.items()}
+            replies = {}
+            for answer in federation.ask(
+                "train" if training else "mask",
+                self.info.rows(places),
+                rows(self.received, places) if training else {},
+                MASKED * form_nbytes(form),
+                record=lambda clients: written[party_of[clients[0]]],
+                parties=party_of,
+            ):
+                party = party_of[answer.clients[0]]
+                try:
+                    packet = _require(answer, "trained" if training else "masked")
+                    if answer.clients != parties[party] or "record" not in packet.arrays:
+                        raise PacketError("answer isn't the record of a node's clients")
+                    replies[party] = from_bytes(packet.arrays.pop("record"))
+                except UNREADABLE as error:
+                    if party not in found:  # else its model is in the mean
+                        ids = self.info.index[[at[name] for name in answer.clients]].tolist()
+                        self.failed |= dict.fromkeys(ids, str(error))
+                    continue
+                if training:
+                    found[party] = replace(answer, at=places_of(answer))
+            return replies
+
+        def places_of(answer: Answer) -> Tensor:
+            return torch.tensor([at[name] for name in answer.clients])
+
+        weights = self.info.weights
+        shares = {
+            party: float(weights[[at[name] for name in clients]].sum())
+            for party, clients in parties.items()
+        }
+        aggregation = Aggregation(shares, federation.secure, ask)
+        aggregation.run()
+        if aggregation.mean is None:
+            reason = "too few nodes stayed for secure aggregation"
+            self.failed = dict.fromkeys(self.info.index.tolist(), reason) | self.failed
+            return []
+        for name, leaf in split(aggregation.mean, uploads["model"]).items():
+            uploads["model"][name][:] = leaf
+        return [found[party] for party in sorted(aggregation.included)]
 
     def _read(
         self, answer: Answer, info: ClientInfo, form: Form
@@ -319,6 +404,20 @@ class RemoteCohort(Cohort):
         verdict = super().accept_uploads(work, max_norm)
         verdict.rejected |= self.failed
         return verdict
+
+
+def plain_form(form: Form) -> Form:
+    """Describe what an upload with secure aggregation holds unmasked: the integers."""
+    known = {path: leaf for path, leaf in form.items() if leaf[1] and not is_float(leaf[1])}
+    return known or {f"upload/model/{EMPTY}": ((), "")}
+
+
+def _part(tree: Tree, names: Tree) -> Tree:
+    """Take the leaves of a tree that another one has, too."""
+    return {
+        name: _part(tree[name], leaf) if isinstance(leaf, dict) else tree[name]
+        for name, leaf in names.items()
+    }
 
 
 def _write_rows(tree: Tree, at: Tensor, new: Tree) -> None:

@@ -125,6 +125,7 @@ def serve(
     timeout: float | None = 600.0,
     max_samples: int = 10**7,
     pause: float = 0.1,
+    secure: float | None = None,
 ) -> L.Trainer:
     """Fit a recipe on nodes; a run that was interrupted in the same folder is resumed.
 
@@ -138,6 +139,8 @@ def serve(
             client; None for ever.
         max_samples: Samples that a client may have at most.
         pause: Seconds between two looks at the network.
+        secure: The clipping range of secure aggregation, which needs to know the nodes of
+            ``clients``; None for models as they are.
 
     Raises:
         MisconfigurationException: If the recipe can't be deployed; names the reason.
@@ -159,6 +162,12 @@ def serve(
     trainer, module = connected(cli.trainer), cli.model
     federation = cast("ServerFederation", cast("ServerStrategy", trainer.strategy).federation)
     method = check_deployable(module, trainer.callbacks)
+    if secure is not None and not method.averages_models:
+        raise MisconfigurationException(
+            f"Expected a method whose server uses the mean of the uploaded models alone, but got "
+            f"{type(method).__name__} with `secure_aggregation`. Use FedAvg, FedRep or Ditto, say, "
+            "or remove `secure_aggregation`."
+        )
     owners = clients if isinstance(clients, Mapping) else {}
     names = list(clients)
     nodes = Nodes(
@@ -177,7 +186,7 @@ def serve(
             "Expected keep_optimizer_state=False in a deployment, whose nodes keep client states "
             "alone, but got True. Leave it out."
         )
-    federation.nodes, federation.id = nodes, begun["id"]
+    federation.nodes, federation.id, federation.secure = nodes, begun["id"], secure
     last, known = folder / "last.ckpt", folder / "counts.json"
     if known.is_file():
         _read_numbers(known, nodes)

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_pfl.deploy import recipe
 from lightning_pfl.deploy.node import Node
+from lightning_pfl.deploy.secure import FEWEST
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class ServerSettings:
         timeout: Seconds that a round waits for an answer, before it goes on without the client;
             null for ever.
         max_samples: Largest number of samples that a client may report.
+        secure_aggregation: Largest absolute value of a model's entry, with which the server learns
+            the mean of the nodes' models and no model; null to send models as they are.
     """
 
     recipe: Path
@@ -35,6 +38,7 @@ class ServerSettings:
     keys: Path | None = Path("keys")
     timeout: float | None = 3600.0
     max_samples: int = 10**7
+    secure_aggregation: float | None = None
 
     @property
     def owners(self) -> dict[str, str]:
@@ -58,6 +62,7 @@ class ClientSettings:
         share: Names of the logged values that may leave this node; null for all of them.
         privacy: Noise for uploads: ``clipping_norm``, ``sensitivity``, ``epsilon`` and ``delta`` of
             Flower's ``LocalDpMod``; null for no noise.
+        secure_aggregation: Whether the node trains for a server with ``secure_aggregation`` alone.
     """
 
     name: str
@@ -69,6 +74,7 @@ class ClientSettings:
     keys: Path | None = Path("keys")
     share: list[str] | None = None
     privacy: dict[str, float] | None = None
+    secure_aggregation: bool = False
 
 
 def read_server(path: str | Path) -> ServerSettings:
@@ -94,6 +100,18 @@ def read_server(path: str | Path) -> ServerSettings:
     settings = ServerSettings(**{**found, "nodes": nodes})
     _check_number("timeout", settings.timeout, (int, float), "seconds above 0, or null", 3600)
     _check_number("max_samples", settings.max_samples, int, "a number of samples above 0", 10**7)
+    secure = settings.secure_aggregation
+    _check_number("secure_aggregation", secure, (int, float), "a number above 0, or null", 8)
+    if secure is not None and settings.keys is None:
+        raise ValueError(
+            "Expected `keys` for `secure_aggregation`, as the server must know the nodes, but got "
+            "keys=None. Run `lightning-pfl deploy init`, or remove `secure_aggregation`."
+        )
+    if secure is not None and len(nodes) < FEWEST:
+        raise ValueError(
+            f"Expected at least {FEWEST} nodes for `secure_aggregation`, but got {len(nodes)}: of "
+            "two, each would know the other's model from the mean. Add nodes, or remove it."
+        )
     host, _ = split_address(settings.address)
     if settings.keys is None and host not in ("127.0.0.1", "localhost"):
         raise ValueError(
@@ -144,7 +162,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _check_number(name: str, value: Any, kind: Any, what: str, example: int) -> None:
-    if value is None and name == "timeout":
+    if value is None and name in ("timeout", "secure_aggregation"):
         return
     if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
         raise ValueError(
@@ -186,4 +204,11 @@ def recipe_of(settings: ClientSettings) -> Mapping[str, Any]:
 def make_node(settings: ClientSettings) -> Node:
     """Make the node of ``client.yaml``."""
     found = recipe_of(settings)
-    return Node(found, settings.folder, settings.clients, settings.share, settings.privacy)
+    return Node(
+        found,
+        settings.folder,
+        settings.clients,
+        settings.share,
+        settings.privacy,
+        settings.secure_aggregation,
+    )

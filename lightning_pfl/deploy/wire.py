@@ -90,6 +90,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_float(dtype: str) -> bool:
+    """Return whether a dtype's name is one of floats."""
+    found: torch.dtype = getattr(torch, dtype)
+    return found.is_floating_point
+
+
 class Writer:
     """Collects the arrays of a message."""
 

@@ -52,15 +52,6 @@ class Grid:
         return [self.replies.pop(number) for number in numbers if number in self.replies]
 
 
-@pytest.fixture
-def a_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this process one of Flower's tasks, in which messages can be made."""
-    from flwr.supercore.task_identity import TaskIdentity
-
-    for name in ("_task_id", "_run_id", "_node_id"):
-        monkeypatch.setattr(TaskIdentity, name, 1)
-
-
 @pytest.mark.usefixtures("a_task")
 def test_two_rounds_in_flowers_messages_equal_the_simulation(tmp_path: Path) -> None:
     recipe = recipe_of("FedRep", rounds=2, participation=1.0, check_val_every_n_epoch=2)

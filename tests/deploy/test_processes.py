@@ -11,10 +11,11 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_pfl.deploy.flower import Orders, Tasks
 from tests.deploy.processes import Processes
-from tests.deploy.setting import METHODS, LeftOut, recipe_of, simulate
+from tests.deploy.setting import METHODS, LeftOut, leaves_of, recipe_of, simulate
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs Python 3.11")
 NAMES = ("0", "1", "2")
@@ -62,6 +63,20 @@ def test_a_stranger_with_another_key_is_kept_out(tmp_path: Path) -> None:
         deployed.finish()
         assert refusal in (deployed.folder / "server/run/flower/superlink.log").read_text()
         assert not list(stranger.glob("*/join.bin"))
+
+
+@pytest.mark.slow
+def test_secure_aggregation_follows_the_simulation(tmp_path: Path) -> None:
+    recipe = recipe_of("FedAvg", rounds=2, participation=1.0, clients=3, limit_val_batches=0)
+    simulated = simulate(recipe, tmp_path)
+    with Processes(tmp_path, recipe, NAMES, secure_aggregation=8.0) as deployed:
+        deployed.start("server", *NAMES)
+        deployed.finish()
+        saved = torch.load(deployed.folder / "server" / "run" / "last.ckpt", weights_only=True)
+    found = leaves_of(saved["federated"]["server"])
+    for path, leaf in leaves_of(simulated.strategy.federation.server).items():
+        assert not torch.equal(found[path], leaf)  # it is rounded
+        assert torch.allclose(found[path], leaf, rtol=0, atol=2e-5), path
 
 
 @pytest.mark.slow
