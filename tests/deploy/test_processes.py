@@ -69,7 +69,7 @@ def test_a_stranger_with_another_key_is_kept_out(tmp_path: Path) -> None:
 def test_secure_aggregation_follows_the_simulation(tmp_path: Path) -> None:
     recipe = recipe_of("FedAvg", rounds=2, participation=1.0, clients=3, limit_val_batches=0)
     simulated = simulate(recipe, tmp_path)
-    with Processes(tmp_path, recipe, NAMES, secure_aggregation=8.0) as deployed:
+    with Processes(tmp_path, recipe, NAMES, warm=True, secure_aggregation=8.0) as deployed:
         deployed.start("server", *NAMES)
         deployed.finish()
         saved = torch.load(deployed.folder / "server" / "run" / "last.ckpt", weights_only=True)
@@ -84,7 +84,7 @@ def test_secure_aggregation_follows_the_simulation(tmp_path: Path) -> None:
 def test_five_rounds_equal_the_simulation(method: str, tmp_path: Path) -> None:
     recipe = recipe_of(method, participation=0.7, clients=3, check_val_every_n_epoch=5)
     simulated = simulate(recipe, tmp_path)
-    with Processes(tmp_path, recipe, NAMES) as deployed:
+    with Processes(tmp_path, recipe, NAMES, warm=True) as deployed:
         deployed.start("server", *NAMES)
         deployed.finish()
         assert deployed.differences(simulated.strategy.federation) == []
