@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -52,17 +55,24 @@ def test_a_round_equals_the_simulation_and_orders_need_the_secret(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_stranger_with_another_key_is_kept_out(tmp_path: Path) -> None:
-    recipe = recipe_of("FedAvg", rounds=1, participation=1.0, clients=3, limit_val_batches=0)
+def test_another_key_and_a_key_that_is_in_use_are_kept_out(tmp_path: Path) -> None:
+    recipe = recipe_of("SCAFFOLD", rounds=3, participation=1.0, clients=3, limit_val_batches=0)
+    simulated = simulate(recipe, tmp_path)
     with Processes(tmp_path, recipe, NAMES, warm=True) as deployed:
         deployed.add_stranger()
-        deployed.start("server", *NAMES, "stranger")
-        refusal = "No SuperNode found with the given public key"
-        stranger = deployed.folder / "stranger" / "state"
-        deployed.until(lambda: "ended with" in (stranger.parent / "out.txt").read_text())
+        shutil.copytree(deployed.folder / "0", deployed.folder / "twin")  # a second machine
+        deployed.start("server", *NAMES)
+        deployed.until(lambda: "0 is here" in deployed.log)
+        deployed.start("stranger", "twin")
+        for name in ("stranger", "twin"):
+            said = deployed.folder / name / "out.txt"
+            deployed.until(lambda said=said: "ended with" in said.read_text())  # type: ignore[misc]
         deployed.finish()
-        assert refusal in (deployed.folder / "server/run/flower/superlink.log").read_text()
-        assert not list(stranger.glob("*/join.bin"))
+        link = (deployed.folder / "server/run/flower/superlink.log").read_text()
+        assert "No SuperNode found with the given public key" in link
+        for name in ("stranger", "twin"):
+            assert not list((deployed.folder / name / "state").glob("*/join.bin"))
+        assert deployed.differences(simulated.strategy.federation) == []
 
 
 @pytest.mark.slow
@@ -123,12 +133,38 @@ def test_a_node_that_was_away_for_two_rounds_goes_on_from_its_state(tmp_path: Pa
         deployed.until(lambda: "Round 3 of" in deployed.log)
         deployed.start("1")
         deployed.finish()
-        rounds = [text for text in deployed.log.splitlines() if "] Round " in text]
-        away = [number for number, text in enumerate(rounds) if "without 1 (no answer" in text]
+        away = rounds_without("1", deployed.log)
         assert away[:2] == [1, 2]
-        assert len(rounds) - 1 not in away  # it took part again
+        assert 6 not in away  # it took part again
         simulated = simulate(recipe, tmp_path, (LeftOut(away, ["1"]),))
         assert deployed.differences(simulated.strategy.federation) == []
+
+
+@pytest.mark.slow
+@pytest.mark.kill
+@pytest.mark.filterwarnings("ignore:Round . left out 1 of 3 clients")
+def test_a_node_slower_than_the_timeout_is_left_out_and_its_late_answer_unread(
+    tmp_path: Path,
+) -> None:
+    recipe = recipe_of("SCAFFOLD", 6, 1.0, clients=3, limit_val_batches=0)
+    with Processes(tmp_path, recipe, NAMES, warm=True, timeout=60) as deployed:
+        deployed.start("server", *NAMES)
+        deployed.until(lambda: "Round 1 of" in deployed.log)
+        os.kill(deployed.running["1"].pid, signal.SIGSTOP)  # its SuperNode stays
+        deployed.until(lambda: "without 1 (no answer" in deployed.log)
+        os.kill(deployed.running["1"].pid, signal.SIGCONT)
+        deployed.finish()
+        away = rounds_without("1", deployed.log)
+        assert away
+        assert 5 not in away  # it took part again
+        simulated = simulate(recipe, tmp_path, (LeftOut(away, ["1"]),))
+        assert deployed.differences(simulated.strategy.federation) == []
+
+
+def rounds_without(client: str, log: str) -> list[int]:
+    """List the rounds that left out a client, from 0."""
+    rounds = [text for text in log.splitlines() if "] Round " in text]
+    return [number for number, text in enumerate(rounds) if f"without {client} (no answer" in text]
 
 
 @pytest.mark.slow
