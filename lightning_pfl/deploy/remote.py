@@ -17,7 +17,7 @@ from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.deploy.logged import LoggedValues, Values, read_values
 from lightning_pfl.deploy.nodes import Answer, Nodes
 from lightning_pfl.deploy.packet import HEADER, UNREADABLE, Packet, PacketError
-from lightning_pfl.deploy.secure import Aggregation, from_bytes, split, to_bytes
+from lightning_pfl.deploy.secure import Aggregation, check_masked, from_bytes, split, to_bytes
 from lightning_pfl.deploy.states import NONE
 from lightning_pfl.deploy.wire import (
     EMPTY,
@@ -329,6 +329,8 @@ class RemoteCohort(Cohort):
             owners.setdefault(federation.nodes.owners[name], []).append(name)
         parties = {at[clients[0]]: clients for clients in owners.values()}
         party_of = {name: party for party, clients in parties.items() for name in clients}
+        floats = [leaf[0] for leaf in uploads["model"].values() if leaf.is_floating_point()]
+        entries = sum(leaf.numel() for leaf in floats)
 
         def ask(records: Mapping[int, Any], training: bool) -> dict[int, Any]:
             places = torch.tensor([at[name] for party in records for name in parties[party]])
@@ -347,14 +349,15 @@ class RemoteCohort(Cohort):
                     packet = _require(answer, "trained" if training else "masked")
                     if answer.clients != parties[party] or "record" not in packet.arrays:
                         raise PacketError("answer isn't the record of a node's clients")
-                    replies[party] = from_bytes(packet.arrays.pop("record"))
+                    record = from_bytes(packet.arrays.pop("record"))
+                    if training:
+                        check_masked(record, entries)
+                        found[party] = replace(answer, at=places_of(answer))
+                    replies[party] = record
                 except UNREADABLE as error:
                     if party not in found:  # else its model is in the mean
                         ids = self.info.index[[at[name] for name in answer.clients]].tolist()
                         self.failed |= dict.fromkeys(ids, str(error))
-                    continue
-                if training:
-                    found[party] = replace(answer, at=places_of(answer))
             return replies
 
         def places_of(answer: Answer) -> Tensor:

@@ -12,6 +12,8 @@ Reference:
 from __future__ import annotations
 
 import hashlib
+import io
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
@@ -37,6 +39,8 @@ FEWEST = 3
 """Nodes at least: of two, each would know the other's model from the mean."""
 
 Record = Any  # Flower's RecordDict
+
+log = logging.getLogger(__name__)
 
 
 def draw_masks(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
@@ -116,6 +120,8 @@ class Masks:
         stage = record.config_records[KEY]
         if stage.get("stage") == "setup":
             self._check(stage)
+        elif stage.get("stage") == "unmask" and {*stage["active_nids"]} & {*stage["dead_nids"]}:
+            raise PacketError("both masks of a node together are no secret")
         elif stage.get("stage") == "collect_masked_vectors" and model is None:
             raise PacketError("masked models come with training")
 
@@ -158,6 +164,34 @@ class Masks:
         if threshold != _threshold(nodes):
             raise PacketError(f"masks with a threshold of {threshold} nodes are no secret")
         self.clipping_range = float(stage["clipping_range"])
+
+
+def check_masked(record: Record, entries: int) -> None:
+    """Check the form of a masked model before Flower makes arrays of it.
+
+    Args:
+        record: What a node has sent.
+        entries: The expected entries.
+
+    Raises:
+        PacketError: If it is of another form.
+    """
+    known = record.config_records
+    parts = known["secaggplus_configs"].get("masked_params") if known else None
+    if not isinstance(parts, list) or len(parts) != 2:
+        raise PacketError("masked model is of another form")
+    for part, count in zip(parts, (1, entries), strict=True):
+        header = _header(count)
+        if len(part) != len(header) + 8 * count or not part.startswith(header):
+            raise PacketError(f"masked model isn't {count} numbers")
+
+
+def _header(entries: int) -> bytes:
+    """Write the first bytes of a numpy file with an int64 vector."""
+    file = io.BytesIO()
+    form = {"descr": "<i8", "fortran_order": False, "shape": (entries,)}
+    np.lib.format.write_array_header_1_0(file, form)
+    return file.getvalue()
 
 
 def _threshold(nodes: int) -> int:
@@ -223,8 +257,12 @@ class Aggregation:
             quantization_range=LEVELS,
             modulus_range=MODULUS,
         )
-        with seeded(0, everything=True):  # Flower shuffles the parties
-            workflow(self, context)
+        try:
+            with seeded(0, everything=True):  # Flower shuffles the parties
+                workflow(self, context)
+        except Exception:
+            # Shares and keys of a node that lies end in any error of Flower's, and in no mean.
+            log.warning("Secure aggregation failed.", exc_info=True)
 
     def configure_fit(self, *_: Any) -> list[tuple[Any, Any]]:
         """Name the parties to Flower, as its strategies do."""

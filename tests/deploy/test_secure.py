@@ -22,6 +22,7 @@ from lightning_pfl.deploy.secure import (
     MODULUS,
     Aggregation,
     Masks,
+    check_masked,
     draw_masks,
     from_bytes,
     to_bytes,
@@ -45,7 +46,9 @@ def models() -> dict[int, Tensor]:
 
 
 def aggregate(
-    found: dict[int, Tensor], gone: Callable[[int, int], bool] = lambda stage, party: False
+    found: dict[int, Tensor],
+    gone: Callable[[int, int], bool] = lambda stage, party: False,
+    lie: Callable[[int, dict[int, Any]], None] = lambda stage, answers: None,
 ) -> tuple[Aggregation, list[dict[int, Any]]]:
     """Run the protocol; `gone` says who doesn't answer in which stage, from 0."""
     nodes = {party: Masks() for party in WEIGHTS}
@@ -58,6 +61,7 @@ def aggregate(
                 model = (lambda k=party: (found[k], WEIGHTS[k])) if training else None
                 sent = from_bytes(to_bytes(record))  # as it travels
                 answers[party] = nodes[party].answer(party, sent, model)
+        lie(len(said), answers)
         said.append(answers)
         return {party: from_bytes(to_bytes(record)) for party, record in answers.items()}
 
@@ -143,11 +147,41 @@ def test_a_node_refuses_masks_that_are_no_secret(name: str, value: int) -> None:
         Masks().answer(1, bad)
 
 
-def test_a_model_beyond_the_clipping_range_is_named() -> None:
+def test_a_node_keeps_one_of_the_masks_of_each_node() -> None:
+    from flwr.app import ConfigRecord, RecordDict
+
+    asked = ConfigRecord({"stage": "unmask", "active_nids": [1, 2, 3], "dead_nids": [2]})
+    with pytest.raises(PacketError, match="no secret"):
+        Masks().answer(1, RecordDict({"secaggplus_configs": asked}))
+
+
+def test_shares_that_are_a_lie_end_in_no_mean() -> None:
+    def lie(stage: int, answers: dict[int, Any]) -> None:
+        if stage == 3:
+            answers[1].config_records["secaggplus_configs"]["shares"] = [b"?"] * 4
+
+    assert aggregate(models(), lie=lie)[0].mean is None
+
+
+def test_a_masked_model_must_have_its_form() -> None:
+    _, said = aggregate(models())
+    record = said[2][1]
+    check_masked(record, 16)
+    with pytest.raises(PacketError, match="isn't 17 numbers"):
+        check_masked(record, 17)
+    with pytest.raises(PacketError, match="another form"):
+        check_masked(said[1][1], 16)
+    parts = record.config_records["secaggplus_configs"]["masked_params"]
+    record.config_records["secaggplus_configs"]["masked_params"] = [parts[0], parts[1][:-8]]
+    with pytest.raises(PacketError, match="isn't 16 numbers"):
+        check_masked(record, 16)
+
+
+def test_a_model_beyond_the_clipping_range_is_named(caplog: pytest.LogCaptureFixture) -> None:
     found = models()
     found[2][0] = 5
-    with pytest.raises(PacketError, match="beyond clipping_range=4"):
-        aggregate(found)
+    assert aggregate(found)[0].mean is None
+    assert "an entry of the model is beyond clipping_range=4.0" in caplog.text
 
 
 class Named(LoopLine):
