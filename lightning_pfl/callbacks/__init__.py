@@ -1,5 +1,6 @@
-"""Callbacks for any method: fine-tuning and new clients."""
+"""Callbacks for any method: fine-tuning, new clients, and the best round of each client."""
 
+from lightning_pfl.callbacks.best_round import BestRound
 from lightning_pfl.callbacks.head_fine_tuning import HeadFineTuning
 from lightning_pfl.callbacks.new_clients.callback import NewClientAdaptation
 from lightning_pfl.inspect import (
@@ -14,6 +15,7 @@ from lightning_pfl.inspect import (
 )
 
 __all__ = [
+    "BestRound",
     "HeadFineTuning",
     "NewClientAdaptation",
     "ClientGraph",

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.tree import Tree, rows
+from lightning_pfl.core.tree import Model, Tree, rows
 
 SlotStates = dict[str, dict[str, dict[str, Any]]]
 """A client's optimizer state by slot, parameter and torch's key, without client axis."""
@@ -225,6 +225,21 @@ class ClientResults:
             if only in (None, prefix)
             for key, values in found.values.items()
         }
+
+
+@dataclass
+class BestModel:
+    """A client's personal model of the round that was best for it in validation.
+
+    Attributes:
+        round: The round, from 0.
+        value: What it was chosen by.
+        model: The model, without client axis, on the CPU.
+    """
+
+    round: int
+    value: float
+    model: Model
 
 
 class OnClients(Protocol):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients, as_positions_of
+from lightning_pfl.contract.records import (
+    BestModel,
+    Evaluation,
+    LogOptions,
+    OnClients,
+    as_positions_of,
+)
 from lightning_pfl.core.tree import Model, Tree, is_expanded, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EvaluationWork
@@ -32,8 +39,8 @@ def personal_models(federation: FederationState, clients: Tensor) -> Model:
     """Build the models that clients are evaluated with, ``(clients, ...)``.
 
     This is the method's ``personal_model`` of the current download and client state, trained by its
-    ``evaluation_phases``, if any. A collective call with the same clients on all processes; each
-    builds the models of its shard.
+    ``evaluation_phases``, if any; outside of a fit the best one, where it is kept. A collective
+    call with the same clients on all processes; each builds the models of its shard.
 
     Args:
         federation: The federation.
@@ -42,7 +49,63 @@ def personal_models(federation: FederationState, clients: Tensor) -> Model:
     shard = federation.shard(clients)
     mine = clients[shard.index]
     models: Model = shard.all_gather(_models_of_shard(federation, mine) if len(mine) else {})
-    return models
+    return models if federation.fitting else _with_best(models, federation, clients)
+
+
+def _with_best(models: Model, federation: FederationState, clients: Tensor) -> Model:
+    """Replace the models of clients by their best ones, where they are kept."""
+    ids = clients.tolist() if federation.best else []
+    at = [row for row, client in enumerate(ids) if client in federation.best]
+    if not at:
+        return models
+    best = _stacked([federation.best[ids[row]].model for row in at])
+    index = torch.tensor(at)
+    return {
+        name: leaf.clone().index_copy_(0, index.to(leaf.device), best[name].to(leaf))
+        for name, leaf in models.items()
+    }
+
+
+def _stacked(models: list[Model]) -> Model:
+    return {name: torch.stack([model[name] for model in models]) for name in models[0]}
+
+
+def keep_best(
+    federation: FederationState, clients: Tensor, values: Tensor, higher: bool, round: int
+) -> None:
+    """Keep the personal models of clients for which a round is the best so far.
+
+    A collective call. Of equal rounds the first counts, and NaN is never best.
+
+    Args:
+        federation: The federation.
+        clients: Ids, int64 ``(clients,)``.
+        values: What the round is judged by, ``(clients,)``.
+        higher: Whether larger values are better.
+        round: The round, from 0.
+    """
+    found = dict(zip(clients.tolist(), values.tolist(), strict=True))
+    sign = 1 if higher else -1
+    better = [
+        client
+        for client, value in found.items()
+        if not math.isnan(value)
+        and (client not in federation.best or sign * (value - federation.best[client].value) > 0)
+    ]
+    ids = torch.tensor(better, dtype=torch.int64)
+    mine = ids[federation.shard(ids).index]
+    kept: dict[int, BestModel] = {}
+    with federation.ranks.without_communication():
+        for architecture, at in federation.by_architecture(mine) if len(mine) else ():
+            for some in mine[at].split(models_at_a_time(architecture)):
+                models = _models_of_shard(federation, some)
+                for row, client in enumerate(some.tolist()):
+                    model = {
+                        name: leaf[row].detach().cpu().clone() for name, leaf in models.items()
+                    }
+                    kept[client] = BestModel(round, found[client], model)
+    for part in federation.ranks.all_gather_objects(kept):
+        federation.best |= part
 
 
 def _models_of_shard(federation: FederationState, clients: Tensor) -> Model:

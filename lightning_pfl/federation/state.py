@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.contract.known import Known
-from lightning_pfl.contract.records import ClientInfo, ClientResults, OptimizerState
+from lightning_pfl.contract.records import BestModel, ClientInfo, ClientResults, OptimizerState
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, select, tmap, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
@@ -67,6 +67,9 @@ class FederationState:
         seed: Seed of every random choice of the run.
         client_optimizer: Makes the template of an architecture's optimizers outside of a fit.
         training_data: Loads the training data.
+        fitting: Whether a fit runs, in which personal models are those of now, not the best ones.
+        keeps_best: Whether the fit keeps the best personal models.
+        best: The best personal models so far, by client id.
         keeps_optimizers: Whether clients keep the states of their optimizers between rounds.
         optimizer_states: Those of this process's clients that have some, by id.
     """
@@ -89,6 +92,8 @@ class FederationState:
         self.client_names: tuple[str, ...] = ()
         self.num_samples = torch.zeros(0, dtype=torch.int64)
         self.module: L.LightningModule | None = None
+        self.fitting = self.keeps_best = False
+        self.best: dict[int, BestModel] = {}
         self.keeps_optimizers = False
         self.optimizer_states: dict[int, OptimizerState] = {}
         self._own: list[Model] = []
@@ -245,7 +250,8 @@ class FederationState:
         """
         self.module, self.architectures = module, architectures
         self.client_names, self.num_samples = tuple(names), num_samples
-        self.rounds, self.history, self.optimizer_states = 0, History(), {}
+        self.rounds, self.history = 0, History()
+        self.optimizer_states, self.best = {}, {}
         methods = self._bind()
         trees = [
             method.init_server(architecture.parameter_split.model())
@@ -343,6 +349,7 @@ class FederationState:
             "client_states": self._client_states(lambda store: store.state_dict()),
             "history": self.history.state_dict(),
             "kept_optimizers": self._optimizers_by_name(),
+            "best_models": {self.client_names[k]: vars(best) for k, best in self.best.items()},
             "slower_vectorized": {
                 architecture.name: dict(architecture.engine.slower)
                 for architecture in self.architectures
@@ -379,6 +386,12 @@ class FederationState:
         for method, architecture in zip(methods, self.architectures, strict=True):
             architecture.method = method
         self.history.load_state_dict(saved["history"])
+        best = saved.get("best_models", {})
+        self.best = {
+            client: BestModel(**best[name])
+            for client, name in enumerate(self.client_names)
+            if name in best
+        }
         if self.keeps_optimizers:
             states = saved.get("kept_optimizers", {})
             self.optimizer_states = {

@@ -158,6 +158,9 @@ class StageSetup:
             federation.load_state_dict(saved)
             if trainer.state.fn == TrainerFn.FITTING:
                 self._warn_of_other_settings(trainer, saved.get("run", {}))
+        federation.fitting = trainer.state.fn == TrainerFn.FITTING
+        if federation.fitting and not federation.keeps_best:
+            federation.best = {}
         self._compare_partitions(trainer, fresh, saved)
         self.saved = None
         self._begin_engines(trainer, training, fresh, saved)

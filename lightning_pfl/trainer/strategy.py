@@ -330,6 +330,7 @@ class FederatedStrategy(ProcessesStrategy):
             self._undo()
         self._undo = None
         self._stage.lock.release()
+        self.federation.fitting = False
         if (trainer := self._stage.trainer) is not None:
             # After an interrupt the other processes may not answer.
             if trainer.state.status != TrainerStatus.INTERRUPTED:
