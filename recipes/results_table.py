@@ -8,6 +8,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from lightning_pfl.results.groups import FURTHER
+
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 COLUMNS = (
     "recipe",
@@ -43,16 +45,18 @@ def losses(values: list[float]) -> str:
     return f"loss {statistics.mean(values):.3g}{deviation}"
 
 
-def is_tuned(recipe: dict[str, Any]) -> bool:
-    """Whether the compared models are fine-tuned ones."""
-    callbacks = recipe["trainer"].get("callbacks") or []
-    return any(callback["class_path"].endswith("HeadFineTuning") for callback in callbacks)
+def compared(recipe: dict[str, Any]) -> str:
+    """Return the prefix of the compared models' values: of fine-tuned ones, if there are some."""
+    callbacks = [each["class_path"] for each in recipe["trainer"].get("callbacks") or []]
+    kinds = {"HeadFineTuning": "ft/", "NearestNeighbours": "knn/"}
+    found = (kinds[name] for name in kinds if any(each.endswith(name) for each in callbacks))
+    return next(found, "")
 
 
 def row(recipe: Path, outcomes: list[dict[str, Any]]) -> list[str]:
     """Make one line of the table, with dashes for missing values."""
     settings = yaml.safe_load(recipe.read_text())
-    prefix = "ft/" if is_tuned(settings) else ""
+    prefix = compared(settings)
 
     def cell(part: str, split: str, statistic: str) -> str:
         found = [outcome[part].get(f"{prefix}{split}_acc") for outcome in outcomes]
@@ -64,7 +68,7 @@ def row(recipe: Path, outcomes: list[dict[str, Any]]) -> list[str]:
     minutes = [outcome["seconds"] / 60 for outcome in outcomes]
     return [
         recipe.name,
-        settings["method"]["class_path"] + (" + FT" if prefix else ""),
+        settings["method"]["class_path"] + (f" + {FURTHER[prefix]}" if prefix else ""),
         str(settings["trainer"]["max_epochs"]),
         str(len(outcomes)),
         cell("last10", "val", "mean"),

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, get_args
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_pfl._lightning import log_at_end, remember_metrics
-from lightning_pfl.contract.callback import FederatedCallback, require_federation
-from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
+from lightning_pfl.callbacks.further_evaluation import FurtherEvaluation, When
+from lightning_pfl.contract.callback import require_federation
+from lightning_pfl.contract.records import Evaluation
 from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSpec
-from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model, expand, select, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
-from lightning_pfl.engine.watching import in_mode
 from lightning_pfl.federation import penalties
 from lightning_pfl.federation.adapt import adapt, budget_phase, check_lr
 from lightning_pfl.federation.client_states import ClientStateStore
-from lightning_pfl.federation.evaluate import evaluate_clients, join, personal_models, summaries
+from lightning_pfl.federation.evaluate import evaluate_clients, join, personal_models
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.penalties import Penalty
-from lightning_pfl.metrics.history import headlines
 from lightning_pfl.trainer.evaluation_loop import evaluation_limit
 
-When = Literal["end", "evaluation"]
 PREFIX = "ft/"
 TRAINED_TOGETHER = 2**27
 """Largest size in bytes of trained parameters in a batched program, without optimizer state."""
@@ -39,7 +32,7 @@ KEPT = 2**30
 """Largest size in bytes of fine-tuned parameters to keep after an evaluation."""
 
 
-class HeadFineTuning(FederatedCallback):
+class HeadFineTuning(FurtherEvaluation):
     r"""Fine-tunes the head (or other parts) for every client, and evaluates the result.
 
     .. math::
@@ -93,6 +86,9 @@ class HeadFineTuning(FederatedCallback):
         arXiv:2002.04758, section 3 (penalties).
     """
 
+    prefix: ClassVar[str] = PREFIX
+    purpose: ClassVar[str] = "fine-tune on"
+
     def __init__(
         self,
         scope: ParameterSpec = "head",
@@ -104,15 +100,11 @@ class HeadFineTuning(FederatedCallback):
         penalty_weight: float = 1.0,
     ) -> None:
         check_lr(lr)
+        super().__init__(when)
         if penalty is not None:
             advice = "Use 'l2', or None to fine-tune without a penalty."
             check_choice("penalty", penalty, get_args(Penalty), advice)
         check_number("penalty_weight", penalty_weight, "Use 1, for example.", positive=True)
-        if when not in ("end", "evaluation"):
-            raise ValueError(
-                f"Expected `when` to be 'end' or 'evaluation', but got when={when!r}. "
-                "Use 'end' to fine-tune once, after the last round."
-            )
         if not scope:
             raise ValueError(
                 f"Expected `scope` to name parameters, but got scope={scope!r}. "
@@ -120,10 +112,7 @@ class HeadFineTuning(FederatedCallback):
             )
         budget = budget_phase(epochs, steps, default_epochs=10)
         self.phase = replace(budget, train=scope, lr=lr, name="fine-tuning")
-        self.scope, self.when = scope, when
-        self.penalty, self.penalty_weight = penalty, penalty_weight
-        self._federation: Federation | None = None
-        self._data: FederatedDataset | None = None
+        self.scope, self.penalty, self.penalty_weight = scope, penalty, penalty_weight
         self._forget()
 
     # --- what users ask for -----------------------------------------------------------------------
@@ -156,12 +145,7 @@ class HeadFineTuning(FederatedCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Begin a run, and clear models of an earlier run if they may differ."""
-        self._federation = require_federation(trainer, self)
-        if sum(isinstance(c, HeadFineTuning) for c in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "Expected one HeadFineTuning, but got several, whose values would have the same "
-                "names. Use one per run, for example in trainer.test with a checkpoint."
-            )
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" or trainer.ckpt_path is not None:
             self._forget()
 
@@ -169,68 +153,24 @@ class HeadFineTuning(FederatedCallback):
         """Check scope and training data before training."""
         federation = require_federation(trainer, self)
         self._resolved(federation)
-        self._training_data(federation)
+        if self._trains:
+            self._training_data(federation)
 
     def on_round_start(self, trainer: L.Trainer, module: L.LightningModule, round: Any) -> None:
         """Clear the fine-tuned models, which are now out of date."""
         self._forget()
 
-    def further_evaluations(
-        self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
-        data: FederatedDataset,
-        rows: Tensor,
-        clients: Tensor,
-        step: str,
-    ) -> Mapping[str, Evaluation]:
-        """Fine-tune and evaluate the clients of a split."""
-        if self.when == "end" and trainer.state.fn == TrainerFn.FITTING:
-            return {}
-        return {PREFIX: self._evaluate(trainer, data, rows, clients, step)}
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Fine-tune after the last round, and log the results."""
-        federation: Federation = require_federation(trainer, self)
-        if self.when != "end" or not trainer.enable_validation or not federation.rounds:
-            return
-        loop: Any = trainer.fit_loop.epoch_loop.val_loop
-        data = loop.load()
-        rows, clients = loop.evaluable()
-        if not len(rows):
-            return
-        with (
-            in_mode(pl_module, training=False),
-            seeded(derive(federation.seed, "evaluation", PREFIX)),
-        ):
-            found = self._evaluate(trainer, data, rows, clients, "validation_step")
-        self._report(trainer, found, [data.names[row] for row in rows.tolist()])
-
-    def _report(self, trainer: L.Trainer, found: Evaluation, names: list[str]) -> None:
-        """Log the final values with the user's options, and extend the table."""
-        federation: Federation = require_federation(trainer, self)
-        loop: Any = trainer.fit_loop.epoch_loop.val_loop
-        round = federation.rounds - 1
-        values = summaries(found, PREFIX)
-        federation.history.add(round, values)
-        mean = federation.history.mean()
-        remember_metrics(trainer, values | {f"last10/{name}": mean[name] for name in values})
-        logged = {
-            k: v for k, v in found.values.items() if found.options.get(k, LogOptions()).logger
-        }
-        shown = summaries(replace(found, values=logged), PREFIX)
-        log_at_end(trainer, shown | {f"last10/{name}": mean[name] for name in headlines(shown)})
-        before = federation.client_results.get("val")
-        kept = before.evaluations if before is not None and before.round == round else {}
-        loop.record(ClientResults("val", round, names, {**kept, PREFIX: found}), further=PREFIX)
-
     # --- fine-tuning ------------------------------------------------------------------------------
+
+    @property
+    def _trains(self) -> bool:
+        return bool(self.phase.epochs or self.phase.steps)
 
     def _forget(self) -> None:
         self._kept: ClientStateStore | None = None
         self._done = torch.zeros(0, dtype=torch.bool)
 
-    def _evaluate(
+    def evaluate(
         self,
         trainer: L.Trainer,
         data: FederatedDataset,
@@ -274,7 +214,7 @@ class HeadFineTuning(FederatedCallback):
         # Models that are trained, or kept, must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             start = self._start(federation, clients)
-            if not (self.phase.epochs or self.phase.steps):
+            if not self._trains:
                 return start
             device = next(iter(start.values())).device
             if self._kept is not None and bool(self._done[clients].all()):
@@ -306,25 +246,3 @@ class HeadFineTuning(FederatedCallback):
     def _resolved(self, federation: Federation) -> frozenset[str]:
         spec = "all" if self.scope == "full" else self.scope
         return federation.parameter_split.match(spec, "scope")
-
-    def _training_data(self, federation: Federation) -> FederatedDataset | None:
-        """Load the clients' training data, or take those of the last fit if this run has none."""
-        if not (self.phase.epochs or self.phase.steps):
-            return None
-        try:
-            data = federation.training_data()
-        except MisconfigurationException as cause:
-            if self._data is None:
-                raise MisconfigurationException(
-                    "Expected training data to fine-tune on, but got none. Pass a data module to "
-                    "`trainer.test`, not only the test data."
-                ) from cause
-            data = self._data
-        if tuple(data.names) != federation.client_names:
-            raise MisconfigurationException(
-                f"Expected the training data of the {federation.num_clients} clients of the "
-                f"trained model, but got {data.num_clients} clients or other names. Use the data "
-                "of that run, or NewClientAdaptation for new clients."
-            )
-        self._data = data
-        return data

@@ -1,15 +1,15 @@
-"""Modules whose output is mixed from those of several models, for APFL and ensembles."""
+"""Modules whose output is not one model's: it is mixed from several, or a function's of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_pfl.core.checks import check_choice
@@ -24,6 +24,14 @@ SHARE = "other:share"
 """Name of the first model's weight in the output, ``(clients,)``."""
 WEIGHTS = "other:weights:"
 """Prefix of the name of an ensemble's weights, which ends in its space."""
+OWN = "other:own:"
+"""Prefix of the entries that a client's function of outputs gets."""
+Prediction = Callable[[Any, Any, Model], Any]
+"""A function of outputs, features and a client's own tensors, which returns outputs.
+
+It is called for one client at a time, or under ``vmap``: no tensor has a client axis. Features are
+the inputs of the module's ``head``; None if it has no such submodule.
+"""
 
 
 def mixture(model: Model, other: Model, share: Tensor) -> Model:
@@ -68,6 +76,56 @@ def ensemble(models: Model, weights: Tensor, space: Space = "probabilities") -> 
     return {**first, **others, WEIGHTS + space: weights}
 
 
+def with_own(model: Model, own: Model) -> Model:
+    """Give clients tensors of their own for :meth:`Method.predict`, a function of the outputs.
+
+    Args:
+        model: The model, ``(clients, ...)``, which is no mixture.
+        own: The tensors by name, ``(clients, ...)``.
+
+    Raises:
+        ValueError: If the model is a mixture, or already has such tensors.
+    """
+    if is_mixed(model):
+        raise ValueError(
+            "Expected one model for a function of its outputs, but got one whose outputs are "
+            "changed already. Use a method whose clients predict by one model."
+        )
+    return {**model, **{OWN + name: leaf for name, leaf in own.items()}}
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A function of a model's outputs.
+
+    Args:
+        own: A client's tensors.
+        function: The function; None where it isn't known.
+    """
+
+    own: Model
+    function: Prediction | None = None
+
+    @property
+    def what(self) -> str:
+        """What it does, for messages."""
+        return "changes the model's outputs by a function"
+
+    def __call__(self, outputs: list[Any], features: Any) -> Any:
+        """Return the function's outputs of the only model.
+
+        Raises:
+            TypeError: If the function isn't known, as in training.
+        """
+        if self.function is None:
+            raise TypeError(
+                "Expected models to train that are plain, but got one that changes its outputs by "
+                "a function. Use a method with a global model, or one whose clients predict by "
+                "one model."
+            )
+        return self.function(outputs[0], features, self.own)
+
+
 @dataclass(frozen=True)
 class Mix:
     """The models besides the first, and how outputs are mixed.
@@ -84,11 +142,12 @@ class Mix:
     space: Space | None = None
 
     @property
-    def count(self) -> str:
-        """The number of models, as a word for messages."""
-        return "two" if len(self.others) == 1 else str(len(self.others) + 1)
+    def what(self) -> str:
+        """What it does, for messages."""
+        count = "two" if len(self.others) == 1 else str(len(self.others) + 1)
+        return f"mixes the outputs of {count}"
 
-    def __call__(self, outputs: list[Tensor]) -> Tensor:
+    def __call__(self, outputs: list[Any], features: Any = None) -> Any:
         """Mix the outputs of all models, the first one's first."""
         weights = self.weights.to(outputs[0])
         if self.space is None:
@@ -107,11 +166,11 @@ class Mix:
 
 
 def is_mixed(model: Model) -> bool:
-    """Whether it is a mixture or an ensemble."""
-    return any(name == SHARE or name.startswith(WEIGHTS) for name in model)
+    """Whether it is more than a model: a mixture, an ensemble, or one with tensors of its own."""
+    return any(name.startswith(OTHER) for name in model)
 
 
-def parts(model: Model) -> tuple[Model, Mix | None]:
+def parts(model: Model) -> tuple[Model, Mix | Predictor | None]:
     """Split into the first model and the rest, which is None for a plain model."""
     if not is_mixed(model):
         return model, None
@@ -119,6 +178,9 @@ def parts(model: Model) -> tuple[Model, Mix | None]:
     rest = {
         name.removeprefix(OTHER): leaf for name, leaf in model.items() if name.startswith(OTHER)
     }
+    own = {name.removeprefix(OWN): leaf for name, leaf in model.items() if name.startswith(OWN)}
+    if own:
+        return first, Predictor(own)
     if SHARE in model:
         share = rest.pop(SHARE.removeprefix(OTHER))
         return first, Mix((rest,), share)
@@ -143,51 +205,60 @@ def shielded(model: Model, buffers: Iterable[str]) -> Model:
 
 
 class MixedForward:
-    """A replacement of a module's ``forward`` that mixes several models' outputs.
+    """A replacement of a module's ``forward`` that changes its outputs.
 
     Args:
         module: The module, which holds the first model.
-        mix: The other models and the weights, without client axis.
+        mix: The other models and the weights, or the function, without client axis.
 
     Attributes:
         calls: Number of calls.
     """
 
-    def __init__(self, module: L.LightningModule, mix: Mix) -> None:
+    def __init__(self, module: L.LightningModule, mix: Mix | Predictor) -> None:
         self.module, self.mix = module, mix
         at = places(module)
         self.others = [
             {place: leaf for name, leaf in other.items() for place in at[name]}
-            for other in mix.others
+            for other in (mix.others if isinstance(mix, Mix) else ())
         ]
         self.original = module.forward
         self.calls = 0
         self._inside = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the mixed outputs of all models.
+        """Return the mixed outputs of all models, or the function's.
 
         Raises:
-            TypeError: If the module's ``forward`` doesn't return a tensor.
+            TypeError: If outputs are mixed that are no tensors.
         """
-        first = self.original(*args, **kwargs)
         if self._inside:
-            return first
+            return self.original(*args, **kwargs)
         self.calls += 1
-        if not isinstance(first, Tensor):
+        features: list[Any] = []
+        head = getattr(self.module, "head", None)
+        hooks = []
+        if isinstance(self.mix, Predictor) and isinstance(head, nn.Module):
+            hooks = [head.register_forward_pre_hook(lambda _, given: features.append(given[0]))]
+        try:
+            outputs = [self.original(*args, **kwargs)]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self.others and not isinstance(outputs[0], Tensor):
             raise TypeError(
                 "Expected `forward` to return a tensor, since outputs of models are mixed, but got "
-                f"{type(first).__name__}. Return a tensor, or mix parameters."
+                f"{type(outputs[0]).__name__}. Return a tensor, or mix parameters."
             )
-        outputs = [first]
         self._inside = True
         try:
             for other in self.others:
-                here = {name: leaf.to(first.device) for name, leaf in other.items()}
+                device = outputs[0].device
+                here = {name: leaf.to(device) for name, leaf in other.items()}
                 outputs.append(functional_call(self.module, here, args, kwargs, tie_weights=False))
         finally:
             self._inside = False
-        return self.mix(outputs)
+        return self.mix(outputs, features[-1] if features else None)
 
 
 def excuse(module: L.LightningModule) -> None:
@@ -198,11 +269,11 @@ def excuse(module: L.LightningModule) -> None:
 
 
 @contextmanager
-def mixed_outputs(module: L.LightningModule, mix: Mix | None) -> Iterator[None]:
-    """Make the module return mixed outputs inside a ``with`` block.
+def mixed_outputs(module: L.LightningModule, mix: Mix | Predictor | None) -> Iterator[None]:
+    """Make the module return mixed outputs, or a function's, inside a ``with`` block.
 
     Raises:
-        RuntimeError: If the module is never called, which would ignore the other models.
+        RuntimeError: If the module is never called, which would ignore them.
     """
     if mix is None:
         yield

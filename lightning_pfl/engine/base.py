@@ -42,6 +42,7 @@ from lightning_pfl.contract.records import (
     SlotStates,
 )
 from lightning_pfl.core.errors import MisconfigurationException
+from lightning_pfl.core.mixture import Prediction
 from lightning_pfl.core.tree import Model, Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.methods.base import Method, Phase
@@ -190,6 +191,7 @@ class EvaluationWork:
         step: Name of the module's step function.
         limit: Minibatches per client: a count (int) or a fraction (float).
         round: The last finished round, for errors; None if it isn't known.
+        predict: The function of the outputs of models with tensors of their own; None without.
     """
 
     models: Model
@@ -198,6 +200,7 @@ class EvaluationWork:
     step: str
     limit: float | int = 1.0
     round: int | None = None
+    predict: Prediction | None = None
 
     @property
     def sent(self) -> Tree:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_pfl.contract.records import LogOptions
 from lightning_pfl.contract.view import StepView, require_losses
-from lightning_pfl.core.mixture import excuse, mixed_outputs, parts
+from lightning_pfl.core.mixture import Prediction, Predictor, excuse, mixed_outputs, parts
 from lightning_pfl.core.parameters import places
 from lightning_pfl.core.tree import Model
 from lightning_pfl.engine.active_phase import is_sample_wise
@@ -104,6 +104,7 @@ class ClientProgram:
         self.fast_kernels = fast_kernels
         self.log = LogCapture()
         self.throwaway: tuple[str, ...] = ()
+        self.predict: Prediction | None = None
         self.random_calls = self.gradients = 0
         self.sample_wise = is_sample_wise(module)
         self._slots = _slots(module)
@@ -123,6 +124,7 @@ class ClientProgram:
     def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the module with its parameters and buffers replaced by ``model``."""
         model, mix = parts(model)
+        mix = Predictor(mix.own, self.predict) if isinstance(mix, Predictor) else mix
         named = model
         if self.throwaway:
             kept: dict[str, Tensor] = dict(self.module.named_buffers())

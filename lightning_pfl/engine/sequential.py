@@ -205,7 +205,7 @@ class SequentialEngine:
         """Run a validation, test or prediction step for each client."""
         clients, data, step = work.clients, work.data, work.step
         program = ClientProgram(self.module, self.settings)
-        program.throwaway = writable(self.module)
+        program.throwaway, program.predict = writable(self.module), work.predict
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64)
         predictions: list[list[Any]] = [[] for _ in clients]

@@ -16,6 +16,7 @@ from lightning_pfl.contract.records import (
     OnClients,
     as_positions_of,
 )
+from lightning_pfl.core.mixture import Prediction
 from lightning_pfl.core.tree import Model, Tree, is_expanded, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EvaluationWork
@@ -137,6 +138,7 @@ def evaluate_clients(
     step: str,
     limit: float | int,
     on_clients: OnClients | None = None,
+    predict: Prediction | None = None,
 ) -> Evaluation:
     """Run a step of the module for clients, building their models in chunks.
 
@@ -152,6 +154,8 @@ def evaluate_clients(
         step: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
         limit: Minibatches per client: a count (int) or a fraction (float).
         on_clients: Called with the positions in ``clients`` that are done.
+        predict: The function of the outputs of models with tensors of their own; None: the
+            method's.
     """
     shard = federation.shard(clients)
     round = federation.rounds - 1 if federation.rounds else None
@@ -164,7 +168,8 @@ def evaluate_clients(
             for some in positions.split(models_at_a_time(architecture)):
                 with naming_architecture(architecture, data.names, rows[some], step, round):
                     models = models_of(clients[some])
-                    work = EvaluationWork(models, rows[some], data, step, limit, round)
+                    function = predict or architecture.method.predict
+                    work = EvaluationWork(models, rows[some], data, step, limit, round, function)
                     listener = as_positions_of(on_clients, some)
                     found.append(architecture.engine.evaluate(work, listener))
                 order.append(some)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_pfl._lightning import copy_apart
 from lightning_pfl.contract.records import ClientInfo, Evaluation, OnClients
-from lightning_pfl.core.mixture import Mix, MixedForward, parts
-from lightning_pfl.core.tree import Model, Tree, expand, tmap
+from lightning_pfl.core.mixture import Mix, MixedForward, Predictor, parts
+from lightning_pfl.core.tree import Model, Tree, expand
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.federation.architectures import (
     Architecture,
@@ -130,14 +130,13 @@ class Federation(FederationState):
             RuntimeError: If nothing was trained or loaded yet, or the client's state is in another
                 process.
             KeyError: If the client is unknown.
-            MisconfigurationException: If the method mixes the outputs of two models.
+            MisconfigurationException: If a client's prediction isn't one model's.
         """
         model, mix = parts(self._personal_model(client))
         if mix is not None:
             raise MisconfigurationException(
                 "Expected a personal model that is one state_dict, but "
-                f"{type(self.method).__name__} mixes the outputs of {mix.count}. Use "
-                "`client_module(client)`, or mix parameters."
+                f"{type(self.method).__name__} {mix.what}. Use `client_module(client)`."
             )
         return self._state_dict(self._architecture_of(client), model)
 
@@ -159,10 +158,17 @@ class Federation(FederationState):
         copy: L.LightningModule = copy_apart(architecture.module)
         copy.load_state_dict(self._state_dict(architecture, model))
         if mix is not None:
-            others = tuple(tmap(lambda leaf: leaf.detach().clone(), other) for other in mix.others)
-            kept = Mix(others, mix.weights.detach().clone(), mix.space)
-            copy.__dict__["forward"] = MixedForward(copy, kept)
+            copy.__dict__["forward"] = MixedForward(copy, self._kept(architecture, mix))
         return copy.eval()
+
+    def _kept(self, architecture: Architecture, mix: Mix | Predictor) -> Mix | Predictor:
+        def copied(model: Model) -> Model:
+            return {name: leaf.detach().clone() for name, leaf in model.items()}
+
+        if isinstance(mix, Predictor):
+            return Predictor(copied(mix.own), architecture.method.predict)
+        others = tuple(map(copied, mix.others))
+        return Mix(others, mix.weights.detach().clone(), mix.space)
 
     def global_state_dict(self) -> dict[str, Any]:
         """Return the global model, as a ``state_dict`` of the user's module.

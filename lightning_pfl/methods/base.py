@@ -48,6 +48,9 @@ and ``global_model(server)`` are evaluated and handed to the user.
 - Two models whose outputs are mixed (APFL): ``core.mixture.mixture`` and ``client.grad(also=...)``.
 - A prediction by several models (FedEM, averages over draws): ``personal_model`` returns
   ``core.mixture.ensemble(models, weights, space)``.
+- A prediction that is a function of a model's outputs and features (nearest prototypes):
+  ``personal_model`` returns ``core.mixture.with_own(model, tensors)``, and :meth:`predict` is that
+  function.
 - A step of its own at evaluation (Per-FedAvg): ``evaluation_phases`` and ``evaluation_step``.
 - A step of its own for clients that never took part (FedMAP's prior): ``adaptation_step``.
 - A server that knows its clients one by one: entries of its tree that ``client_axes`` names.
@@ -459,6 +462,19 @@ class Method(FederatedCallback):
         """
         model: Model = {**received.get("model", {}), **client_state.get("model", {})}
         return model
+
+    def predict(self, outputs: Any, features: Any, own: Model) -> Any:
+        """Return the outputs of a client whose personal model has tensors of its own.
+
+        The evaluation, ``trainer.predict`` and ``client_module`` take these outputs for those of
+        the module; ``client_state_dict`` refuses, as there is no one model.
+
+        Args:
+            outputs: The module's outputs, without client axis, ``(samples, ...)``.
+            features: The inputs of its submodule ``head``, ``(samples, ...)``; None without one.
+            own: The client's tensors.
+        """
+        raise NotImplementedError
 
     def global_model(self, server: Tree) -> Model | None:
         """Return the global model, without client axis, or None without one.

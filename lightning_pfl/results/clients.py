@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 COLUMNS = ("split", "round", "client", "samples", "model", "metric", "value")
-MODELS = {"global": "global", "ft": "fine-tuned"}
+MODELS = {"global": "global", "ft": "fine-tuned", "knn": "with neighbours"}
 """Names of the models by the prefix of their values; values without one are of personal models."""
 
 
@@ -27,8 +27,8 @@ def read_clients(run: str | Path) -> DataFrame:
 
     Returns:
         A row for each value: ``split`` (``"val"`` or ``"test"``), ``round`` (from 0), ``client``
-        (its name), ``samples`` (evaluated ones), ``model`` (``"personal"``, ``"global"`` or
-        ``"fine-tuned"``), ``metric`` (such as ``"val_acc"``) and ``value``. A value that wasn't
+        (its name), ``samples`` (evaluated ones), ``model`` (``"personal"``, ``"global"``,
+        ``"fine-tuned"`` or ``"with neighbours"``), ``metric`` (such as ``"val_acc"``) and ``value``. A value that wasn't
         evaluated in a round has no row.
 
     Raises:

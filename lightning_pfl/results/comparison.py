@@ -14,7 +14,7 @@ import numpy as np
 from lightning_pfl.metrics.history import AT_END, higher_is_better
 from lightning_pfl.metrics.summary import LEFT_OUT
 from lightning_pfl.results.figures import Line
-from lightning_pfl.results.groups import Group, differing, group_runs, show
+from lightning_pfl.results.groups import FURTHER, Group, differing, group_runs, show
 from lightning_pfl.results.page import Page, Section
 from lightning_pfl.results.paired import Paired, pair
 from lightning_pfl.results.runs import WINDOW, Run, find_runs
@@ -86,7 +86,7 @@ def _metric(runs: Sequence[Run], metric: str | None) -> str:
         for run in runs
         for name in run.scalars.values
         if f"{name}/worst_decile" in run.scalars.values
-        and not name.startswith((*AT_END, "test", "global/", "ft/"))
+        and not name.startswith((*AT_END, "test", "global/", *FURTHER))
     )
     if metric is None and counts:
         usual = sorted(counts, key=lambda name: (not higher_is_better(name), -counts[name]))

@@ -11,7 +11,8 @@ from lightning_pfl.results.runs import Run
 from lightning_pfl.results.settings import Settings
 
 MISSING = "-"
-FINE_TUNED = "ft/"
+FURTHER = {"ft/": "FT", "knn/": "kNN"}
+"""Prefixes of values of other models than the trained ones, and what tables add to the method."""
 
 
 @dataclass
@@ -21,14 +22,14 @@ class Group:
     Attributes:
         runs: The runs that count.
         left_out: Runs that were stopped, with fewer rounds.
-        tuned: Whether the compared models are fine-tuned ones.
+        prefix: Prefix of the compared models' values: fine-tuned ones, if there are some.
         label: The method, and the settings in which groups of it differ.
         data_label: The settings of the data in which the groups differ.
     """
 
     runs: list[Run] = field(default_factory=list)
     left_out: list[Run] = field(default_factory=list)
-    tuned: bool = False
+    prefix: str = ""
     label: str = ""
     data_label: str = ""
 
@@ -41,12 +42,8 @@ class Group:
     def method(self) -> str:
         """The method, as tables call it."""
         first = self.all_runs[0]
-        return (first.settings.method or first.folder.parent.name) + " + FT" * self.tuned
-
-    @property
-    def prefix(self) -> str:
-        """Prefix of the compared models' values."""
-        return FINE_TUNED if self.tuned else ""
+        added = f" + {FURTHER[self.prefix]}" if self.prefix else ""
+        return (first.settings.method or first.folder.parent.name) + added
 
     @cached_property
     def first(self) -> Settings:
@@ -70,13 +67,14 @@ def group_runs(runs: Sequence[Run], counts: Callable[[Run], bool]) -> list[Group
     alike: dict[tuple[Any, ...], dict[tuple[str, ...], Group]] = {}
     # Runs of which not all is known come last, and join the one group that has what they logged.
     for run in sorted(runs, key=lambda run: not run.settings.is_complete):
-        tuned = any(name.startswith(FINE_TUNED) for name in run.scalars.values)
+        has = (p for p in FURTHER if any(name.startswith(p) for name in run.scalars.values))
+        prefix = next(has, "")
         # Without settings, the folder above holds a method's seeds.
         where = "" if run.settings.method else str(run.folder.parent)
-        place = (run.settings.method, where, tuned, *_texts(run.settings.logged))
+        place = (run.settings.method, where, prefix, *_texts(run.settings.logged))
         groups = alike.setdefault(place, {})
         if run.settings.is_complete or len(groups) != 1:
-            group = groups.setdefault(_texts(run.settings.values), Group(tuned=tuned))
+            group = groups.setdefault(_texts(run.settings.values), Group(prefix=prefix))
         else:
             (group,) = groups.values()
         (group.runs if counts(run) else group.left_out).append(run)

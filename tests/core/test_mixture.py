@@ -10,8 +10,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_pfl.callbacks import HeadFineTuning
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.mixture import Mix, Space, ensemble, parts
+from lightning_pfl.core.mixture import Mix, Space, ensemble, parts, with_own
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg
@@ -122,8 +123,9 @@ def test_an_ensemble_comes_apart_again() -> None:
     models = {"w": torch.arange(12.0).view(2, 3, 2), "n": torch.arange(6).view(2, 3)}
     weights = torch.full((2, 3), 1 / 3)
     first, mix = parts(ensemble(models, weights, "log-probabilities"))
-    assert mix is not None
-    assert (mix.space, mix.count, len(mix.others)) == ("log-probabilities", "3", 2)
+    assert isinstance(mix, Mix)
+    assert (mix.space, mix.what) == ("log-probabilities", "mixes the outputs of 3")
+    assert len(mix.others) == 2
     assert mix.weights is weights
     for k, model in enumerate((first, *mix.others)):
         assert torch.equal(model["w"], models["w"][:, k])
@@ -146,3 +148,68 @@ def test_probabilities_need_classes() -> None:
     mix = Mix(({},), torch.tensor([0.5, 0.5]), "probabilities")
     with pytest.raises(ValueError, match=r"logits \(batch, classes, \.\.\.\), .* got \(4,\)"):
         mix([torch.ones(4), torch.ones(4)])
+
+
+class Prototypes(FedAvg):
+    """FedAvg whose clients predict by the nearest of three features, which differ by client."""
+
+    def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
+        model = super().personal_model(received, client_state, info)
+        return with_own(model, {"prototypes": prototypes(info.index)})
+
+    def predict(self, outputs: Tensor, features: Tensor, own: Model) -> Tensor:
+        return outputs - (features.unsqueeze(1) - own["prototypes"]).square().sum(2)
+
+
+def prototypes(clients: Tensor) -> Tensor:
+    return torch.linspace(0, 1, 54).double().view(3, 18) * (1 + clients.double().view(-1, 1, 1))
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+def test_a_function_of_outputs_and_features_is_evaluated_and_handed_out(engine: str) -> None:
+    data: Any = small_clients()
+    run = fit(Prototypes(), data, small_module(), engine=engine, val_data=data)
+    module: Any = small_module().eval()
+    module.load_state_dict(run.strategy.global_state_dict())
+    losses, outputs = [], {}
+    for client, rows in enumerate(data.indices):
+        x, y = data.fields[0][rows], data.fields[1][rows].numpy()
+        with torch.no_grad():
+            features = module.backbone(x)
+            logits = module.head(features).numpy()
+            handed = run.strategy.client_module(client)(x).numpy()
+        differences = features.numpy()[:, None] - prototypes(torch.tensor([client]))[0].numpy()
+        outputs[client] = logits - (differences**2).sum(2)
+        np.testing.assert_allclose(handed, outputs[client], rtol=1e-10)
+        if len(rows):
+            losses.append(-np.log(softmax(outputs[client])[np.arange(len(y)), y]).mean())
+    assert run.metrics["val_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    predicted = run.trainer.predict(run.module, data)
+    assert predicted is not None
+    for client, found in enumerate(predicted):
+        for first, batch in enumerate(found):
+            want = outputs[client][3 * first : 3 * first + 3]
+            np.testing.assert_allclose(batch, want, rtol=1e-10)
+
+
+def test_a_function_of_outputs_is_no_state_dict() -> None:
+    run = fit(Prototypes(), small_clients(), small_module())
+    with pytest.raises(MisconfigurationException, match=r"Prototypes changes the model's outputs"):
+        run.strategy.client_state_dict(0)
+
+
+class WithoutGlobal(Prototypes):
+    def global_model(self, server: Tree) -> None:
+        return None
+
+
+def test_training_such_a_model_further_is_refused() -> None:
+    data = small_clients()
+    with pytest.raises(Exception, match="models to train that are plain, but got one that changes"):
+        fit(WithoutGlobal(), data, small_module(), val_data=data, callbacks=[HeadFineTuning()])
+
+
+def test_only_one_model_can_have_such_a_function() -> None:
+    mixed = ensemble({"w": torch.ones(2, 3)}, torch.ones(2, 3) / 3)
+    with pytest.raises(ValueError, match="one model for a function of its outputs, but got one"):
+        with_own(mixed, {"prototypes": torch.ones(2)})

@@ -15,6 +15,7 @@ from lightning_pfl.callbacks import NewClientAdaptation
 from lightning_pfl.core.mixture import (
     OTHER,
     SHARE,
+    Mix,
     mixture,
     parts,
 )
@@ -152,7 +153,7 @@ def test_new_clients_adapt_the_first_model_alone(engine: str) -> None:
     adaptation = NewClientAdaptation(new, samples=[4], steps=2, scope="all")
     run = fit(APFL(0.4, **OUTPUTS), data, small_module(), 1, engine, callbacks=[adaptation])
     found, mix = parts(adaptation.results[0].models)
-    assert mix is not None
+    assert isinstance(mix, Mix)
     (second,) = mix.others
     assert mix.weights.tolist() == [0.4]
     assert_trees_equal({n: leaf[0] for n, leaf in second.items()}, run.server["model"])
@@ -193,7 +194,7 @@ def test_a_mixture_comes_apart_again() -> None:
     mixed = mixture(first, second, share)
     assert set(mixed) == {"w", f"{OTHER}w", f"{OTHER}b", SHARE}
     found, mix = parts(mixed)
-    assert mix is not None
+    assert isinstance(mix, Mix)
     assert (found, mix.others) == (first, (second,))
     assert mix.weights is share
     assert parts(first) == (first, None)

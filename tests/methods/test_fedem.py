@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.core.mixture import parts
+from lightning_pfl.core.mixture import Mix, parts
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import select
 from lightning_pfl.data.datasets import FederatedTensorDataset
@@ -222,7 +222,7 @@ def test_the_mixture_of_probabilities_is_known() -> None:
     state = {"weights": torch.tensor([[0.55, 0.45]], dtype=torch.float64)}
     info: Any = None
     first, mix = parts(method.personal_model({"models": models}, state, info))
-    assert mix is not None
+    assert isinstance(mix, Mix)
     outputs = [torch.func.functional_call(net, {n: leaf[0] for n, leaf in m.items()},
                (torch.zeros(1, 1),)) for m in (first, *mix.others)]  # fmt: skip
     mix = type(mix)(mix.others, mix.weights[0], mix.space)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.mixture import is_mixed, parts
+from lightning_pfl.core.mixture import Mix, is_mixed, parts
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree, tmap
 from lightning_pfl.engine.sequential import SequentialLocalStep
@@ -195,8 +195,8 @@ def test_predictions_may_average_drawn_models() -> None:
     models = run.models
     assert is_mixed(models)
     first, mix = parts(models)
-    assert mix is not None
-    assert (mix.space, mix.count) == ("probabilities", "3")
+    assert isinstance(mix, Mix)
+    assert (mix.space, len(mix.others)) == ("probabilities", 2)
     mean = run.client_state["model"]["head.weight"]
     sigma = torch.nn.functional.softplus(run.client_state["rho"]["head.weight"])
     draws = [(m["head.weight"] - mean) / sigma for m in (first, *mix.others)]

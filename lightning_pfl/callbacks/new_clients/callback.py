@@ -187,7 +187,13 @@ class NewClientAdaptation(FederatedCallback):
                         )
                     with seeded(derive(federation.seed, "evaluation", PREFIX, samples)):
                         work = EvaluationWork(
-                            models, clients, test, evaluate, trainer.limit_test_batches, round
+                            models,
+                            clients,
+                            test,
+                            evaluate,
+                            trainer.limit_test_batches,
+                            round,
+                            method.predict,
                         )
                         evaluation = federation.engine.evaluate(work)
                     found.append(Adapted(samples, epochs, clients, trained_on, models, evaluation))
@@ -234,8 +240,8 @@ class NewClientAdaptation(FederatedCallback):
         mix = parts(start)[1]
         if self.save_models and mix is not None:
             raise MisconfigurationException(
-                f"Expected models that are one state_dict for save_models=True, but {name} mixes "
-                f"the outputs of {mix.count}. Mix parameters, or use start='global'."
+                f"Expected models that are one state_dict for save_models=True, but {name} "
+                f"{mix.what}. Use save_models=False, or start='global'."
             )
         untrained = self.start == "personal" and method.global_model(federation.server) is None
         if 0 in self.samples and untrained:
