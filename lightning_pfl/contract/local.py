@@ -13,7 +13,7 @@ from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree
 
-Split = Literal["training", "validation"]
+Split = Literal["training", "validation", "public"]
 PerClient = int | Mapping[str, int]
 """A number of all clients, or of each by its name."""
 
@@ -40,7 +40,10 @@ class Phase:
         evaluate_only: Whether nothing trains: every layer runs in eval mode without augmentation
             and logs, and ``client_step`` calls ``client.loss``. Its steps count.
         data: ``"validation"``: a pass over the client's validation samples, all of them whatever
-            the Trainer's limits, with ``evaluate_only``. Its steps don't count.
+            the Trainer's limits, with ``evaluate_only``. ``"public"``: the round's public samples,
+            the same ones in the same order for all clients and in each epoch, without
+            augmentation and logs, as they may have no labels. Their steps don't count.
+        ahead: For public samples: those of the round that is so many rounds later.
     """
 
     train: ParameterSpec = "all"
@@ -52,6 +55,7 @@ class Phase:
     full_batch: bool = False
     evaluate_only: bool = False
     data: Split = "training"
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         """Require that nothing trains on validation data."""
@@ -65,7 +69,7 @@ class Phase:
 def without_data(phases: Iterable[Phase], steps: Tensor) -> Tensor:
     """Find clients that took no step although the phases have some, bool ``(clients,)``.
 
-    In phases with a budget of 0, that is no client.
+    In phases with a budget of 0, that is no client. Public samples are not a client's data.
 
     Args:
         phases: A round's local training.
@@ -76,7 +80,7 @@ def without_data(phases: Iterable[Phase], steps: Tensor) -> Tensor:
         >>> without_data([Phase(epochs=1)], steps), without_data([Phase(epochs=0)], steps * 0)
         (tensor([ True, False]), tensor([False, False]))
     """
-    budget = any(phase.epochs or phase.steps for phase in phases)
+    budget = any(phase.epochs or phase.steps for phase in phases if phase.data != "public")
     return steps == 0 if budget else torch.zeros_like(steps, dtype=torch.bool)
 
 

@@ -49,6 +49,9 @@ class FederatedDataModule(L.LightningDataModule):
     unless ``val_split="test"`` asks for validation on the test split. Then a fit reports no best
     round, since test data would have chosen it.
 
+    *Public.* ``public_samples`` of all clients' training samples, drawn at random, are nobody's:
+    ``public_dataloader`` returns them, for methods that compare models on them.
+
     Args:
         source: The source of the samples.
         partition: Assignment of samples to clients. ``None``: `Natural` if the source names its
@@ -68,6 +71,7 @@ class FederatedDataModule(L.LightningDataModule):
         cut: Choice of the samples that are cut off for test and validation. ``None``: `Stratified`,
             random samples of every class. `LastSamples` for series, `WholeGroups` for samples that
             belong together.
+        public_samples: Number of training samples that are public, >= 0; 0 for none.
 
     Raises:
         ValueError: A number is out of range, or settings contradict each other; in `setup`, the
@@ -96,9 +100,11 @@ class FederatedDataModule(L.LightningDataModule):
         val_split: Literal["train", "test"] = "train",
         drop_last: bool = False,
         cut: Cut | None = None,
+        public_samples: int = 0,
     ) -> None:
         super().__init__()
         _check_settings(val_fraction, test_fraction, val_split, new_clients)
+        check_whole("public_samples", public_samples, 0, "Use 0 for none.")
         check_whole("seed", seed, 0, "Use 0, or the number of a repetition.")
         for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -118,6 +124,8 @@ class FederatedDataModule(L.LightningDataModule):
         self.val_split = val_split
         self.drop_last = drop_last
         self.cut = None if cut is None else require_cut(cut)
+        self.public_samples = public_samples
+        self._public: np.ndarray = np.zeros(0, dtype=np.int64)
         self._splits: dict[str, _Split] = {}
         self._arrays: SourceData | None = None
         self._names: tuple[str, ...] = ()
@@ -170,6 +178,7 @@ class FederatedDataModule(L.LightningDataModule):
             test = _Split(fields, arrays.labels, test_parts)
         else:
             test = self._own_test(arrays, partition, plan, len(parts))
+        parts = self._without_public(parts)
         train, val = self._cut(parts, arrays, self.val_fraction, "val")
         self._names = partition.names(plan) or tuple(str(k) for k in range(len(parts)))
         self._arrays = arrays
@@ -190,6 +199,18 @@ class FederatedDataModule(L.LightningDataModule):
     def test_dataloader(self) -> FederatedTensorDataset:
         """Return the test data of the clients that take part."""
         return self._dataset("test")
+
+    def public_dataloader(self) -> FederatedTensorDataset | None:
+        """Return the public samples, as a dataset of one client; None if there are none."""
+        arrays = self._loaded()
+        if not self.public_samples:
+            return None
+        return FederatedTensorDataset(
+            self._splits["train"].fields,
+            [torch.from_numpy(self._public)],
+            batch_size=self.eval_batch_size,
+            transform=arrays.eval_transform or arrays.transform,
+        )
 
     def predict_dataloader(self) -> FederatedTensorDataset:
         """Return the test data, on which no client trained."""
@@ -214,6 +235,7 @@ class FederatedDataModule(L.LightningDataModule):
             "drop_last": self.drop_last,
             "seed": self.seed,
             "new_clients": self.num_new_clients,
+            "public_samples": self.public_samples,
         }
 
     def digest(self) -> str:
@@ -275,6 +297,22 @@ class FederatedDataModule(L.LightningDataModule):
         self, parts: Parts, arrays: SourceData, share: float, split: str
     ) -> tuple[Parts, Parts]:
         return cut(parts, arrays.labels, share, self._rng(split), self.cut, arrays.columns)
+
+    def _without_public(self, parts: Parts) -> Parts:
+        """Draw the public samples, and take them away from the clients.
+
+        Raises:
+            ValueError: If there are more of them than training samples.
+        """
+        held = np.unique(np.concatenate([*parts, self._public]))
+        if self.public_samples > len(held):
+            raise ValueError(
+                f"Expected `public_samples` to be at most the {len(held)} training samples, but "
+                f"got public_samples={self.public_samples}. Use fewer."
+            )
+        drawn = self._rng("public").choice(len(held), self.public_samples, replace=False)
+        self._public = np.sort(held[drawn]).astype(np.int64)
+        return [part[~np.isin(part, self._public)] for part in parts]
 
     def _loaded(self) -> SourceData:
         self.setup()

@@ -14,6 +14,7 @@ from lightning_pfl.contract.records import ClientInfo, Evaluation, LocalResult, 
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Model, Tree, rows, tmap
 from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.data.public import PublicData
 from lightning_pfl.deploy.logged import LoggedValues, Values, read_values
 from lightning_pfl.deploy.nodes import Answer, Nodes
 from lightning_pfl.deploy.packet import HEADER, UNREADABLE, Packet, PacketError
@@ -263,6 +264,7 @@ class RemoteCohort(Cohort):
         data: FederatedDataset,
         on_clients: OnClients,
         validation: FederatedDataset | None = None,
+        public: PublicData | None = None,
     ) -> LocalResult:
         """Let the nodes train; a client without a good answer is named in ``failed``."""
         count = len(self.info)

@@ -271,6 +271,12 @@ def check_deployable(module: Any, callbacks: Sequence[Any]) -> Method:
             "to each other: every message would pass through the server, which isn't meant to read "
             "it. Simulate it, or deploy a method with a server, such as FedU or FedMAP."
         )
+    plans = [(*method.phases(round), *method.server_phases(round)) for round in range(ROUNDS)]
+    if any(phase.data == "public" for plan in plans for phase in plan):
+        raise MisconfigurationException(
+            f"Expected a method without public samples, but {name} needs them on the server and "
+            "all nodes. Simulate it, or deploy FedRep."
+        )
     if method.measures_client_states:
         raise MisconfigurationException(
             f"Expected a method whose server needs no client states, but {name} measures them "

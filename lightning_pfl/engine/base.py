@@ -45,6 +45,7 @@ from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.mixture import Prediction
 from lightning_pfl.core.tree import Model, Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.data.public import PublicData
 from lightning_pfl.methods.base import Method, Phase
 
 StepOptions = Callable[[int], Sequence[Sequence[Mapping[str, Any]]]]
@@ -106,6 +107,7 @@ class LocalWork:
         kept: The clients' optimizer states with which their phases begin; None for fresh ones.
         schedule: Makes the options of each group of ``optimizer`` at each of some steps of a phase;
             None if they stay.
+        public: Public samples; None if there are none.
     """
 
     method: Method
@@ -119,6 +121,7 @@ class LocalWork:
     validation: FederatedDataset | None = None
     schedule: StepOptions | None = None
     kept: Sequence[OptimizerState] | None = None
+    public: PublicData | None = None
 
     def split(self, phase: Phase) -> FederatedDataset:
         """Return the data of a phase.
@@ -128,6 +131,10 @@ class LocalWork:
         """
         if phase.data == "training":
             return self.data
+        if phase.data == "public":
+            return require_public(self.public, self.method).for_clients(
+                self.info.round + phase.ahead
+            )
         if self.validation is None:
             raise MisconfigurationException(
                 f"Expected validation data, on which {type(self.method).__name__} measures in its "
@@ -214,6 +221,21 @@ class EvaluationWork:
             index: A slice, or positions, int64 ``(some,)``.
         """
         return replace(self, models=rows(self.models, index), clients=self.clients[index])
+
+
+def require_public(public: PublicData | None, method: Method) -> PublicData:
+    """Return the public samples.
+
+    Raises:
+        MisconfigurationException: If there are none.
+    """
+    if public is None:
+        raise MisconfigurationException(
+            f"Expected public samples, on which {type(method).__name__} compares models, but got "
+            "none. Use FederatedDataModule(public_samples=...), or define `public_dataloader` in "
+            "your data module."
+        )
+    return public
 
 
 class ModuleLoop(Protocol):

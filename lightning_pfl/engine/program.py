@@ -121,6 +121,16 @@ class ClientProgram:
         finally:
             del self.module.__dict__["log"]
 
+    @contextmanager
+    def plain(self, plain: bool) -> Iterator[None]:
+        """Leave out augmentation inside a ``with`` block, if ``plain``."""
+        augment = self.augment
+        self.augment = None if plain else augment
+        try:
+            yield
+        finally:
+            self.augment = augment
+
     def call(self, model: Model, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the module with its parameters and buffers replaced by ``model``."""
         model, mix = parts(model)
@@ -239,11 +249,8 @@ class ClientProgram:
 
         None where ``training_step`` skips the minibatch.
         """
-        augment, self.augment = self.augment, None
-        try:
+        with self.plain(True):
             loss, _ = self.training_loss(model, batch, key, number, mask, None)
-        finally:
-            self.augment = augment
         return loss
 
     def _masked_loss(self, model: Model, batch: Any, mask: Tensor) -> tuple[Tensor, dict[str, Any]]:

@@ -158,7 +158,12 @@ class SequentialEngine:
                 self.settings,
                 *order,
             )
-            with active.modes(), local_step.program.capturing(), self._leaving_no_trace(phase):
+            with (
+                active.modes(),
+                local_step.program.capturing(),
+                local_step.program.plain(phase.data == "public"),
+                self._leaving_no_trace(phase),
+            ):
                 local_step.program.throwaway = active.throwaway()
                 local_step.begin(active, number, work.options(phase, len(minibatches.bounds)))
                 before = None if kept is None else kept.get(phase.name, {})
@@ -393,8 +398,8 @@ class SequentialLocalStep:
         self.drew = bool(self.drew) or drew
 
     def new_step(self) -> None:
-        """Start a step, whose first gradient logs."""
-        self._logged = False
+        """Start a step, whose first gradient logs, unless samples are public."""
+        self._logged = self.active.phase.data == "public"
         self.step += 1
         self.optimizer.at(self.step)
         if not self.active.phase.evaluate_only:

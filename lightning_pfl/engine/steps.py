@@ -153,7 +153,7 @@ def phase_steps(
     """Count the steps of each client over all phases on training data, int64 ``(clients,)``."""
     total = torch.zeros(len(clients), dtype=torch.int64)
     for phase in phases:
-        if phase.data == "validation":
+        if phase.data != "training":
             continue
         budget = phase_budget(phase)
         per_epoch = [minibatches_per_epoch(data, int(k), limits, phase.full_batch) for k in clients]
@@ -165,7 +165,7 @@ def phase_steps(
 
 
 def phase_limits(phase: Phase, limits: Limits) -> Limits:
-    """Return the limits of a phase: none on validation data."""
+    """Return the limits of a phase: none on validation and public data."""
     return limits if phase.data == "training" else Limits()
 
 

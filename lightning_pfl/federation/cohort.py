@@ -16,6 +16,7 @@ from lightning_pfl.contract.records import (
 )
 from lightning_pfl.core.tree import Tree, merge, rows, split_rows, values
 from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.data.public import PublicData
 from lightning_pfl.engine.base import LocalWork
 from lightning_pfl.engine.optimizer import scheduled
 from lightning_pfl.federation.architectures import Architecture, naming_architecture
@@ -89,6 +90,7 @@ class Cohort:
         data: FederatedDataset,
         on_clients: OnClients,
         validation: FederatedDataset | None = None,
+        public: PublicData | None = None,
     ) -> LocalResult:
         """Train locally; return the uploads and logged values of the cohort.
 
@@ -96,6 +98,7 @@ class Cohort:
             data: The training split.
             on_clients: Called with the positions of the clients that are done.
             validation: The validation split by client id, for phases that measure on it.
+            public: Public samples, for phases on them.
         """
         received = self.shard.slice(self.received)
         for batch in self.batches:
@@ -123,6 +126,7 @@ class Cohort:
                 validation=validation,
                 schedule=architecture.schedule,
                 kept=self.federation.kept_optimizers(info.index),
+                public=public,
             )
             with naming_architecture(
                 architecture, data.names, info.index, "client_step", info.round

@@ -12,6 +12,7 @@ from lightning_pfl.methods.fedbn import FedBN
 from lightning_pfl.methods.feddane import FedDANE
 from lightning_pfl.methods.fedem import FedEM
 from lightning_pfl.methods.fedmap import FedMAP
+from lightning_pfl.methods.fedmd import FedMD
 from lightning_pfl.methods.fedmtl import FedMTL
 from lightning_pfl.methods.fedper import FedPer
 from lightning_pfl.methods.fedpop import FedPop
@@ -49,6 +50,7 @@ __all__ = [
     "FedDANE",
     "FedEM",
     "FedMAP",
+    "FedMD",
     "FedMTL",
     "FedPer",
     "FedPop",

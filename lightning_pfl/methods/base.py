@@ -32,6 +32,10 @@ and ``global_model(server)`` are evaluated and handed to the user.
 - The loss of a model (FedMAP's weights): ``Phase(evaluate_only=True)`` and ``client.loss``.
 - A measurement on the clients' validation samples in a round (FedFomo): ``Phase(evaluate_only=True,
   data="validation")``; its steps don't count.
+- Public samples, the same for all clients (FedMD): ``Phase(data="public")`` and
+  ``public_samples``.
+- A server that trains (FedDF): ``server_phases``, ``server_init``, ``server_step`` and
+  ``server_final``.
 - Another term of the loss (FedProto, MOON, distillation): ``client.grad(objective=f, given=x)``,
   with ``f(view, x)`` of one client's minibatch; see ``contract/view.py``.
 - How many samples of each class a client has: ``known.label_counts``, and
@@ -69,11 +73,12 @@ and ``global_model(server)`` are evaluated and handed to the user.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pfl.contract.about import About
 from lightning_pfl.contract.callback import FederatedCallback, FederationView
@@ -161,6 +166,8 @@ class Method(FederatedCallback):
         fresh_optimizer: Why the state of a client's optimizer means nothing in its next round;
             empty where it may be kept.
         fixed_clients: Why no client can join a run that goes on; empty where one can.
+        public_samples: Number of public samples that a round draws for phases on them; None for
+            all.
         edge_state: Entries of a client's memory about its edges, leaves ``(clients, slots, ...)``.
             Only :meth:`send` and :meth:`receive` see them: local training and personal models do
             without, as these entries may be large.
@@ -183,6 +190,7 @@ class Method(FederatedCallback):
     fresh_optimizer: ClassVar[str] = ""
     fixed_clients: ClassVar[str] = ""
     edge_state: ClassVar[tuple[str, ...]] = ()
+    public_samples: int | None = None
 
     known: Known
     graph: Graph
@@ -390,6 +398,46 @@ class Method(FederatedCallback):
     def server_update(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
         """Update the server with accepted uploads ``(clients, ...)``; default: weighted mean."""
         return {**server, "model": weighted_mean(uploads["model"], info.weights)}
+
+    # --- a server that trains, after its update ---
+
+    def server_phases(self, round: int) -> tuple[Phase, ...]:
+        """Return the phases of the server's training, with ``data="public"``; default: none.
+
+        Minibatches are of all public samples, shuffled anew in each epoch. Optimizers are those of
+        :meth:`server_optimizers`.
+        """
+        return ()
+
+    def server_optimizers(self, parameters: Iterable[Tensor]) -> Optimizer | None:
+        """Make the optimizer of the server's training; None: that of ``configure_optimizers``.
+
+        The options that a scheduler is to follow are those of :meth:`server_schedule`.
+        """
+        return None
+
+    def server_schedule(self, steps: int) -> list[float] | None:
+        """Return factors of the learning rate for each step of a phase; None: it stays."""
+        return None
+
+    def server_init(self, server: Tree, uploads: Tree, info: ClientInfo) -> Tree:
+        """Make the initial state of the server's training.
+
+        Args:
+            server: The server's tree after :meth:`server_update`, leaves ``(1, ...)``: the server
+                is the only client of this training.
+            uploads: Accepted uploads, ``(1, clients, ...)``.
+            info: The clients that sent them.
+        """
+        raise NotImplementedError
+
+    def server_step(self, state: Tree, minibatches: Any, server: LocalStep) -> Tree:
+        """Take one step of the server's training; like :meth:`client_step`."""
+        raise NotImplementedError
+
+    def server_final(self, server: Tree, state: Tree) -> Tree:
+        """Return the new server tree, leaves ``(1, ...)``."""
+        raise NotImplementedError
 
     # --- messages between neighbours, without a server ---
 

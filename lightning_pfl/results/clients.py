@@ -28,8 +28,8 @@ def read_clients(run: str | Path) -> DataFrame:
     Returns:
         A row for each value: ``split`` (``"val"`` or ``"test"``), ``round`` (from 0), ``client``
         (its name), ``samples`` (evaluated ones), ``model`` (``"personal"``, ``"global"``,
-        ``"fine-tuned"`` or ``"with neighbours"``), ``metric`` (such as ``"val_acc"``) and ``value``. A value that wasn't
-        evaluated in a round has no row.
+        ``"fine-tuned"`` or ``"with neighbours"``), ``metric`` (such as ``"val_acc"``) and
+        ``value``. A value that wasn't evaluated in a round has no row.
 
     Raises:
         ValueError: If the folder has no table of clients.

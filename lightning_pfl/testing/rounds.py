@@ -14,6 +14,7 @@ from lightning_pfl.contract.records import ClientInfo, LocalResult
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, expand, repeat, rows, tmap
 from lightning_pfl.data.datasets import FederatedDataset, label_counts
+from lightning_pfl.data.public import PublicData
 from lightning_pfl.engine.base import EngineSettings, LocalWork
 from lightning_pfl.engine.optimizer import learning_rates
 from lightning_pfl.engine.sequential import SequentialEngine
@@ -115,7 +116,10 @@ def local_round(
         else repeat(method.init_client_state(model), len(index))
     )
     kept = tmap(Tensor.clone, before)
-    result = runner.train(LocalWork(method, received, before, info, data, phases, optimizer))
+    load = getattr(module, "public_dataloader", None)
+    public = PublicData(load(), 0, method.public_samples, data.names) if load else None
+    work = LocalWork(method, received, before, info, data, phases, optimizer, public=public)
+    result = runner.train(work)
     updated = method.server_update(server, result.uploads, info)
     return LocalRound(info, received, kept, result, updated, runner)
 

@@ -35,6 +35,7 @@ from lightning_pfl.contract.local import Phase
 from lightning_pfl.contract.records import LocalResult, Round
 from lightning_pfl.core.tree import Tree, nbytes, rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
+from lightning_pfl.data.public import PublicData
 from lightning_pfl.federation.cohort import Cohort
 from lightning_pfl.federation.eligibility import (
     check_budgets,
@@ -45,6 +46,7 @@ from lightning_pfl.federation.eligibility import (
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.federation.sampling import sample_cohort
+from lightning_pfl.federation.server_training import train_server
 from lightning_pfl.metrics.history import without_summary
 from lightning_pfl.trainer.board_layout import add_summary
 from lightning_pfl.trainer.checks import ModuleAtStart
@@ -119,6 +121,7 @@ class FederatedLoop(FitLoop):
     _prog_bar: tuple[str, ...] = ()
     _logger: tuple[str, ...] = ()
     _restored: dict[str, Any] | None = None
+    _public: PublicData | None = None
     _warned: frozenset[str] = frozenset()
     _left_out: str | None = ""  # why the last round left out all clients; None once one did not
 
@@ -258,7 +261,8 @@ class FederatedLoop(FitLoop):
                 clients = self._progress(round.info.index)
                 with profile(profiled("training_step")):
                     validation = self._validation_data(cohort.phases)
-                    work = cohort.train(self.require_data(), clients.finished, validation)
+                    public = self._public_data(round.number)
+                    work = cohort.train(self.require_data(), clients.finished, validation, public)
                 clients.finish(work.loss)
                 self._aggregate(round, cohort, work)
                 clients.release()
@@ -276,6 +280,22 @@ class FederatedLoop(FitLoop):
         names = self.federation.client_names
         found = by_client(validation.load(), names, "val_dataloaders")
         return found if found.num_samples.any() else None
+
+    def _public_data(self, number: int) -> PublicData | None:
+        """Return the public samples, if the method needs them in a round and there are some."""
+        method = self.federation.method
+        phases = (*method.phases(number), *method.server_phases(number))
+        if all(phase.data != "public" for phase in phases):
+            return None
+        if self._public is None:
+            owners = (self.trainer.datamodule, self.trainer.lightning_module)
+            loads = [getattr(owner, "public_dataloader", None) for owner in owners]
+            source = next((load() for load in loads if callable(load)), None)
+            if source is not None:
+                names, seed = self.federation.client_names, self.federation.seed
+                public = PublicData(source, seed, method.public_samples, names)
+                self._public = public.to(self.federation.settings.device)
+        return self._public
 
     def _begin_round(self) -> tuple[Round, Cohort]:
         """Draw the clients and send them the server's trees."""
@@ -311,6 +331,9 @@ class FederatedLoop(FitLoop):
         if len(cohort.info):
             with self.trainer.profiler.profile("aggregation"):
                 server = method.server_update(server, round.uploads, cohort.info)
+                if method.server_phases(round.number):
+                    public = self._public_data(round.number)
+                    server = train_server(federation, server, round.uploads, cohort.info, public)
                 refused = federation.refuse_step(server, verdict)
                 if not refused:
                     cohort.exchange("after")

@@ -63,10 +63,12 @@ def test_equal_clients_step_together(name: str) -> None:
     assert sizes
     assert set(sizes) == {CLIENTS}
     phases = method.phases(0)
-    # Two minibatches an epoch.
+    # Two minibatches an epoch, and public ones of three samples.
+    public = -(-(method.public_samples or 0) // 3)
+    minibatches = [public if p.data == "public" else 1 if p.full_batch else 2 for p in phases]
     steps = sum(
-        p.steps or -(-(p.epochs or 0) * (1 if p.full_batch else 2) // p.batches_per_step)
-        for p in phases
+        p.steps or -(-(p.epochs or 0) * count // p.batches_per_step)
+        for p, count in zip(phases, minibatches, strict=True)
     )
     assert len(sizes) == steps
 

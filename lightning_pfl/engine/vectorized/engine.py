@@ -220,12 +220,17 @@ class Chunk:
         first_epochs = [0] * len(self.clients)
         for number, phase in enumerate(self.work.phases):
             active = ActivePhase(phase, self.engine.parameter_split)
-            with active.modes(), batchable_kernels(self.engine.transform), self._capturing():
+            with (
+                active.modes(),
+                batchable_kernels(self.engine.transform),
+                self._capturing(),
+                self.program.plain(phase.data == "public"),
+            ):
                 self.program.throwaway = active.throwaway()
                 batches = self._batches(phase, active, first_epochs)
                 self.engine.prefix.attach(batches, active, state, self.program)
                 state = self._phase(state, active, batches, number)
-            if phase.data == "validation":
+            if phase.data != "training":
                 continue
             used = zip(first_epochs, batches.epochs_used, strict=True)
             first_epochs = [first + epochs for first, epochs in used]

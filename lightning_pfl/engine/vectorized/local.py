@@ -81,7 +81,8 @@ class VectorizedLocalStep:
 
     def begin(self, tick: Tick, step: int) -> None:
         """Start a tick, in which each of its clients takes the step of this number."""
-        self._tick, self._logged, self.step = tick, False, step
+        # Public samples may have no labels that a loss or an accuracy could mean.
+        self._tick, self._logged, self.step = tick, self.active.phase.data == "public", step
         self._calls.clear()
 
     def train(self, model: Model, batch: list[Minibatch]) -> Model:
