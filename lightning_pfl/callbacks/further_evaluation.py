@@ -1,4 +1,4 @@
-"""Evaluations beside that of the personal models: once after the last round, or in each."""
+"""Evaluations of other models than the personal ones: once after the last round, or in each."""
 
 from __future__ import annotations
 

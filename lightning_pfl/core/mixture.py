@@ -77,7 +77,7 @@ def ensemble(models: Model, weights: Tensor, space: Space = "probabilities") -> 
 
 
 def with_own(model: Model, own: Model) -> Model:
-    """Give clients tensors of their own for :meth:`Method.predict`, a function of the outputs.
+    """Give clients tensors of their own for ``Method.predict``, a function of the outputs.
 
     Args:
         model: The model, ``(clients, ...)``, which is no mixture.
@@ -108,7 +108,7 @@ class Predictor:
 
     @property
     def what(self) -> str:
-        """What it does, for messages."""
+        """The effect on outputs, for messages."""
         return "changes the model's outputs by a function"
 
     def __call__(self, outputs: list[Any], features: Any) -> Any:
@@ -143,7 +143,7 @@ class Mix:
 
     @property
     def what(self) -> str:
-        """What it does, for messages."""
+        """The effect on outputs, for messages."""
         count = "two" if len(self.others) == 1 else str(len(self.others) + 1)
         return f"mixes the outputs of {count}"
 

@@ -96,7 +96,7 @@ class FedMD(Method):
         gradients="1, also on public samples; a forward pass over them",
         personal_model="the client's own model, all of it",
         global_model=None,
-        paper="Li, Wang 2019; Bistritz et al. 2020",
+        paper="Li and Wang 2019; Bistritz et al. 2020",
     )
     personal: ParameterSpec = "all"
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"cluster": 1})
