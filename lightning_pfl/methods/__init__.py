@@ -10,6 +10,7 @@ from lightning_pfl.methods.fedasa import FedASA
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.methods.fedbn import FedBN
 from lightning_pfl.methods.feddane import FedDANE
+from lightning_pfl.methods.feddf import FedDF
 from lightning_pfl.methods.fedem import FedEM
 from lightning_pfl.methods.fedmap import FedMAP
 from lightning_pfl.methods.fedmd import FedMD
@@ -48,6 +49,7 @@ __all__ = [
     "FedAvg",
     "FedBN",
     "FedDANE",
+    "FedDF",
     "FedEM",
     "FedMAP",
     "FedMD",
