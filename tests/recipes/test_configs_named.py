@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_pfl.callbacks import HeadFineTuning
-from lightning_pfl.core.mixture import parts
+from lightning_pfl.core.mixture import Mix, parts
 from lightning_pfl.methods import FedAvg, LocalOnly
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing import QuadraticModule, descend, fit
@@ -70,7 +70,7 @@ def test_mapper_lies_between_one_model_for_all_and_one_for_each(engine: str) -> 
         """For a linear model the mixture of outputs is that of the models."""
         run = fit(method_of("mapper", mixing=share), data, softmax_module(), 2, engine)
         own, mix = parts(run.models)
-        assert mix is not None
+        assert isinstance(mix, Mix)
         assert mix.weights.tolist() == [share] * 5
         return {n: share * own[n] + (1 - share) * mix.others[0][n] for n in own}
 
