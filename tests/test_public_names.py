@@ -79,6 +79,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_nothing_heavy_that_lightning_does_not() -> None:
     result = subprocess.run(
         [sys.executable, "-c", HEAVY_IMPORTS], check=True, capture_output=True, text=True

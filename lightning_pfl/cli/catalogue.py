@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import shutil
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -141,7 +140,7 @@ def list_recipes() -> None:
 
 
 def copy_recipe(name: str, to: Path) -> None:
-    """Copy a recipe, and print how to run it.
+    """Copy a recipe, whose comments then name the copy, and print how to run it.
 
     Args:
         name: A name of :func:`find_recipes`.
@@ -157,7 +156,11 @@ def copy_recipe(name: str, to: Path) -> None:
             f"Expected TO to be a new file, but got {target}, which exists. Remove it, or name "
             "another file."
         )
-    shutil.copyfile(source, target)
+    kind = source.parent.name
+    folder = kind if kind == "recipes" else f"configs/{kind}"
+    text = source.read_text().replace(f"{folder}/{source.name}", str(target))
+    with target.open("x") as file:
+        file.write(text)
     option = "--config" if "/" not in name else "--config RECIPE.yaml --config"
     print(f"written: {target}\n  lightning-pfl fit {option} {target}")
 

@@ -12,7 +12,7 @@ from pydoc import locate
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import get_loader, set_loader
+from jsonargparse import Namespace, get_loader, set_loader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -75,6 +75,14 @@ class Parser(LightningArgumentParser):
         """Print no usage before an error, which would be far above it."""
         if file is not sys.stderr:
             super().print_usage(file)
+
+    def dump(self, cfg: Namespace, **kwargs: Any) -> str:
+        """Write a configuration without the strategy's ``method`` where the recipe's own holds."""
+        cfg = cfg.clone()
+        for key in ("trainer.strategy", f"{cfg.get('subcommand')}.trainer.strategy"):
+            if cfg.get(f"{key}.init_args.method", 0) is None:
+                del cfg[f"{key}.init_args.method"]
+        return super().dump(cfg, **kwargs)
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Format the help, with formulas as plain text."""

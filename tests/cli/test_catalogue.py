@@ -118,7 +118,7 @@ def test_the_list_has_every_recipe_and_config(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("name", ["fedrep_digits", "recipes/fedrep_digits.yaml", "method/fedper"])
-def test_a_recipe_is_shown_and_copied_as_it_is(
+def test_a_recipe_is_shown_as_it_is_and_a_copy_names_itself(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     text = said(capsys, "recipes", "show", name)
@@ -126,10 +126,13 @@ def test_a_recipe_is_shown_and_copied_as_it_is(
     assert text == source.read_text()
     printed = said(capsys, "recipes", "copy", name, str(tmp_path))
     copy = tmp_path / source.name
-    assert copy.read_text() == text
+    path = source.relative_to(ROOT)
+    assert copy.read_text() == text.replace(str(path), str(copy))
     assert f"--config {copy}" in printed
     said(capsys, "recipes", "copy", name, str(tmp_path / "mine.yaml"))
-    assert (tmp_path / "mine.yaml").read_text() == text
+    mine = tmp_path / "mine.yaml"
+    assert mine.read_text() == text.replace(str(path), str(mine))
+    assert str(path) not in mine.read_text()
 
 
 def test_a_copy_overwrites_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_print_config_shows_every_resolved_argument(capsys: pytest.CaptureFixtur
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["method"]["init_args"]["body_epochs"] == 1
     assert shown["trainer"]["strategy"]["init_args"]["engine"] == "auto"
+    assert "method" not in shown["trainer"]["strategy"]["init_args"]  # it is above
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])

@@ -55,6 +55,7 @@ def problem() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return {"w": draw(3, 2, 4), "b": draw(3, 2)}, {"w": draw(2, 4), "b": draw(2)}
 
 
+@pytest.mark.slow
 def test_student_t_is_the_density_of_the_library(names: dict[str, Any]) -> None:
     """Differences of R between two thetas are those of the negative log density."""
     theta, model = problem()
@@ -71,6 +72,7 @@ def test_student_t_is_the_density_of_the_library(names: dict[str, Any]) -> None:
     torch.testing.assert_close(found, negative(theta) - negative(other), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_closed_form_of_layers_has_no_gradient_left(names: dict[str, Any]) -> None:
     theta, model = problem()
     prior: Prior = names["LayerGaussian"]()

@@ -185,7 +185,7 @@ def saved(
     **kwargs: Any,
 ) -> str:
     """A checkpoint after one round."""
-    run = trainer(method or FedRep(), max_epochs=1, **kwargs)
+    run = trainer(method or FedRep(head_epochs=2), max_epochs=1, **kwargs)
     run.fit(module or network(), *classes())
     path = str(tmp_path / "round.ckpt")
     run.save_checkpoint(path)
@@ -203,10 +203,10 @@ def test_a_checkpoint_holds_tensors_and_plain_values_only(tmp_path: Path) -> Non
 def test_evaluation_from_a_checkpoint_uses_every_clients_model(
     function: str, tmp_path: Path
 ) -> None:
-    fitted = trainer(FedRep(), max_epochs=1)
+    fitted = trainer(FedRep(head_epochs=2), max_epochs=1)
     fitted.fit(network(), *classes())
     fitted.save_checkpoint(tmp_path / "a.ckpt")
-    fresh = trainer(FedRep())
+    fresh = trainer(FedRep(head_epochs=2))
     result = getattr(fresh, function)(
         network(seed=9), classes()[1], ckpt_path=str(tmp_path / "a.ckpt")
     )
@@ -221,10 +221,10 @@ def test_evaluation_from_a_checkpoint_uses_every_clients_model(
 
 def test_a_resumed_run_keeps_its_seed(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    resumed = trainer(FedRep(), seed=8, max_epochs=2)
+    resumed = trainer(FedRep(head_epochs=2), seed=8, max_epochs=2)
     with pytest.warns(UserWarning, match="continues with the checkpoint's seed 3, not with seed=8"):
         resumed.fit(network(), *classes(), ckpt_path=path)
-    whole = trainer(FedRep(), seed=3, max_epochs=2)
+    whole = trainer(FedRep(head_epochs=2), seed=3, max_epochs=2)
     whole.fit(network(), *classes())
     assert_same(whole, resumed)
 
@@ -240,7 +240,7 @@ def wider() -> PersonalizedModule:
     [
         (FedAvg(), network, 5, "Expected a checkpoint of FedAvg, but got one of FedRep"),
         (
-            FedRep(),
+            FedRep(head_epochs=2),
             wider,
             5,
             r"backbone.0.weight: shared \(8, 6\) in the checkpoint, shared \(9, 6\) in the module",
@@ -251,7 +251,12 @@ def wider() -> PersonalizedModule:
             5,
             r"head.weight: personal \(3, 8\) in the checkpoint, shared \(3, 8\)",
         ),
-        (FedRep(), network, 4, "Expected the 5 clients of the checkpoint .* but got a list of 4"),
+        (
+            FedRep(head_epochs=2),
+            network,
+            4,
+            "Expected the 5 clients of the checkpoint .* but got a list of 4",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(
@@ -326,7 +331,7 @@ def test_a_broken_file_is_named_and_left_alone(kind: str, tmp_path: Path) -> Non
         "code": (RuntimeError, "reading it would run code"),
     }.get(kind, (RuntimeError, "to be a checkpoint, but it is truncated or of another format"))
     with pytest.raises(error, match=match):
-        trainer(FedRep(), max_epochs=2).fit(network(), *classes(), ckpt_path=str(path))
+        trainer(FedRep(head_epochs=2), max_epochs=2).fit(network(), *classes(), ckpt_path=str(path))
     assert path.read_bytes() == before
 
 
@@ -373,7 +378,9 @@ def test_a_users_checkpoint_plugin_is_used(tmp_path: Path) -> None:
             super().save_checkpoint(*args, **kwargs)
 
     plugin = Own()
-    run = trainer(strategy=FederatedStrategy(FedRep(), seed=1), plugins=[plugin], max_epochs=1)
+    run = trainer(
+        strategy=FederatedStrategy(FedRep(head_epochs=2), seed=1), plugins=[plugin], max_epochs=1
+    )
     run.fit(network(), *classes())
     run.save_checkpoint(tmp_path / "a.ckpt")
     assert plugin.written == 1
@@ -388,15 +395,17 @@ def test_a_checkpoint_of_another_partition_is_said(tmp_path: Path) -> None:
     def mlp() -> MLP:
         return MLP([64, 10])
 
-    run = trainer(FedRep(), max_epochs=1)
+    run = trainer(FedRep(head_epochs=2), max_epochs=1)
     run.fit(mlp(), module_of(0))
     path = str(tmp_path / "a.ckpt")
     run.save_checkpoint(path)
-    trainer(FedRep()).test(mlp(), module_of(0), ckpt_path=path)  # warnings are errors here
+    trainer(FedRep(head_epochs=2)).test(
+        mlp(), module_of(0), ckpt_path=path
+    )  # warnings are errors here
     match = "trained on other samples than those of this data module"
     with pytest.warns(UserWarning, match=match):
-        trainer(FedRep()).test(mlp(), module_of(1), ckpt_path=path)
+        trainer(FedRep(head_epochs=2)).test(mlp(), module_of(1), ckpt_path=path)
     with pytest.warns(UserWarning, match=match):
         run.test(run.lightning_module, module_of(1))
     run.save_checkpoint(path)  # after that test, its clients are still those of the fit
-    trainer(FedRep()).test(mlp(), module_of(0), ckpt_path=path)
+    trainer(FedRep(head_epochs=2)).test(mlp(), module_of(0), ckpt_path=path)

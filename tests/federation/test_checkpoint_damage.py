@@ -40,7 +40,7 @@ READERS = pytest.mark.parametrize("read", [read_in_fit, read_in_test, read_in_lo
 
 
 def checkpoint(path: Path, method: Method | None = None) -> Path:
-    run = trainer(method or FedRep(), max_epochs=1)
+    run = trainer(method or FedRep(head_epochs=2), max_epochs=1)
     run.fit(network(), *classes())
     run.save_checkpoint(path)
     return path
@@ -64,7 +64,7 @@ def rename_back(saved: dict[str, Any]) -> None:
 def test_a_file_of_an_earlier_version_is_refused(read: Read, tmp_path: Path) -> None:
     path = changed(checkpoint(tmp_path / "old.ckpt"), rename_back)
     with pytest.raises(CheckpointMismatchError, match="format 1, which an earlier version of"):
-        read(FedRep(), path)
+        read(FedRep(head_epochs=2), path)
 
 
 @READERS
@@ -72,7 +72,7 @@ def test_a_file_of_a_later_version_is_refused(read: Read, tmp_path: Path) -> Non
     path = checkpoint(tmp_path / "new.ckpt")
     changed(path, lambda saved: saved["federated"].update(format=FORMAT + 1))
     with pytest.raises(CheckpointMismatchError, match=rf"format {FORMAT + 1}, which a later"):
-        read(FedRep(), path)
+        read(FedRep(head_epochs=2), path)
 
 
 @READERS
@@ -92,21 +92,21 @@ def test_a_flipped_bit_in_any_entry_is_refused(read: Read, tmp_path: Path) -> No
         damaged[start] ^= 1
         broken.write_bytes(damaged)
         with pytest.raises(RuntimeError, match=f"the checksum of {entry.filename} is wrong"):
-            read(FedRep(), broken)
-    assert read(FedRep(), path).client_names == ("0", "1", "2", "3", "4")
+            read(FedRep(head_epochs=2), broken)
+    assert read(FedRep(head_epochs=2), path).client_names == ("0", "1", "2", "3", "4")
 
 
 def test_every_flipped_bit_is_refused_or_changes_no_number(tmp_path: Path) -> None:
     """Bytes between the entries hold nothing: the archive aligns entries by filling them up."""
     path = checkpoint(tmp_path / "whole.ckpt")
     whole, broken = path.read_bytes(), tmp_path / "broken.ckpt"
-    want = read_in_load(FedRep(), path).client_state_dict(3)
+    want = read_in_load(FedRep(head_epochs=2), path).client_state_dict(3)
     for position in torch.randint(len(whole), (60,), generator=torch.Generator().manual_seed(0)):
         damaged = bytearray(whole)
         damaged[int(position)] ^= 4
         broken.write_bytes(damaged)
         try:
-            found = read_in_load(FedRep(), broken).client_state_dict(3)
+            found = read_in_load(FedRep(head_epochs=2), broken).client_state_dict(3)
         except (RuntimeError, CheckpointMismatchError):
             continue
         assert all(torch.equal(found[name], leaf) for name, leaf in want.items())
@@ -118,7 +118,7 @@ def test_nan_on_the_server_is_refused(read: Read, tmp_path: Path) -> None:
     name = "backbone.0.weight"
     changed(path, lambda saved: saved["federated"]["server"]["model"][name].fill_(torch.nan))
     with pytest.raises(CheckpointMismatchError, match=rf"the server's `model/{name}` holds NaN"):
-        read(FedRep(), path)
+        read(FedRep(head_epochs=2), path)
 
 
 @READERS
@@ -132,7 +132,7 @@ def test_a_client_state_that_is_not_finite_is_refused(
         saved["federated"]["client_states"]["model"]["head.bias"][3, 0] = number
 
     with pytest.raises(CheckpointMismatchError, match=r"`model/head\.bias` of '3' holds NaN or"):
-        read(FedRep(), changed(path, change))
+        read(FedRep(head_epochs=2), changed(path, change))
 
 
 def test_a_learning_rate_that_is_not_finite_is_refused(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_learning_rate_that_is_not_finite_is_refused(tmp_path: Path) -> None:
         saved["optimizer_states"][0]["param_groups"][0]["lr"] = torch.nan
 
     with pytest.raises(CheckpointMismatchError, match="the learning rate of SGD is nan"):
-        read_in_fit(FedRep(), changed(path, change))
+        read_in_fit(FedRep(head_epochs=2), changed(path, change))
 
 
 @pytest.mark.filterwarnings("ignore:Expected more rounds than the 6")

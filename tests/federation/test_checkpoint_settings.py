@@ -247,10 +247,10 @@ def test_a_checkpoint_that_lacks_something_is_refused(part: str, tmp_path: Path)
 
 
 def test_weights_alone_can_be_tested(tmp_path: Path) -> None:
-    run = trainer(FedRep(), max_epochs=1)
+    run = trainer(FedRep(head_epochs=2), max_epochs=1)
     run.fit(network(), *classes())
     run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    tested = trainer(FedRep())
+    tested = trainer(FedRep(head_epochs=2))
     tested.test(network(1), classes()[1], ckpt_path=str(tmp_path / "weights.ckpt"), verbose=False)
     for name, leaf in run.strategy.client_state_dict(2).items():
         assert torch.equal(tested.strategy.client_state_dict(2)[name], leaf)

@@ -39,6 +39,10 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
+KINDS = ("APFL", "FedRep", "HeteroFL", "IFCA", "SCAFFOLD", "SheafFMTL")
+"""A mixture, a personal head, several widths, clusters, control variates, a graph."""
+
+
 def other_weights(module: Any) -> Any:
     """A module of the same kind in single precision, with weights that no run has had."""
     with torch.no_grad():
@@ -47,7 +51,14 @@ def other_weights(module: Any) -> Any:
     return module.float()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "PerFedAvg"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in KINDS else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+        if name != "PerFedAvg"
+    ],
+)
 def test_every_method_gives_the_models_of_the_run_that_wrote_the_file(
     name: str, tmp_path: Path
 ) -> None:
@@ -156,12 +167,12 @@ def test_the_modules_own_part_of_the_checkpoint_is_given_to_it(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def fedrep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    ran = Problem().fit(FedRep())
+    ran = Problem().fit(FedRep(head_epochs=2))
     return ran.save(tmp_path_factory.mktemp("fedrep") / "last.ckpt")
 
 
 def test_a_client_that_is_not_there_is_named(fedrep: Path) -> None:
-    clients = load_clients(fedrep, small_module(), FedRep())
+    clients = load_clients(fedrep, small_module(), FedRep(head_epochs=2))
     with pytest.raises(KeyError, match=r"an id in 0\.\.4 or one of the names '0'.*client=5"):
         clients.client_module(5)
 
@@ -186,7 +197,7 @@ def test_another_method_or_split_is_refused(method: Any, text: str, fedrep: Path
 def test_another_module_is_refused(fedrep: Path) -> None:
     module = MLP([25, 4, 3])
     with pytest.raises(CheckpointMismatchError, match="Expected a checkpoint of this module and"):
-        load_clients(fedrep, module, FedRep())
+        load_clients(fedrep, module, FedRep(head_epochs=2))
 
 
 def test_another_number_of_clusters_and_another_graph_are_refused(tmp_path: Path) -> None:
@@ -202,27 +213,27 @@ def test_files_that_are_no_federated_checkpoint_are_refused(fedrep: Path, tmp_pa
     whole = fedrep.read_bytes()
     (tmp_path / "torn.ckpt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(RuntimeError, match=r"torn\.ckpt' to be a checkpoint, but it is truncated"):
-        load_clients(tmp_path / "torn.ckpt", small_module(), FedRep())
+        load_clients(tmp_path / "torn.ckpt", small_module(), FedRep(head_epochs=2))
 
     torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pt")
     with pytest.raises(CheckpointMismatchError, match=r"holds a dict\. Load weights"):
-        load_clients(tmp_path / "weights.pt", small_module(), FedRep())
+        load_clients(tmp_path / "weights.pt", small_module(), FedRep(head_epochs=2))
 
     held = {"pytorch-lightning_version": L.__version__, "state_dict": {}}
     torch.save(held, tmp_path / "plain.ckpt")
     with pytest.raises(CheckpointMismatchError, match="got one without FederatedStrategy"):
-        load_clients(tmp_path / "plain.ckpt", small_module(), FedRep())
+        load_clients(tmp_path / "plain.ckpt", small_module(), FedRep(head_epochs=2))
 
     saved: dict[str, Any] = torch.load(fedrep, weights_only=True)
     del saved["federated"]["client_states"]
     torch.save(saved, tmp_path / "part.ckpt")
     with pytest.raises(CheckpointMismatchError, match="client_states is missing"):
-        load_clients(tmp_path / "part.ckpt", small_module(), FedRep())
+        load_clients(tmp_path / "part.ckpt", small_module(), FedRep(head_epochs=2))
 
     with pytest.raises(FileNotFoundError, match=r"on this machine, but .* is a folder. Give the"):
-        load_clients(tmp_path, small_module(), FedRep())
+        load_clients(tmp_path, small_module(), FedRep(head_epochs=2))
     with pytest.raises(FileNotFoundError, match=r"but .*none\.ckpt' is no file. Give the"):
-        load_clients(tmp_path / "none.ckpt", small_module(), FedRep())
+        load_clients(tmp_path / "none.ckpt", small_module(), FedRep(head_epochs=2))
 
 
 @pytest.mark.parametrize("text", [b"hello", b"not a checkpoint", b"\x80\x02q"])
@@ -230,11 +241,11 @@ def test_a_file_that_is_no_pickle_is_named(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "words.ckpt"
     path.write_bytes(text)
     with pytest.raises(RuntimeError, match=r"words\.ckpt' to be a checkpoint, but it is truncated"):
-        load_clients(path, small_module(), FedRep())
+        load_clients(path, small_module(), FedRep(head_epochs=2))
 
 
 def test_classes_and_swapped_arguments_are_refused(fedrep: Path) -> None:
-    module, method = small_module(), FedRep()
+    module, method = small_module(), FedRep(head_epochs=2)
     for wrong, name in (
         ((type(module), method), "`module` to be an instance of LightningModule"),
         ((method, module), "`module` to be an instance of LightningModule"),
@@ -251,14 +262,14 @@ def test_code_in_the_file_does_not_run(fedrep: Path, tmp_path: Path) -> None:
 
     torch.save({**torch.load(fedrep, weights_only=True), "more": Touch()}, tmp_path / "code.ckpt")
     with pytest.raises(RuntimeError, match="would run code"):
-        load_clients(tmp_path / "code.ckpt", small_module(), FedRep())
+        load_clients(tmp_path / "code.ckpt", small_module(), FedRep(head_epochs=2))
     assert not (tmp_path / "ran").exists()
 
 
 def test_what_load_from_checkpoint_gives_is_the_shared_part(tmp_path: Path) -> None:
     # As docs/models.md says: the backbone is the server's, the head is that of round 0.
     start = {k: v.clone() for k, v in small_module().state_dict().items()}
-    ran = Problem().fit(FedRep())
+    ran = Problem().fit(FedRep(head_epochs=2))
     saved = torch.load(ran.save(tmp_path / "last.ckpt"), weights_only=True)["state_dict"]
     heads: list[Tensor] = [ran.strategy.client_state_dict(k)["head.weight"] for k in range(5)]
     assert torch.equal(saved["head.weight"], start["head.weight"])
@@ -281,11 +292,13 @@ def test_a_new_client_adapts_with_the_file_and_its_own_data_alone(
     client: int, curvature: float, center: float, tmp_path: Path
 ) -> None:
     module = SplitQuadraticModule(lr=0.1, backbone=0.5, head=-0.25)
-    run = trainer(FedRep(), max_epochs=2)
+    run = trainer(FedRep(head_epochs=2), max_epochs=2)
     old = quadratic_clients([1.0, 3.0], [0.0, 1.0], [4, 2], 2)
     run.fit(module, old, old)
     run.save_checkpoint(path := tmp_path / "last.ckpt")
-    clients = load_clients(path, SplitQuadraticModule(lr=0.1, backbone=7.0, head=-0.25), FedRep())
+    clients = load_clients(
+        path, SplitQuadraticModule(lr=0.1, backbone=7.0, head=-0.25), FedRep(head_epochs=2)
+    )
     before = clients.client_state_dict(0)
 
     adapted = clients.adapt(alone(client), epochs=3).state_dict()

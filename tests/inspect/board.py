@@ -10,6 +10,12 @@ import matplotlib.image
 import numpy as np
 
 
+def count_colours(picture: np.ndarray) -> int:
+    """Count the colours of a picture of floats up to 1, ``(height, width, channels)``."""
+    pixels = np.rint(picture * 255).astype(np.int64)
+    return len(np.unique(pixels @ 256 ** np.arange(picture.shape[2])))
+
+
 class Board:
     """Reads an event file back.
 

@@ -40,7 +40,7 @@ from lightning_pfl.methods import (
 from lightning_pfl.models import DigitsCNN
 from lightning_pfl.priors import GaussianPrior
 from tests.callbacks.setting import Data, classes, network, quadratics, split, trainer
-from tests.inspect.board import Board
+from tests.inspect.board import Board, count_colours
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
 
@@ -52,8 +52,7 @@ def board_run(tmp_path: Path, method: Any, *callbacks: Any, **kwargs: Any) -> An
 
 def is_drawn(picture: np.ndarray) -> bool:
     """More than a blank sheet: several colours, and a share of it not white."""
-    colours = np.unique(picture.reshape(-1, picture.shape[2]), axis=0)
-    return len(colours) > 10 and bool((picture[..., :3] < 0.95).any(2).mean() > 0.05)
+    return count_colours(picture) > 10 and bool((picture[..., :3] < 0.95).any(2).mean() > 0.05)
 
 
 # --- ClientHistogram ------------------------------------------------------------------------------
@@ -279,7 +278,7 @@ class TakesImages(CSVLogger):
 def test_pictures_go_to_files_and_to_loggers_that_take_images(tmp_path: Path) -> None:
     logger = TakesImages(tmp_path)
     pictures = (ClientHistogram(["val_loss"]), PairwiseDistance(), PartitionPicture())
-    run = trainer(FedRep(), *pictures, logger=logger, max_epochs=2)
+    run = trainer(FedRep(head_epochs=2), *pictures, logger=logger, max_epochs=2)
     run.fit(split(), quadratics(), quadratics())
     last = run.current_epoch - 1
     names = {
@@ -300,7 +299,7 @@ def test_pictures_go_to_files_and_to_loggers_that_take_images(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", PICTURES)
 def test_pictures_need_a_logger(kind: Any) -> None:
-    run = trainer(FedRep(), kind(), logger=False)
+    run = trainer(FedRep(head_epochs=2), kind(), logger=False)
     match = f"a logger for the pictures of {kind.__name__}, but got none"
     with pytest.raises(MisconfigurationException, match=match):
         run.fit(split(), quadratics(), quadratics())
@@ -327,7 +326,7 @@ def test_pictures_need_matplotlib(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    run = board_run(tmp_path, FedRep(), kind())
+    run = board_run(tmp_path, FedRep(head_epochs=2), kind())
     with pytest.raises(ModuleNotFoundError, match=r"Install 'lightning-pfl\[plots\]'"):
         run.fit(split(), quadratics(), quadratics())
 
@@ -339,7 +338,7 @@ def test_a_fast_dev_run_draws_nothing_and_asks_for_nothing() -> None:
         PartitionPicture(),
         DriftMonitor(),
     ]
-    run = trainer(FedRep(), *callbacks, fast_dev_run=True)
+    run = trainer(FedRep(head_epochs=2), *callbacks, fast_dev_run=True)
     run.fit(split(), quadratics(), quadratics())
     assert run.global_step == 1
 
@@ -367,6 +366,6 @@ def test_wrong_arguments_are_refused(make: Any, message: str) -> None:
 
 
 def test_a_metric_that_is_not_validated_is_named(tmp_path: Path) -> None:
-    run = board_run(tmp_path, FedRep(), ClientHistogram(["val_f1"]))
+    run = board_run(tmp_path, FedRep(head_epochs=2), ClientHistogram(["val_f1"]))
     with pytest.raises(ValueError, match=r"got 'val_f1' and the validation logged \['val_loss'\]"):
         run.fit(split(), quadratics(), quadratics())

@@ -61,7 +61,11 @@ def signs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("signs")
 @pytest.mark.parametrize(
     ("zeta", "mean", "variance"),
-    [(1.0, 0.8, 0.2), (10.0, 0.285714286, 0.714285714), (0.1, 0.975609756, 0.024390244)],
+    [
+        (1.0, 0.8, 0.2),
+        (10.0, 0.285714286, 0.714285714),
+        pytest.param(0.1, 0.975609756, 0.024390244, marks=pytest.mark.slow),  # 450 steps
+    ],
 )
 def test_a_client_finds_the_posterior_of_a_conjugate_prior(
     engine: str, zeta: float, mean: float, variance: float

@@ -47,7 +47,9 @@ def relative_gap(losses: Any, state: PDMMState, pairs: Pairs, weight: float, bes
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.02, 0.05, 0.1, 0.2, 0.25, 0.4])
-@pytest.mark.parametrize(("blocks", "iterations"), [(16, 500), (8, 900)])
+@pytest.mark.parametrize(
+    ("blocks", "iterations"), [(16, 500), pytest.param(8, 900, marks=pytest.mark.slow)]
+)
 def test_four_points_on_a_line(weight: float, blocks: int, iterations: int) -> None:
     losses = Quadratics(L4)
     state = solve(losses.prox, ALL, weight, ZEROS, 1.0, blocks, iterations=iterations)
@@ -98,6 +100,7 @@ def test_iterates_match_the_reference(full: bool, blocks: int, duals: int) -> No
     np.testing.assert_allclose(state.split.numpy(), z, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_printed_update_needs_all_blocks() -> None:
     """All at once and from antisymmetric values it is right; with random blocks it may stop
     elsewhere. How far off it stops depends on the draws; some happen to be right.
@@ -196,7 +199,9 @@ class TestSquaredHinge:
         assert -1e-9 < gap < 1e-5
         assert int(((state.split == 0).all(2) & pairs.mask).sum()) == 26
 
-    @pytest.mark.parametrize(("blocks", "iterations"), [(1.0, 600), (0.5, 900)])
+    @pytest.mark.parametrize(
+        ("blocks", "iterations"), [(1.0, 600), pytest.param(0.5, 900, marks=pytest.mark.slow)]
+    )
     def test_matches_a_conic_solver(self, blocks: float, iterations: int) -> None:
         points, labels = ellipses("recovery", 2)
         losses, pairs = Hinges(points, labels), Pairs.complete(6)

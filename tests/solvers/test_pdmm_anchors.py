@@ -29,7 +29,14 @@ def on_the_line(weight: float, penalty: float, blocks: int, rounds: int, **setti
 
 @pytest.mark.parametrize(
     ("blocks", "penalty", "rounds"),
-    [(16, 1.0, 300), (16, 0.1, 300), (8, 1.0, 600), (4, 1.0, 1000), (2, 1.0, 1500), (1, 1.0, 2500)],
+    [
+        (16, 1.0, 300),
+        (8, 1.0, 600),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in ((16, 0.1, 300), (4, 1.0, 1000), (2, 1.0, 1500), (1, 1.0, 2500))
+        ),
+    ],
 )
 def test_any_number_of_blocks_comes_close(blocks: int, penalty: float, rounds: int) -> None:
     """To a thousandth of the smallest distance; the slow test of the solver goes on to 1e-10."""
@@ -44,6 +51,7 @@ def test_half_of_the_dual_variables_are_enough(blocks: int) -> None:
     torch.testing.assert_close(models, l4_solution(0.1), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_printed_update_ends_where_the_dual_variables_don_t_cancel() -> None:
     """One block at a time, above the threshold: a consensus, but not at 0.55.
 

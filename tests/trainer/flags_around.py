@@ -58,7 +58,7 @@ def precision(tmp_path: Path) -> None:
         ("bf16-true", torch.bfloat16),
         ("16-true", torch.float16),
     ):
-        run = trainer(FedRep(), max_epochs=1, precision=name)
+        run = trainer(FedRep(head_epochs=2), max_epochs=1, precision=name)
         run.fit(network(), *classes())
         state = run.strategy.client_state_dict(0)
         assert state["head.weight"].dtype == dtype
@@ -221,7 +221,9 @@ def default_root_dir(tmp_path: Path) -> None:
 
 
 def enable_autolog_hparams(tmp_path: Path) -> None:
-    run = trainer(FedRep(), logger=CSVLogger(tmp_path), max_epochs=1, enable_autolog_hparams=True)
+    run = trainer(
+        FedRep(head_epochs=2), logger=CSVLogger(tmp_path), max_epochs=1, enable_autolog_hparams=True
+    )
     run.fit(network(), *classes())
     assert "momentum" in (Path(str(run.log_dir)) / "hparams.yaml").read_text()
 

@@ -52,7 +52,7 @@ def test_uniform_weights_reach_the_server() -> None:
 
 
 def test_clients_that_are_not_sampled_keep_their_memory() -> None:
-    run = trainer(FedRep(), participation=2, max_epochs=1)
+    run = trainer(FedRep(head_epochs=2), participation=2, max_epochs=1)
     run.fit(network(), classes()[0])
     start = network().state_dict()
     cohort = sample_cohort(3, 0, torch.arange(5), 2).tolist()
@@ -256,7 +256,7 @@ def test_results_do_not_depend_on_the_chunks_or_the_global_generator() -> None:
     for chunk, seed in ((None, 1), (1, 2), (3, 4)):
         module = network()
         torch.manual_seed(seed)
-        run = trainer(FedRep(), engine="vectorized", chunk_size=chunk)
+        run = trainer(FedRep(head_epochs=2), engine="vectorized", chunk_size=chunk)
         run.fit(module, *classes())
         states.append(run.strategy.client_state_dict(2))
     for other in states[1:]:

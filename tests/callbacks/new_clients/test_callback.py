@@ -64,7 +64,7 @@ def fitted_head(backbone: Tensor, client: int, steps: int) -> Tensor:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_heads_follow_the_closed_form_from_the_initial_head(engine: str) -> None:
     adaptation = NewClientAdaptation(new_clients(), samples=[1, 3, 6], epochs=2)
-    run = trainer(FedRep(), adaptation, max_epochs=2, engine=engine)
+    run = trainer(FedRep(head_epochs=2), adaptation, max_epochs=2, engine=engine)
     run.fit(split(), quadratics())
     shared = run.strategy.client_state_dict(0)["backbone.weight"]
     for adapted, m in zip(adaptation.results, (1, 3, 6), strict=True):
@@ -128,12 +128,12 @@ def test_a_checkpoint_alone_gives_the_same_values(tmp_path: Path) -> None:
     def adaptation() -> NewClientAdaptation:
         return NewClientAdaptation(classes(7, shuffle=True), samples=[2, 6], epochs=3)
 
-    run = trainer(FedRep(), adaptation(), max_epochs=2)
+    run = trainer(FedRep(head_epochs=2), adaptation(), max_epochs=2)
     run.fit(network(), classes(shuffle=True)[0])
     want = {k: float(v) for k, v in run.callback_metrics.items() if k.startswith("new_clients/")}
     path = tmp_path / "run.ckpt"
     run.save_checkpoint(path)
-    again = trainer(FedRep(), adaptation())
+    again = trainer(FedRep(head_epochs=2), adaptation())
     # The module's own initial head is another one: that of the checkpoint counts.
     got = again.test(network(1), datamodule=Data(*classes()), ckpt_path=path, verbose=False)[0]
     assert len(want) == 2 * 2 * 5  # numbers of samples, values, statistics
@@ -141,7 +141,7 @@ def test_a_checkpoint_alone_gives_the_same_values(tmp_path: Path) -> None:
 
 
 def test_a_test_without_a_trained_model_is_warned_of() -> None:
-    run = trainer(FedRep(), NewClientAdaptation(classes(7, shuffle=True), samples=[2]))
+    run = trainer(FedRep(head_epochs=2), NewClientAdaptation(classes(7, shuffle=True), samples=[2]))
     with pytest.warns(UserWarning, match="expected a trained model, but .* not run a round"):
         run.test(network(1), datamodule=Data(*classes()), verbose=False)
 
@@ -161,7 +161,7 @@ def test_no_samples_evaluate_the_global_model() -> None:
 
 
 def test_no_samples_are_refused_where_the_head_would_be_untrained() -> None:
-    run = trainer(FedRep(), NewClientAdaptation(new_clients(), samples=[0, 5]))
+    run = trainer(FedRep(head_epochs=2), NewClientAdaptation(new_clients(), samples=[0, 5]))
     with pytest.raises(
         Exception, match=r"Expected samples >= 1 for FedRep, but got samples=\[0, 5\]"
     ):
@@ -172,17 +172,19 @@ def test_no_samples_are_refused_where_the_head_would_be_untrained() -> None:
 def test_clients_that_can_not_train_are_left_out_and_named() -> None:
     adaptation = NewClientAdaptation(new_clients((3, 0, 2, 1, 1), (1, 1, 0, 1, 1)), samples=[2])
     with pytest.warns(UserWarning, match=r"1 new clients without a batch .* are left out: 1\."):
-        trainer(FedRep(), adaptation).fit(split(), quadratics())
+        trainer(FedRep(head_epochs=2), adaptation).fit(split(), quadratics())
     # Client 1 has no training samples, client 2 no test samples.
     assert adaptation.results[0].clients.tolist() == [0, 3, 4]
     assert adaptation.results[0].evaluation.counts.tolist() == [1, 1, 1]
 
 
 def test_nobody_to_train_and_nobody_to_test_are_errors() -> None:
-    run = trainer(FedRep(), NewClientAdaptation(new_clients((0,) * 5), samples=[2]))
+    run = trainer(FedRep(head_epochs=2), NewClientAdaptation(new_clients((0,) * 5), samples=[2]))
     with pytest.raises(Exception, match="none of the 5 can take a step on 2 samples"):
         run.fit(split(), quadratics())
-    run = trainer(FedRep(), NewClientAdaptation(new_clients(test=(0,) * 5), samples=[2]))
+    run = trainer(
+        FedRep(head_epochs=2), NewClientAdaptation(new_clients(test=(0,) * 5), samples=[2])
+    )
     with pytest.raises(Exception, match="Expected new clients with test data"):
         run.fit(split(), quadratics())
 
@@ -244,7 +246,7 @@ def test_lists_of_loaders_adapt_like_federated_datasets(engine: str) -> None:
     train, test = new_clients()
     pair = (loaders(train, shuffle=True), loaders(test))
     adaptation = NewClientAdaptation(pair, samples=[3], epochs=2)
-    run = trainer(FedRep(), adaptation, engine=engine)
+    run = trainer(FedRep(head_epochs=2), adaptation, engine=engine)
     run.fit(split(), quadratics())
     shared = run.strategy.client_state_dict(0)["backbone.weight"]
     for client in range(5):
@@ -328,11 +330,11 @@ def test_clients_must_be_a_pair_of_the_same_clients() -> None:
 
 def test_a_run_without_new_clients_ends_before_it_begins() -> None:
     with pytest.raises(Exception, match="Expected new clients, but the run has no data module"):
-        trainer(FedRep(), NewClientAdaptation()).fit(split(), quadratics())
+        trainer(FedRep(head_epochs=2), NewClientAdaptation()).fit(split(), quadratics())
     with pytest.raises(
         Exception, match="Expected a data module with new clients, but got new_clients=0"
     ):
-        trainer(FedRep(), NewClientAdaptation()).fit(
+        trainer(FedRep(head_epochs=2), NewClientAdaptation()).fit(
             DigitsCNN(), datamodule=FederatedDataModule(Digits(), num_clients=5)
         )
 

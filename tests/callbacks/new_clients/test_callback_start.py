@@ -66,7 +66,7 @@ def head_after(start: Tensor, backbone: Tensor, client: int, steps: int) -> Tens
 @pytest.mark.parametrize("engine", ["vectorized", "sequential"])
 def test_each_number_of_passes_follows_the_closed_form(engine: str) -> None:
     adaptation = NewClientAdaptation(new_clients(), samples=[2, 5], epochs=[3, 1])
-    run = trainer(FedRep(), adaptation, max_epochs=2, engine=engine)
+    run = trainer(FedRep(head_epochs=2), adaptation, max_epochs=2, engine=engine)
     run.fit(split(), quadratics())
     backbone = run.strategy.client_state_dict(0)["backbone.weight"]
     found = [(adapted.samples, adapted.epochs) for adapted in adaptation.results]
@@ -254,7 +254,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) ->
 
 
 def test_start_global_needs_a_global_model() -> None:
-    run = trainer(FedRep(), NewClientAdaptation(new_clients(), start="global"))
+    run = trainer(FedRep(head_epochs=2), NewClientAdaptation(new_clients(), start="global"))
     with pytest.raises(Exception, match="a global model for start='global', but FedRep has none"):
         run.fit(split(), quadratics())
     assert run.global_step == 0
