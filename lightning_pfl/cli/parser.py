@@ -82,7 +82,8 @@ class Parser(LightningArgumentParser):
         for key in ("trainer.strategy", f"{cfg.get('subcommand')}.trainer.strategy"):
             if cfg.get(f"{key}.init_args.method", 0) is None:
                 del cfg[f"{key}.init_args.method"]
-        return super().dump(cfg, **kwargs)
+        text: str = super().dump(cfg, **kwargs)
+        return text
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Format the help, with formulas as plain text."""

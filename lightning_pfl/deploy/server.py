@@ -271,8 +271,7 @@ def check_deployable(module: Any, callbacks: Sequence[Any]) -> Method:
             "to each other: every message would pass through the server, which isn't meant to read "
             "it. Simulate it, or deploy a method with a server, such as FedU or FedMAP."
         )
-    plans = [(*method.phases(round), *method.server_phases(round)) for round in range(ROUNDS)]
-    if any(phase.data == "public" for plan in plans for phase in plan):
+    if method.needs_public_data:
         raise MisconfigurationException(
             f"Expected a method without public samples, but {name} needs them on the server and "
             "all nodes. Simulate it, or deploy FedRep."

@@ -233,7 +233,7 @@ def require_public(public: PublicData | None, method: Method) -> PublicData:
         raise MisconfigurationException(
             f"Expected public samples, on which {type(method).__name__} compares models, but got "
             "none. Use FederatedDataModule(public_samples=...), or define `public_dataloader` in "
-            "your data module."
+            "your data module; a method of your own also sets `needs_public_data`."
         )
     return public
 

@@ -47,12 +47,15 @@ def check_file(path: Any) -> None:
     Raises:
         RuntimeError: If a byte of the file has changed since it was written.
     """
-    if not pathlib.Path(path).is_file() or not zipfile.is_zipfile(path):
+    if not pathlib.Path(path).is_file():
         return
     try:
+        if not zipfile.is_zipfile(path):
+            return
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, ValueError, LookupError, EOFError, RuntimeError) as cause:
+    # OSError: a damaged offset may point before the file.
+    except (zipfile.BadZipFile, OSError, ValueError, LookupError, EOFError, RuntimeError) as cause:
         raise _damaged(path, _first_line(cause)) from cause
     if damaged is not None:
         raise _damaged(path, f"the checksum of {damaged} is wrong")

@@ -157,6 +157,8 @@ class Method(FederatedCallback):
             server uses the weighted mean alone: in a deployment noise can then be added to it.
         measures_client_states: Whether :meth:`measure` reads client states: in a deployment, in
             which they stay on the nodes, the method is refused.
+        needs_public_data: Whether phases of the clients or the server have public samples. A
+            deployment refuses the method.
         client_axes: Top-level entries of the server's tree with leading axes of all clients, in the
             order of their ids, and how many such axes: ``{"models": 1, "relationship": 2}``.
         state_settings: Settings on which the server's state depends: a checkpoint with another
@@ -184,6 +186,7 @@ class Method(FederatedCallback):
     needs_label_counts: ClassVar[bool] = False
     averages_models: ClassVar[bool] = False
     measures_client_states: ClassVar[bool] = False
+    needs_public_data: ClassVar[bool] = False
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({})
     state_settings: ClassVar[tuple[str, ...]] = ()
     measures_travel: ClassVar[bool] = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Adam, Optimizer
@@ -68,6 +68,7 @@ class FedDF(Method):
         global_model="the server's",
         paper="Lin et al. 2020",
     )
+    needs_public_data: ClassVar[bool] = True
 
     def __init__(
         self,

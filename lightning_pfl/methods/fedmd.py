@@ -99,6 +99,7 @@ class FedMD(Method):
         paper="Li and Wang 2019; Bistritz et al. 2020",
     )
     personal: ParameterSpec = "all"
+    needs_public_data: ClassVar[bool] = True
     client_axes: ClassVar[Mapping[str, int]] = MappingProxyType({"cluster": 1})
     state_settings = ("public_samples", "clusters_wanted")
 

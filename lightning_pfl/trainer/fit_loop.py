@@ -261,7 +261,7 @@ class FederatedLoop(FitLoop):
                 clients = self._progress(round.info.index)
                 with profile(profiled("training_step")):
                     validation = self._validation_data(cohort.phases)
-                    public = self._public_data(round.number)
+                    public = self._public_data()
                     work = cohort.train(self.require_data(), clients.finished, validation, public)
                 clients.finish(work.loss)
                 self._aggregate(round, cohort, work)
@@ -281,13 +281,10 @@ class FederatedLoop(FitLoop):
         found = by_client(validation.load(), names, "val_dataloaders")
         return found if found.num_samples.any() else None
 
-    def _public_data(self, number: int) -> PublicData | None:
-        """Return the public samples, if the method needs them in a round and there are some."""
+    def _public_data(self) -> PublicData | None:
+        """Return the public samples, if the method needs them and there are some."""
         method = self.federation.method
-        phases = (*method.phases(number), *method.server_phases(number))
-        if all(phase.data != "public" for phase in phases):
-            return None
-        if self._public is None:
+        if method.needs_public_data and self._public is None:
             owners = (self.trainer.datamodule, self.trainer.lightning_module)
             loads = [getattr(owner, "public_dataloader", None) for owner in owners]
             source = next((load() for load in loads if callable(load)), None)
@@ -332,7 +329,7 @@ class FederatedLoop(FitLoop):
             with self.trainer.profiler.profile("aggregation"):
                 server = method.server_update(server, round.uploads, cohort.info)
                 if method.server_phases(round.number):
-                    public = self._public_data(round.number)
+                    public = self._public_data()
                     server = train_server(federation, server, round.uploads, cohort.info, public)
                 refused = federation.refuse_step(server, verdict)
                 if not refused:

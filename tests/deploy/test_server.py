@@ -252,6 +252,8 @@ def test_a_node_joins_no_other_federation(
         ("GTVMin", {"graph": "ring"}, "write to each other"),
         ("FedU", {"graph": "ring", "decentralized": True}, "write to each other"),
         ("LinearFedRep", {}, "measures them"),
+        ("FedMD", {}, "needs them on the server and all nodes"),
+        ("FedDF", {}, "needs them on the server and all nodes"),
     ],
 )
 def test_what_cannot_be_deployed_is_refused_with_the_reason(

@@ -115,7 +115,7 @@ def test_the_others_go_on_bit_by_bit(engine: str, tmp_path: Path) -> None:
     assert_trees_close(states(last, [2]), states(two, [2]))
 
 
-@pytest.mark.parametrize("name", some_quick(CLOSED, ("FedU", "MOCHA")))
+@pytest.mark.parametrize("name", some_quick(sorted(CLOSED), ("FedU", "MOCHA")))
 def test_methods_that_tie_clients_together_refuse_new_ones(name: str, tmp_path: Path) -> None:
     make = GRAPHS.get(name, MOCHA)
     path = run(name, make(), [0, 1, 2, 3], rounds=1).save(tmp_path / "one.ckpt")

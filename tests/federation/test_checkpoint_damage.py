@@ -12,7 +12,7 @@ import torch
 
 from lightning_pfl import load_clients
 from lightning_pfl.core.errors import CheckpointMismatchError
-from lightning_pfl.federation.checkpoint import FORMAT
+from lightning_pfl.federation.checkpoint import FORMAT, check_file, explain_read_errors
 from lightning_pfl.methods import IFCA, FedRep
 from lightning_pfl.methods.base import Method
 from tests.trainer.setting import classes, network, trainer
@@ -110,6 +110,26 @@ def test_every_flipped_bit_is_refused_or_changes_no_number(tmp_path: Path) -> No
         except (RuntimeError, CheckpointMismatchError):
             continue
         assert all(torch.equal(found[name], leaf) for name, leaf in want.items())
+
+
+def test_a_damaged_end_of_the_archive_is_refused_or_changes_no_number(tmp_path: Path) -> None:
+    """The archive's last bytes say where its entries are; a wrong place may be before the file."""
+    path = checkpoint(tmp_path / "whole.ckpt")
+    whole, broken, refused = path.read_bytes(), tmp_path / "broken.ckpt", 0
+    want = torch.load(path, weights_only=True)["state_dict"]
+    for position in range(1, 99):
+        damaged = bytearray(whole)
+        damaged[-position] ^= 4
+        broken.write_bytes(damaged)
+        try:
+            with explain_read_errors(broken):
+                check_file(broken)
+                found = torch.load(broken, weights_only=True)["state_dict"]
+        except RuntimeError:
+            refused += 1
+        else:
+            assert all(torch.equal(found[name], leaf) for name, leaf in want.items())
+    assert refused > 10
 
 
 @READERS
