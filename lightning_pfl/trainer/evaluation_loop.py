@@ -80,7 +80,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         return self.data
 
     def evaluable(self) -> tuple[Tensor, Tensor]:
-        """Find the clients with a minibatch in the split: rows of the data, and ids.
+        """Find the clients with a minibatch in the split: rows of the data, and ascending ids.
 
         Raises:
             MisconfigurationException: If the limits leave none to any client.
@@ -91,7 +91,9 @@ class FederatedEvaluationLoop(EvaluationLoop):
         )
         limit = trainer.limit_test_batches if self.prefix == "test" else trainer.limit_val_batches
         busy = can_be_evaluated(data, rows, self.prefix, limit)
-        return rows[busy], clients[busy]
+        # In whatever order the data are, so that sums over clients have the same bits.
+        order = clients[busy].argsort()
+        return rows[busy][order], clients[busy][order]
 
     def setup_data(self) -> None:
         """Load the split and find its clients in the federation."""
