@@ -23,7 +23,8 @@ class ClientModules(L.LightningModule):
     Args:
         modules: LightningModules by name of the architecture.
         groups: The architecture's name for each client, as a list in the order of the ids or a
-            mapping from client name. Each is a key of ``modules``.
+            mapping from client name. Each is a key of ``modules``. None: the clients take turns, in
+            the order of the ids and of ``modules``.
 
     Raises:
         TypeError: If a module is no LightningModule.
@@ -40,9 +41,14 @@ class ClientModules(L.LightningModule):
     def __init__(
         self,
         modules: Mapping[str, L.LightningModule],
-        groups: Sequence[str] | Mapping[str, str],
+        groups: Sequence[str] | Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
+        if not modules:
+            raise ValueError(
+                f"Expected `modules` to have a LightningModule, but got modules={modules!r}. Give "
+                "one by name for each architecture."
+            )
         for name, module in modules.items():
             if not isinstance(module, L.LightningModule):
                 raise TypeError(
@@ -55,7 +61,8 @@ class ClientModules(L.LightningModule):
                     f"Expected the names in `modules` to be free attribute names, but got {name!r}."
                     " Use letters, digits and underscores, such as 'sensor_a'."
                 )
-        given = list(groups.values()) if isinstance(groups, Mapping) else list(groups)
+        named = groups.values() if isinstance(groups, Mapping) else groups
+        given = list(modules if named is None else named)
         unknown = sorted({str(group) for group in given if group not in modules})
         if unknown or not given:
             raise ValueError(
@@ -66,7 +73,7 @@ class ClientModules(L.LightningModule):
         for name, module in modules.items():
             # Direct children, since Lightning sets the Trainer of those only.
             self.add_module(name, module)
-        self.assignment = dict(groups) if isinstance(groups, Mapping) else tuple(groups)
+        self.assignment = dict(groups) if isinstance(groups, Mapping) else groups and tuple(groups)
         self._offer_steps()
 
     @property
@@ -84,6 +91,8 @@ class ClientModules(L.LightningModule):
             ValueError: If ``groups`` doesn't fit these clients.
         """
         known = self.assignment
+        if known is None:
+            known = tuple(self.names[i % len(self.names)] for i in range(len(names)))
         if isinstance(known, dict):
             missing = [name for name in names if name not in known]
             problem = f"no entry for {missing[:5]}" if missing else ""

@@ -65,6 +65,48 @@ GRIDS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
         "fedmap",
         {"method.prior.init_args.variance": (1.0, 15.0, 100.0, 1000.0)},
     ),
+    # A sample's loss counts for a component by its responsibility, so steps are smaller than the
+    # other methods'.
+    "FedEM": (
+        "fedem",
+        {"method.components,model.lr": ((2, 0.01), (2, 0.03), (2, 0.1), (3, 0.03))},
+    ),
+    # Another network than the other methods'.
+    "HeteroFL": ("heterofl", {"model.lr": (0.01, 0.03, 0.1)}),
+    # One setting is changed at a time: the divergence counts for its weight over 600 samples.
+    "PFedBayes": (
+        "pfedbayes",
+        {
+            "method.kl_weight,model.lr": (
+                (0.01, 0.03),
+                (0.1, 0.01),
+                (0.1, 0.03),
+                (0.1, 0.1),
+                (1.0, 0.03),
+            )
+        },
+    ),
+    "FedPop": (
+        "fedpop",
+        {
+            "method.step_size,method.server_lr": (
+                (0.01, 0.3),
+                (0.03, 0.1),
+                (0.03, 0.3),
+                (0.03, 1.0),
+                (0.1, 0.3),
+            )
+        },
+    ),
+    "FedMD": (
+        "fedmd",
+        {"method.distance": ("l1", "kl"), "method.digest_lr": (0.001, 0.01)},
+    ),
+    "FedDF": ("feddf", {"method.server_lr": (0.00001, 0.0001, 0.001)}),
+    "NearestNeighbours": (
+        "fedavg_knn",
+        {"trainer.callbacks.init_args.share": (0.25, 0.5, 0.75, 0.9)},
+    ),
 }
 ROUNDS, SEED = 30, 100
 SMALL_ROUNDS, SMALL_VALUES, SMALL_METHODS = 2, 2, ("FedProx", "MOCHA")
@@ -118,7 +160,8 @@ def identity(name: str, extra: list[str]) -> dict[str, Any]:
         section, *path, name = argument.split(".")
         place = recipe[section].get("init_args", recipe[section])
         for key in path:
-            place = place[key]
+            # The command line's settings of callbacks are the last one's.
+            place = place[key][-1] if isinstance(place[key], list) else place[key]
         place.pop(name, None)
     return {"recipe": recipe, "extra": extra, "seed": SEED}
 
