@@ -32,6 +32,7 @@ from lightning_pfl.methods.local import LocalOnly
 from lightning_pfl.methods.lp_proj import LpProj
 from lightning_pfl.methods.mocha import MOCHA
 from lightning_pfl.methods.per_fedavg import PerFedAvg
+from lightning_pfl.methods.perada import PerAda
 from lightning_pfl.methods.pfedbayes import PFedBayes
 from lightning_pfl.methods.pfedme import PFedMe
 from lightning_pfl.methods.scaffold import SCAFFOLD
@@ -70,6 +71,7 @@ __all__ = [
     "LocalOnly",
     "LpProj",
     "MOCHA",
+    "PerAda",
     "PerFedAvg",
     "PFedBayes",
     "PFedMe",

@@ -147,6 +147,19 @@ def test_the_table_has_each_client_s_own_values(tmp_path: Path) -> None:
         assert int(row["num_samples"]) == size
 
 
+def test_without_groups_clients_take_turns() -> None:
+    members = ClientModules(modules()).members([f"site {i}" for i in range(5)])
+    assert {name: ids.tolist() for name, ids in members.items()} == {
+        "wide": [0, 2, 4],
+        "narrow": [1, 3],
+    }
+
+
+def test_no_architecture_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`modules` to have a LightningModule, but got .*{}"):
+        ClientModules({})
+
+
 def test_only_the_sampled_groups_train() -> None:
     model = ClientModules(modules(), OF)
     run = fit(LocalOnly(), model, max_epochs=1)

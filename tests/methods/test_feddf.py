@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.randomness import permutation
-from lightning_pfl.engine.steps import order_key
 from lightning_pfl.methods import FedAvg, FedDF
 from lightning_pfl.solvers.distances import distance_to
 from lightning_pfl.testing import assert_trees_close, assert_trees_equal, fit
 from lightning_pfl.testing.conformance import SIZES, small_clients
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import cohorts, plain_module
-from tests.methods.public import SAMPLES, pictures, with_public
+from tests.methods.public import pictures, with_public
 from tests.methods.quadratics import closed_form
 from tests.methods.references import softmax
-from tests.methods.references.softmax import Weights, softmax_module
+from tests.methods.references.distillation import distilled
+from tests.methods.references.softmax import softmax_module
 
 CASE = Case(
     method=lambda: FedDF(4),
@@ -42,31 +41,11 @@ def test_three_logits_have_the_known_divergence(temperature: float, expected: fl
     assert float(found) == pytest.approx(expected, rel=1e-8)
 
 
-def adam(w: Weights, gradients: Any, lr: float, steps: int) -> Weights:
-    """Adam with torch's defaults, whose rate falls on a half cosine."""
-    m = {name: np.zeros_like(leaf) for name, leaf in w.items()}
-    v = {name: np.zeros_like(leaf) for name, leaf in w.items()}
-    for step in range(steps):
-        rate = lr * (1 + np.cos(np.pi * step / steps)) / 2
-        g = gradients(w, step)
-        w = dict(w)
-        for name in w:
-            m[name] = 0.9 * m[name] + 0.1 * g[name]
-            v[name] = 0.999 * v[name] + 0.001 * g[name] ** 2
-            mean, square = m[name] / (1 - 0.9 ** (step + 1)), v[name] / (1 - 0.999 ** (step + 1))
-            w[name] = w[name] - rate * mean / (np.sqrt(square) + 1e-8)
-    return w
-
-
 def test_matches_the_reference(engine: str) -> None:
     data, module, steps = small_clients(), with_public(softmax_module)(), 5
     run = fit(FedDF(steps, 0.02, 2.0), data, module, 3, engine, participation=3)
-    x = pictures().flatten(1).numpy()
     server = softmax.as_numpy(softmax_module().state_dict())
-
-    def logits(w: Weights, rows: Any) -> Any:
-        return x[rows] @ w["head.weight"].T + w["head.bias"]
-
+    rates = [0.02 * (1 + np.cos(np.pi * step / steps)) / 2 for step in range(steps)]
     for number, cohort in enumerate(cohorts(3, 3)):
         sent = []
         for k in cohort.tolist():
@@ -75,18 +54,7 @@ def test_matches_the_reference(engine: str) -> None:
                 w = softmax.moved(w, softmax.gradient(w, *batch), -0.05)
             sent.append(w)
         server = softmax.mean(sent, [SIZES[k] for k in cohort.tolist()])
-        orders = [permutation(SAMPLES, order_key(0, "server", number, 0, e)) for e in range(2)]
-        batches = [some.numpy() for order in orders for some in order.split(3)]
-
-        def gradients(w: Weights, step: int, sent: Any = sent, batches: Any = batches) -> Weights:
-            rows = batches[step]
-            target = np.mean([logits(each, rows) for each in sent], 0)
-            p, q = (np.exp(each / 2) for each in (target, logits(w, rows)))
-            p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
-            g = 2 * (q - p) / len(rows)
-            return {"head.weight": g.T @ x[rows], "head.bias": g.sum(0)}
-
-        server = adam(server, gradients, 0.02, steps)
+        server = distilled(server, sent, number, rates, 2.0)
         for name, leaf in server.items():
             found = run.recorder.servers[number + 1]["model"][name]
             np.testing.assert_allclose(found, leaf, rtol=1e-8)

@@ -1,0 +1,46 @@
+"""A server that fits a linear classifier to the mean logits of its clients' ones, in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_pfl.core.randomness import permutation
+from lightning_pfl.engine.steps import order_key
+from tests.methods.public import SAMPLES, pictures
+from tests.methods.references.softmax import Weights
+
+BATCH = 3
+
+
+def distilled(
+    w: Weights,
+    teachers: list[Weights],
+    round: int,
+    rates: list[float],
+    temperature: float = 1.0,
+    weight_decay: float = 0.0,
+) -> Weights:
+    """Adam with torch's defaults and the rate of each step, on the divergence times T squared."""
+    x = pictures().flatten(1).numpy()
+    per_epoch = SAMPLES // BATCH
+    epochs = -(-len(rates) // per_epoch)
+    orders = [permutation(SAMPLES, order_key(0, "server", round, 0, e)) for e in range(epochs)]
+    minibatches = [some.numpy() for order in orders for some in order.split(BATCH)]
+    m = {name: np.zeros_like(leaf) for name, leaf in w.items()}
+    v = {name: np.zeros_like(leaf) for name, leaf in w.items()}
+    for step, rate in enumerate(rates):
+        some = x[minibatches[step]]
+        outputs = [some @ each["head.weight"].T + each["head.bias"] for each in (*teachers, w)]
+        target = np.mean(outputs[:-1], 0)
+        p, q = (np.exp(each / temperature) for each in (target, outputs[-1]))
+        p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
+        slope = temperature * (q - p) / len(some)
+        gradient = {"head.weight": slope.T @ some, "head.bias": slope.sum(0)}
+        w = dict(w)
+        for name, leaf in w.items():
+            g = gradient[name] + weight_decay * leaf
+            m[name] = 0.9 * m[name] + 0.1 * g
+            v[name] = 0.999 * v[name] + 0.001 * g**2
+            mean, square = m[name] / (1 - 0.9 ** (step + 1)), v[name] / (1 - 0.999 ** (step + 1))
+            w[name] = leaf - rate * mean / (np.sqrt(square) + 1e-8)
+    return w
