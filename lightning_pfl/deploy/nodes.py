@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_pfl import __version__
 from lightning_pfl.deploy.data import SPLITS, Counts, read_labels
-from lightning_pfl.deploy.packet import HEADER, UNREADABLE, Packet, PacketError
+from lightning_pfl.deploy.packet import HEADER, UNREADABLE, Packet, PacketError, printable
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class Nodes:
             raise PacketError(f"its recipe is another one: {', '.join(wrong)} differs")
         if (version := packet.meta.get("version")) != __version__:
             who = presence.name or f"node {presence.node}"
-            self.say(f"{who} runs lightning_pfl {_shown(version)}, not {__version__}.")
+            self.say(f"{who} runs lightning_pfl {printable(version)}, not {__version__}.")
         found: dict[str, dict[str, Counts]] = {}
         for name, splits in packet.meta["counts"].items():
             if name not in self.names:
@@ -265,7 +265,7 @@ class Nodes:
                 done = asked.pop(reply.question)
                 if reply.data is None:  # the node is gone: ask again when it is back
                     names = ", ".join(clients[k] for k in done.at)
-                    self.say(f"No answer of {names} yet: {reply.error}.")
+                    self.say(f"No answer of {names} yet: {printable(reply.error)}.")
                     self._lose(done.node)
                     continue
                 for k in done.at:
@@ -300,10 +300,5 @@ def read_answer(reply: Reply, limit: int) -> Packet:
         raise PacketError(reply.error or "no answer")
     packet = Packet.from_bytes(reply.data, limit)
     if packet.kind == "refused":
-        raise PacketError(f"the node refuses: {_shown(packet.meta.get('reason'))}")
+        raise PacketError(f"the node refuses: {packet.meta.get('reason')}")
     return packet
-
-
-def _shown(text: object) -> str:
-    """Make text of a node fit for a log and a terminal: no control characters, no long stories."""
-    return "".join(c for c in str(text)[:300] if c.isprintable())

@@ -30,14 +30,24 @@ class PacketError(ValueError):
     """A message that isn't what it should be.
 
     Args:
-        reason: Text for a log; it may quote the message, so only its beginning is kept.
+        reason: Text for a log; it may quote the message, so :func:`printable` makes it harmless.
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(reason[:QUOTED])
+        super().__init__(printable(reason))
 
 
-UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
+def printable(text: object) -> str:
+    r"""Make foreign text fit for a log and a terminal: no control characters, no long stories.
+
+    Example:
+        >>> printable("\x1b[2Jhello")
+        '[2Jhello'
+    """
+    return "".join(c for c in str(text)[:QUOTED] if c.isprintable())
+
+
+UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 """What reading a message that is a lie can raise."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 import logging
 import math
 import os
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from lightning_pfl.core.files import FolderLock
 from lightning_pfl.deploy import recipe
 from lightning_pfl.deploy.flower import FlowerLine, Orders, Tasks, answer_with, open_grid
 from lightning_pfl.deploy.node import Node
@@ -180,7 +183,6 @@ def serve_over_flower(settings: ServerSettings, say: Callable[[str], None]) -> N
     host, port = split_address(settings.address)
     _require_files(settings.keys, "ca.crt", "server.crt", "server.key")
     _require_files(settings.keys, *(f"{node}.pub" for node in settings.nodes))
-    settings.folder.mkdir(parents=True, exist_ok=True)
     found, secure = recipe.load(settings.recipe), settings.keys is not None
     with alone(settings.folder), ExitStack() as stack:
         _require_free(host, port)
@@ -205,22 +207,22 @@ def serve_over_flower(settings: ServerSettings, say: Callable[[str], None]) -> N
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keep other servers out of a folder.
+    """Keep other servers and nodes out of a folder.
 
     Raises:
         RuntimeError: If there is one.
     """
-    import fcntl
-
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RuntimeError(
-                f"Expected no other server in the folder {str(folder)!r}, but one is running. End "
-                "it, or take another folder."
-            ) from error
+    home, lock = folder / "flower", FolderLock()  # the Trainer takes the folder itself
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if owner := lock.take(home):
+        raise RuntimeError(
+            f"Expected no other server or node in the folder {str(folder)!r}, but {owner} runs "
+            "there. End it, or take another folder."
+        )
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _require_files(folder: Path | None, *names: str) -> None:
@@ -259,6 +261,7 @@ def connect(
     """
     host, port = split_address(settings.address)
     home, keys = children.folder, settings.keys
+    public = {} if keys is None else {node: keys / f"{node}.pub" for node in settings.nodes}
     secret = make_secret(home / "secret")
     secure, certificate = ["--insecure"], None
     if keys is not None:
@@ -268,7 +271,7 @@ def connect(
         secure.append("--enable-supernode-auth")
     command = [sys.executable, str(SUPERLINK), str(home / "secret")]
     command += ["--host", host, "--port", str(port), *secure, "--isolation", "process"]
-    command += ["--database", str(home / "superlink.db")]
+    command += ["--database", str(home / database(public))]
     command += ["--disable-runtime-dependency-installation"]
     children.start("superlink", command, FLWR_HOME=str(home))
     here = f"127.0.0.1:{port}"
@@ -278,9 +281,8 @@ def connect(
         opened.close()
         _wait(children, port)
         with closing(Orders(here, secret, certificate)) as orders:
-            for node in settings.nodes if keys is not None else ():
-                assert keys is not None
-                orders.register(node, keys / f"{node}.pub")
+            for node, path in public.items():
+                orders.register(node, path)
             run = orders.start_run()
         with closing(Tasks(here, "flwr-serverapp", secret, certificate)) as tasks:
             grid = open_grid(opened, tasks, run)
@@ -288,6 +290,18 @@ def connect(
         return grid
 
     return FlowerLine(open_again, children.look)
+
+
+def database(public: Mapping[str, Path]) -> str:
+    """Name the database of a SuperLink: another one for other keys.
+
+    It lets in all keys that it ever had, also one that was stolen and has been replaced.
+
+    Args:
+        public: The public key of each node.
+    """
+    listed = [[node, path.read_text()] for node, path in public.items()]
+    return f"superlink-{hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]}.db"
 
 
 def _wait(children: Children, port: int, limit: float = 120.0) -> None:
@@ -329,12 +343,11 @@ def join_over_flower(settings: ClientSettings, node: Node, say: Callable[[str], 
     """
     require_flower()
     _require_files(settings.keys, "ca.crt", "node.key")
-    with Children(settings.folder / "logs", say) as children:
+    with alone(settings.folder), Children(settings.folder / "logs", say) as children:
         logging.getLogger("lightning_pfl").addHandler(
             logging.FileHandler(children.folder / "node.log", encoding="utf-8")
         )
         home, port = settings.folder / "flower", free_port()
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
         secret = make_secret(home / "secret")
         secure = ["--insecure"]
         if settings.keys is not None:

@@ -121,6 +121,7 @@ class HeteroFL(Method):
         self.narrow, self.rule = dict(narrow), rule
         self.groups = groups if groups is None or isinstance(groups, str) else list(groups)
         self.masked_classes, self.classifier = masked_classes, classifier
+        self.needs_label_counts = masked_classes  # type: ignore[misc]
         names = (FULL, *self.narrow)
         given = {self.groups} if isinstance(self.groups, str) else set(self.groups or ())
         if unknown := sorted(given - set(names)):

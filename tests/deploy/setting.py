@@ -32,6 +32,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "ConvexClustering": {"fusion_weight": 0.1},
     "FedU": {"graph": "ring"},
 }
+"""The methods that run over a real network, and what they need beside their defaults."""
+NEEDED: dict[str, dict[str, Any]] = {
+    "ClusterOracle": {"clusters": [0, 1, 0, 1, 0, 1]},
+    "HeteroFL": {
+        "narrow": {
+            "half": {"class_path": "lightning_pfl.models.MLP", "init_args": {"sizes": [64, 4, 10]}}
+        }
+    },
+}
+"""The same of other methods."""
+SIZES = {"MOCHA": [64, 10]}
+"""Layers of the model, where the method is for linear ones."""
 CLIENTS = 6
 HOMES = [["0", "3"], ["1", "4"], ["2", "5"]]
 """Three nodes of two clients each."""
@@ -44,8 +56,11 @@ def recipe_of(
     partition = {"class_path": "ClassesPerClient", "init_args": {"classes_per_client": 5}}
     return {
         "seed_everything": 3,
-        "method": {"class_path": method, "init_args": METHODS.get(method, {})},
-        "model": {"class_path": "MLP", "init_args": {"sizes": [64, 8, 10], "lr": 0.05}},
+        "method": {"class_path": method, "init_args": (METHODS | NEEDED).get(method, {})},
+        "model": {
+            "class_path": "MLP",
+            "init_args": {"sizes": SIZES.get(method, [64, 8, 10]), "lr": 0.05},
+        },
         "data": {
             "class_path": "FederatedDataModule",
             "init_args": {

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from lightning_pfl.deploy.flower import Orders, Tasks
+from lightning_pfl.deploy.processes import alone, database
 from tests.deploy.processes import Processes
 from tests.deploy.setting import METHODS, LeftOut, leaves_of, recipe_of, simulate
 
@@ -52,6 +54,26 @@ def test_a_round_equals_the_simulation_and_orders_need_the_secret(tmp_path: Path
             tasks.acquire()
         deployed.finish()
         assert deployed.differences(simulated.strategy.federation) == []
+
+
+def test_a_folder_has_one_server_or_node(tmp_path: Path) -> None:
+    with alone(tmp_path):
+        with pytest.raises(RuntimeError, match=f"no other server.*process {os.getpid()}"):
+            alone(tmp_path).__enter__()
+        assert stat.S_IMODE((tmp_path / "flower").stat().st_mode) == 0o700
+    with alone(tmp_path):
+        pass
+
+
+def test_a_key_that_was_replaced_is_not_let_in_by_an_old_database(tmp_path: Path) -> None:
+    keys = {name: tmp_path / f"{name}.pub" for name in ("a", "b")}
+    for name, path in keys.items():
+        path.write_text(f"key of {name}")
+    known = database(keys)
+    assert database(keys) == known
+    names = {known, database({"b": keys["a"], "a": keys["b"]}), database({"a": keys["a"]})}
+    keys["a"].write_text("another key")
+    assert len({*names, database(keys)}) == 4
 
 
 @pytest.mark.slow
