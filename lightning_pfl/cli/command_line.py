@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pfl import __version__
+from lightning_pfl.cli.adapt import run_adapt
 from lightning_pfl.cli.catalogue import COMMANDS, run_catalogue
 from lightning_pfl.cli.compare import run_compare
 from lightning_pfl.cli.parser import Parser, in_a_line
@@ -29,9 +30,15 @@ from lightning_pfl.methods.base import Method
 
 OTHER_COMMANDS = (
     "Also: `methods list`, `methods show NAME`, `recipes list|show NAME|copy NAME [TO]`, "
-    "`compare RUN...`, `sweep --config RECIPE`, `partition --config RECIPE`."
+    "`compare RUN...`, `sweep --config RECIPE`, `partition --config RECIPE`, "
+    "`adapt --ckpt FILE --data FILE`."
 )
-OTHER = {"compare": run_compare, "sweep": run_sweep, "partition": run_partition}
+OTHER = {
+    "compare": run_compare,
+    "sweep": run_sweep,
+    "partition": run_partition,
+    "adapt": run_adapt,
+}
 
 
 class PFLCLI(LightningCLI):

@@ -6,13 +6,20 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from pydoc import locate
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import Namespace, get_loader, set_loader
+from jsonargparse import (  # type: ignore[attr-defined]
+    ActionConfigFile,
+    Namespace,
+    get_loader,
+    set_loader,
+)
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -120,6 +127,33 @@ def _check_keys(node: yaml.Node | None) -> None:
 
 
 set_loader(MODE, load_with_each_key_once, (yaml.YAMLError,))
+
+
+def read_sections(
+    configs: Sequence[Path], kinds: Mapping[str, type], options: Sequence[str] = ()
+) -> tuple[Parser, Namespace]:
+    """Read some sections of recipes, a later recipe over an earlier one; others are ignored.
+
+    Args:
+        configs: The recipes.
+        kinds: The base class of each section.
+        options: Options of the command line, such as ``--data.num_clients 10``.
+
+    Returns:
+        The parser, which can make the objects, and the sections.
+    """
+    parser = Parser()
+    parser.add_argument("--config", action=ActionConfigFile)
+    for name, kind in kinds.items():
+        parser.add_lightning_class_args(kind, name, subclass_mode=True, required=False)
+    with tempfile.TemporaryDirectory() as folder:
+        words = []
+        for number, path in enumerate(configs):
+            recipe = load_with_each_key_once(path.read_text()) or {}
+            file = Path(folder, f"{number}.yaml")
+            file.write_text(yaml.safe_dump({k: recipe[k] for k in kinds if recipe.get(k)}))
+            words += ["--config", str(file)]
+        return parser, parser.parse_args([*words, *options])
 
 
 def explain(message: str, keys: Iterable[str]) -> str:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 from lightning.pytorch import LightningDataModule
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_pfl.cli.parser import Parser, in_a_line
+from lightning_pfl.cli.parser import in_a_line, read_sections
 from lightning_pfl.data.datamodule import FederatedDataModule
 from lightning_pfl.data.datasets import FederatedDataset, label_counts
 
@@ -62,17 +59,8 @@ def make_data(configs: Sequence[Path], options: Sequence[str]) -> FederatedDataM
     Raises:
         ValueError: If it is no FederatedDataModule.
     """
-    parser = Parser()
-    parser.add_argument("--config", action=ActionConfigFile)
-    parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
-    with tempfile.TemporaryDirectory() as folder:
-        words = []
-        for number, path in enumerate(configs):
-            section = (yaml.safe_load(path.read_text()) or {}).get("data", {})
-            file = Path(folder, f"{number}.yaml")
-            file.write_text(yaml.safe_dump({"data": section} if section else {}))
-            words += ["--config", str(file)]
-        made = parser.instantiate_classes(parser.parse_args([*words, *options])).data
+    parser, given = read_sections(configs, {"data": LightningDataModule}, options)
+    made = parser.instantiate_classes(given).data
     if not isinstance(made, FederatedDataModule):
         raise ValueError(
             f"Expected a FederatedDataModule in the data section, but got {type(made).__name__}. "

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_pfl._lightning import copy_apart, read_optimizers
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model
-from lightning_pfl.data.datasets import as_federated
+from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import check_optimizer
 from lightning_pfl.engine.select import SelectedEngine
@@ -65,7 +65,7 @@ class SavedClients(Federation):
 
     def adapt(
         self,
-        data: DataLoader[Any],
+        data: DataLoader[Any] | FederatedDataset,
         epochs: int | None = 10,
         steps: int | None = None,
         scope: ParameterSpec = "personal",
@@ -78,7 +78,7 @@ class SavedClients(Federation):
         and with the settings of the same names. The checkpoint's clients stay as they are.
 
         Args:
-            data: The client's training data.
+            data: The client's training data; of a federated dataset the only client's.
             epochs: Passes over them. Exactly one of ``epochs`` and ``steps``.
             steps: Optimizer steps instead.
             scope: Parameters that train: ``"personal"``, ``"all"``, or names, globs and types.
@@ -89,12 +89,20 @@ class SavedClients(Federation):
             A copy of the module with the new model, in eval mode.
 
         Raises:
-            ValueError: If the budget is none, or the data have no minibatch.
+            ValueError: If the budget is none, or the data have no minibatch or several clients.
             MisconfigurationException: If ``scope``, ``start`` or the module don't fit.
         """
         check_lr(lr)
         budget = budget_phase(epochs, steps, default_epochs=10)
-        clients, federated = torch.arange(1), as_federated({"new client": data}, what="data")
+        clients = torch.arange(1)
+        federated = as_federated(
+            {"new client": data} if isinstance(data, DataLoader) else data, what="data"
+        )
+        if federated.num_clients != 1:
+            raise ValueError(
+                "Expected `data` to be of one client, but got those of "
+                f"{federated.num_clients}. Use `data.subset([client])`."
+            )
         names = sorted(entries_to_adapt(self, scope))
         phase = replace(budget, train=names, lr=lr, name="new client")
         begin = starting_models(self, 1, start)

@@ -140,8 +140,9 @@ def align_clients(data: FederatedDataset, names: Sequence[str], what: str) -> tu
     if not unnamed and (unknown := [name for name in data.names if name not in ids]):
         raise ValueError(
             f"Expected `{what}` to hold clients of the training data, but got {unknown[:5]}, not "
-            f"in {list(names[:5])}{'...' if len(names) > 5 else ''}. Use the same names, or "
-            "NewClientAdaptation for new clients."
+            f"in {list(names[:5])}{'...' if len(names) > 5 else ''}. Use the same names; "
+            "new clients need NewClientAdaptation beside some of these, or "
+            "`load_clients(path, module, method).adapt(loader)`."
         )
     rows = data.num_samples.nonzero().flatten()
     clients = torch.tensor(

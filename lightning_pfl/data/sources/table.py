@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.data.sources.base import Labels, NormalizeImages, Source, SourceData
@@ -45,6 +46,8 @@ class HuggingFaceTable(Source):
         mean: Mean of each image channel, of pixels in [0, 1].
         std: Standard deviation of each image channel.
         cache_dir: Cache for Hub data and converted files. ``None``: the library's default.
+        classes: The text labels in the order of their numbers; the file may lack some. ``None``:
+            the labels of the file, sorted.
 
     Raises:
         FileNotFoundError: There is no such file, folder or data set.
@@ -65,6 +68,7 @@ class HuggingFaceTable(Source):
         mean: Sequence[float] = (0.5,),
         std: Sequence[float] = (0.5,),
         cache_dir: str | None = None,
+        classes: Sequence[str] | None = None,
     ) -> None:
         self.path, self.name, self.cache_dir = path, name, cache_dir
         self.features = [features] if isinstance(features, str) else list(features)
@@ -72,15 +76,26 @@ class HuggingFaceTable(Source):
         self.train_split, self.test_split = train_split, test_split
         self.image_size, self.grayscale = image_size, grayscale
         self.normalize = NormalizeImages(mean, std)
+        self.classes = None if classes is None else [str(each) for each in classes]
         if not self.features:
             raise ValueError(
                 f"Expected `features` to name at least one column, but got {features=}. "
                 "Name the input columns of the model."
             )
+        if label in self.features:
+            rank_zero_warn(
+                f"The label column {label!r} is also one of the features, so the model can read "
+                "its answer there. Leave it out of `features`."
+            )
 
     def prepare(self) -> None:
         """Download or convert the table into the cache."""
         self._open()
+
+    def has_text_labels(self) -> bool:
+        """Read whether the labels are text."""
+        labels = self._checked(self._open(), self.train_split)[self.label][:]
+        return any(isinstance(label, str) for label in labels)
 
     def load(self) -> SourceData:
         """Read the splits into memory."""
@@ -88,7 +103,8 @@ class HuggingFaceTable(Source):
         train = self._checked(splits, self.train_split)
         test = None if self.test_split is None else self._checked(splits, self.test_split)
         tables = [train] if test is None else [train, test]
-        labels = encode_labels([table[self.label][:] for table in tables], self.label)
+        columns_of_labels = [table[self.label][:] for table in tables]
+        labels = encode_labels(columns_of_labels, self.label, self.classes)
         features = [self._features(table) for table in tables]
         fields = [(x, torch.from_numpy(y)) for x, y in zip(features, labels, strict=True)]
         columns = [
@@ -102,10 +118,15 @@ class HuggingFaceTable(Source):
             None if test is None else fields[1],
             None if test is None else labels[1],
             transform=self.normalize if features[0].dtype == torch.uint8 else None,
-            num_classes=None if regression else 1 + max(int(y.max(initial=0)) for y in labels),
+            num_classes=None if regression else self._count_classes(labels),
             columns=columns[0],
             test_columns=columns[-1] if test is not None else {},
         )
+
+    def _count_classes(self, labels: Sequence[Labels]) -> int:
+        if self.classes is not None:
+            return len(self.classes)
+        return 1 + max(int(y.max(initial=0)) for y in labels)
 
     def _open(self) -> Any:
         """Return a mapping from split name to table."""
@@ -216,19 +237,35 @@ def numeric_column(values: Sequence[Any], name: str) -> Tensor:
         ) from error
 
 
-def encode_labels(columns: Sequence[Sequence[Any]], name: str) -> list[npt.NDArray[Any]]:
+def encode_labels(
+    columns: Sequence[Sequence[Any]], name: str, classes: Sequence[str] | None = None
+) -> list[npt.NDArray[Any]]:
     """Turn the label columns of the splits into int64 classes or float32 targets.
 
-    Strings are numbered in sorted order over all splits together, so a class has one number.
+    Strings are numbered in the order of ``classes``, or else in sorted order over all splits
+    together, so a class has one number.
 
     Raises:
-        ValueError: Labels are missing, negative, or neither numbers nor strings.
+        ValueError: Labels are missing, negative, not among ``classes``, or neither numbers nor
+            strings.
     """
     labels: list[Labels] = [np.asarray(column) for column in columns]
     kinds = {array.dtype.kind for array in labels}
     if kinds <= {"U"}:
-        classes = np.unique(np.concatenate(labels))
-        return [np.searchsorted(classes, array).astype(np.int64) for array in labels]
+        found = np.unique(np.concatenate(labels)).tolist()
+        order = found if classes is None else list(classes)
+        if unknown := [label for label in found if label not in order]:
+            raise ValueError(
+                f"Expected labels of column {name!r} to be among `classes`, but got {unknown[:5]}, "
+                f"not in {order}. Name all labels, in the order of the model's outputs."
+            )
+        positions = np.array([order.index(label) for label in found], dtype=np.int64)
+        return [positions[np.searchsorted(found, array)] for array in labels]
+    if classes is not None:
+        raise ValueError(
+            f"Expected column {name!r} to hold text for `classes`, but got labels of type "
+            f"{labels[0].dtype}. Leave `classes` out: numbers are their own."
+        )
     if kinds <= {"f"}:
         return [array.astype(np.float32) for array in labels]
     if kinds <= set("biu") and all(array.min(initial=0) >= 0 for array in labels):

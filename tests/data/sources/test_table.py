@@ -52,6 +52,23 @@ def test_files(tmp_path: Path, ending: str) -> None:
     assert (arrays.test_fields, arrays.num_classes, arrays.transform) == (None, 3, None)
 
 
+def test_classes_say_the_numbers_of_text_labels(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    FRAME.to_csv(path, index=False)
+    arrays = table(tmp_path, path, classes=["dog", "elk", "cat", "ant"]).load()
+    assert arrays.fields[1].tolist() == [0, 2, 0, 3, 2]
+    assert arrays.num_classes == 4
+    with pytest.raises(ValueError, match=r"among `classes`, but got \['ant'\]"):
+        table(tmp_path, path, classes=["dog", "cat"]).load()
+    with pytest.raises(ValueError, match="hold text for `classes`, but got labels of type float64"):
+        table(tmp_path, path, label="target", classes=["dog"]).load()
+
+
+def test_a_label_that_is_also_a_feature_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="label column 'b' is also one of the features"):
+        HuggingFaceTable("data.csv", ["a", "b"], "b")
+
+
 def test_the_client_column_is_the_natural_partition(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     FRAME.to_parquet(path)
@@ -125,7 +142,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "label column": ({"label": "nope"}, ValueError, r"columns \['nope'\]"),
     "client column": ({"client": "nope"}, ValueError, r"columns \['nope'\].*Set features, label"),
     "split": ({"test_split": "test"}, ValueError, r"split 'test' .* splits \['train'\]"),
-    "text feature": ({"features": "kind"}, ValueError, "column 'kind' to hold numbers.*tokenise"),
+    "text feature": (
+        {"features": "kind", "label": "a"},
+        ValueError,
+        "column 'kind' to hold numbers.*tokenise",
+    ),
     "missing value": (
         {"features": "gap"},
         ValueError,
