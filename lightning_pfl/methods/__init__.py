@@ -30,6 +30,7 @@ from lightning_pfl.methods.lg_fedavg import LGFedAvg
 from lightning_pfl.methods.linear_fedrep import LinearFedRep
 from lightning_pfl.methods.local import LocalOnly
 from lightning_pfl.methods.lp_proj import LpProj
+from lightning_pfl.methods.matched_fedavg import MatchedFedAvg
 from lightning_pfl.methods.mocha import MOCHA
 from lightning_pfl.methods.per_fedavg import PerFedAvg
 from lightning_pfl.methods.perada import PerAda
@@ -70,6 +71,7 @@ __all__ = [
     "LinearFedRep",
     "LocalOnly",
     "LpProj",
+    "MatchedFedAvg",
     "MOCHA",
     "PerAda",
     "PerFedAvg",
