@@ -26,7 +26,7 @@ CASE = Case(
     twin=None,  # FedAvg, unless clients swap units: tested below.
     above_zero="sweeps",
     published={"weighting": "samples"},
-    problem={"make_module": small_module},  # a chain of layers
+    problem={"make_module": lambda dtype=torch.float64: plain_module().to(dtype)},  # a chain
 )
 UNITS = 3
 
