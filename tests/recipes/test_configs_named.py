@@ -13,12 +13,13 @@ from lightning_pfl.callbacks import HeadFineTuning
 from lightning_pfl.core.mixture import Mix, parts
 from lightning_pfl.methods import FedAvg, LocalOnly
 from lightning_pfl.methods.base import Method
-from lightning_pfl.testing import QuadraticModule, descend, fit
-from lightning_pfl.testing.conformance import SIZES, small_clients
+from lightning_pfl.testing import QuadraticModule, assert_trees_close, descend, fit
+from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.networks import cohorts
 from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, ragged
 from tests.methods.references import softmax
 from tests.methods.references.softmax import softmax_module
+from tests.methods.references.training import State, average, batches, load, train, with_data
 from tests.recipes.test_configs import ROOT, compose, methods_of
 
 ENGINES = pytest.mark.parametrize("engine", ["vectorized", "sequential"])
@@ -80,6 +81,26 @@ def test_mapper_lies_between_one_model_for_all_and_one_for_each(engine: str) -> 
     for name in softmax.NAMES:
         close(everybodys[name], common.server["model"][name].expand_as(own[name]))
         close(own[name], alone.models[name])
+
+
+@ENGINES
+def test_fedbabu(engine: str) -> None:
+    """Oh et al. (2022): the optimizer has the body alone, so no momentum and no decay moves the
+    head; the bodies are averaged."""
+    data, rounds = small_clients(), 3
+    run = fit(method_of("fedbabu"), data, small_module(), rounds, engine)
+    server: State = small_module().state_dict()
+    for number in range(rounds):
+        sent = []
+        for k in with_data(data):
+            net = load(small_module(), server)
+            net.head.requires_grad_(False)
+            sent.append(train(net, batches(data, k, number, 1)).state_dict())
+        server = average(sent, [1.0] * len(sent))
+    for k in range(data.num_clients):
+        found = run.strategy.client_state_dict(k)
+        assert_trees_close(found, server)
+        assert torch.equal(found["head.weight"], small_module().head.weight)
 
 
 @ENGINES

@@ -105,6 +105,14 @@ def test_no_network_has_a_better_assignment(weight: float, seed: int) -> None:
         assert found == pytest.approx(best, rel=1e-12)
 
 
+def test_counts_have_twice_their_logarithm() -> None:
+    """Units 1 and -1, of which two atoms explain the squares better by 1/2 + 1/2; a new atom costs
+    log 2 times the factor: one atom with the model's factor 2, two with the factor 1."""
+    networks = [torch.tensor([[1.0]]), torch.tensor([[-1.0]])]
+    assert match_units(networks).means.tolist() == [[0.0]]
+    assert match_units(networks, count_weight=1.0).means.tolist() == [[0.5], [-0.5]]
+
+
 def test_permuted_copies_are_one_network() -> None:
     network = 3 * draw(5, 4)
     orders = [torch.randperm(5, generator=torch.Generator().manual_seed(k)) for k in range(4)]
