@@ -10,7 +10,8 @@ pure functions on a leading client axis. By the exchange's ``to``:
 - ``"all"``: ``send`` returns ``(clients, ...)``, the same for all neighbours; the inbox has
   ``(clients, slots, ...)``.
 - ``"sum"``: ``send`` returns ``(clients, ...)``, and the inbox has the sums weighted by the edges,
-  ``(clients, ...)``, from one sparse matrix product.
+  float64 ``(clients, ...)``, from one sparse matrix product: the difference to a client's own model
+  is small, and would be lost in the rounding of the sums.
 
 Slot ``s`` of client ``i`` belongs to the neighbour ``graph.neighbours[i, s]``. Only clients of the
 cohort whose uploads were accepted send and receive. What travels is exactly what ``send`` returns,
@@ -135,8 +136,8 @@ class PeerExchange:
 
     def _sum(self, leaf: Tensor) -> Tensor:
         """Sum by one sparse matrix product for all clients and edges."""
-        flat = leaf.reshape(len(leaf), -1)
-        mixed: Tensor = torch.sparse.mm(self.mixing.to(leaf.dtype), flat)
+        flat = leaf.reshape(len(leaf), -1).double()
+        mixed: Tensor = torch.sparse.mm(self.mixing, flat)
         return mixed.view(leaf.shape)
 
     @cached_property

@@ -43,7 +43,8 @@ class ClusterOracle(Method):
 
     Args:
         clusters: Each client's cluster, in the order of the client ids: whole numbers >= 0. Or a
-            function of the client's id.
+            function of the client's id; those of new clients follow the others'. Without a function
+            new clients begin with the model of the largest cluster.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
         weighting: ``"samples"``: :math:`n_k` are the training samples; ``"uniform"``: 1.
@@ -160,6 +161,7 @@ class ClusterOracle(Method):
         given = self.given_clusters
         labels = [given(k) for k in range(self.num_clients)] if callable(given) else given
         self._cluster = number_labels("clusters", labels, self.num_clients)
+        self._numbers = dict(zip(map(int, labels), self._cluster.tolist(), strict=True))
         self.inner.bind(known)
         for number in range(int(self._cluster.max()) + 1):
             server = copy(self.inner)
@@ -178,13 +180,31 @@ class ClusterOracle(Method):
 
     def _parts(self, info: ClientInfo) -> Iterator[tuple[Method, str, Tensor, ClientInfo]]:
         """Split a cohort: each cluster's method, name, positions in the cohort, and clients."""
-        known = info.index.clamp_max(self.num_clients - 1)  # new clients have no cluster
-        cluster = self._cluster[known]
+        cluster = self._clusters_of(info.index)
         for number in cluster.unique().tolist():
             mine = info.keep(cluster == number)
             mine = replace(mine, num_clients=int((self._cluster == number).sum()))
             at = (cluster == number).nonzero().flatten()
             yield self._servers[number], str(number), at, mine
+
+    def _clusters_of(self, index: Tensor) -> Tensor:
+        """Find the clusters of clients: of new ones by the function, or the largest."""
+        found = self._cluster[index.clamp_max(self.num_clients - 1)]
+        new = index >= self.num_clients
+        if not new.any():
+            return found
+        if not callable(self.given_clusters):
+            return found.masked_fill(new, int(self._cluster.bincount().argmax()))
+        for at in new.nonzero().flatten().tolist():
+            label = self.given_clusters(int(index[at]))
+            if label not in self._numbers:
+                raise ValueError(
+                    f"Expected `clusters` to put the new client {int(index[at])} into one of the "
+                    f"clusters {sorted(self._numbers)}, but got {label!r}. Nobody has trained a "
+                    "model of it."
+                )
+            found[at] = self._numbers[label]
+        return found
 
     # --- the servers ---
 

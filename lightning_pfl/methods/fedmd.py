@@ -317,7 +317,8 @@ class FedMD(Method):
         """Average the neighbours' outputs, by the edges' weights, and the own ones."""
         total = client_state["scores"] + inbox.messages["scores"]
         share = 1 / (1 + inbox.weights.sum(1))
-        return {**client_state, "scores": total * per_client(share, total)}
+        mean = (total * per_client(share, total)).to(client_state["scores"].dtype)
+        return {**client_state, "scores": mean}
 
     def clusters(self, server: Tree) -> Tensor | None:
         """Return each client's cluster, if there are several."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
@@ -146,7 +147,11 @@ class FedMTL(Method):
         if self.relationship == "none":
             return {}
         cohort = rows(server["models"], self._known(info, server["models"]))
-        return {"others": tmap(lambda leaf: leaf.sum(0) - leaf, cohort)}
+        return {
+            "others": tmap(
+                lambda leaf: (leaf.sum(0, dtype=torch.float64) - leaf).to(leaf.dtype), cohort
+            )
+        }
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Continue with the client's model."""

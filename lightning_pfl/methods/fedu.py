@@ -221,8 +221,9 @@ class FedU(Method):
     def _mixed(self, models: Model, inbox: ReceivedMessages, info: ClientInfo) -> Model:
         step, degrees = self.step(info), inbox.weights.sum(1)
 
-        def pull(client_state: Tensor, others: Tensor) -> Tensor:
-            return client_state - step * (per_client(degrees, client_state) * client_state - others)
+        def pull(own: Tensor, others: Tensor) -> Tensor:
+            exact = own.double()
+            return (exact - step * (per_client(degrees, exact) * exact - others)).to(own.dtype)
 
         mixed: Model = tmap(pull, models, inbox.messages)
         return mixed

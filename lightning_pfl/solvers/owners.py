@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.tree import Model, per_client
+from lightning_pfl.core.tree import Model
 
 
 def owners_mean(old: Model, uploads: Model, owned: Model, weights: Tensor) -> Model:
     r"""Average every entry over its owners, :math:`\sum_k w_k o_k y_k / \sum_k w_k o_k`.
 
-    An entry without an owner keeps its old value, bit for bit. Counters take the maximum over
-    their owners.
+    An entry without an owner keeps its old value, bit for bit, as does one that no owner moved:
+    differences are averaged, in double precision. Counters take the maximum over their owners.
 
     Args:
         old: The values before, without client axis.
@@ -29,13 +29,18 @@ def owners_mean(old: Model, uploads: Model, owned: Model, weights: Tensor) -> Mo
     """
 
     def mean(name: str, leaf: Tensor, before: Tensor) -> Tensor:
-        mine = owned.get(name, torch.ones_like(leaf, dtype=torch.bool)).expand_as(leaf)
+        mine = owned.get(name)
+        if mine is None:
+            mine = torch.ones(len(leaf), *[1] * (leaf.ndim - 1), dtype=torch.bool)
+        mine = mine.to(leaf.device)
         if not leaf.is_floating_point():
-            found = leaf.where(mine, torch.iinfo(leaf.dtype).min).amax(0)
+            lowest = False if leaf.dtype == torch.bool else torch.iinfo(leaf.dtype).min
+            found = leaf.where(mine, lowest).amax(0)
             return found.where(mine.any(0), before)
-        shares = mine * per_client(weights.to(leaf.device), leaf)
+        origin = before.double()
+        shares = mine * weights.to(leaf.device, torch.float64).view(-1, *[1] * before.ndim)
         total = shares.sum(0)
-        found = (shares * leaf.where(mine, 0)).sum(0) / total.where(total > 0, 1)
-        return found.where(total > 0, before)
+        moved = leaf.where(mine, before).double().sub_(origin).mul_(shares).sum(0)
+        return (origin + moved / total.where(total > 0, 1)).to(leaf.dtype)
 
     return {name: mean(name, leaf, old[name]) for name, leaf in uploads.items()}

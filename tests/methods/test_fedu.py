@@ -160,6 +160,21 @@ def test_the_combination_keeps_the_sum_and_leads_to_the_mean(decentralized: bool
     assert (models(run) - limit).norm() < 0.01 * (first - limit).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("decentralized", FORMS)
+def test_equal_models_stay_to_the_bit(decentralized: bool, dtype: torch.dtype) -> None:
+    """Clients at their optimum: the sum of 0.3 w + 0.1 w + 0.7 w isn't 1.1 w in few bits."""
+    graph = torch.zeros(4, 4, dtype=torch.float64)
+    for (i, j), weight in {(0, 1): 0.3, (0, 2): 0.1, (0, 3): 0.7, (1, 2): 0.9}.items():
+        graph[i, j] = graph[j, i] = weight
+    start = torch.linspace(0.1, 3, 9).to(dtype)
+    data = quadratic_clients([1.0] * 4, [start.double().tolist()] * 4, dtype=dtype)
+    module = QuadraticModule(dim=9, lr=0.5, dtype=dtype)
+    module.w.data.copy_(start)
+    run = fit(FedU(graph, 0.5, decentralized), data, module, 4, "sequential")
+    assert torch.equal(models(run), start.expand(4, 9))
+
+
 def fixed_point(lr: float, eta: float, factor: float) -> Tensor:
     """Where a step on (w - a)^2 / 2 and the combination cancel, on the complete graph."""
     eye = torch.eye(4, dtype=torch.float64)

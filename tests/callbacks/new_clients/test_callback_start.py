@@ -23,6 +23,7 @@ from lightning_pfl.methods import (
     CFL,
     IFCA,
     L2GD,
+    ClusterOracle,
     FedAvg,
     FedPer,
     FedRep,
@@ -181,8 +182,11 @@ GROUPS = ([-3.0], [3.0], [3.0], [3.0])
             IFCA(2, initial=[{"w": torch.tensor([w]).double()} for w in (-2.0, 2.0)]),
             [0, 1 / 3, 1 / 3, 1 / 3],
         ),
+        (ClusterOracle([3, 1, 1, 1], local_epochs=8), [0, 1 / 3, 1 / 3, 1 / 3]),
+        # New clients have ids 4 and 5.
+        (ClusterOracle(lambda k: int(k not in (0, 4, 5)), local_epochs=8), [1, 0, 0, 0]),
     ],
-    ids=["FedU", "CFL", "IFCA"],
+    ids=["FedU", "CFL", "IFCA", "ClusterOracle", "ClusterOracle by a function"],
 )
 def test_a_new_client_is_none_of_the_old_ones(method: Any, weights: list[float]) -> None:
     """Row 0 of the new clients isn't client 0: it begins with the mean, or the largest cluster."""
@@ -192,6 +196,15 @@ def test_a_new_client_is_none_of_the_old_ones(method: Any, weights: list[float])
     start = starting_models(run.strategy.federation, 2, "personal")["w"]
     mean = torch.tensor(weights, dtype=torch.float64) @ models
     torch.testing.assert_close(start, mean.expand(2, 1), rtol=1e-12, atol=1e-12)
+
+
+def test_a_new_client_of_an_unknown_cluster_is_refused() -> None:
+    method = ClusterOracle(lambda k: 7 if k >= 4 else k % 2)
+    run = fit(method, quadratic_clients([1.0] * 4, GROUPS), QuadraticModule(), 1)
+    with pytest.raises(
+        ValueError, match=r"new client 4 into one of the clusters \[0, 1\], but got 7"
+    ):
+        starting_models(run.strategy.federation, 2, "personal")
 
 
 # --- what is written ------------------------------------------------------------------------------
