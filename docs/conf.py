@@ -2,12 +2,13 @@
 
 project = "lightning-pfl"
 root_doc = "docs/index"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
 include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/*.md",
+    "docs/notebooks/*.ipynb",
     "recipes/README.md",
     "benchmarks/README.md",
 ]
@@ -16,6 +17,11 @@ html_title = "lightning-pfl"
 html_css_files: list[str] = []
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
+# Notebooks are kept without outputs and run here, so that the site shows what they do now.
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
 # The pages are written to be read as files, too: formulas in tables, and mermaid as text.
 suppress_warnings = ["misc.highlighting_failure", "ref.python", "myst.header"]
 autodoc_member_order = "bysource"

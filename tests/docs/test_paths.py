@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lightning_pfl"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 # Flower loads its app by itself, from another folder.
 APP = set((PACKAGE / "deploy" / "app").glob("*.py"))
 SOURCES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "__main__.py"} - APP)
@@ -50,12 +52,20 @@ def test_paths_are_recognised(page: str, expected: set[str]) -> None:
     assert paths(page) == expected
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
+def text_of(page: Path) -> str:
+    """A page, or the text between a notebook's code."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=relative)
 def test_the_paths_of_a_page_exist(page: Path) -> None:
     """From the repository's root, from the package, or from the page's folder, as links are."""
     missing = {
         path
-        for path in paths(page.read_text()) - NO_FILES
+        for path in paths(text_of(page)) - NO_FILES
         if not any((base / path).exists() for base in (ROOT, PACKAGE, page.parent))
     }
     assert missing == set()
