@@ -36,7 +36,7 @@ class _Split:
 
 
 class FederatedDataModule(L.LightningDataModule):
-    """A data module that splits a source over clients, and their samples by train, val and test.
+    r"""A data module that splits a source over clients, and their samples by train, val and test.
 
     Train, validation and test samples of a client are disjoint. Everything is a function of
     ``seed``: the same seed makes the same clients for any ``val_fraction`` or ``batch_size``.
@@ -50,7 +50,9 @@ class FederatedDataModule(L.LightningDataModule):
     round, since test data would have chosen it.
 
     *Public.* ``public_samples`` of all clients' training samples, drawn at random, are nobody's:
-    ``public_dataloader`` returns them, for methods that compare models on them.
+    ``public_dataloader`` returns them, for methods that compare models on them. With ``own_share``
+    :math:`\lambda < 1` every client also trains on some of them, with their labels, so that its
+    loss is :math:`\lambda F_k + (1 - \lambda) F_C` with a sample :math:`C` of its own (DAPPER).
 
     Args:
         source: The source of the samples.
@@ -72,6 +74,8 @@ class FederatedDataModule(L.LightningDataModule):
             random samples of every class. `LastSamples` for series, `WholeGroups` for samples that
             belong together.
         public_samples: Number of training samples that are public, >= 0; 0 for none.
+        own_share: Share of a client's training samples that are its own, in (0, 1]. The others are
+            public ones, as many as it takes, drawn for each client; none twice unless all are in.
 
     Raises:
         ValueError: A number is out of range, or settings contradict each other; in `setup`, the
@@ -101,10 +105,21 @@ class FederatedDataModule(L.LightningDataModule):
         drop_last: bool = False,
         cut: Cut | None = None,
         public_samples: int = 0,
+        own_share: float = 1.0,
     ) -> None:
         super().__init__()
         _check_settings(val_fraction, test_fraction, val_split, new_clients)
         check_whole("public_samples", public_samples, 0, "Use 0 for none.")
+        if not is_number(own_share) or not 0 < own_share <= 1:
+            raise ValueError(
+                f"Expected `own_share` to be in (0, 1], but got own_share={own_share!r}. Use 1 to "
+                "train on the client's own samples alone."
+            )
+        if own_share < 1 and not public_samples:
+            raise ValueError(
+                f"Expected public samples for own_share={own_share}, but got public_samples=0. Set "
+                "their number."
+            )
         check_whole("seed", seed, 0, "Use 0, or the number of a repetition.")
         for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -125,6 +140,7 @@ class FederatedDataModule(L.LightningDataModule):
         self.drop_last = drop_last
         self.cut = None if cut is None else require_cut(cut)
         self.public_samples = public_samples
+        self.own_share = own_share
         self._public: np.ndarray = np.zeros(0, dtype=np.int64)
         self._splits: dict[str, _Split] = {}
         self._arrays: SourceData | None = None
@@ -183,7 +199,7 @@ class FederatedDataModule(L.LightningDataModule):
         self._names = partition.names(plan) or tuple(str(k) for k in range(len(parts)))
         self._arrays = arrays
         self._splits = {
-            "train": _Split(fields, arrays.labels, train),
+            "train": _Split(fields, arrays.labels, self._with_public(train)),
             "val": _Split(fields, arrays.labels, val) if self.val_split == "train" else test,
             "test": test,
         }
@@ -236,6 +252,7 @@ class FederatedDataModule(L.LightningDataModule):
             "seed": self.seed,
             "new_clients": self.num_new_clients,
             "public_samples": self.public_samples,
+            "own_share": self.own_share,
         }
 
     def digest(self) -> str:
@@ -313,6 +330,17 @@ class FederatedDataModule(L.LightningDataModule):
         drawn = self._rng("public").choice(len(held), self.public_samples, replace=False)
         self._public = np.sort(held[drawn]).astype(np.int64)
         return [part[~np.isin(part, self._public)] for part in parts]
+
+    def _with_public(self, parts: Parts) -> Parts:
+        """Let clients train on public samples, too, of their own choice."""
+        if self.own_share == 1:
+            return parts
+        rng, mixed = self._rng("interpolation"), []
+        for part in parts:
+            wanted = round(len(part) * (1 - self.own_share) / self.own_share)
+            passes = [rng.permutation(self._public) for _ in range(-(-wanted // len(self._public)))]
+            mixed.append(np.concatenate([part, *passes])[: len(part) + wanted])
+        return mixed
 
     def _loaded(self) -> SourceData:
         self.setup()
