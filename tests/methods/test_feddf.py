@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from tests.methods.references import softmax
 from tests.methods.references.distillation import distilled
 from tests.methods.references.softmax import softmax_module
 
+few_steps = partial(FedDF, 4)  # by default they are 500
 CASE = Case(
-    method=lambda: FedDF(4),
-    bytes={"defaults": Bytes(FedDF, 4 * D, 4 * D, with_public(plain_module))},
+    method=few_steps,
+    bytes={"few steps": Bytes(few_steps, 4 * D, 4 * D, with_public(plain_module))},
     twin=None,  # FedAvg, without public samples, which it doesn't need: tested below.
     above_zero="server_steps",
     published={"server_lr": 1e-3, "temperature": 1.0, "weighting": "samples"},

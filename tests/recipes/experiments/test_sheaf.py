@@ -37,6 +37,7 @@ def test_runs_once_and_writes_what_is_stored(tmp_path: Path, fashion_mnist_dir: 
 
 def test_the_clients_of_the_digits_see_different_pixels() -> None:
     module, (train, val, test) = sheaf.partly_seen(0, 0.1, "data")
+    assert module.assignment is not None
     groups = list(module.assignment)
     assert len(train) == len(val) == len(test) == 24
     for client in range(24):
