@@ -13,7 +13,7 @@ from lightning_pfl.core.mixture import Mix, parts
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import select
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.methods import FedAvg, FedEM
+from lightning_pfl.methods import IFCA, FedAvg, FedEM
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import QuadraticModule, assert_trees_equal, fit, quadratic_clients
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
@@ -140,6 +140,22 @@ class TestSixPoints:
             # Of the first client the samples 0 and 0.5 are nearer to -90, and 4 as well.
             gap = 1.0 - bank["weights"][:, 0]
             torch.testing.assert_close(gap, torch.full_like(gap, 0.5 * 0.75**number))
+
+    def test_where_losses_are_large_a_client_is_ifcas(self, engine: str) -> None:
+        """Every sample is its client's model's alone: that one trains as IFCA's does, and the other
+        one doesn't move."""
+        data, starts = points([[-95.0, -80.0, -70.0], [60.0, 99.0, 120.0]]), start(-90.0, 100.0)
+        sent = []
+        for method in (FedEM(2, starts, local_steps=3), IFCA(2, initial=starts, local_steps=3)):
+            run = fit(method, data, point(0.1), 1, engine)
+            assert run.recorder.rounds[0].uploads is not None
+            sent.append(run.recorder.rounds[0].uploads)
+        mixed, clustered = sent
+        assert clustered["cluster"].tolist() == [0, 1]
+        own = torch.stack([mixed["models"][str(k)][W][k] for k in range(2)])
+        torch.testing.assert_close(own, clustered["model"][W], rtol=1e-12, atol=0)
+        others = [float(mixed["models"][str(1 - k)][W][k]) for k in range(2)]
+        assert others == [100.0, -90.0]
 
 
 class TestNetworks:
