@@ -42,6 +42,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "GTVMin": ({"graph": "ring"}, LETTERS),
     "HomologicalConstraints": ({"graph": "ring"}, LETTERS),
     "LinearFedRep": ({}, "measures them"),
+    "PerAda": ({}, PUBLIC),
     "SheafFMTL": ({"graph": "ring"}, LETTERS),
 }
 """Methods that can't be deployed, their settings and the reason; every other one must be equal."""
