@@ -46,6 +46,7 @@ from lightning.pytorch.trainer.call import (
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultCollection as ResultCollection,
 )
+from lightning.pytorch.utilities.data import _update_dataloader as with_sampler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -97,6 +98,7 @@ __all__ = [
     "stop_if_terminated",
     "take_over",
     "validates_after_round",
+    "with_sampler",
 ]
 LoopT = TypeVar("LoopT", bound=Loop)
 

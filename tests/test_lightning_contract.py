@@ -58,6 +58,7 @@ def parameters(function: Any) -> list[str]:
         (_validate_optimizers_attached, ["optimizers", "lr_scheduler_configs"]),
         (_validate_scheduler_api, ["lr_scheduler_configs", "model"]),
         (_lightning.no_grad_context, ["loop_run"]),
+        (_lightning.with_sampler, ["dataloader", "sampler", "mode"]),
         (_LoggerConnector.on_batch_end, ["self"]),
         (_LoggerConnector.update_train_step_metrics, ["self"]),
         (_LoggerConnector.reset_results, ["self"]),

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_pfl.core.checks import check_whole, is_number
 from lightning_pfl.core.errors import require_federated
 from lightning_pfl.core.randomness import derive
-from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset, check_drop_last
 from lightning_pfl.data.holdout import Cut, cut, require_cut
 from lightning_pfl.data.partition import IID, Natural, Partition, Parts, draw
 from lightning_pfl.data.partition.check import checked, require_partition, split_result
@@ -69,7 +69,8 @@ class FederatedDataModule(L.LightningDataModule):
         new_clients: Number of clients, the last ones, that never take part; see `new_clients`.
         val_split: ``"train"``: validation data are cut from training data; ``"test"``: validation
             uses the test split.
-        drop_last: Whether a training epoch omits a last batch that is too short.
+        drop_last: Whether a training epoch omits a last batch that is too short; ``"single"``: only
+            one of a single sample, on which BatchNorm can't train.
         cut: Choice of the samples that are cut off for test and validation. ``None``: `Stratified`,
             random samples of every class. `LastSamples` for series, `WholeGroups` for samples that
             belong together.
@@ -102,7 +103,7 @@ class FederatedDataModule(L.LightningDataModule):
         seed: int = 0,
         new_clients: int = 0,
         val_split: Literal["train", "test"] = "train",
-        drop_last: bool = False,
+        drop_last: DropLast = False,
         cut: Cut | None = None,
         public_samples: int = 0,
         own_share: float = 1.0,
@@ -127,6 +128,7 @@ class FederatedDataModule(L.LightningDataModule):
                     f"Expected `{name}` to be an int of at least 1, but got {name}={value!r}. "
                     "Use a large number for full-batch steps."
                 )
+        check_drop_last(drop_last, batch_size)
         self.source = _require_source(source)
         self.partition = None if partition is None else require_partition("partition", partition)
         self.clients_wanted = num_clients
@@ -393,7 +395,7 @@ class FederatedDataModule(L.LightningDataModule):
                 names=self._names[chosen],
                 batch_size=self.batch_size if training else self.eval_batch_size,
                 shuffle=training,
-                drop_last=self.drop_last and training,
+                drop_last=self.drop_last if training else False,
                 transform=arrays.transform
                 if training
                 else arrays.eval_transform or arrays.transform,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,6 +33,24 @@ __all__ = [
 ]
 
 
+DropLast = bool | Literal["single"]
+"""Which last batches of an epoch are left out: short ones, or those of a single sample."""
+
+
+def check_drop_last(drop_last: DropLast, batch_size: int) -> None:
+    """Raise ValueError unless ``drop_last`` is a bool, or ``"single"`` for batches of several."""
+    if not (isinstance(drop_last, bool) or drop_last == "single"):
+        raise ValueError(
+            f"Expected `drop_last` to be True, False or 'single', but got {drop_last=}. Use "
+            "'single' to leave out last batches of one sample."
+        )
+    if drop_last == "single" and batch_size == 1:
+        raise ValueError(
+            "Expected a `batch_size` of at least 2 for drop_last='single', but got batch_size=1, "
+            "which makes only batches of one sample. Use a larger one."
+        )
+
+
 class FederatedTensorDataset:
     """One split's samples in one set of tensors, with the positions of each client's samples.
 
@@ -44,7 +62,8 @@ class FederatedTensorDataset:
         names: Client names, unique. ``None``: ``"0"``, ``"1"``, ...
         batch_size: Samples per batch, at least 1.
         shuffle: Whether an epoch visits a client's samples in a random order.
-        drop_last: Whether an epoch leaves out a last batch with fewer than ``batch_size`` samples.
+        drop_last: Whether an epoch leaves out a last batch with fewer than ``batch_size`` samples;
+            ``"single"``: only one of a single sample, on which BatchNorm can't train.
         transform: Deterministic function of a batch that treats every sample alone, applied by
             `gather` on the device (for example uint8 pixels to normalised floats).
         augment: Random function of one client's batch, applied after ``transform`` and in training
@@ -77,7 +96,7 @@ class FederatedTensorDataset:
         names: Sequence[str] | None = None,
         batch_size: int = 10,
         shuffle: bool = False,
-        drop_last: bool = False,
+        drop_last: DropLast = False,
         transform: Callable[[Any], Any] | None = None,
         augment: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -86,6 +105,7 @@ class FederatedTensorDataset:
                 f"Expected `batch_size` to be an int of at least 1, but got {batch_size=}. "
                 "Use a large number for full-batch steps."
             )
+        check_drop_last(drop_last, batch_size)
         self.fields: Any = fields
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -119,7 +139,7 @@ class FederatedTensorDataset:
         return (
             f"{type(self).__name__}(num_clients={self.num_clients}, "
             f"num_samples={int(self.num_samples.sum())}, pool_size={self.pool_size}, "
-            f"batch_size={self.batch_size}, shuffle={self.shuffle}, drop_last={self.drop_last})"
+            f"batch_size={self.batch_size}, shuffle={self.shuffle}, drop_last={self.drop_last!r})"
         )
 
     def to(self, device: torch.device | str) -> Self:
@@ -233,19 +253,25 @@ class FederatedLoaders:
     Args:
         loaders: One sized DataLoader per client.
         names: Client names, unique. ``None``: ``"0"``, ``"1"``, ...
+        num_samples: Samples per client, where they are known.
 
     Attributes:
         num_samples: Samples that a client's loader draws per epoch, ``(num_clients,)``, on the CPU.
-            A loader with ``batch_size=None`` counts its items.
+            A loader with ``batch_size=None`` counts its batches, until their samples are counted.
         named: Whether names were given; clients are otherwise identified by position.
     """
 
     def __init__(
-        self, loaders: Sequence[DataLoader[Any]], names: Sequence[str] | None = None
+        self,
+        loaders: Sequence[DataLoader[Any]],
+        names: Sequence[str] | None = None,
+        num_samples: Tensor | None = None,
     ) -> None:
         self.loaders = tuple(loaders)
         self.names, self.named = _as_names(names, len(self.loaders)), names is not None
-        self.num_samples = torch.tensor([count_samples(loader) for loader in self.loaders]).long()
+        if num_samples is None:
+            num_samples = torch.tensor([count_samples(loader) for loader in self.loaders])
+        self.num_samples = num_samples.long()
 
     @classmethod
     def from_any(cls, loaders: Any, *, what: str = "loaders") -> FederatedLoaders:
@@ -303,7 +329,9 @@ class FederatedLoaders:
         """Return the loaders of some clients, in the given order."""
         chosen = [int(client) for client in clients]
         return FederatedLoaders(
-            [self.loaders[client] for client in chosen], [self.names[client] for client in chosen]
+            [self.loaders[client] for client in chosen],
+            [self.names[client] for client in chosen],
+            self.num_samples[chosen],
         )
 
 

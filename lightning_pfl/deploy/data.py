@@ -16,6 +16,7 @@ from lightning_pfl.data.datasets import (
     FederatedTensorDataset,
 )
 from lightning_pfl.deploy.packet import PacketError
+from lightning_pfl.engine.steps import epoch_minibatches
 
 SPLITS = ("train", "val", "test")
 CLASSES = 10_000
@@ -71,9 +72,12 @@ def count(data: FederatedDataset | None, row: int) -> Counts:
         return Counts()
     samples = int(data.num_samples[row])
     if isinstance(data, FederatedTensorDataset):
-        size = data.batch_size
-        whole = samples // size if data.drop_last else -(-samples // size)
-        return Counts(samples, whole, size, data.drop_last)
+        size, drop_last = data.batch_size, data.drop_last
+        number = epoch_minibatches(samples, size, drop_last)
+        # On the wire it is True or False; of any other rule the number of minibatches is enough.
+        if drop_last == "single":
+            return Counts(samples, number)
+        return Counts(samples, number, size, drop_last)
     return Counts(samples, len(data.loaders[row]))
 
 
@@ -217,7 +221,8 @@ def in_federation(
         )
     empty: DataLoader[Any] = DataLoader(_Elsewhere(0))
     loaders = [data.loaders[rows[name]] if name in rows else empty for name in names]
-    return FederatedLoaders(loaders, names)
+    counts = [data.num_samples[rows[name]] if name in rows else 0 for name in names]
+    return FederatedLoaders(loaders, names, torch.tensor(counts))
 
 
 class NodeDataModule(L.LightningDataModule):

@@ -30,6 +30,7 @@ from lightning_pfl.deploy.privacy import add_noise, check_privacy
 from lightning_pfl.deploy.secure import Masks, average, from_bytes, to_bytes
 from lightning_pfl.deploy.states import LostStateError, StatesOnDisk
 from lightning_pfl.deploy.wire import Writer, read_rows, read_tree
+from lightning_pfl.engine.minibatches import count_ready_batches
 from lightning_pfl.engine.optimizer import learning_rates
 from lightning_pfl.engine.watching import in_mode
 from lightning_pfl.federation.architectures import Architecture
@@ -205,7 +206,7 @@ class Node:
             except MisconfigurationException:  # Lightning's way to say that there is none
                 continue
             found[split] = as_federated(source, what=f"{split}_dataloader")
-        return found
+        return {**found, "train": count_ready_batches(found["train"])}
 
     def _find(self, data: FederatedDataset) -> dict[str, int]:
         """Rows of this node's clients: by their names, or one after another."""

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pfl.core.errors import ClientError
 from lightning_pfl.core.randomness import derive, permutation, seeded
-from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.data.batch import batch_length
+from lightning_pfl.data.datasets import FederatedDataset, FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.data.loaders import reseed
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.steps import (
@@ -99,6 +100,31 @@ class ClientMinibatches:
             client = self.data.names[self.client]
             for batch in fetch(loader, self.key(epoch), self.per_epoch, client):
                 yield _move(batch, self.device)
+
+
+def count_ready_batches(data: FederatedDataset) -> FederatedDataset:
+    """Count the samples in batches that the datasets make, by reading an epoch of them once.
+
+    A loader with ``batch_size=None`` says only how many batches it has, and weights of clients are
+    numbers of samples.
+
+    Args:
+        data: The training data; returned as it is without such loaders.
+
+    Raises:
+        ClientError: If reading a batch fails.
+    """
+    if isinstance(data, FederatedTensorDataset):
+        return data
+    ready = [client for client, loader in enumerate(data.loaders) if loader.batch_sampler is None]
+    if not ready:
+        return data
+    samples = data.num_samples.clone()
+    for client in ready:
+        loader = data.loaders[client]
+        batches = fetch(loader, derive(0, "count", client), len(loader), data.names[client])
+        samples[client] = sum(map(batch_length, batches))
+    return FederatedLoaders(data.loaders, data.names if data.named else None, samples)
 
 
 def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterator[Any]:

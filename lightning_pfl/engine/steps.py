@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.randomness import derive
-from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.data.datasets import DropLast, FederatedDataset, FederatedTensorDataset
 from lightning_pfl.methods.base import PerClient, Phase
 
 
@@ -70,9 +70,16 @@ class Limits:
 Drawn = TypeVar("Drawn")
 
 
-def epoch_minibatches(samples: int, batch_size: int, drop_last: bool) -> int:
-    """Count the minibatches in a pass over ``samples`` samples."""
-    return samples // batch_size if drop_last else -(-samples // batch_size)
+def epoch_minibatches(samples: int, batch_size: int, drop_last: DropLast) -> int:
+    """Count the minibatches in a pass over ``samples`` samples.
+
+    Example:
+        >>> [epoch_minibatches(9, 4, drop_last) for drop_last in (False, True, "single")]
+        [3, 2, 2]
+    """
+    complete, rest = divmod(samples, batch_size)
+    least = 2 if drop_last == "single" else batch_size if drop_last else 1
+    return complete + (rest >= least)
 
 
 def count_steps(per_epoch: int, budget: Budget, accumulate: int) -> int:

@@ -112,11 +112,13 @@ def warn_of_single_samples(data: FederatedDataset, clients: Tensor, module: nn.M
     samples = data.num_samples[clients]
     if isinstance(data, FederatedTensorDataset):
         batch = torch.full_like(samples, data.batch_size)
-        drops = torch.full_like(samples, data.drop_last, dtype=torch.bool)
+        drops = torch.full_like(samples, bool(data.drop_last), dtype=torch.bool)
+        skip = "drop_last='single', which leaves such a minibatch out"
     elif isinstance(data, FederatedLoaders):
         loaders = [data.loaders[client] for client in clients.tolist()]
         batch = torch.tensor([loader.batch_size or 0 for loader in loaders])
         drops = torch.tensor([loader.drop_last for loader in loaders], dtype=torch.bool)
+        skip = "drop_last=True, which leaves out clients with fewer samples than a minibatch"
     else:
         return
     known = ~drops & (batch > 0)
@@ -130,8 +132,7 @@ def warn_of_single_samples(data: FederatedDataset, clients: Tensor, module: nn.M
     rank_zero_warn(
         f"The last minibatch of {len(names)} clients is one sample ({_some(names)}), on which "
         f"{layers[0]!r}, a BatchNorm1d, can't train unless it has further axes: the run would end "
-        f"when one of them is drawn. Use {other}, or drop_last=True, which leaves out clients with "
-        "fewer samples than a minibatch."
+        f"when one of them is drawn. Use {other}, or {skip}."
     )
 
 

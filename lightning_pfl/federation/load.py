@@ -21,6 +21,7 @@ from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.minibatches import count_ready_batches
 from lightning_pfl.engine.optimizer import check_optimizer
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.federation.adapt import (
@@ -95,9 +96,8 @@ class SavedClients(Federation):
         check_lr(lr)
         budget = budget_phase(epochs, steps, default_epochs=10)
         clients = torch.arange(1)
-        federated = as_federated(
-            {"new client": data} if isinstance(data, DataLoader) else data, what="data"
-        )
+        given = {"new client": data} if isinstance(data, DataLoader) else data
+        federated = count_ready_batches(as_federated(given, what="data"))
         if federated.num_clients != 1:
             raise ValueError(
                 "Expected `data` to be of one client, but got those of "

@@ -10,9 +10,9 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler
 
-from lightning_pfl._lightning import call_batch_hook, connected, is_overridden
+from lightning_pfl._lightning import call_batch_hook, connected, is_overridden, with_sampler
 from lightning_pfl.data.datasets import (
     FederatedDataset,
     FederatedLoaders,
@@ -80,7 +80,30 @@ def move_to_device(data: FederatedDataset, trainer: L.Trainer) -> FederatedDatas
     loaders = [copy.copy(loader) for loader in data.loaders]
     for loader in loaders:
         loader.collate_fn = Then(loader.collate_fn, ToDtype(dtype))
-    return FederatedLoaders(loaders, data.names if data.named else None)
+    names = data.names if data.named else None
+    return FederatedLoaders(loaders, names, data.num_samples)
+
+
+def in_order(data: FederatedDataset) -> FederatedDataset:
+    """Replace the shuffling samplers of DataLoaders, so that results are in the order of samples.
+
+    Data in memory are never shuffled outside of training. Samplers and DataLoaders of the user's
+    own stay, and samplers that draw with replacement, which have no order.
+    """
+    if isinstance(data, FederatedTensorDataset):
+        return data
+    loaders = list(data.loaders)
+    for client, loader in enumerate(loaders):
+        sampler = loader.sampler
+        if type(sampler) is SubsetRandomSampler:
+            order: Sequence[int] = list(sampler.indices)
+        elif type(sampler) is RandomSampler and not sampler.replacement:
+            order = range(len(loader.dataset))  # type: ignore[arg-type]
+        else:
+            continue
+        if type(loader) is DataLoader and type(loader.batch_sampler) in (BatchSampler, type(None)):
+            loaders[client] = with_sampler(loader, order)
+    return FederatedLoaders(loaders, data.names if data.named else None, data.num_samples)
 
 
 def batch_hooks(trainer: L.Trainer) -> BatchHooks | None:
@@ -165,4 +188,5 @@ def by_client(data: FederatedDataset, names: Sequence[str], what: str) -> Federa
         return data.arranged([found.get(client) for client in range(len(names))], names)
     empty: DataLoader[Any] = DataLoader([])  # type: ignore[arg-type]
     loaders = [data.loaders[found[k]] if k in found else empty for k in range(len(names))]
-    return FederatedLoaders(loaders, names)
+    counts = [data.num_samples[found[k]] if k in found else 0 for k in range(len(names))]
+    return FederatedLoaders(loaders, names, torch.tensor(counts))

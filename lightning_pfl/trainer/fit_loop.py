@@ -36,6 +36,7 @@ from lightning_pfl.contract.records import LocalResult, Round
 from lightning_pfl.core.tree import Tree, nbytes, rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
 from lightning_pfl.data.public import PublicData
+from lightning_pfl.engine.minibatches import count_ready_batches
 from lightning_pfl.federation.cohort import Cohort
 from lightning_pfl.federation.eligibility import (
     check_budgets,
@@ -140,7 +141,7 @@ class FederatedLoop(FitLoop):
                     "none. Pass a FederatedDataModule, or define `train_dataloader`."
                 )
             data = as_federated(self._data_source.dataloader(), what="train_dataloaders")
-            self.data = move_to_device(data, self.trainer)
+            self.data = move_to_device(count_ready_batches(data), self.trainer)
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
             self.present = None
             if self.members:

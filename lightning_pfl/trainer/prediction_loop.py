@@ -18,7 +18,7 @@ from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.evaluate import evaluate_clients, personal_models
 from lightning_pfl.federation.federation import Federation
-from lightning_pfl.trainer.data import align_clients, move_to_device
+from lightning_pfl.trainer.data import align_clients, in_order, move_to_device
 from lightning_pfl.trainer.progress import ClientBatch, profiled
 
 
@@ -44,7 +44,7 @@ class FederatedPredictionLoop(PredictionLoop):
         """Load the data, unless they are loaded."""
         if self.data is None or self._combined_loader is None:
             data = as_federated(self._data_source.dataloader(), what="predict_dataloaders")
-            self.data = move_to_device(data, self.trainer)
+            self.data = move_to_device(in_order(data), self.trainer)
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
 

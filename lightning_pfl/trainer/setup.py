@@ -225,7 +225,7 @@ class StageSetup:
     def run_settings(self, trainer: L.Trainer) -> dict[str, str]:
         """Return the settings of the run, besides the method's, that decide what a round does."""
         data = fit_loop(trainer).data
-        known = {
+        known: dict[str, object] = {
             "participation": self.federation.participation,
             "max_update_norm": self.federation.max_update_norm,
             "keep_optimizer_state": self.federation.keeps_optimizers,

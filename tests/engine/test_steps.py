@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset
 from lightning_pfl.engine.steps import (
     Budget,
     Limits,
@@ -28,6 +28,8 @@ def test_minibatches_of_an_epoch(samples: int, size: int) -> None:
     cut = [list(range(samples))[at : at + size] for at in range(0, samples, size)]
     assert epoch_minibatches(samples, size, drop_last=False) == len(cut)
     assert epoch_minibatches(samples, size, drop_last=True) == sum(len(b) == size for b in cut)
+    if size > 1:  # else the datasets refuse it
+        assert epoch_minibatches(samples, size, drop_last="single") == sum(len(b) > 1 for b in cut)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def make(
     pad: bool,
     budget: Budget,
     limits: Limits,
-    drop_last: bool,
+    drop_last: DropLast,
     shuffle: bool = True,
     batch_size: int = 4,
 ) -> ResidentBatches:
@@ -92,14 +94,15 @@ def key_of(client: int, epoch: int) -> int:
     return order_key(0, "local", 3, client, epoch)
 
 
-def by_hand(client: int, minibatches: int, drop_last: bool) -> list[list[int]]:
+def by_hand(client: int, minibatches: int, drop_last: DropLast) -> list[list[int]]:
     """The documented order: epoch by epoch a permutation of the client's samples, cut in fours."""
     first, size, epoch = sum(SIZES[:client]), SIZES[client], 0
+    least = {False: 1, True: 4, "single": 2}[drop_last]
     found: list[list[int]] = []
     while len(found) < minibatches:
         order = torch.randperm(size, generator=torch.Generator().manual_seed(key_of(client, epoch)))
         cut = [(first + some).tolist() for some in order.split(4)]
-        found += [some for some in cut if len(some) == 4 or not drop_last]
+        found += [some for some in cut if len(some) >= least]
         epoch += 1
     return found[:minibatches]
 
@@ -126,11 +129,11 @@ def collect(batches: ResidentBatches) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("pad", [True, False])
-@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False, "single"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("budget", [Budget(1, None), Budget(3, None), Budget(None, 5)])
 def test_clients_see_their_samples_in_the_documented_order(
-    pad: bool, drop_last: bool, accumulate: int, budget: Budget
+    pad: bool, drop_last: DropLast, accumulate: int, budget: Budget
 ) -> None:
     batches = make(pad, budget, Limits(accumulate), drop_last)
     for client, seen in enumerate(collect(batches)):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.core.errors import ClientError
+from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.methods import (
     L2GD,
     FedAvg,
@@ -158,3 +159,20 @@ def test_last_minibatches_of_one_sample_are_said_before_batch_norm_meets_them(ma
     with pytest.warns(UserWarning, match=match), suppress(ClientError):
         run.fit(Normed(), make())
     trainer(LocalOnly(), max_epochs=1).fit(Normed(), make(drop_last=True))  # warnings are errors
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+def test_only_last_minibatches_of_one_sample_may_be_left_out(engine: Any) -> None:
+    """Of 4, 3 and 5 samples in minibatches of two."""
+    run = trainer(LocalOnly(), max_epochs=1, engine=engine)
+    run.fit(Normed(), points((4, 3, 5), CENTRES[:3], drop_last="single"))
+    trained = [run.strategy.client_state_dict(k)["norm.num_batches_tracked"] for k in range(3)]
+    assert [int(n) for n in trained] == [2, 1, 2]
+
+
+def test_a_rule_for_last_minibatches_that_is_none_is_refused() -> None:
+    one = [torch.arange(2)]
+    with pytest.raises(ValueError, match="True, False or 'single', but got drop_last='short'"):
+        FederatedTensorDataset(torch.ones(2), one, drop_last="short")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 2 for drop_last='single', but got batch_size=1"):
+        FederatedTensorDataset(torch.ones(2), one, drop_last="single", batch_size=1)

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from torchmetrics import HammingDistance
 
 from lightning_pfl import PersonalizedModule
@@ -361,3 +361,27 @@ def test_a_value_that_is_nan_names_its_clients_once() -> None:
     assert values.isnan().tolist() == [False, False, True, False]
     assert float(run.callback_metrics["val_loss"]) == pytest.approx(float(values.nanmean()))
     assert run.callback_metrics["val_loss/left_out"] == 1
+
+
+def rows(client: int) -> Any:
+    """Samples that are no TensorDataset, in minibatches of two of a shuffled order."""
+    return [(torch.full((2,), 10.0 * client + k, dtype=torch.float64),) for k in range(5)]
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda data: DataLoader(data, batch_size=2, shuffle=True),
+        lambda data: DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(5))),
+        lambda data: DataLoader(data, batch_size=None, shuffle=True),
+    ],
+    ids=["shuffle", "subset", "ready batches"],
+)
+def test_predictions_are_in_the_order_of_the_samples(load: Any) -> None:
+    data = [load(rows(client)) for client in range(2)]
+    found = trainer().predict(Quadratic(), data)
+    assert found is not None
+    for client, batches in enumerate(found):
+        # The weights are zero: a prediction is minus its sample.
+        predicted = torch.cat([-batch.reshape(-1, 2) for batch in batches])
+        assert predicted[:, 0].tolist() == [10.0 * client + k for k in range(5)]

@@ -55,7 +55,7 @@ class ResidentBatches:
         key = key if data.shuffle and not limits.overfit and not budget.full_batch else None
         samples = [int(data.num_samples[client]) for client in clients]
         self.batch_size = max(1, *samples) if budget.full_batch else batch_size or data.batch_size
-        drop_last = data.drop_last and not budget.full_batch
+        drop_last = False if budget.full_batch else data.drop_last
         per_epoch = [
             limits.of_epoch(epoch_minibatches(n, self.batch_size, drop_last)) for n in samples
         ]
