@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,13 +14,17 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from lightning import Trainer
 
 from lightning_pfl import (
+    FederatedDataModule,
+    FederatedStrategy,
+    PersonalizedModule,
     load_clients,
 )
 from lightning_pfl.cli.command_line import PFLCLI, main
 from lightning_pfl.graphs import resolve_graph
-from lightning_pfl.methods import FedRep
+from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import MLP
 from lightning_pfl.testing import CHECKS
@@ -28,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RELATIONS = (ROOT / "docs" / "relations.md").read_text()
 DATA = (ROOT / "docs" / "data.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
+COMING_FROM = (ROOT / "docs" / "coming_from.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
@@ -160,6 +166,38 @@ def test_the_code_of_models_runs_and_gives_what_it_says(
     heads = {name for name in wanted if name.startswith("head.")}
     assert all(torch.equal(shared[name], wanted[name]) for name in wanted.keys() - heads)
     assert not any(torch.equal(shared[name], wanted[name]) for name in heads)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_code_for_those_who_come_from_elsewhere_learns_a_head_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = run_blocks(COMING_FROM)["trainer"]
+    # One model for all can't be right for two clients at once, who disagree; guessing has 1/3.
+    assert float(trainer.callback_metrics["val_acc"]) > 0.6
+    models = [trainer.strategy.client_state_dict(k) for k in range(4)]
+    assert not torch.equal(models[0]["net.fc.weight"], models[2]["net.fc.weight"])
+    assert torch.equal(models[0]["net.base.0.weight"], models[2]["net.base.0.weight"])
+
+
+def test_the_arguments_that_others_are_told_of_exist() -> None:
+    """Each ``--method.x``, ``--data.x``, ... is one of its class."""
+    given = re.findall(r"`--([\w.+]+)", re.sub(r"^\| [^|]* \|", "|", COMING_FROM, flags=re.M))
+    known = {
+        "data": {*signature(FederatedDataModule).parameters},
+        "model": {*signature(PersonalizedModule).parameters},
+        "trainer": {*signature(Trainer).parameters},
+        "trainer.strategy": {*signature(FederatedStrategy).parameters},
+        "method": {*signature(FedAvg).parameters, *signature(FedRep).parameters},
+        "data.partition": {"alpha"},
+    }
+    found = [argument.rpartition(".") for argument in given if "." in argument]
+    assert len(found) > 10
+    assert [
+        f"{where}.{name}" for where, _, name in found if name and name not in known.get(where, ())
+    ] == []
 
 
 @pytest.mark.slow

@@ -1,0 +1,384 @@
+"""Where sharing pays: accuracy against the samples of a client, and against participation.
+
+    python -m recipes.experiments.sharing
+    python -m recipes.experiments.sharing --seeds 0 --methods LocalOnly FedAvg
+
+100 clients with 2 or 5 classes of Fashion-MNIST have 10 to 600 training images each. LocalOnly is
+shown twice: after as many passes over a client's data as the other methods make (equal passes), and
+after as many rounds, in each of which all clients train (equal rounds). Cells run in an order in
+which those that are stored make a figure at any time; a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import numpy as np
+import torch
+
+from lightning_pfl import FederatedCallback, FederatedDataModule, FederatedStrategy
+from lightning_pfl.callbacks import HeadFineTuning
+from lightning_pfl.contract.records import ClientResults
+from lightning_pfl.data import ClassesPerClient, FashionMNIST
+from lightning_pfl.data.sources.base import Source, SourceData
+from lightning_pfl.methods import APFL, Ditto, FedAvg, FedMAP, FedPer, FedRep, LocalOnly
+from lightning_pfl.methods.base import Method
+from lightning_pfl.models import MLP
+from lightning_pfl.priors import GaussianPrior
+from recipes.experiments.setting import parser, quiet_trainer
+from recipes.plan import Plan
+from recipes.results_table import spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CLIENTS = 100
+SAMPLES = (10, 20, 50, 100, 300, 600)
+CLASSES = (2, 5)
+PARTICIPATIONS = (0.05, 0.1, 0.5, 1.0)
+USUAL = 0.1
+#: Where participation is varied.
+VARIED_SAMPLES, VARIED_CLASSES = 50, 5
+ROUNDS = 100
+EPOCHS = 5
+LR, MOMENTUM, BATCH = 0.05, 0.5, 10
+SIZES, POOL = (196, 64, 10), 2
+TUNING = 10
+SETTING = {
+    "clients": CLIENTS, "lr": LR, "momentum": MOMENTUM, "batch": BATCH, "sizes": SIZES,
+    "pool": POOL, "tuning": TUNING,
+}  # fmt: skip
+
+#: How each method is made. All make EPOCHS passes a round; Ditto and APFL train two models in them.
+METHODS: dict[str, Callable[[], Method]] = {
+    "LocalOnly": partial(LocalOnly, local_epochs=EPOCHS),
+    "FedAvg": partial(FedAvg, local_epochs=EPOCHS),
+    "FedPer": partial(FedPer, local_epochs=EPOCHS),
+    "FedRep": partial(FedRep, head_epochs=EPOCHS - 1, body_epochs=1),
+    "Ditto": partial(Ditto, prox_weight=1.0, local_epochs=EPOCHS),
+    "FedMAP": lambda: FedMAP(GaussianPrior(1000.0), local_epochs=EPOCHS),
+    "APFL": partial(APFL, mixing=0.5, adaptive=False, local_epochs=EPOCHS),
+}
+PASSES, EQUAL_ROUNDS, TUNED = "LocalOnly, equal passes", "LocalOnly, equal rounds", "FedAvg + FT"
+#: The lines of tables and figures, and the method whose runs they show.
+LINES = {
+    PASSES: "LocalOnly", EQUAL_ROUNDS: "LocalOnly", "FedAvg": "FedAvg", TUNED: "FedAvg",
+    **{name: name for name in METHODS if name not in ("LocalOnly", "FedAvg")},
+}  # fmt: skip
+
+NOTE = """
+Every method makes 5 passes over a client's data in a round that the client takes part in, so 50 in
+all on average; Ditto and APFL train two models in each. Step size, momentum and the methods'
+settings (those of the recipes) are the same everywhere and were not tuned for the number of
+samples. "+ FT": the heads are tuned for 10 passes more, after the last round.
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    Args:
+        method: Its name in METHODS.
+        classes: Classes of a client, at most.
+        samples: Training images of a client.
+        participation: Share of the clients in a round; LocalOnly trains all of them.
+        rounds: Communication rounds.
+        seed: Of the clients, of the initial weights and of who takes part.
+    """
+
+    method: str
+    classes: int
+    samples: int
+    participation: float
+    rounds: int
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the file of results."""
+        return (
+            f"{self.method} ({self.classes}, {self.samples}) {self.participation} "
+            f"{self.rounds} rounds seed={self.seed}"
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that the outcome depends on."""
+        return {**SETTING, **METHODS[self.method]().settings(), **asdict(self)}
+
+
+def cell(
+    line: str, classes: int, samples: int, participation: float, equal_rounds: bool, seed: int
+) -> Cell:
+    """The run that a line of a figure shows.
+
+    Args:
+        line: Its name in LINES.
+        classes: Classes of a client.
+        samples: Training images of a client.
+        participation: Share of the clients in a round.
+        equal_rounds: Whether all participations have as many rounds, or as many passes.
+        seed: The seed.
+    """
+    rounds = ROUNDS if equal_rounds else round(ROUNDS * USUAL / participation)
+    found = Cell(LINES[line], classes, samples, participation, rounds, seed)
+    if found.method == "LocalOnly":
+        rounds = ROUNDS if line == EQUAL_ROUNDS else round(ROUNDS * USUAL)
+        return replace(found, participation=1.0, rounds=rounds)
+    return found
+
+
+def planned(seeds: Sequence[int]) -> Iterator[Cell]:
+    """All runs, each once, in the order in which they run: few samples first."""
+    yield from dict.fromkeys(
+        cell(line, *point, equal_rounds, seed)
+        for seed in seeds
+        for point, equal_rounds in points()
+        for line in LINES
+    )
+
+
+def points() -> Iterator[tuple[tuple[int, int, float], bool]]:
+    """Classes, samples and participation of all points, and whether rounds are equal."""
+    for samples in SAMPLES:
+        for classes in CLASSES:
+            yield (classes, samples, USUAL), True
+        if samples == VARIED_SAMPLES:
+            for equal_rounds in (False, True):
+                for participation in PARTICIPATIONS:
+                    yield (VARIED_CLASSES, VARIED_SAMPLES, participation), equal_rounds
+
+
+# --- a run ---
+
+
+class Fewer(Source):
+    """The first images of each class, and the whole test set.
+
+    Args:
+        source: The whole source.
+        per_class: Training images of each class.
+    """
+
+    def __init__(self, source: Source, per_class: int) -> None:
+        self.source, self.per_class = source, per_class
+
+    def prepare(self) -> None:
+        """Download, if the source does."""
+        self.source.prepare()
+
+    def load(self) -> SourceData:
+        """Return a part of the training images."""
+        whole = self.source.load()
+        labels = np.asarray(whole.labels)
+        firsts = [np.nonzero(labels == label)[0][: self.per_class] for label in np.unique(labels)]
+        kept = np.sort(np.concatenate(firsts))
+        fields = tuple(field[torch.from_numpy(kept)] for field in whole.fields)
+        return replace(whole, fields=fields, labels=labels[kept])
+
+
+class LastRounds(FederatedCallback):
+    """Keeps accuracies of the rounds from ``first`` on: of the mean client, and the worst tenth."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.means: dict[int, float] = {}
+        self.worst: dict[int, float] = {}
+
+    def on_clients_evaluated(
+        self, trainer: L.Trainer, module: L.LightningModule, results: ClientResults
+    ) -> None:
+        """Take note of an evaluation of the clients' models."""
+        if results.round >= self.first:
+            values = results.evaluations[""].values["val_acc"].double().sort().values
+            self.means[results.round] = float(values.mean())
+            self.worst[results.round] = float(values[: len(values) // 10].mean())
+
+
+@cache
+def source(data_dir: Path | None) -> FashionMNIST:
+    """The data set."""
+    return FashionMNIST() if data_dir is None else FashionMNIST(str(data_dir))
+
+
+def run(wanted: Cell, data_dir: Path | None) -> dict[str, float]:
+    """Train; returns means over the last fifth of the rounds, and the values of tuned models."""
+    L.seed_everything(wanted.seed, verbose=False)
+    torch.set_num_threads(1)
+    data = FederatedDataModule(
+        Fewer(source(data_dir), wanted.samples * CLIENTS // 10),
+        ClassesPerClient(wanted.classes),
+        CLIENTS,
+        batch_size=BATCH,
+        seed=wanted.seed,
+        val_split="test",  # nothing is chosen by it
+    )
+    last = LastRounds(wanted.rounds - max(1, wanted.rounds // 5))
+    tuning = [HeadFineTuning(epochs=TUNING)] if wanted.method == "FedAvg" else []
+    strategy = FederatedStrategy(
+        METHODS[wanted.method](), participation=wanted.participation, seed=wanted.seed
+    )
+    trainer = quiet_trainer(
+        strategy,
+        wanted.rounds,
+        callbacks=[last, *tuning],
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=max(1, wanted.rounds // 50),
+    )
+    trainer.fit(MLP(SIZES, POOL, lr=LR, momentum=MOMENTUM, weight_decay=0.0), data)
+    found = {
+        "acc": statistics.mean(last.means.values()),
+        "worst": statistics.mean(last.worst.values()),
+    }
+    if tuning:
+        metrics = trainer.callback_metrics
+        found["ft_acc"] = float(metrics["ft/val_acc"])
+        found["ft_worst"] = float(metrics["ft/val_acc/worst_decile"])
+    return found
+
+
+# --- what is shown ---
+
+
+class Stored:
+    """The outcomes that there are.
+
+    Args:
+        plan: The file of results.
+        seeds: The seeds that are shown.
+    """
+
+    def __init__(self, plan: Plan, seeds: Sequence[int]) -> None:
+        self.seeds = seeds
+        self.found = {each.key: plan.stored(each.key, each.settings) for each in planned(seeds)}
+
+    def values(self, line: str, *point: Any, worst: bool = False) -> list[float]:
+        """Accuracies of a line at a point of :func:`points`, one for each seed that is stored."""
+        name = ("ft_" if line == TUNED else "") + ("worst" if worst else "acc")
+        outcomes = [self.found.get(cell(line, *point, seed).key) for seed in self.seeds]
+        return [float(outcome[name]) for outcome in outcomes if outcome is not None]
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """How many runs are stored, and how many there are."""
+        return sum(outcome is not None for outcome in self.found.values()), len(self.found)
+
+
+def table(stored: Stored, classes: int) -> str:
+    """Accuracy against samples, the best of a column in bold, in Markdown."""
+    points = [(classes, samples, USUAL, True) for samples in SAMPLES]
+    means = {
+        (line, point): statistics.mean(values)
+        for line in LINES
+        for point in points
+        if (values := stored.values(line, *point))
+    }
+    lines = [f"| {classes} classes | " + " | ".join(map(str, SAMPLES)) + " |"]
+    lines.append("|---" * (len(SAMPLES) + 1) + "|")
+    for line in LINES:
+        cells = []
+        for point in points:
+            text = spread(stored.values(line, *point)) if (line, point) in means else "-"
+            best = max((means[key] for key in means if key[1] == point), default=None)
+            is_best = (line, point) in means and means[line, point] == best
+            cells.append(f"**{text}**" if is_best else text)
+        lines.append(f"| {line} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(stored: Stored, path: Path) -> None:
+    """Accuracy against samples at 2 and 5 classes, and against participation."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), dpi=110, layout="constrained")
+    axes = figure.subplots(1, 3)
+    for place, classes in zip(axes, CLASSES, strict=False):
+        draw_lines(place, stored, [((classes, n, USUAL, True), n) for n in SAMPLES])
+        place.set(xlabel="training images of a client", title=f"{classes} classes each")
+        place.set_xticks(SAMPLES, list(map(str, SAMPLES)), rotation=45)
+    varied = [((VARIED_CLASSES, VARIED_SAMPLES, p, False), p) for p in PARTICIPATIONS]
+    draw_lines(axes[2], stored, varied)
+    axes[2].set(
+        xlabel="share of the clients in a round, equal passes",
+        title=f"{VARIED_CLASSES} classes, {VARIED_SAMPLES} images",
+    )
+    axes[2].set_xticks(PARTICIPATIONS, list(map(str, PARTICIPATIONS)))
+    axes[0].set_ylabel("accuracy, mean over clients (%)")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def draw_lines(axes: Axes, stored: Stored, points: Sequence[tuple[tuple[Any, ...], float]]) -> None:
+    """Draw each line's means over seeds with a band of one standard deviation."""
+    for number, line in enumerate(LINES):
+        found = [(x, v) for point, x in points if (v := stored.values(line, *point))]
+        x = [each[0] for each in found]
+        means = np.array([100 * statistics.mean(values) for _, values in found])
+        deviations = [100 * statistics.stdev(v) if len(v) > 1 else 0.0 for _, v in found]
+        style = {PASSES: "--", EQUAL_ROUNDS: "-"}.get(line, "-o")
+        colour = "black" if line in (PASSES, EQUAL_ROUNDS) else f"C{number - 2}"
+        axes.plot(x, means, style, color=colour, label=line, markersize=3.5, linewidth=1.4)
+        low, high = means - deviations, means + deviations
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
+def section(stored: Stored) -> str:
+    """What stands in README.md."""
+    done, whole = stored.share
+    state = "" if done == whole else f" {done} of {whole} runs are done; a dash: not yet."
+    tables = "\n\n".join(table(stored, classes) for classes in CLASSES)
+    return (
+        f"**Fashion-MNIST**, {CLIENTS} clients, a tenth of them a round, {ROUNDS} rounds; MLP "
+        f"196-64-10 on images averaged over 2 x 2 pixels, lr {LR}, momentum {MOMENTUM}, "
+        f"minibatches of {BATCH}. Test accuracy in percent against the training images of a "
+        "client: mean over clients and the last fifth of the rounds, mean ± standard deviation "
+        f"over seeds {', '.join(map(str, stored.seeds))}; the best of a column in bold.{state}\n\n"
+        f"{tables}\n\n![Accuracy against samples and participation](figures/sharing.png)\n\n"
+        f"{NOTE.strip()}"
+    )
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    text = "Accuracy against the samples of a client, and against participation"
+    options = ("stored", "results", "figures", "readme", "data-dir")
+    command = parser(text, "Two methods at one point.", *options, seeds=[0, 1, 2])
+    command.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    return command.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing of what was asked for, draw, and write the section."""
+    options = parse(arguments)
+    plan = Plan("sharing", options.results)
+    wanted = [each for each in planned(options.seeds) if each.method in options.methods]
+    if options.small:
+        small = ("LocalOnly", "FedAvg")
+        wanted = [each for each in wanted if each.samples == SAMPLES[0] and each.method in small]
+        wanted = [each for each in wanted if each.rounds * each.participation <= ROUNDS * USUAL]
+    for each in [] if options.stored else wanted:
+        plan.cell(each.key, each.settings, partial(run, each, options.data_dir))
+    stored = Stored(plan, options.seeds)
+    draw(stored, options.figures / "sharing.png")
+    plan.write_section(section(stored), options.readme)
+    for classes in CLASSES:
+        print(table(stored, classes), end="\n\n")
+
+
+if __name__ == "__main__":
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    main()
