@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import Self
 
 from lightning_pfl.data.batch import Batch, batch_leaves, map_batch
-from lightning_pfl.data.loaders import count_samples, loader_problem, resident_parts
+from lightning_pfl.data.loaders import as_loader, count_samples, loader_problem, resident_parts
 
 __all__ = [
     "Batch",
@@ -278,7 +278,8 @@ class FederatedLoaders:
         """Check a list or dict of DataLoaders and wrap it.
 
         Args:
-            loaders: A list or tuple of DataLoaders, or a dict from client name to DataLoader.
+            loaders: A list or tuple of DataLoaders, or a dict from client name to DataLoader. A
+                client may have a ``CombinedLoader``.
             what: Name of the argument for error messages.
 
         Raises:
@@ -303,7 +304,7 @@ class FederatedLoaders:
                 "Pass one DataLoader per client."
             )
         names = [str(key) for key in loaders] if isinstance(loaders, Mapping) else None
-        items = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
+        items = list(map(as_loader, loaders.values() if isinstance(loaders, Mapping) else loaders))
         shown = names or [str(client) for client in range(len(items))]
         for name, loader in zip(shown, items, strict=True):
             if (problem := loader_problem(loader)) is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -24,6 +25,38 @@ from torch.utils.data import (
 )
 
 from lightning_pfl.core.randomness import seeded
+
+
+class SideBySide(IterableDataset[Any]):
+    """The batches of a ``CombinedLoader``, for a DataLoader with ``batch_size=None``.
+
+    Args:
+        combined: The loader, in a mode that combines batches of all its DataLoaders.
+    """
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        self.combined = combined
+
+    def __len__(self) -> int:
+        """Return the number of batches, which the loader itself knows only while it runs."""
+        longest = self.combined._mode != "min_size"
+        lengths = [len(loader) for loader in self.combined.flattened]
+        return max(lengths) if longest else min(lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batches; an exhausted DataLoader gives None in mode ``max_size``."""
+        return (batch for batch, _, _ in self.combined)
+
+
+def as_loader(loader: Any) -> Any:
+    """Make a ``CombinedLoader`` a DataLoader; return anything else as it is."""
+    if isinstance(loader, CombinedLoader) and loader._mode != "sequential":
+        return DataLoader(SideBySide(loader), batch_size=None, collate_fn=_as_it_is)
+    return loader
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:
@@ -44,6 +77,9 @@ def reseed(loader: DataLoader[Any], key: int) -> DataLoader[Any]:
 def _samplers(loader: DataLoader[Any]) -> Iterator[Any]:
     """Iterate over the loader, its samplers, and the samplers inside these."""
     yield loader
+    if isinstance(loader.dataset, SideBySide):
+        for part in loader.dataset.combined.flattened:
+            yield from _samplers(part)
     for sampler in (loader.sampler, loader.batch_sampler):
         inner: Any = sampler
         while inner is not None:
@@ -68,6 +104,11 @@ class ResidentParts:
 
 def loader_problem(loader: Any) -> str | None:
     """Describe why ``loader`` can't be a client's data, or return None if it can."""
+    if isinstance(loader, CombinedLoader):
+        return (
+            "a CombinedLoader in mode 'sequential', whose batches come from one DataLoader after "
+            "another. Use 'max_size_cycle', or torch.utils.data.ConcatDataset"
+        )
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__}. Wrap its data in torch.utils.data.DataLoader"
     try:

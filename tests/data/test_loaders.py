@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -157,6 +158,11 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "empty dict": ({}, ValueError, "at least one client"),
     "a dataset": (DATA, TypeError, "one DataLoader per client .* but got train_dataloaders=<"),
     "None": (None, TypeError, "but got train_dataloaders=None"),
+    "loaders in a row": (
+        [CombinedLoader([DataLoader(DATA)], "sequential")],
+        TypeError,
+        "client '0' has a CombinedLoader in mode 'sequential', .* Use 'max_size_cycle'",
+    ),
     "datasets in a list": ([DataLoader(DATA), DATA], TypeError, "client '1' has a TensorDataset"),
     "stream": ({"ward": DataLoader(Stream())}, TypeError, "client 'ward' has .* without length"),
     "no length": (

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,7 +23,7 @@ from torch.utils.data import (
 )
 
 from lightning_pfl.data.datasets import FederatedLoaders
-from lightning_pfl.data.loaders import count_samples, reseed
+from lightning_pfl.data.loaders import as_loader, count_samples, reseed
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing.rounds import assert_trees_equal, local_round
 from tests.engine.nets import cnn, compare, image_clients
@@ -140,7 +141,8 @@ def test_the_order_belongs_to_the_client_and_the_round(
     assert_trees_equal(outcome.models, expected.models)
 
 
-def test_keys_give_orders() -> None:
+@pytest.mark.parametrize("combined", [False, True])
+def test_keys_give_orders(combined: bool) -> None:
     class Numbers(Dataset[int]):
         def __getitem__(self, at: int) -> int:
             return at
@@ -149,10 +151,14 @@ def test_keys_give_orders() -> None:
             return 12
 
     sampler = BatchSampler(Shuffled(np.random.default_rng(0)), 4, False)
-    loader = DataLoader(Numbers(), batch_sampler=sampler)
+    loader: Any = DataLoader(Numbers(), batch_sampler=sampler)
+    if combined:
+        other = DataLoader(Numbers(), batch_size=5)
+        loader = as_loader(CombinedLoader({"a": loader, "b": other}, "max_size_cycle"))
 
     def order(key: int) -> list[int]:
-        return torch.cat(list(reseed(loader, key))).tolist()
+        batches = list(reseed(loader, key))
+        return torch.cat([batch["a"] for batch in batches] if combined else batches).tolist()
 
     assert order(1) == order(1)
     assert order(1) != order(2)

@@ -83,15 +83,16 @@ def fit(
 ) -> L.Trainer:
     """Train plainly, or with a method on one client."""
     given: Any = data()
+    held: Any = data()
     if method is not None:
         flags["strategy"] = FederatedStrategy(method, seed=0, engine=engine)
-        given = {"ada": given}
+        given, held = {"ada": given}, {"ada": held}
     with quiet():
         # A plugin keeps its Trainer.
         flags = {**QUIET, **deepcopy(flags)}
         trainer = L.Trainer(max_epochs=rounds, callbacks=list(callbacks), **flags)
         validated = is_overridden("validation_step", module)
-        trainer.fit(module, given, given if validated else None)
+        trainer.fit(module, given, held if validated else None)
     return trainer
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.trainer.plain import BATCH, SAMPLES, Regression, fields, require_plain
 
@@ -233,6 +234,35 @@ def boxes() -> DataLoader[Any]:
 )
 def test_batches(kind: type[Regression], data: Callable[[], DataLoader[Any]]) -> None:
     require_plain(kind, data=data)
+
+
+class TwoSources(Regression):
+    """Few samples with a target, and many without."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch["labelled"]
+        loss = F.mse_loss(self(x), y)
+        if batch["free"] is not None:
+            loss = loss + self(batch["free"][0]).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch["labelled"]
+        self.log("val_loss", F.mse_loss(self(x), y), batch_size=len(x))
+
+
+def side_by_side(mode: Any, labelled: int = SAMPLES) -> CombinedLoader:
+    free = DataLoader(TensorDataset(fields()[0].flip(0) + 1), batch_size=2)
+    some = TensorDataset(*(field[:labelled] for field in fields()))
+    return CombinedLoader({"labelled": DataLoader(some, batch_size=BATCH), "free": free}, mode)
+
+
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
+def test_loaders_side_by_side(mode: Any, engine: Any) -> None:
+    """Three minibatches with a target, five without."""
+    require_plain(TwoSources, data=partial(side_by_side, mode), engine=engine)
 
 
 # --- precision and compilation ---
