@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -37,6 +37,8 @@ class BestRound(FederatedCallback):
         >>> BestRound("val_acc").monitor
         'val_acc'
     """
+
+    reads_clients: ClassVar[bool] = True
 
     def __init__(
         self, monitor: str = "val_loss", mode: Literal["min", "max"] | None = None

@@ -35,6 +35,7 @@ class FurtherEvaluation(FederatedCallback):
         purpose: What the training data are for, for an error.
     """
 
+    reads_clients: ClassVar[bool] = True
     prefix: ClassVar[str]
     purpose: ClassVar[str]
 

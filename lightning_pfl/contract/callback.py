@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -61,9 +61,15 @@ class FederatedCallback(Callback):
 
     All Lightning hooks run as usual.
 
+    Attributes:
+        reads_clients: Whether it reads samples or states of clients: in a deployment, in which they
+            stay on the nodes, it is refused.
+
     Raises:
         MisconfigurationException: At the start of a run whose strategy isn't a federated one.
     """
+
+    reads_clients: ClassVar[bool] = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Require a federated run, as others have no rounds."""

@@ -50,7 +50,8 @@ def main(arguments: Sequence[str]) -> None:
     parser = _parser()
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of each look for messages
+    for name in ("httpx", "alembic"):  # they tell of each look for messages, and of a database
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         given.run(given)
     except FAILURES as error:
@@ -121,10 +122,12 @@ def init_command(given: argparse.Namespace) -> None:
     keys = "keys: null" if given.insecure else "keys: keys"
     if not given.insecure:
         require_flower()
+    for path in (folder / "server", *nodes.values()):
+        path.mkdir(parents=True, mode=0o700)
+    if not given.insecure:
         keyed = {name: path / "keys" for name, path in nodes.items()}
         make_keys(folder / "server" / "keys", keyed, list(dict.fromkeys([host, "127.0.0.1"])))
     for path in (folder / "server", *nodes.values()):
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
         shutil.copyfile(given.recipe, path / "recipe.yaml")
     listens = f"127.0.0.1:{port}" if given.insecure else f"0.0.0.0:{port}"
     (folder / "server" / "server.yaml").write_text(

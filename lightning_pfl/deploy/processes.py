@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -94,10 +95,16 @@ class Children:
     Args:
         folder: Where their output goes, a file for each.
         say: Called with each progress message, a sentence.
+        why: Says why a process has ended, from its status and its output; empty if it can't.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self.folder, self.say = folder, say
+    def __init__(
+        self,
+        folder: Path,
+        say: Callable[[str], None],
+        why: Callable[[int, str], str] = lambda *_: "",
+    ) -> None:
+        self.folder, self.say, self.why = folder, say, why
         self._commands: dict[str, tuple[Sequence[str], dict[str, str]]] = {}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._due: dict[str, float] = {}
@@ -149,13 +156,15 @@ class Children:
         for name, process in self._running.items():
             if process.poll() is None:
                 continue
+            log = self.folder / f"{name}.log"
             if process.returncode == WRONG_SETTINGS:
-                log = (self.folder / f"{name}.log").read_text(errors="replace")
-                raise RuntimeError(f"{name} can't start: {log.rpartition('error: ')[2].strip()}")
+                said = log.read_text(errors="replace").rpartition("error: ")[2]
+                raise RuntimeError(f"{name} can't start: {said.strip()}")
             if name not in self._due:
+                why = self.why(process.returncode, log.read_text(errors="replace"))
                 self.say(
-                    f"{name} ended with {process.returncode} and starts again; see "
-                    f"{self.folder / name}.log."
+                    f"{name} ended with {process.returncode} and starts again"
+                    f"{why and f': {why}'}; see {log}."
                 )
                 self._due[name] = time.monotonic() + AGAIN
         for name, due in list(self._due.items()):
@@ -213,7 +222,8 @@ def alone(folder: Path) -> Iterator[None]:
         RuntimeError: If there is one.
     """
     home, lock = folder / "flower", FolderLock()  # the Trainer takes the folder itself
-    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for path in (folder, home):
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
     if owner := lock.take(home):
         raise RuntimeError(
             f"Expected no other server or node in the folder {str(folder)!r}, but {owner} runs "
@@ -343,7 +353,8 @@ def join_over_flower(settings: ClientSettings, node: Node, say: Callable[[str], 
     """
     require_flower()
     _require_files(settings.keys, "ca.crt", "node.key")
-    with alone(settings.folder), Children(settings.folder / "logs", say) as children:
+    logs = settings.folder / "logs"
+    with alone(settings.folder), Children(logs, say, why_it_ended) as children:
         logging.getLogger("lightning_pfl").addHandler(
             logging.FileHandler(children.folder / "node.log", encoding="utf-8")
         )
@@ -368,6 +379,29 @@ def join_over_flower(settings: ClientSettings, node: Node, say: Callable[[str], 
                 say("The server has finished.")
                 end = time.monotonic() + STAY
         tasks.close()
+
+
+def why_it_ended(status: int, log: str) -> str:
+    """Say why a SuperNode has ended, as far as its output shows.
+
+    Args:
+        status: The status with which it has ended.
+        log: Its output, also of earlier starts.
+    """
+    if status == 0:  # it says nothing when its signature isn't taken
+        return (
+            "the server doesn't take this node's signature. The clock here may be 5 s ahead of the "
+            "server's and 5 minutes behind it; or the key was replaced"
+        )
+    *_, reason = re.findall(r"connection to the SuperLink\.\n(.+)", log) or [""]
+    if "[code: 2004]" in reason:
+        return "the server doesn't know this node's key, or another process uses it now"
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        reason += (
+            ". `server` must be the address that `deploy init` was given, and keys/ca.crt the "
+            "server's"
+        )
+    return str(reason)
 
 
 def _answer(tasks: Tasks, handle: Callable[[Any], Any]) -> bool:

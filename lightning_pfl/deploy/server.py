@@ -281,4 +281,11 @@ def check_deployable(module: Any, callbacks: Sequence[Any]) -> Method:
             f"Expected a method whose server needs no client states, but {name} measures them "
             "every round, and they stay on the nodes. Simulate it, or deploy FedRep."
         )
+    for callback in callbacks:
+        if getattr(callback, "reads_clients", False):
+            raise MisconfigurationException(
+                f"Expected callbacks that need no samples and states of clients, but got "
+                f"{type(callback).__name__}, and these stay on the nodes. Remove it from the "
+                "recipe, or simulate."
+            )
     return method

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import lightning as L
 import torch
@@ -55,6 +55,8 @@ class PairwiseDistance(PictureCallback):
         >>> PairwiseDistance(part="head", every_n_rounds=5).part
         'head'
     """
+
+    reads_clients: ClassVar[bool] = True
 
     def __init__(
         self, part: ParameterSpec = "personal", every_n_rounds: int = 10, max_clients: int = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -85,6 +86,8 @@ def test_keys_are_secret_and_only_where_they_belong(deployment: Path) -> None:
     assert secrets == {"server/keys/server.key", *(f"{h}/keys/node.key" for h in HOSPITALS)}
     for name in secrets:
         assert stat.S_IMODE((deployment / name).stat().st_mode) == 0o600
+    for name in ("server", *HOSPITALS):
+        assert stat.S_IMODE((deployment / name).stat().st_mode) == 0o700
     public = {path.name for path in (deployment / "server" / "keys").glob("*.pub")}
     assert public == {f"{hospital}.pub" for hospital in HOSPITALS}
 
@@ -188,7 +191,12 @@ def test_the_compose_file_has_the_folders_that_its_commands_write() -> None:
         assert service["volumes"] == [f"./deployment/{name}:/work"]
         assert service["command"] == ["server" if name == host else "client"]
         assert service["build"] == "."
+        assert service["user"] == "${PFL_USER:-1000:1000}"
     assert services[host]["expose"] == [port]
+    (start,) = re.findall(r"#   (.* docker compose up .*)", text)
+    shell = ["bash", "-ec", f'docker() {{ echo "$PFL_USER $*"; }}; {start}']
+    done = subprocess.run(shell, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{os.getuid()}:{os.getgid()} compose up --build\n"
     assert "dist/*.whl" in (folder / "Dockerfile").read_text()
     assert "-w dist" in text
 

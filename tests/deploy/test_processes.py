@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import stat
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from lightning_pfl.deploy.flower import Orders, Tasks
-from lightning_pfl.deploy.processes import alone, database
+from lightning_pfl.deploy.processes import alone, database, why_it_ended
 from tests.deploy.processes import Processes
 from tests.deploy.setting import METHODS, LeftOut, leaves_of, recipe_of, simulate
 
@@ -57,12 +58,29 @@ def test_a_round_equals_the_simulation_and_orders_need_the_secret(tmp_path: Path
 
 
 def test_a_folder_has_one_server_or_node(tmp_path: Path) -> None:
-    with alone(tmp_path):
+    folder = tmp_path / "run"
+    with alone(folder):
         with pytest.raises(RuntimeError, match=f"no other server.*process {os.getpid()}"):
-            alone(tmp_path).__enter__()
-        assert stat.S_IMODE((tmp_path / "flower").stat().st_mode) == 0o700
-    with alone(tmp_path):
+            alone(folder).__enter__()
+        for path in (folder, folder / "flower"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    with alone(folder):
         pass
+
+
+@pytest.mark.parametrize(
+    ("status", "log", "reason"),
+    [
+        (0, "SuperNode terminated gracefully.", "The clock here may be 5 s ahead"),
+        (1, "{}[code: 2004] Failed to activate SuperNode.\n", "doesn't know this node's key"),
+        (1, "{}x\n{}CERTIFICATE_VERIFY_FAILED] Hostname mismatch\n", "^CERT.*`deploy init`"),
+        (1, "{}[Errno 111] Connection refused\n", "^.Errno 111. Connection refused$"),
+        (-9, "", "^$"),
+    ],
+)
+def test_a_node_says_why_the_server_keeps_it_out(status: int, log: str, reason: str) -> None:
+    start = "Failed to initialize the connection to the SuperLink.\n"
+    assert re.search(reason, why_it_ended(status, log.format(start, start)))
 
 
 def test_a_key_that_was_replaced_is_not_let_in_by_an_old_database(tmp_path: Path) -> None:
@@ -88,7 +106,7 @@ def test_another_key_and_a_key_that_is_in_use_are_kept_out(tmp_path: Path) -> No
         deployed.start("stranger", "twin")
         for name in ("stranger", "twin"):
             said = deployed.folder / name / "out.txt"
-            deployed.until(lambda said=said: "ended with" in said.read_text())  # type: ignore[misc]
+            deployed.until(lambda said=said: "doesn't know this node's key" in said.read_text())  # type: ignore[misc]
         deployed.finish()
         link = (deployed.folder / "server/run/flower/superlink.log").read_text()
         assert "No SuperNode found with the given public key" in link
@@ -128,7 +146,9 @@ def test_kills_change_no_bit(tmp_path: Path) -> None:
     recipe = recipe_of("SCAFFOLD", participation=1.0, clients=3, limit_val_batches=0)
     simulated = simulate(recipe, tmp_path)
     with Processes(tmp_path, recipe, NAMES) as deployed:
-        deployed.start("server", *NAMES)
+        deployed.start("server", "0")
+        deployed.warm = True  # one of each kind has started as a person starts it
+        deployed.start("1", "2")
         deployed.until(lambda: "Round 1 of" in deployed.log)
         deployed.kill("1")  # in the middle of the next round
         deployed.start("1")
@@ -148,7 +168,7 @@ def test_kills_change_no_bit(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Round . left out 1 of 3 clients")
 def test_a_node_that_was_away_for_two_rounds_goes_on_from_its_state(tmp_path: Path) -> None:
     recipe = recipe_of("SCAFFOLD", 7, 1.0, clients=3, limit_val_batches=0)
-    with Processes(tmp_path, recipe, NAMES, timeout=60) as deployed:
+    with Processes(tmp_path, recipe, NAMES, warm=True, timeout=60) as deployed:
         deployed.start("server", *NAMES)
         deployed.until(lambda: "Round 1 of" in deployed.log)
         deployed.kill("1")

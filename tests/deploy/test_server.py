@@ -37,8 +37,7 @@ from tests.deploy.setting import (
 
 LETTERS, PUBLIC = "write to each other", "needs them on the server and all nodes"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "FedDF": ({}, PUBLIC),
-    "FedMD": ({}, PUBLIC),
+    **{name: ({}, PUBLIC) for name in methods.__all__ if getattr(methods, name).needs_public_data},
     "GTVMin": ({"graph": "ring"}, LETTERS),
     "HomologicalConstraints": ({"graph": "ring"}, LETTERS),
     "LinearFedRep": ({}, "measures them"),
@@ -265,4 +264,14 @@ def test_what_cannot_be_deployed_is_refused_with_the_reason(method: str, tmp_pat
     settings, reason = REFUSED.get(method, ({"graph": "ring", "decentralized": True}, LETTERS))
     recipe["method"] = {"class_path": method, "init_args": settings}
     with pytest.raises(MisconfigurationException, match=reason):
+        serve(recipe, LoopLine({}), tmp_path, ["0"])
+
+
+@pytest.mark.parametrize("name", ["HeadFineTuning", "NearestNeighbours", "BestRound"])
+def test_a_callback_that_reads_clients_is_refused_before_the_nodes_join(
+    name: str, tmp_path: Path
+) -> None:
+    recipe = recipe_of("FedRep")
+    recipe["trainer"]["callbacks"] = [{"class_path": f"lightning_pfl.callbacks.{name}"}]
+    with pytest.raises(MisconfigurationException, match=f"but got {name}"):
         serve(recipe, LoopLine({}), tmp_path, ["0"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import lightning as L
 import torch
@@ -103,6 +103,8 @@ class NewClientAdaptation(FederatedCallback):
         Collins, Hassani, Mokhtari, Shakkottai. Exploiting shared representations for personalized
         federated learning. ICML 2021. arXiv:2102.07078, Figures 4 and 6.
     """
+
+    reads_clients: ClassVar[bool] = True
 
     def __init__(
         self,
