@@ -19,14 +19,16 @@ def test_runs_once_and_writes_what_is_stored(tmp_path: Path, fashion_mnist_dir: 
     arguments += ["--results", str(tmp_path), "--readme", str(readme)]
     merging.main(arguments)
     stored = (tmp_path / "merging.jsonl").read_text()
-    (cell,) = [json.loads(line) for line in stored.splitlines()]
+    cells = {cell["key"]: cell["result"] for cell in map(json.loads, stored.splitlines())}
+    equal, own = (cells[f"{start} seed=0"] for start in merging.STARTS)
     text = readme.read_text()
     assert text.startswith("above\n")
     assert text.endswith("below\n")
     for name in ACCURACIES:
-        assert f"| {name} | {100 * cell['result'][name]:.2f} |" in text
-    units = cell["result"]["units"]
-    assert merging.SIZES[1] <= units <= merging.CLIENTS * merging.SIZES[1]
+        assert f"| {name} | {100 * equal[name]:.2f} | {100 * own[name]:.2f} |" in text
+    for found in (equal, own):
+        assert merging.SIZES[1] <= found["units"] <= merging.CLIENTS * merging.SIZES[1]
+    assert own["units"] > merging.SIZES[1]  # networks that have nothing in common
 
     merging.main(arguments)  # nothing is left to run
     assert (tmp_path / "merging.jsonl").read_text() == stored
@@ -34,5 +36,7 @@ def test_runs_once_and_writes_what_is_stored(tmp_path: Path, fashion_mnist_dir: 
 
 
 def test_a_line_has_the_spread_over_seeds() -> None:
-    found = [dict.fromkeys(ACCURACIES, value) for value in (0.6, 0.7)]
-    assert "| PFNM | 65.00 ± 7.07 |" in merging.table(found)
+    both = [{**dict.fromkeys(ACCURACIES, v), "units": 50, "beta": 10 * v} for v in (0.6, 0.7)]
+    shown = merging.table({"equal": both, "own": both[:1]})
+    assert "| PFNM | 65.00 ± 7.07 | 60.00 |" in shown
+    assert "| the chosen beta | 6.00, 7.00 | 6.00 |" in shown
