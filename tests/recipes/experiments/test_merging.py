@@ -28,7 +28,6 @@ def test_runs_once_and_writes_what_is_stored(tmp_path: Path, fashion_mnist_dir: 
         assert f"| {name} | {100 * equal[name]:.2f} | {100 * own[name]:.2f} |" in text
     for found in (equal, own):
         assert merging.SIZES[1] <= found["units"] <= merging.CLIENTS * merging.SIZES[1]
-    assert own["units"] > merging.SIZES[1]  # networks that have nothing in common
 
     merging.main(arguments)  # nothing is left to run
     assert (tmp_path / "merging.jsonl").read_text() == stored
