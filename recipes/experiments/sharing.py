@@ -47,7 +47,8 @@ PARTICIPATIONS = (0.05, 0.1, 0.5, 1.0)
 USUAL = 0.1
 #: Where participation is varied.
 VARIED_SAMPLES, VARIED_CLASSES = 50, 5
-ROUNDS = 100
+ROUNDS, SMALL_ROUNDS = 100, 2
+SMALL_METHODS = ("LocalOnly", "FedAvg")
 EPOCHS = 5
 LR, MOMENTUM, BATCH = 0.05, 0.5, 10
 SIZES, POOL = (196, 64, 10), 2
@@ -116,46 +117,47 @@ class Cell:
         return {**SETTING, **METHODS[self.method]().settings(), **asdict(self)}
 
 
-def cell(
-    line: str, classes: int, samples: int, participation: float, equal_rounds: bool, seed: int
-) -> Cell:
-    """The run that a line of a figure shows.
+Point = tuple[int, int, float, bool]
+"""Classes, samples, participation, and whether all participations have as many rounds, or as many
+passes over a client's data."""
+
+
+def cell(line: str, point: Point, rounds: int, seed: int) -> Cell:
+    """The run that a line of a figure shows at a point.
 
     Args:
         line: Its name in LINES.
-        classes: Classes of a client.
-        samples: Training images of a client.
-        participation: Share of the clients in a round.
-        equal_rounds: Whether all participations have as many rounds, or as many passes.
+        point: The point.
+        rounds: Communication rounds at the usual participation.
         seed: The seed.
     """
-    rounds = ROUNDS if equal_rounds else round(ROUNDS * USUAL / participation)
-    found = Cell(LINES[line], classes, samples, participation, rounds, seed)
-    if found.method == "LocalOnly":
-        rounds = ROUNDS if line == EQUAL_ROUNDS else round(ROUNDS * USUAL)
-        return replace(found, participation=1.0, rounds=rounds)
-    return found
+    classes, samples, participation, equal_rounds = point
+    method = LINES[line]
+    few = max(1, round(rounds * USUAL))
+    if method == "LocalOnly":
+        rounds = rounds if line == EQUAL_ROUNDS else few
+        return Cell(method, classes, samples, 1.0, rounds, seed)
+    if not equal_rounds:
+        rounds = max(1, round(rounds * USUAL / participation))
+    return Cell(method, classes, samples, participation, rounds, seed)
 
 
-def planned(seeds: Sequence[int]) -> Iterator[Cell]:
-    """All runs, each once, in the order in which they run: few samples first."""
-    yield from dict.fromkeys(
-        cell(line, *point, equal_rounds, seed)
-        for seed in seeds
-        for point, equal_rounds in points()
-        for line in LINES
-    )
-
-
-def points() -> Iterator[tuple[tuple[int, int, float], bool]]:
-    """Classes, samples and participation of all points, and whether rounds are equal."""
+def points() -> Iterator[Point]:
+    """All points, few samples first; participation is varied before the samples become many."""
     for samples in SAMPLES:
         for classes in CLASSES:
-            yield (classes, samples, USUAL), True
-        if samples == VARIED_SAMPLES:
+            yield classes, samples, USUAL, True
+        if samples == 2 * VARIED_SAMPLES:
             for equal_rounds in (False, True):
                 for participation in PARTICIPATIONS:
-                    yield (VARIED_CLASSES, VARIED_SAMPLES, participation), equal_rounds
+                    yield VARIED_CLASSES, VARIED_SAMPLES, participation, equal_rounds
+
+
+def planned(seeds: Sequence[int], rounds: int = ROUNDS) -> Iterator[Cell]:
+    """All runs, each once, in the order in which they run."""
+    yield from dict.fromkeys(
+        cell(line, point, rounds, seed) for seed in seeds for point in points() for line in LINES
+    )
 
 
 # --- a run ---
@@ -255,16 +257,18 @@ class Stored:
     Args:
         plan: The file of results.
         seeds: The seeds that are shown.
+        rounds: Communication rounds at the usual participation.
     """
 
-    def __init__(self, plan: Plan, seeds: Sequence[int]) -> None:
-        self.seeds = seeds
-        self.found = {each.key: plan.stored(each.key, each.settings) for each in planned(seeds)}
+    def __init__(self, plan: Plan, seeds: Sequence[int], rounds: int) -> None:
+        self.seeds, self.rounds = seeds, rounds
+        runs = planned(seeds, rounds)
+        self.found = {each: plan.stored(each.key, each.settings) for each in runs}
 
-    def values(self, line: str, *point: Any, worst: bool = False) -> list[float]:
-        """Accuracies of a line at a point of :func:`points`, one for each seed that is stored."""
-        name = ("ft_" if line == TUNED else "") + ("worst" if worst else "acc")
-        outcomes = [self.found.get(cell(line, *point, seed).key) for seed in self.seeds]
+    def values(self, line: str, point: Point) -> list[float]:
+        """Accuracies of a line at a point, one for each seed that is stored."""
+        name = "ft_acc" if line == TUNED else "acc"
+        outcomes = [self.found[cell(line, point, self.rounds, seed)] for seed in self.seeds]
         return [float(outcome[name]) for outcome in outcomes if outcome is not None]
 
     @property
@@ -275,19 +279,19 @@ class Stored:
 
 def table(stored: Stored, classes: int) -> str:
     """Accuracy against samples, the best of a column in bold, in Markdown."""
-    points = [(classes, samples, USUAL, True) for samples in SAMPLES]
+    columns: list[Point] = [(classes, samples, USUAL, True) for samples in SAMPLES]
     means = {
         (line, point): statistics.mean(values)
         for line in LINES
-        for point in points
-        if (values := stored.values(line, *point))
+        for point in columns
+        if (values := stored.values(line, point))
     }
     lines = [f"| {classes} classes | " + " | ".join(map(str, SAMPLES)) + " |"]
     lines.append("|---" * (len(SAMPLES) + 1) + "|")
     for line in LINES:
         cells = []
-        for point in points:
-            text = spread(stored.values(line, *point)) if (line, point) in means else "-"
+        for point in columns:
+            text = spread(stored.values(line, point)) if (line, point) in means else "-"
             best = max((means[key] for key in means if key[1] == point), default=None)
             is_best = (line, point) in means and means[line, point] == best
             cells.append(f"**{text}**" if is_best else text)
@@ -308,8 +312,8 @@ def draw(stored: Stored, path: Path) -> None:
     varied = [((VARIED_CLASSES, VARIED_SAMPLES, p, False), p) for p in PARTICIPATIONS]
     draw_lines(axes[2], stored, varied)
     axes[2].set(
-        xlabel="share of the clients in a round, equal passes",
-        title=f"{VARIED_CLASSES} classes, {VARIED_SAMPLES} images",
+        xlabel="share of the clients in a round",
+        title=f"{VARIED_CLASSES} classes, {VARIED_SAMPLES} images, equal passes",
     )
     axes[2].set_xticks(PARTICIPATIONS, list(map(str, PARTICIPATIONS)))
     axes[0].set_ylabel("accuracy, mean over clients (%)")
@@ -319,19 +323,20 @@ def draw(stored: Stored, path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_lines(axes: Axes, stored: Stored, points: Sequence[tuple[tuple[Any, ...], float]]) -> None:
+def draw_lines(axes: Axes, stored: Stored, points: Sequence[tuple[Point, float]]) -> None:
     """Draw each line's means over seeds with a band of one standard deviation."""
     for number, line in enumerate(LINES):
-        found = [(x, v) for point, x in points if (v := stored.values(line, *point))]
+        found = [(x, v) for point, x in points if (v := stored.values(line, point))]
         x = [each[0] for each in found]
         means = np.array([100 * statistics.mean(values) for _, values in found])
         deviations = [100 * statistics.stdev(v) if len(v) > 1 else 0.0 for _, v in found]
-        style = {PASSES: "--", EQUAL_ROUNDS: "-"}.get(line, "-o")
+        style = "--o" if line == PASSES else "-o"
         colour = "black" if line in (PASSES, EQUAL_ROUNDS) else f"C{number - 2}"
         axes.plot(x, means, style, color=colour, label=line, markersize=3.5, linewidth=1.4)
         low, high = means - deviations, means + deviations
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_xscale("log")
+    axes.set_xlim(points[0][1] / 1.15, points[-1][1] * 1.15)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
 
@@ -342,8 +347,8 @@ def section(stored: Stored) -> str:
     state = "" if done == whole else f" {done} of {whole} runs are done; a dash: not yet."
     tables = "\n\n".join(table(stored, classes) for classes in CLASSES)
     return (
-        f"**Fashion-MNIST**, {CLIENTS} clients, a tenth of them a round, {ROUNDS} rounds; MLP "
-        f"196-64-10 on images averaged over 2 x 2 pixels, lr {LR}, momentum {MOMENTUM}, "
+        f"**Fashion-MNIST**, {CLIENTS} clients, a tenth of them a round, {stored.rounds} rounds; "
+        f"MLP 196-64-10 on images averaged over 2 x 2 pixels, lr {LR}, momentum {MOMENTUM}, "
         f"minibatches of {BATCH}. Test accuracy in percent against the training images of a "
         "client: mean over clients and the last fifth of the rounds, mean ± standard deviation "
         f"over seeds {', '.join(map(str, stored.seeds))}; the best of a column in bold.{state}\n\n"
@@ -356,7 +361,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     text = "Accuracy against the samples of a client, and against participation"
     options = ("stored", "results", "figures", "readme", "data-dir")
-    command = parser(text, "Two methods at one point.", *options, seeds=[0, 1, 2])
+    command = parser(text, "Two rounds of two methods with few images.", *options, seeds=[0, 1, 2])
     command.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     return command.parse_args(arguments)
 
@@ -365,14 +370,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Run what is missing of what was asked for, draw, and write the section."""
     options = parse(arguments)
     plan = Plan("sharing", options.results)
-    wanted = [each for each in planned(options.seeds) if each.method in options.methods]
+    rounds = SMALL_ROUNDS if options.small else ROUNDS
+    methods = SMALL_METHODS if options.small else options.methods
+    wanted = [each for each in planned(options.seeds, rounds) if each.method in methods]
     if options.small:
-        small = ("LocalOnly", "FedAvg")
-        wanted = [each for each in wanted if each.samples == SAMPLES[0] and each.method in small]
-        wanted = [each for each in wanted if each.rounds * each.participation <= ROUNDS * USUAL]
+        wanted = [each for each in wanted if each.samples == SAMPLES[0]]
     for each in [] if options.stored else wanted:
         plan.cell(each.key, each.settings, partial(run, each, options.data_dir))
-    stored = Stored(plan, options.seeds)
+    stored = Stored(plan, options.seeds, rounds)
     draw(stored, options.figures / "sharing.png")
     plan.write_section(section(stored), options.readme)
     for classes in CLASSES:

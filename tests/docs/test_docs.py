@@ -162,10 +162,33 @@ def test_the_code_of_models_runs_and_gives_what_it_says(
     ):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    inputs, mine = names["inputs"], names["mine"]
+    for count in (1, 5, len(inputs)):
+        assert torch.equal(names["exported"](inputs[:count]), mine(inputs[:count]))
     shared = names["shared"].state_dict()
     heads = {name for name in wanted if name.startswith("head.")}
     assert all(torch.equal(shared[name], wanted[name]) for name in wanted.keys() - heads)
     assert not any(torch.equal(shared[name], wanted[name]) for name in heads)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_models_that_are_several_are_exported_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = MODELS.split("## Tomorrow")[0].replace("import FedRep", "import FedEM")
+    page = page.replace("FedRep()", "FedEM(components=2)")
+    # A mixture has no state_dict.
+    names = run_blocks(page.replace("strategy.client_state_dict(3) ", "pass"))
+    export = MODELS.split("## Without Lightning")[1]
+    held = names["data"].val_dataloader()
+    inputs, _ = held.gather(held.indices[3])
+    names |= {"torch": torch, "inputs": inputs, "clients": names["strategy"]}
+    (block,) = re.findall(r"```python\n(.*?)```", export, re.DOTALL)
+    exec(block, names)
+    wanted = names["strategy"].client_module(3)(inputs)
+    torch.testing.assert_close(names["exported"](inputs), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -1,0 +1,101 @@
+"""A small version of accuracy against samples and participation, and which runs it needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+
+from lightning_pfl.data import FashionMNIST
+from recipes.experiments import sharing
+from recipes.experiments.sharing import (
+    CLASSES,
+    CLIENTS,
+    LINES,
+    METHODS,
+    PARTICIPATIONS,
+    SAMPLES,
+    USUAL,
+    Fewer,
+    cell,
+    planned,
+)
+
+
+@pytest.mark.slow
+def test_runs_once_and_writes_what_is_stored(tmp_path: Path, fashion_mnist_dir: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("above\n<!-- sharing: begin -->\nold\n<!-- sharing: end -->\nbelow\n")
+    arguments = ["--small", "--seeds", "0", "--data-dir", str(fashion_mnist_dir)]
+    arguments += ["--results", str(tmp_path), "--figures", str(tmp_path), "--readme", str(readme)]
+    sharing.main(arguments)
+    stored = (tmp_path / "sharing.jsonl").read_text()
+    cells = {cell["key"]: cell["result"] for cell in map(json.loads, stored.splitlines())}
+    # At 2 and at 5 classes: LocalOnly for 1 round and for 2, FedAvg with its tuned heads.
+    assert len(cells) == 6
+    text = readme.read_text()
+    found = cells["FedAvg (2, 10) 0.1 2 rounds seed=0"]
+    for line, name in {"FedAvg": "acc", "FedAvg + FT": "ft_acc"}.items():
+        assert f"{100 * found[name]:.2f}" in text.split(f"| {line} |")[1].split("|")[0]
+    assert "6 of 132 runs are done" in text
+    assert text.startswith("above\n")
+    assert text.endswith("below\n")
+    pixels = imread(tmp_path / "sharing.png").reshape(-1, 4)
+    assert len(np.unique(pixels, axis=0)) > 3
+
+    sharing.main(arguments)  # nothing is left to run
+    assert (tmp_path / "sharing.jsonl").read_text() == stored
+    assert readme.read_text() == text
+
+
+def test_every_method_makes_as_many_passes_over_a_clients_data() -> None:
+    """In a round, of head and body together; and, with equal passes, in a run, on average."""
+    for make in METHODS.values():
+        given = vars(make())
+        names = ["head_epochs", "body_epochs"] if "body_epochs" in given else ["local_epochs"]
+        assert sum(given[name] for name in names) == sharing.EPOCHS
+    for participation in PARTICIPATIONS:
+        for line in LINES:
+            run = cell(line, (5, 50, participation, False), sharing.ROUNDS, 0)
+            passes = run.rounds * run.participation
+            expected = sharing.ROUNDS * (1.0 if line == sharing.EQUAL_ROUNDS else USUAL)
+            assert passes == pytest.approx(expected)
+            equal = cell(line, (5, 50, participation, True), sharing.ROUNDS, 0)
+            assert equal.rounds == (10 if line == sharing.PASSES else sharing.ROUNDS)
+
+
+def test_the_plan_has_every_point_once_and_few_samples_first() -> None:
+    runs = list(planned([0, 1]))
+    assert len(runs) == len(set(runs)) == len({run.key for run in runs})
+    first = [run for run in runs if run.seed == 0]
+    usual = [run.samples for run in first if run.method == "LocalOnly"]
+    assert usual == sorted(usual)
+    # LocalOnly twice, the others once at each point; participation only for the others.
+    grid = len(SAMPLES) * len(CLASSES) * (len(METHODS) + 1)
+    varied = 2 * (len(PARTICIPATIONS) - 1) * (len(METHODS) - 1)
+    assert len(first) == grid + varied
+
+
+def test_fewer_images_are_as_many_of_each_class(fashion_mnist_dir: Path) -> None:
+    """The training images are the first ones of the file; the test images are all there."""
+    whole = FashionMNIST(str(fashion_mnist_dir)).load()
+    part = Fewer(FashionMNIST(str(fashion_mnist_dir)), 3).load()
+    labels = part.fields[1].tolist()
+    assert [labels.count(label) for label in range(10)] == [3] * 10
+    assert part.labels.tolist() == labels
+    seen: dict[int, int] = {}
+    kept = []
+    for position, label in enumerate(whole.fields[1].tolist()):
+        seen[label] = seen.get(label, 0) + 1
+        if seen[label] <= 3:
+            kept.append(position)
+    assert torch.equal(part.fields[0], whole.fields[0][kept])
+    assert part.test_fields is not None
+    assert whole.test_fields is not None
+    for here, there in zip(part.test_fields, whole.test_fields, strict=True):
+        assert torch.equal(here, there)
+    assert CLIENTS * min(SAMPLES) % 10 == 0
