@@ -195,6 +195,20 @@ class Evaluation:
     options: dict[str, LogOptions] = field(default_factory=dict)
     predictions: list[list[Any]] = field(default_factory=list)
 
+    def spread(self, at: Tensor, clients: int) -> Evaluation:
+        """Place the clients among others, which have no samples.
+
+        Args:
+            at: Their positions, int64.
+            clients: How many clients the result has.
+        """
+        values = {
+            key: torch.full((clients,), torch.nan, dtype=found.dtype).index_copy(0, at, found.cpu())
+            for key, found in self.values.items()
+        }
+        counts = torch.zeros(clients, dtype=torch.int64).index_copy(0, at, self.counts.cpu())
+        return Evaluation(values, counts, self.options)
+
 
 @dataclass
 class ClientResults:

@@ -161,8 +161,12 @@ class ServerFederation(Federation):
         step: str,
         limit: float | int,
         on_clients: OnClients | None = None,
+        dataloader_idx: int | None = None,
     ) -> dict[str, Evaluation]:
-        """Let the nodes evaluate the personal models, and the global one if there is one."""
+        """Let the nodes evaluate the personal models, and the global one if there is one.
+
+        A node has one data set of a split, without a number.
+        """
         info = self.info(clients, max(self.rounds - 1, 0))
         received, shared = self.download(info), self.global_model()
         arrives = shared is not None and is_global(received.get("model", {}), shared)

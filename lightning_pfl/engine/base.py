@@ -199,6 +199,8 @@ class EvaluationWork:
         limit: Minibatches per client: a count (int) or a fraction (float).
         round: The last finished round, for errors; None if it isn't known.
         predict: The function of the outputs of models with tensors of their own; None without.
+        dataloader_idx: The step's argument of this name: the number of the data set where there are
+            several; None for one.
     """
 
     models: Model
@@ -208,6 +210,7 @@ class EvaluationWork:
     limit: float | int = 1.0
     round: int | None = None
     predict: Prediction | None = None
+    dataloader_idx: int | None = None
 
     @property
     def sent(self) -> Tree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -105,6 +106,7 @@ class ClientProgram:
         self.log = LogCapture()
         self.throwaway: tuple[str, ...] = ()
         self.predict: Prediction | None = None
+        self.dataloader_idx: int | None = None
         self.random_calls = self.gradients = 0
         self.sample_wise = is_sample_wise(module)
         self._slots = _slots(module)
@@ -360,7 +362,8 @@ class ClientProgram:
         """Run a validation, test or prediction step on one client's batch, and return its logs."""
         self.log.begin(batch)
         batch = self.prepared(batch)
-        out = self.call(model, call_step(getattr(self.module, step), batch, number))
+        function = getattr(self.module, step)
+        out = self.call(model, call_step(function, batch, number, self.dataloader_idx))
         return out, self.log.take()
 
     def per_sample(self, model: Model, batch: Any) -> dict[str, Tensor]:
@@ -451,8 +454,15 @@ class _PrefixReachedError(Exception):
         self.features = features
 
 
-def call_step(step: Callable[..., Any], batch: Any, number: int) -> Callable[[], Any]:
-    """Bind a step's arguments: ``batch``, and ``batch_idx`` if the signature has it."""
+def call_step(
+    step: Callable[..., Any], batch: Any, number: int, dataloader_idx: int | None = None
+) -> Callable[[], Any]:
+    """Bind a step's arguments: ``batch``, and ``batch_idx`` if the signature has it.
+
+    Likewise ``dataloader_idx``, unless it is None.
+    """
+    if dataloader_idx is not None and "dataloader_idx" in signature(step).parameters:
+        step = partial(step, dataloader_idx=dataloader_idx)
     index = _index_kind(step)
     if index is None:
         return lambda: step(batch)

@@ -211,6 +211,7 @@ class SequentialEngine:
         clients, data, step = work.clients, work.data, work.step
         program = ClientProgram(self.module, self.settings)
         program.throwaway, program.predict = writable(self.module), work.predict
+        program.dataloader_idx = work.dataloader_idx
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64)
         predictions: list[list[Any]] = [[] for _ in clients]

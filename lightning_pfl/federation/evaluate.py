@@ -139,6 +139,7 @@ def evaluate_clients(
     limit: float | int,
     on_clients: OnClients | None = None,
     predict: Prediction | None = None,
+    dataloader_idx: int | None = None,
 ) -> Evaluation:
     """Run a step of the module for clients, building their models in chunks.
 
@@ -156,6 +157,7 @@ def evaluate_clients(
         on_clients: Called with the positions in ``clients`` that are done.
         predict: The function of the outputs of models with tensors of their own; None: the
             method's.
+        dataloader_idx: The number of the data set, where there are several.
     """
     shard = federation.shard(clients)
     round = federation.rounds - 1 if federation.rounds else None
@@ -169,7 +171,9 @@ def evaluate_clients(
                 with naming_architecture(architecture, data.names, rows[some], step, round):
                     models = models_of(clients[some])
                     function = predict or architecture.method.predict
-                    work = EvaluationWork(models, rows[some], data, step, limit, round, function)
+                    work = EvaluationWork(
+                        models, rows[some], data, step, limit, round, function, dataloader_idx
+                    )
                     listener = as_positions_of(on_clients, some)
                     found.append(architecture.engine.evaluate(work, listener))
                 order.append(some)

@@ -58,6 +58,7 @@ class Federation(FederationState):
         step: str,
         limit: float | int,
         on_clients: OnClients | None = None,
+        dataloader_idx: int | None = None,
     ) -> dict[str, Evaluation]:
         """Evaluate the personal models, and the global one if there is one.
 
@@ -70,6 +71,7 @@ class Federation(FederationState):
             step: ``"validation_step"`` or ``"test_step"``.
             limit: Minibatches per client: a count (int) or a fraction (float).
             on_clients: Called with the positions of the clients whose personal model is done.
+            dataloader_idx: The number of the data set, where there are several.
 
         Returns:
             The results by prefix: ``""`` for the personal models, ``"global/"``.
@@ -84,14 +86,41 @@ class Federation(FederationState):
             return models
 
         work = (clients, rows, data, step, limit)
-        results = {"": evaluate_clients(self, personal, *work, on_clients)}
+        results = {"": evaluate_clients(self, personal, *work, on_clients, None, dataloader_idx)}
         # All processes must agree, also one that has no clients to look at.
         if all(self.ranks.all_gather_objects(same)):
             results[GLOBAL] = results[""]
         elif shared is not None:
             everybody = shared  # a name that mypy knows to be a model
-            results[GLOBAL] = evaluate_clients(self, lambda ids: expand(everybody, len(ids)), *work)
+
+            def same_for_all(ids: Tensor) -> Model:
+                return expand(everybody, len(ids))
+
+            results[GLOBAL] = evaluate_clients(
+                self, same_for_all, *work, None, None, dataloader_idx
+            )
         return results
+
+    def evaluate_global(
+        self, data: FederatedDataset, step: str, limit: float | int, dataloader_idx: int
+    ) -> Evaluation:
+        """Evaluate the global model on data of one owner, who is no client.
+
+        Several processes call it together.
+
+        Args:
+            data: The data.
+            step: ``"validation_step"`` or ``"test_step"``.
+            limit: Minibatches: a count (int) or a fraction (float).
+            dataloader_idx: The number of the data set.
+        """
+        model = self.global_model()
+        assert model is not None  # the loops have asked before
+        one = torch.zeros(1, dtype=torch.int64)
+        work = (one, one, data, step, limit)
+        return evaluate_clients(
+            self, lambda ids: expand(model, len(ids)), *work, dataloader_idx=dataloader_idx
+        )
 
     # --- what users ask for -----------------------------------------------------------------------
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler
 
@@ -17,6 +20,7 @@ from lightning_pfl.data.datasets import (
     FederatedDataset,
     FederatedLoaders,
     FederatedTensorDataset,
+    as_federated,
     map_batch,
 )
 from lightning_pfl.engine.base import BatchHooks
@@ -82,6 +86,74 @@ def move_to_device(data: FederatedDataset, trainer: L.Trainer) -> FederatedDatas
         loader.collate_fn = Then(loader.collate_fn, ToDtype(dtype))
     names = data.names if data.named else None
     return FederatedLoaders(loaders, names, data.num_samples)
+
+
+@dataclass(frozen=True)
+class EvaluationSets:
+    """The data sets of a split.
+
+    Attributes:
+        first: The clients' own; without clients where there are only central samples.
+        further: Further sets of the clients by name, each with its place among all sets.
+        central: Sets of one owner for the global model, likewise; named ``""`` where it is alone.
+    """
+
+    first: FederatedDataset
+    further: Mapping[str, tuple[int, FederatedDataset]] = field(default_factory=dict)
+    central: Mapping[str, tuple[int, FederatedDataset]] = field(default_factory=dict)
+
+    @property
+    def several(self) -> bool:
+        """Whether steps get the number of a batch's set."""
+        return len(self.further) + len(self.central) + bool(self.first.num_clients) > 1
+
+    @classmethod
+    def from_any(cls, source: Any, what: str) -> EvaluationSets:
+        """Read what a user gives.
+
+        Args:
+            source: Clients, as for training; a DataLoader of central samples; or a dict of several
+                such sets by name, of which the first has the clients' own.
+            what: Name of the argument for error messages.
+
+        Raises:
+            TypeError: If it is something else.
+            MisconfigurationException: If the first of several sets isn't the clients'.
+        """
+        if _is_loader(source):
+            data = as_federated({what: source}, what=what)
+            return cls(FederatedLoaders((), ()), central={"": (0, data)})
+        kinds = (FederatedTensorDataset, FederatedLoaders, list, tuple, Mapping)
+        if not isinstance(source, Mapping) or not any(
+            isinstance(given, kinds) for given in source.values()
+        ):
+            return cls(as_federated(source, what=what))
+        found: dict[bool, dict[str, tuple[int, FederatedDataset]]] = {False: {}, True: {}}
+        for place, (name, given) in enumerate(source.items()):
+            central = _is_loader(given)
+            data = as_federated({name: given} if central else given, what=f"{what}[{name!r}]")
+            found[central][str(name)] = (place, data)
+        first, (place, own) = next(iter(found[False].items()))
+        if place:
+            raise MisconfigurationException(
+                f"Expected the first of several sets in `{what}` to be the clients' own, as its "
+                f"values have no prefix, but got {next(iter(source))!r}, a DataLoader of central "
+                f"samples. Name {first!r} first."
+            )
+        del found[False][first]
+        return cls(own, found[False], found[True])
+
+    def each(self, change: Callable[[FederatedDataset], FederatedDataset]) -> EvaluationSets:
+        """Change all sets."""
+
+        def changed(sets: Mapping[str, tuple[int, FederatedDataset]]) -> Any:
+            return {name: (place, change(data)) for name, (place, data) in sets.items()}
+
+        return EvaluationSets(change(self.first), changed(self.further), changed(self.central))
+
+
+def _is_loader(source: Any) -> bool:
+    return isinstance(source, (DataLoader, CombinedLoader))
 
 
 def in_order(data: FederatedDataset) -> FederatedDataset:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -23,7 +25,7 @@ from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
 from lightning_pfl.core.errors import format_names
 from lightning_pfl.core.randomness import derive, seeded
-from lightning_pfl.data.datasets import FederatedDataset, as_federated
+from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.evaluate import (
     GLOBAL,
@@ -35,7 +37,12 @@ from lightning_pfl.federation.log_folder import log_folder
 from lightning_pfl.metrics.summary import LEFT_OUT
 from lightning_pfl.trainer.board_layout import add_layout
 from lightning_pfl.trainer.client_table import ClientTable
-from lightning_pfl.trainer.data import align_clients, due_reload, move_to_device
+from lightning_pfl.trainer.data import (
+    EvaluationSets,
+    align_clients,
+    due_reload,
+    move_to_device,
+)
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -50,7 +57,8 @@ class FederatedEvaluationLoop(EvaluationLoop):
 
     Attributes:
         federation: The state of the run.
-        data: The split.
+        data: The clients' own samples in the split.
+        sets: These and further sets.
         on_validated: Called by the validation of a fit, before the hooks that write checkpoints.
         rows, clients: Rows of ``data`` with samples, and the ids of these clients.
     """
@@ -59,6 +67,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
     federation: Federation
     on_validated: Callable[[], None]
     data: FederatedDataset | None = None
+    sets: EvaluationSets
     rows: Tensor
     clients: Tensor
     table: ClientTable | None = None
@@ -74,8 +83,10 @@ class FederatedEvaluationLoop(EvaluationLoop):
     def load(self) -> FederatedDataset:
         """Load the split's data, unless they are loaded."""
         if self.data is None or self._combined_loader is None:
-            data = as_federated(self._data_source.dataloader(), what=f"{self.prefix}_dataloaders")
-            self.data = move_to_device(data, self.trainer)
+            source, what = self._data_source.dataloader(), f"{self.prefix}_dataloaders"
+            sets = EvaluationSets.from_any(source, what)
+            self.sets = sets.each(lambda data: move_to_device(data, self.trainer))
+            self.data = self.sets.first
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
 
@@ -111,8 +122,15 @@ class FederatedEvaluationLoop(EvaluationLoop):
             self._combined_loader = None
             self._last_val_dl_reload_epoch = due_reload(trainer)
         self.rows, self.clients = self.evaluable()
-        self._max_batches = [len(self.rows)]
-        if not len(self.rows):
+        central = self.sets.central
+        self._max_batches = [len(self.rows) or len(central)]
+        if central and self.federation.global_model() is None:
+            raise MisconfigurationException(
+                f"Expected a method with a global model for central samples in "
+                f"`{self.prefix}_dataloaders`, but {type(self.federation.method).__name__} has "
+                "none. Give one DataLoader per client, in a list or a dict by client name."
+            )
+        if not self._max_batches[0]:
             rank_zero_warn(
                 f"No client has samples in the {self.prefix} split; it is not evaluated."
             )
@@ -149,12 +167,54 @@ class FederatedEvaluationLoop(EvaluationLoop):
         stage = "test" if trainer.testing else "validation"
         progress = ClientProgress(trainer, federation.ranks, self, clients, stage)
         with trainer.profiler.profile(profiled(step)):
-            results = federation.evaluate(clients, rows, data, step, limit, progress.finished)
+            several = {"dataloader_idx": 0} if self.sets.several else {}
+            results: dict[str, Evaluation] = {}
+            if len(clients):
+                results = federation.evaluate(
+                    clients, rows, data, step, limit, progress.finished, **several
+                )
             progress.finish()
+            results |= self._further_sets(clients, step, limit)
+            central = {
+                f"{name}/" if name else "": federation.evaluate_global(held, step, limit, place)
+                for name, (place, held) in self.sets.central.items()
+            }
         if not trainer.sanity_checking:
             self._has_run = True
-            results |= self._further(rows, clients, step)
-            self._report(results, [data.names[row] for row in rows.tolist()])
+            if len(clients):
+                results |= self._further(rows, clients, step)
+            self._report(results, central, [data.names[row] for row in rows.tolist()])
+
+    def _further_sets(
+        self, clients: Tensor, step: str, limit: float | int
+    ) -> dict[str, Evaluation]:
+        """Evaluate the clients on further sets; those without samples there have no values."""
+        federation = self.federation
+        found: dict[str, Evaluation] = {}
+        for name, (place, data) in self.sets.further.items():
+            what = f"{self.prefix}_dataloaders[{name!r}]"
+            rows, ids = align_clients(data, federation.client_names, what)
+            at = torch.isin(ids, self.clients)
+            if not at.all():
+                unknown = [federation.client_names[k] for k in ids[~at].tolist()]
+                raise MisconfigurationException(
+                    f"Expected the clients in `{what}` to be among those with samples in the first "
+                    f"set, but got {unknown[:5]}, which aren't. Give these clients samples there."
+                )
+            # A sanity check evaluates fewer clients.
+            at = torch.isin(ids, clients) & can_be_evaluated(data, rows, self.prefix, limit)
+            rows, ids = rows[at], ids[at]
+            if not len(ids):
+                continue
+            order = ids.argsort()
+            rows, ids = rows[order], ids[order]
+            results = federation.evaluate(ids, rows, data, step, limit, dataloader_idx=place)
+            among = torch.searchsorted(clients, ids)
+            found |= {
+                f"{name}/{prefix}": evaluation.spread(among, len(clients))
+                for prefix, evaluation in results.items()
+            }
+        return found
 
     def _further(self, rows: Tensor, clients: Tensor, step: str) -> dict[str, Evaluation]:
         """Collect the extra evaluations of callbacks."""
@@ -169,14 +229,24 @@ class FederatedEvaluationLoop(EvaluationLoop):
                     )
         return found
 
-    def _report(self, results: dict[str, Evaluation], names: list[str]) -> None:
-        """Log the statistics, extend the per-client table, and record the round."""
+    def _report(
+        self, results: dict[str, Evaluation], central: dict[str, Evaluation], names: list[str]
+    ) -> None:
+        """Log the statistics, extend the per-client table, and record the round.
+
+        Args:
+            results: The clients' results by prefix.
+            central: Those of the global model on central samples, by prefix.
+            names: The clients' names.
+        """
         round = self.federation.rounds - 1
         values: dict[str, float] = {}
         directions: dict[str, bool] = {}
         shown, logged = set(), set()
-        for prefix, evaluation in results.items():
+        for prefix, evaluation in (*results.items(), *central.items()):
             found = summaries(evaluation, prefix)
+            if central.get(prefix) is evaluation:  # one value has no statistics
+                found = {f"{prefix}{key}": float(v[0]) for key, v in evaluation.values.items()}
             values |= found
             for key in evaluation.values:
                 options = evaluation.options.get(key, LogOptions())
@@ -188,7 +258,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
                 directions |= dict.fromkeys(keys, direction(key, evaluation))
                 logged |= keys if options.logger else set()
                 shown |= {f"{prefix}{key}"} if options.prog_bar and not prefix else set()
-            self._warn_of_nan(prefix, evaluation, names)
+            self._warn_of_nan(prefix, evaluation, names if prefix in results else ["the owner"])
         hook = "test_step" if self.trainer.testing else "validation_step"
         log_values(self._results, hook, values, shown, logged)
         if self._trainer_fn == TrainerFn.FITTING:
@@ -199,7 +269,8 @@ class FederatedEvaluationLoop(EvaluationLoop):
             history.update(round, values, directions, values.keys() - logged)
             if GLOBAL not in results:
                 history.forget(GLOBAL)
-        self.record(ClientResults(self.prefix, round, names, results))
+        if results:
+            self.record(ClientResults(self.prefix, round, names, results))
 
     def record(self, results: ClientResults, further: str | None = None) -> None:
         """Keep what was evaluated for each client, tabulate it, and hand it to callbacks.

@@ -83,7 +83,7 @@ class VectorizedEvaluation:
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
         clients, data, step = work.clients, work.data, work.step
-        self.program.predict = work.predict
+        self.program.predict, self.program.dataloader_idx = work.predict, work.dataloader_idx
         samples = data.num_samples[clients]
         # A hook may do anything with the samples of a batch.
         independent = self.program.hooks is None and not couples_samples(self.module, False)
