@@ -62,8 +62,7 @@ class SelectedEngine:
     sequentially all the same where ``cost.py`` estimates that to be faster. The choice depends on
     the module, the minibatches and the method, never on timing; a resumed run repeats it.
 
-    ``validation_step``, ``test_step`` and ``predict_step`` are probed on their own: a module that
-    logs torchmetrics objects trains vectorized and evaluates sequentially.
+    ``validation_step``, ``test_step`` and ``predict_step`` are probed on their own.
 
     A step may do later what the probe didn't see (``.item()`` from round 5 on, a skipped minibatch,
     a list that it keeps). With ``"auto"``, clients for which the vectorized engine fails then run

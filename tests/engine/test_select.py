@@ -143,7 +143,7 @@ MODULES: dict[str, tuple[Callable[[], Classifier], str, str]] = {
     "LSTM": (Recurrent, "vectorized", "vectorized"),
     "attention": (Attentive, "vectorized", "vectorized"),
     "groups and scheduler": (TwoRates, "vectorized", "vectorized"),
-    "torchmetrics": (Measuring, "vectorized", "sequential .*torchmetrics"),
+    "torchmetrics": (Measuring, "vectorized", "vectorized"),
     "own optimizer": (OwnOptimizer, "sequential .*OwnSGD", "vectorized"),
     "another result": (Otherwise, "sequential .*differs", "vectorized"),
 }

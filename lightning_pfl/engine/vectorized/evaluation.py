@@ -19,8 +19,9 @@ from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.steps import Budget, Limits
-from lightning_pfl.engine.vectorized.gradient import inside_gradient, tensors_only, unbatch
+from lightning_pfl.engine.vectorized.gradient import inside_gradient, unbatch
 from lightning_pfl.engine.vectorized.loaders import Batches, LoaderBatches
+from lightning_pfl.engine.vectorized.metrics import ClientMetrics
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
 from lightning_pfl.models.base import PersonalizedModule
@@ -93,7 +94,13 @@ class VectorizedEvaluation:
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64, device=self.settings.device)
         predictions: list[list[Any]] = [[] for _ in clients]
-        with torch.no_grad(), batchable_kernels(self.transform), self.program.capturing():
+        metrics = ClientMetrics(self.module, len(clients), self.settings.device)
+        with (
+            torch.no_grad(),
+            batchable_kernels(self.transform),
+            self.program.capturing(),
+            metrics.deferring(),
+        ):
             for positions in order.split(max(1, SAMPLES // width)):
                 ids = clients[positions]
                 with guarded(self.module, derive(self.settings.seed, "guard", step)):
@@ -111,13 +118,15 @@ class VectorizedEvaluation:
                             with naming_clients(
                                 step, data.names, ids[some], work.round, ONE_BY_ONE
                             ):
-                                output, values = self._tick(part, tick, step, per_sample)
+                                output, values = self._tick(part, tick, step, per_sample, metrics)
+                                values = metrics.update(values, at)
                                 logs.add(values, sizes, at, self.program.log.reductions)
                             if step == "predict_step":
                                 _store_outputs(predictions, output, at)
                 if on_clients is not None:
                     on_clients(positions.tolist())
-        return Evaluation(logs.compute(), counts.cpu(), dict(self.program.log.options), predictions)
+        values = {**logs.compute(), **metrics.compute()}
+        return Evaluation(values, counts.cpu(), dict(self.program.log.options), predictions)
 
     def _width(
         self, data: FederatedDataset, samples: Tensor, per_sample: bool, limit: float | int
@@ -132,14 +141,14 @@ class VectorizedEvaluation:
         return data.batch_size
 
     def _tick(
-        self, models: Model, tick: Tick, step: str, per_sample: bool
+        self, models: Model, tick: Tick, step: str, per_sample: bool, metrics: ClientMetrics
     ) -> tuple[Any, dict[str, Tensor]]:
         """Run the step; return its output and logged values."""
         part = models if tick.rows is None else rows(models, tick.rows)
         minibatch = tick.minibatches[0]
         if per_sample:
             return None, self._per_sample(part, minibatch, STAGES[step])
-        return self._step(part, minibatch, step)
+        return self._step(part, minibatch, step, metrics)
 
     def _per_sample(self, models: Model, minibatch: Minibatch, stage: str) -> dict[str, Tensor]:
         values = self._vmap(models, minibatch.data, self.program.per_sample)
@@ -156,11 +165,12 @@ class VectorizedEvaluation:
         }
 
     def _step(
-        self, models: Model, minibatch: Minibatch, step: str
+        self, models: Model, minibatch: Minibatch, step: str, metrics: ClientMetrics
     ) -> tuple[Any, dict[str, Tensor]]:
         def run(model: Model, batch: Any) -> tuple[Any, dict[str, Tensor]]:
+            metrics.begin()
             out, logged = self.program.evaluation_step(model, step, batch, minibatch.number)
-            logged = tensors_only(logged)
+            logged = metrics.take(logged)
             if step != "predict_step":
                 return torch.zeros(()), logged
             if not isinstance(out, (Tensor, tuple, list, dict)):

@@ -164,13 +164,3 @@ def inside_gradient(function: Callable[[Model, Any], Any]) -> Callable[[Model, A
             return torch.func.grad(loss, has_aux=True)(weights, others, data)[1]
 
     return run
-
-
-def tensors_only(logged: dict[str, Any]) -> dict[str, Tensor]:
-    """Check that logged values are tensors: a torchmetrics object's state can't be batched."""
-    for name, value in logged.items():
-        if not isinstance(value, Tensor):
-            raise NotVectorizableError(
-                f"self.log({name!r}, ...) logs a torchmetrics object, whose state can't be batched"
-            )
-    return logged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_pfl.contract.records import Evaluation
 from lightning_pfl.core.errors import ClientError
@@ -183,39 +185,64 @@ def test_predictions_come_by_client_and_batch(engine: str, loaders: bool) -> Non
     assert [int(b["number"]) for b in found[3]] == [0, 1, 2, 3]
 
 
+METRICS: dict[str, Callable[[], Any]] = {
+    "accuracy": lambda: MulticlassAccuracy(CLASSES, average="macro"),
+    "F1": lambda: MulticlassF1Score(CLASSES),
+    "AUROC": lambda: MulticlassAUROC(CLASSES),
+    "collection": lambda: MetricCollection(
+        [MulticlassF1Score(CLASSES), MulticlassAccuracy(CLASSES)]
+    ),
+}
+
+
 class WithMetric(PersonalizedModule):
-    """Accuracy by torchmetrics, which is not a mean over batches' means."""
+    """Logs torchmetrics objects, whose value isn't a mean over minibatches."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.accuracy = MulticlassAccuracy(CLASSES, average="macro")
+    def build(self, make: Callable[[], Any]) -> None:
+        self.measured = make()
 
     def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
-        self.accuracy(self(batch[0]), batch[1])
-        self.log("acc", self.accuracy)
+        self.measured(self(batch[0]).softmax(-1), batch[1])
+        if isinstance(self.measured, MetricCollection):
+            self.log_dict(self.measured)
+        else:
+            self.log("measured", self.measured)
 
 
-class OnlyLogs(WithMetric):
-    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
-        self.log("acc", self.accuracy)
-
-
-def test_a_torchmetrics_object_is_computed_for_each_client() -> None:
-    plain = cnn()
+@pytest.mark.filterwarnings("ignore:(No|One or more|Average precision).*")
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+@pytest.mark.parametrize("make", METRICS.values(), ids=METRICS)
+def test_a_torchmetrics_object_is_computed_for_each_client(
+    make: Callable[[], Any], engine: Any
+) -> None:
+    plain, data = cnn(), image_clients()
     module = WithMetric(plain.backbone, plain.head).double()
+    module.build(make)
     models = personal_models(module)
-    found = evaluate("sequential", module, models)
-    data = image_clients()
+    found = evaluate(engine, module, models)
     for client, size in enumerate(SIZES):
         module.load_state_dict({name: leaf[client] for name, leaf in models.items()})
         if size:
             x, y = data.gather(data.indices[client])
-            expected = MulticlassAccuracy(CLASSES, average="macro")(module(x), y)
-            torch.testing.assert_close(found.values["acc"][client], expected.double())
-    with pytest.raises(
-        ClientError, match=r"self.log\('acc', ...\) logs a torchmetrics .* Run with"
-    ):
-        evaluate("vectorized", OnlyLogs(plain.backbone, plain.head).double(), models)
+            expected = make()(module(x).softmax(-1), y)
+            if not isinstance(expected, dict):
+                expected = {"measured": expected}
+            assert found.values.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(found.values[name][client], value.double())
+
+
+class Unlogged(WithMetric):
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        self.measured.update(self(batch[0]), batch[1])
+
+
+def test_a_torchmetrics_object_that_is_read_later_is_not_updated_for_many() -> None:
+    plain = cnn()
+    module = Unlogged(plain.backbone, plain.head).double()
+    module.build(METRICS["F1"])
+    with pytest.raises(ClientError, match=r"`measured` is updated but not logged.* Run with"):
+        evaluate("vectorized", module, personal_models(module))
 
 
 def test_a_large_split_is_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
