@@ -220,15 +220,35 @@ def _begin_federation(folder: Path, seed: int, names: list[str]) -> dict[str, An
     """Begin a federation, or go on with the one of the folder: its id, seed and clients."""
     path = folder / "federation.json"
     if not path.is_file():
+        if (folder / "last.ckpt").is_file():
+            raise MisconfigurationException(
+                f"Expected {str(path)!r} beside last.ckpt, as nodes know the federation by its id, "
+                "but there is none. Bring it back, or take another folder for another federation."
+            )
         begun = {"id": secrets.token_hex(8), "seed": seed, "names": names}
         write_atomically(path, json.dumps(begun).encode())
         return begun
-    found: dict[str, Any] = json.loads(path.read_text())
+    found = _read_json(path, "Bring it back from a copy")
     if found["names"] != names:
         raise MisconfigurationException(
             f"Expected the clients of the federation in {str(folder)!r}, {found['names']}, but got "
             f"{names}. Take another folder for another federation."
         )
+    return found
+
+
+def _read_json(path: Path, advice: str) -> dict[str, Any]:
+    """Read a file of this folder.
+
+    Raises:
+        ValueError: If it is damaged; says what to do.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"Expected {str(path)!r} to be as it was written, but it is damaged: {error}. {advice}."
+        ) from error
     return found
 
 
@@ -240,7 +260,7 @@ def _write_numbers(path: Path, nodes: Nodes) -> None:
 
 def _read_numbers(path: Path, nodes: Nodes) -> None:
     """Undo :func:`_write_numbers`."""
-    found = json.loads(path.read_text())
+    found = _read_json(path, "Remove it: the nodes say their numbers again")
     nodes.labels = found["labels"]
     nodes.counts = {
         name: {split: Counts(**numbers) for split, numbers in splits.items()}

@@ -18,7 +18,7 @@ NONE = -1
 
 
 class LostStateError(RuntimeError):
-    """The server counts on a client state that this node doesn't have."""
+    """The server counts on a client state that this node doesn't have, or can't read."""
 
 
 class StatesOnDisk(ClientStateStore):
@@ -64,7 +64,7 @@ class StatesOnDisk(ClientStateStore):
         """Read the states of some clients, ``(clients, ...)``, in the order of the ids.
 
         Raises:
-            LostStateError: If a version isn't there.
+            LostStateError: If a version isn't there, or damaged.
         """
         found = stack([self._read(int(client)) for client in clients])
         kept = {name: leaf for name, leaf in found.items() if name not in without}
@@ -110,6 +110,12 @@ class StatesOnDisk(ClientStateStore):
                 f"client {self.names[client]!r} should have its state of round {version}, which "
                 f"the server counts on, but this node has {held}"
             )
-        with explain_read_errors(path):
-            state: Tree = torch.load(path, map_location=self.device, weights_only=True)["state"]
+        try:
+            with explain_read_errors(path):
+                state: Tree = torch.load(path, map_location=self.device, weights_only=True)["state"]
+        except RuntimeError as error:
+            raise LostStateError(
+                f"client {self.names[client]!r} has its state of round {version}, but the file on "
+                "this node is damaged"
+            ) from error
         return state

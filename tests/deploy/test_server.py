@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -226,19 +227,43 @@ def test_the_same_question_gets_the_same_answer_and_changes_nothing(tmp_path: Pa
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("version-*.pt")} == before
 
 
-def test_a_node_that_lost_its_disk_says_so(tmp_path: Path) -> None:
+def test_a_node_whose_states_are_lost_or_damaged_says_so(tmp_path: Path) -> None:
     recipe = recipe_of("SCAFFOLD", rounds=2, participation=1.0, limit_val_batches=0)
     _, line = deploy(recipe, tmp_path)
     node, question, _ = next(
         sent for sent in reversed(line.sent) if Packet.from_bytes(sent[1]).kind == "train"
     )
-    for path in tmp_path.rglob("version-*.pt"):
+    held = {path: path.read_bytes() for path in tmp_path.rglob("version-*.pt")}
+    for path in [*held, *tmp_path.rglob("answer.bin")]:
         path.unlink()
-    for path in tmp_path.rglob("answer.bin"):
-        path.unlink()
-    refused = Packet.from_bytes(line.nodes[node].handle(question))
-    assert refused.kind == "refused"
-    assert "should have its state of round 0" in refused.meta["reason"]
+
+    def reason() -> str:
+        refused = Packet.from_bytes(line.nodes[node].handle(question))
+        assert refused.kind == "refused"
+        return str(refused.meta["reason"])
+
+    assert "should have its state of round 0" in reason()
+    for path, state in held.items():
+        path.with_name("version-00000000.pt").write_bytes(state[:-100])
+    assert "has its state of round 0, but the file on this node is damaged" in reason()
+
+
+def test_files_of_a_server_that_are_lost_or_damaged_are_named(tmp_path: Path) -> None:
+    def served() -> None:
+        serve(recipe_of("FedAvg"), LoopLine({}), tmp_path, ["0"])
+
+    begun = {"id": "0" * 16, "seed": 3, "names": ["0"]}
+    (tmp_path / "federation.json").write_text(json.dumps(begun))
+    (tmp_path / "counts.json").write_text('{"counts": {"0"')
+    with pytest.raises(ValueError, match=r"counts.json' to be as it was.*Remove it: the nodes"):
+        served()
+    (tmp_path / "federation.json").write_bytes(bytes(90))
+    with pytest.raises(ValueError, match=r"federation.json' to be as it was.*from a copy"):
+        served()
+    (tmp_path / "federation.json").unlink()
+    (tmp_path / "last.ckpt").touch()
+    with pytest.raises(MisconfigurationException, match=r"Bring it back, or take another folder"):
+        served()
 
 
 @pytest.mark.parametrize(
