@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import ClientResults
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_choice
 from lightning_pfl.federation.evaluate import direction, keep_best
 
@@ -43,6 +44,7 @@ class BestRound(FederatedCallback):
     def __init__(
         self, monitor: str = "val_loss", mode: Literal["min", "max"] | None = None
     ) -> None:
+        check_types(BestRound.__init__, locals())
         if mode is not None:
             check_choice("mode", mode, ("min", "max"), "Leave it out for the value's own.")
         self.monitor, self.mode = monitor, mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 
 
@@ -41,15 +42,23 @@ def check_number(
     fits = is_number(value) and (value > 0 if positive else value >= 0)
     if not fits or (value == math.inf and not infinite):
         kind = f"a {'' if infinite else 'finite '}number {'>' if positive else '>='} 0"
+        advice = _convert(value, numbers.Real, "float") or advice
         raise ValueError(f"Expected `{name}` to be {kind}, but got {name}={value!r}. {advice}")
 
 
 def check_whole(name: str, value: object, least: int, advice: str) -> None:
     """Raise ValueError unless ``value`` is an integer >= ``least``; ``advice`` ends the text."""
     if not is_whole(value, least):
+        advice = _convert(value, numbers.Integral, "int") or advice
         raise ValueError(
             f"Expected `{name}` to be a whole number >= {least}, but got {name}={value!r}. {advice}"
         )
+
+
+def _convert(value: object, kind: type, plain: str) -> str:
+    """Return the advice for a number of NumPy, which a checkpoint couldn't compare as text."""
+    wrong_type = isinstance(value, kind) and not isinstance(value, (bool, int, float))
+    return f"Convert it by {plain}(...)." if wrong_type else ""
 
 
 def check_choice(name: str, value: object, known: tuple[str, ...], advice: str) -> None:
@@ -66,6 +75,16 @@ def check_choice(name: str, value: object, known: tuple[str, ...], advice: str) 
             f"Expected `{name}` to be {', '.join(first)} or {last}, but got {name}={value!r}. "
             f"{advice}"
         )
+
+
+def check_share(name: str, value: float) -> float:
+    """Return ``value`` if it is a share in [0, 1]."""
+    if not is_number(value) or not 0 <= value <= 1:
+        raise ValueError(
+            f"Expected `{name}` to be a share in [0, 1], but got {name}={value!r}. "
+            "Use a value such as 0.5."
+        )
+    return float(value)
 
 
 def check_budget(

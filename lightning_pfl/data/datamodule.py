@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_whole, is_number
 from lightning_pfl.core.errors import require_federated
 from lightning_pfl.core.randomness import derive
@@ -110,6 +111,7 @@ class FederatedDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         _check_settings(val_fraction, test_fraction, val_split, new_clients)
+        check_types(FederatedDataModule.__init__, {"num_clients": num_clients})
         check_whole("public_samples", public_samples, 0, "Use 0 for none.")
         if not is_number(own_share) or not 0 < own_share <= 1:
             raise ValueError(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import Self
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.batch import Batch, batch_leaves, map_batch
 from lightning_pfl.data.loaders import as_loader, count_samples, loader_problem, resident_parts
 
@@ -106,6 +107,8 @@ class FederatedTensorDataset:
                 "Use a large number for full-batch steps."
             )
         check_drop_last(drop_last, batch_size)
+        check_types(FederatedTensorDataset.__init__, {"shuffle": shuffle})
+        _check_list("indices", indices, "a tensor of positions for each client")
         self.fields: Any = fields
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -267,6 +270,7 @@ class FederatedLoaders:
         names: Sequence[str] | None = None,
         num_samples: Tensor | None = None,
     ) -> None:
+        _check_list("loaders", loaders, "a DataLoader for each client", DataLoader)
         self.loaders = tuple(loaders)
         self.names, self.named = _as_names(names, len(self.loaders)), names is not None
         if num_samples is None:
@@ -412,7 +416,13 @@ def _pool_size(fields: Batch) -> int:
 
 
 def _as_positions(row: Any, client: int) -> Tensor:
-    positions = torch.as_tensor(row)
+    try:
+        positions = torch.as_tensor(row)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"Expected `indices` to be one 1-d integer tensor per client, but client {client} got "
+            f"{row!r}. Give the positions of the client's samples."
+        ) from error
     if positions.numel() == 0:
         return positions.new_empty(0, dtype=torch.long)
     if positions.is_floating_point() or positions.dtype == torch.bool or positions.ndim != 1:
@@ -427,6 +437,7 @@ def _as_positions(row: Any, client: int) -> Tensor:
 def _as_names(names: Sequence[str] | None, num_clients: int) -> tuple[str, ...]:
     if names is None:
         return tuple(str(client) for client in range(num_clients))
+    _check_list("names", names, "a name for each client")
     given = tuple(str(name) for name in names)
     if len(given) != num_clients:
         raise ValueError(
@@ -440,3 +451,15 @@ def _as_names(names: Sequence[str] | None, num_clients: int) -> tuple[str, ...]:
             "Rename these clients."
         )
     return given
+
+
+def _check_list(name: str, given: Any, what: str, kind: type = object) -> None:
+    """Raise TypeError unless ``given`` is a list, or another sequence, of entries of a kind."""
+    plain = isinstance(given, Iterable) and hasattr(given, "__len__")
+    if not plain or isinstance(given, (str, bytes)) or getattr(given, "ndim", 1) == 0:
+        found = repr(given)
+    elif wrong := [entry for entry in given if not isinstance(entry, kind)]:
+        found = f"an entry {wrong[0]!r}"
+    else:
+        return
+    raise TypeError(f"Expected `{name}` to be a list with {what}, but got {found}. Give one each.")

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import Generator
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.partition import Parts
 from lightning_pfl.data.partition.base import Array, Positions
 
@@ -65,6 +66,7 @@ class LastSamples(Cut):
     """
 
     def __init__(self, column: str | None = None) -> None:
+        check_types(LastSamples.__init__, locals())
         self.column = column
 
     def choose(
@@ -90,6 +92,7 @@ class WholeGroups(Cut):
     """
 
     def __init__(self, column: str) -> None:
+        check_types(WholeGroups.__init__, locals())
         self.column = column
 
     def choose(

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl.contract.callback import require_federation
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.graphs import Graph
 from lightning_pfl.inspect.board import (
     PictureCallback,
@@ -60,6 +61,7 @@ class ClientGraph(PictureCallback):
 
     def __init__(self, known_clusters: KnownClusters = None, max_clients: int = 300) -> None:
         check_max_clients(max_clients, 300)
+        check_types(ClientGraph.__init__, {"known_clusters": known_clusters})
         self.known_clusters, self.max_clients = known_clusters, max_clients
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

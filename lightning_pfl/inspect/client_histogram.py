@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import ClientResults
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.federation.evaluate import direction
 from lightning_pfl.inspect.board import (
     boards,
@@ -65,6 +66,7 @@ class ClientHistogram(FederatedCallback):
                 "Expected `metrics` to be a list of names of evaluated values, but got "
                 f"metrics={metrics!r}. Use ['val_acc'], for example."
             )
+        check_types(ClientHistogram.__init__, {"metrics": metrics})
         self.metrics, self.every_n_rounds = tuple(metrics), every_n_rounds
         self.rounds: dict[str, dict[int, list[float]]] = {}
         self._drawn = -1

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from lightning_pfl.contract.callback import RoundValues, require_federation
 from lightning_pfl.contract.records import Round
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.inspect.board import (
     check_every,
     new_figure,
@@ -62,6 +63,7 @@ class ClusterMonitor(RoundValues):
 
     def __init__(self, known_clusters: KnownClusters = None, every_n_rounds: int = 10) -> None:
         check_every(every_n_rounds)
+        check_types(ClusterMonitor.__init__, {"known_clusters": known_clusters})
         self.known_clusters, self.every_n_rounds = known_clusters, every_n_rounds
         self.rounds: dict[int, Tensor] = {}
         """Each client's cluster, int64 ``(clients,)``, after the rounds in which one changed."""

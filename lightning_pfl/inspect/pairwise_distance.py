@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl.contract.callback import require_federation
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, floats, select
 from lightning_pfl.federation.evaluate import personal_models
@@ -61,6 +62,7 @@ class PairwiseDistance(PictureCallback):
     def __init__(
         self, part: ParameterSpec = "personal", every_n_rounds: int = 10, max_clients: int = 256
     ) -> None:
+        check_types(PairwiseDistance.__init__, locals())
         check_every(every_n_rounds)
         check_max_clients(max_clients, 256)
         self.part, self.every_n_rounds, self.max_clients = part, every_n_rounds, max_clients

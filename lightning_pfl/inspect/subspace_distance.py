@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import Round
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.metrics.subspace import principal_angle_distance
 
@@ -50,7 +51,13 @@ class SubspaceDistance(FederatedCallback):
         truth: Tensor | Sequence[Sequence[float]] | None = None,
         parameter: str = "backbone.weight",
     ) -> None:
-        self.truth = None if truth is None else torch.as_tensor(truth, dtype=torch.float64)
+        check_types(SubspaceDistance.__init__, locals())
+        try:
+            self.truth = None if truth is None else torch.as_tensor(truth, dtype=torch.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"Expected `truth` to be a matrix, but got {truth=}. Give a row for each input."
+            ) from error
         self.parameter = parameter
         self.distances: dict[int, float] = {}
 

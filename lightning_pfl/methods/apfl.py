@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_choice, is_number
 from lightning_pfl.core.mixture import SHARE, mixture
 from lightning_pfl.core.parameters import ParameterSplit
@@ -89,6 +90,7 @@ class APFL(Method):
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
+        check_types(APFL.__init__, {"adaptive": adaptive})
         if not is_number(mixing) or not 0 <= mixing <= 1:
             raise ValueError(
                 f"Expected `mixing` to be in [0, 1], but got mixing={mixing!r}. Use 0.25, 0.5 or "

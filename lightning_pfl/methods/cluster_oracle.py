@@ -92,7 +92,9 @@ class ClusterOracle(Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
         if not callable(clusters) and (
-            isinstance(clusters, str) or not hasattr(clusters, "__len__")
+            isinstance(clusters, str)
+            or not getattr(clusters, "ndim", 1)
+            or not hasattr(clusters, "__len__")
         ):
             raise ValueError(
                 "Expected `clusters` to be a list with the cluster of each client, or a function "
@@ -108,6 +110,11 @@ class ClusterOracle(Method):
 
     def _check_method(self, method: Method, plan: tuple[Any, ...]) -> None:
         """Raise ValueError for a method that has no server of its own for some clients."""
+        if not isinstance(method, Method):
+            raise ValueError(
+                f"Expected `method` to be a method or None, but got {method=}. Use FedProx(0.1), "
+                "for example."
+            )
         if plan != (1, None, "samples"):
             raise ValueError(
                 "Expected the budget and the weighting to be those of `method`, but got "

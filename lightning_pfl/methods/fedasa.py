@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_choice, check_whole, is_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive, permutation
@@ -115,6 +116,7 @@ class FedASA(Method):
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
+        check_types(FedASA.__init__, {"cells": cells})
         check_choice("rule", rule, get_args(Rule), "Use 'drift' to let the clients decide.")
         if (rule == "given") != (shared is not None):
             raise ValueError(

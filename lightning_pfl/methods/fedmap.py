@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_choice, check_number
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.tree import (
@@ -135,6 +136,7 @@ class FedMAP(WatchedPull, Method):
     ) -> None:
         plain: Literal["samples", "uniform"] = "samples" if weighting == "samples" else "uniform"
         super().__init__(local_epochs, local_steps, plain)
+        check_types(FedMAP.__init__, {"log_envelope": log_envelope})
         self.prior = GaussianPrior(15.0) if prior is None else prior
         _check(self.prior, weighting, prior_lr, data_term)
         self.weighting = weighting  # type: ignore[assignment]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_choice
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
@@ -112,7 +113,13 @@ class HeteroFL(Method):
         weighting: Weighting = "uniform",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        if not isinstance(narrow, Mapping) or FULL in narrow:
+        check_types(HeteroFL.__init__, {"masked_classes": masked_classes, "groups": groups})
+        networks = narrow.values() if isinstance(narrow, Mapping) else ()
+        if (
+            not isinstance(narrow, Mapping)
+            or FULL in narrow
+            or not all(isinstance(network, nn.Module) for network in networks)
+        ):
             raise ValueError(
                 f"Expected `narrow` to be networks by name, without {FULL!r}, but got "
                 f"narrow={narrow!r}. Use {{'half': ...}}; the module itself is the full network."

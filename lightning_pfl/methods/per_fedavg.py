@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_pfl.contract.records import ClientInfo
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import check_choice, check_number, check_whole
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, scale, select, tmap, weighted_mean
@@ -95,6 +96,7 @@ class PerFedAvg(Method):
         learn_inner_lr: bool = False,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
+        check_types(PerFedAvg.__init__, {"learn_inner_lr": learn_inner_lr})
         check_number("inner_lr", inner_lr, "Use 0 for FedAvg, or 0.01 as in the paper.")
         check_choice("order", order, get_args(Order), "Use one of the two.")
         check_number("difference", difference, "Use 0.001.", positive=True)

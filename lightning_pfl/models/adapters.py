@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from lightning_pfl.core.argument_types import check_types
+from lightning_pfl.core.checks import check_number
+
 
 class Adapter(nn.Module):
     r"""Adds a linear map of the channels to its inputs, :math:`x + W d(x) + b`, with dropout d.
@@ -31,7 +34,9 @@ class Adapter(nn.Module):
     """
 
     def __init__(self, channels: int, std: float = 1e-4, dropout: float = 0.3) -> None:
+        check_types(Adapter.__init__, locals(), least=1)
         super().__init__()
+        check_number("std", std, "Use 1e-4 to begin near the identity.")
         if not 0 <= dropout < 1:
             raise ValueError(
                 f"Expected `dropout` to be in [0, 1), but got {dropout=}. Use 0 for none."
@@ -75,7 +80,13 @@ class LowRank(nn.Module):
     """
 
     def __init__(self, layer: nn.Linear, rank: int = 4, scale: float = 1.0) -> None:
+        check_types(LowRank.__init__, locals())
         super().__init__()
+        if not isinstance(layer, nn.Linear):
+            raise TypeError(
+                f"Expected `layer` to be an nn.Linear, but got {layer=}. Other layers have no "
+                "matrix to add to."
+            )
         most = min(layer.in_features, layer.out_features)
         if not 1 <= rank <= most:
             raise ValueError(

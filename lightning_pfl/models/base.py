@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.parameters import NORMS
 from lightning_pfl.models.losses import LOSSES, Loss, class_matches, one_per_sample, sign_matches
 
@@ -107,6 +108,7 @@ class PersonalizedModule(L.LightningModule):
     ) -> None:
         settings = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
+        check_types(PersonalizedModule.__init__, settings)
         check_module_settings(settings)
         self.backbone = backbone
         self.head = head

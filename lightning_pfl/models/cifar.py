@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_pfl.core.argument_types import check_types
+from lightning_pfl.core.checks import check_share
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.models.layers import Layers, convolution_blocks, dense
 
@@ -27,6 +29,7 @@ class CIFARBackbone(Layers):
     def __init__(
         self, channels: Sequence[int] = (64, 64), hidden: Sequence[int] = (120, 64)
     ) -> None:
+        check_types(CIFARBackbone.__init__, locals(), least=1)
         if len(channels) != 2:
             raise ValueError(
                 f"Expected `channels` to have two entries, but got channels={channels!r}. "
@@ -67,6 +70,8 @@ class CIFAR100CNN(PersonalizedModule):
     """
 
     def __init__(self, dropout: float = 0.6, **settings: Any) -> None:
+        check_types(CIFAR100CNN.__init__, locals(), least=1)
+        check_share("dropout", dropout)
         super().__init__(
             CIFARBackbone(channels=(64, 128), hidden=(256, 128)),
             nn.Sequential(nn.Dropout(dropout), nn.Linear(128, 100)),

@@ -44,7 +44,7 @@ class ClientModules(L.LightningModule):
         groups: Sequence[str] | Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        if not modules:
+        if not isinstance(modules, Mapping) or not modules:
             raise ValueError(
                 f"Expected `modules` to have a LightningModule, but got modules={modules!r}. Give "
                 "one by name for each architecture."
@@ -61,6 +61,11 @@ class ClientModules(L.LightningModule):
                     f"Expected the names in `modules` to be free attribute names, but got {name!r}."
                     " Use letters, digits and underscores, such as 'sensor_a'."
                 )
+        if not isinstance(groups, (Mapping, list, tuple, type(None))):
+            raise TypeError(
+                "Expected `groups` to be a list or a dict of names of modules, but got "
+                f"{groups=}. Give a name for each client, or None to take turns."
+            )
         named = groups.values() if isinstance(groups, Mapping) else groups
         given = list(modules if named is None else named)
         unknown = sorted({str(group) for group in given if group not in modules})

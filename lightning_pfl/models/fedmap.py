@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_pfl.core.argument_types import check_types
+from lightning_pfl.core.checks import check_share
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.models.layers import Layers
 from lightning_pfl.models.mlp import LossChoice, MLPBackbone
@@ -36,6 +38,7 @@ class AlexNetBackbone(Layers):
     """
 
     def __init__(self, num_hidden: int = 4096) -> None:
+        check_types(AlexNetBackbone.__init__, locals(), least=1)
         super().__init__(
             *normalised_convolution(3, 64, kernel_size=11, stride=4, padding=2),
             nn.MaxPool2d(3, stride=2),
@@ -73,6 +76,7 @@ class AlexNetBN(PersonalizedModule):
     """
 
     def __init__(self, num_classes: int = 31, num_hidden: int = 4096, **settings: Any) -> None:
+        check_types(AlexNetBN.__init__, locals(), least=1)
         super().__init__(
             AlexNetBackbone(num_hidden),
             nn.Linear(num_hidden, num_classes),
@@ -118,6 +122,8 @@ class FEMNISTCNN(PersonalizedModule):
     """
 
     def __init__(self, num_classes: int = 62, dropout: float = 0.5, **settings: Any) -> None:
+        check_types(FEMNISTCNN.__init__, locals(), least=1)
+        check_share("dropout", dropout)
         super().__init__(
             FEMNISTBackbone(),
             nn.Sequential(nn.Dropout(dropout), nn.Linear(512, num_classes)),
@@ -158,6 +164,7 @@ class FedMAPMLP(PersonalizedModule):
         loss: LossChoice = "bce",
         **settings: Any,
     ) -> None:
+        check_types(FedMAPMLP.__init__, locals(), least=1)
         layers = [*normalised_dense(num_inputs, 32), *normalised_dense(32, 16)]
         backbone = nn.Sequential(*layers) if batch_norm else MLPBackbone([num_inputs, 32, 16])
         super().__init__(backbone, nn.Linear(16, 1), loss=loss, **settings)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pfl.core.argument_types import check_types
+
 
 class Layers(nn.Sequential):
     """Layers in a row whose slices are plain ``nn.Sequential`` modules of the same layers.
@@ -47,6 +49,7 @@ class Scaler(nn.Module):
     rate: Tensor
 
     def __init__(self, rate: float = 1.0) -> None:
+        check_types(Scaler.__init__, locals())
         super().__init__()
         if not 0 < rate <= 1:
             raise ValueError(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.models.layers import Layers, convolution_blocks, dense
 
@@ -22,6 +23,7 @@ class LeNetBackbone(Layers):
     """
 
     def __init__(self, in_channels: int = 1, batch_norm: bool = False) -> None:
+        check_types(LeNetBackbone.__init__, locals(), least=1)
         blocks = convolution_blocks([in_channels, 6, 16], kernel_size=5, batch_norm=batch_norm)
         super().__init__(*blocks, nn.Flatten(), *dense([256, 120, 100]))
 
@@ -50,6 +52,7 @@ class LeNet(PersonalizedModule):
         batch_norm: bool = False,
         **settings: Any,
     ) -> None:
+        check_types(LeNet.__init__, locals(), least=1)
         super().__init__(
             LeNetBackbone(in_channels, batch_norm),
             nn.Linear(100, num_classes),

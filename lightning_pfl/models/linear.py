@@ -6,6 +6,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.models.losses import Loss, half_squared_error, sign_matches, squared_hinge
 
@@ -46,6 +47,7 @@ class LinearRepresentation(PersonalizedModule):
         weight_decay: float = 0.0,
         **settings: Any,
     ) -> None:
+        check_types(LinearRepresentation.__init__, locals())
         if not 1 <= num_features <= num_inputs:
             raise ValueError(
                 f"Expected `num_features` to be in [1, {num_inputs}], but got "
@@ -105,6 +107,7 @@ class SquaredHingeClassifier(PersonalizedModule):
         weight_decay: float = 0.0,
         **settings: Any,
     ) -> None:
+        check_types(SquaredHingeClassifier.__init__, locals(), least=1)
         for name, value in (
             ("regularization", regularization),
             ("bias_regularization", bias_regularization),

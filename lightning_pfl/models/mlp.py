@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.models.layers import Layers, dense
 from lightning_pfl.models.losses import Loss
@@ -26,6 +27,7 @@ class MLPBackbone(Layers):
     """
 
     def __init__(self, sizes: Sequence[int], pool: int = 1) -> None:
+        check_types(MLPBackbone.__init__, locals())
         if pool < 1:
             raise ValueError(
                 f"Expected `pool` to be a whole number >= 1, but got pool={pool!r}. Use 1 for no "
@@ -61,6 +63,7 @@ class MLP(PersonalizedModule):
         loss: LossChoice = "cross_entropy",
         **settings: Any,
     ) -> None:
+        check_types(MLP.__init__, locals())
         if len(sizes) < 2:
             raise ValueError(
                 "Expected `sizes` to have at least the numbers of inputs and outputs, but got "
@@ -95,6 +98,7 @@ class FEMNISTMLP(PersonalizedModule):
     """
 
     def __init__(self, double_softmax: bool = False, **settings: Any) -> None:
+        check_types(FEMNISTMLP.__init__, locals())
         head: nn.Module = nn.Linear(64, 10)
         if double_softmax:
             head = nn.Sequential(head, nn.Softmax(dim=1))

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pfl.core.argument_types import check_types
+from lightning_pfl.core.checks import check_share
 from lightning_pfl.models.base import PersonalizedModule
 
 
@@ -21,8 +23,9 @@ class LSTMBackbone(nn.Module):
     """
 
     def __init__(self, dimensions: int = 300, hidden: int = 128, features: int = 10) -> None:
+        check_types(LSTMBackbone.__init__, locals(), least=1)
         super().__init__()
-        self.lstm = nn.LSTM(dimensions, hidden, batch_first=True)
+        self.lstm = nn.LSTM(int(dimensions), int(hidden), batch_first=True)
         self.dense = nn.Linear(hidden, features)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -50,6 +53,8 @@ class Sent140LSTM(PersonalizedModule):
     """
 
     def __init__(self, dimensions: int = 300, dropout: float = 0.5, **settings: Any) -> None:
+        check_types(Sent140LSTM.__init__, locals(), least=1)
+        check_share("dropout", dropout)
         super().__init__(
             LSTMBackbone(dimensions),
             nn.Sequential(nn.Dropout(dropout), nn.Linear(10, 2)),

@@ -60,6 +60,11 @@ class ProcessesStrategy(ParallelStrategy):
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
+        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            raise ValueError(
+                f"Expected `timeout` to be a timedelta above 0, but got {timeout=}. Use "
+                "datetime.timedelta(minutes=30), for example."
+            )
         self.num_nodes = 1
         self.process_group_backend, self.timeout = process_group_backend, timeout
         self.ranks = Ranks()

@@ -22,6 +22,7 @@ from lightning_pfl._lightning import (
     path_of_last,
     read_optimizers,
 )
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.engine.select import EngineName
 from lightning_pfl.federation.architectures import (
@@ -139,6 +140,12 @@ class FederatedStrategy(ProcessesStrategy):
         checks.check_strategy(
             method, engine, seed, chunk_size, max_update_norm, client_state_device
         )
+        plain = {
+            "feature_cache": feature_cache,
+            "keep_optimizer_state": keep_optimizer_state,
+            "process_group_backend": process_group_backend,
+        }
+        check_types(FederatedStrategy.__init__, plain)
         self.federation = self.federation_class()
         self.federation.client_optimizer = self._client_optimizer
         self.federation.max_update_norm = max_update_norm

@@ -66,5 +66,5 @@ def test_both_engines_train_it_alike() -> None:
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.5])
 def test_dropout_outside_its_range_is_refused(dropout: float) -> None:
-    with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
+    with pytest.raises(ValueError, match=r"`dropout` to be a share in \[0, 1\], but got"):
         Sent140LSTM(dropout=dropout)

@@ -24,6 +24,7 @@ from lightning_pfl.callbacks.new_clients.report import (
 )
 from lightning_pfl.callbacks.new_clients.samples import take_samples
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.checks import is_whole
 from lightning_pfl.core.mixture import parts
 from lightning_pfl.core.parameters import ParameterSpec
@@ -118,10 +119,12 @@ class NewClientAdaptation(FederatedCallback):
         start: Start = "personal",
         save_models: bool = False,
     ) -> None:
+        plain = {"samples": samples, "seed": seed, "save_models": save_models}
+        check_types(NewClientAdaptation.__init__, plain)
         check_lr(lr)
         self.samples = _check_samples(samples)
         self.given = None if clients is None else _check_pair(clients)
-        self.several = isinstance(epochs, Sequence)
+        self.several = isinstance(epochs, (list, tuple))
         self.phases = _phases(epochs, steps, lr)
         if start not in get_args(Start):
             raise ValueError(
@@ -294,11 +297,9 @@ class NewClientAdaptation(FederatedCallback):
             )
 
 
-def _phases(
-    epochs: int | Sequence[int] | None, steps: int | None, lr: float | None
-) -> tuple[Phase, ...]:
+def _phases(epochs: Any, steps: int | None, lr: float | None) -> tuple[Phase, ...]:
     """Make a phase for each number of passes, in ascending order."""
-    if not isinstance(epochs, Sequence):
+    if not isinstance(epochs, (list, tuple)):
         phases: tuple[Phase, ...] = (budget_phase(epochs, steps, default_epochs=10),)
     else:
         if not epochs or len(set(epochs)) != len(epochs):

@@ -129,16 +129,6 @@ def check_positive(name: str, value: float) -> float:
     return float(value)
 
 
-def check_share(name: str, value: float) -> float:
-    """Return ``value`` if it is a share in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(
-            f"Expected `{name}` to be a share in [0, 1], but got {name}={value!r}. "
-            "Use a value such as 0.5."
-        )
-    return float(value)
-
-
 def cut_by_shares(order: Positions, shares: Array) -> Parts:
     """Cut positions into consecutive pieces whose sizes follow ``shares``.
 

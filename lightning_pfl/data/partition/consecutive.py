@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from lightning_pfl.core.checks import is_number, is_whole
 from lightning_pfl.data.partition.base import (
     Array,
     Partition,
@@ -56,16 +57,16 @@ class ConsecutiveClasses(Partition):
         log_std: float = 1.0,
         smallest: int = 100,
     ) -> None:
-        if isinstance(classes_per_client, bool) or not isinstance(classes_per_client, int):
+        if not is_whole(classes_per_client, 0):
             raise ValueError(
                 f"Expected `classes_per_client` to be a positive int, but got {classes_per_client=}"
                 ". Use 3 as in the paper."
             )
-        if not np.isfinite(log_mean):
+        if not is_number(log_mean) or not np.isfinite(log_mean):
             raise ValueError(
                 f"Expected `log_mean` to be a finite number, but got {log_mean=}. Use 4."
             )
-        if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 0:
+        if not is_whole(smallest, 0):
             raise ValueError(
                 f"Expected `smallest` to be a non-negative int, but got {smallest=}. Use 0 for "
                 "log-normal sizes."

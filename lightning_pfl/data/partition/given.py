@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.partition.base import Array, Partition, Parts, check_min_size, cut_by_shares
 from lightning_pfl.data.partition.draw import class_counts
 from lightning_pfl.data.partition.labels import cut_classes
@@ -26,6 +27,7 @@ class Natural(Partition):
     """
 
     def __init__(self, column: str | None = None, min_size: int = 1) -> None:
+        check_types(Natural.__init__, locals())
         self.column = column
         self.min_size = check_min_size(min_size)
 

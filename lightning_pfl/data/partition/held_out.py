@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.partition.base import (
     Array,
     Partition,
@@ -57,6 +58,7 @@ class HeldOutClasses(Partition):
     def __init__(
         self, classes: Sequence[int], new_clients: int, base: Partition | None = None
     ) -> None:
+        check_types(HeldOutClasses.__init__, {"classes": classes})
         if not classes or len(set(classes)) < len(classes):
             raise ValueError(
                 f"Expected `classes` to be different labels, but got {classes=}. Give the classes "

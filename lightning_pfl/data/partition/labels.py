@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import Generator
 
+from lightning_pfl.core.argument_types import check_types
+from lightning_pfl.core.checks import check_share
 from lightning_pfl.data.partition.base import (
     Array,
     Partition,
@@ -18,7 +20,6 @@ from lightning_pfl.data.partition.base import (
     check_clients,
     check_min_size,
     check_positive,
-    check_share,
     cut_by_shares,
     top_up,
 )
@@ -182,6 +183,7 @@ class LabelSkew(Partition):
     """
 
     def __init__(self, label: int = 0, share: float = 0.85, skewed_fraction: float = 0.5) -> None:
+        check_types(LabelSkew.__init__, {"label": label})
         self.label = label
         self.share = check_share("share", share)
         self.skewed_fraction = check_share("skewed_fraction", skewed_fraction)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.random import Generator
 
+from lightning_pfl.core.checks import check_share
 from lightning_pfl.data.partition.base import (
     Array,
     Partition,
@@ -16,7 +17,6 @@ from lightning_pfl.data.partition.base import (
     check_clients,
     check_min_size,
     check_positive,
-    check_share,
     cut_by_shares,
     top_up,
 )

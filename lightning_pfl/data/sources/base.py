@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.argument_types import check_types
+
 # A tuple of tensors (features, labels, ...), each with one row per sample.
 Fields = tuple[Tensor, ...]
 Labels = npt.NDArray[Any]
@@ -80,6 +82,7 @@ class NormalizeImages:
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        check_types(NormalizeImages.__init__, locals())
         self.mean, self.std = tuple(mean), tuple(std)
 
     def __call__(self, batch: Fields) -> Fields:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import Fields, NormalizeImages, Source, SourceData, load_error
 
 Channels = tuple[float, float, float]
@@ -28,6 +29,7 @@ class CropAndFlip:
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], padding: int = 4) -> None:
+        check_types(CropAndFlip.__init__, locals())
         self.padding = padding
         self.black = tuple(-m / s for m, s in zip(mean, std, strict=True))
 
@@ -75,6 +77,7 @@ class _CIFAR(Source):
     std: Channels
 
     def __init__(self, data_dir: str = "data", augment: bool = True) -> None:
+        check_types(_CIFAR.__init__, locals())
         self.data_dir = data_dir
         self.augment = augment
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import Source, SourceData
 from lightning_pfl.data.sources.synthetic import DType
 
@@ -115,11 +116,7 @@ class EllipseClusters(Source):
         seed: int = 0,
         dtype: DType = "float32",
     ) -> None:
-        if setting not in SETTINGS:
-            raise ValueError(
-                f"Expected `setting` to be one of {', '.join(SETTINGS)}, but got "
-                f"setting={setting!r}. Use 'overlap'."
-            )
+        check_types(EllipseClusters.__init__, locals())
         if not 2 <= samples <= 2 * pool or clients_per_cluster < 1 or test_samples < 1:
             raise ValueError(
                 "Expected clients with 2 to 2 * pool samples, and test samples, but got "

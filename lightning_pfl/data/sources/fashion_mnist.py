@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import NormalizeImages, Source, SourceData, load_error
 
 SYSTEM_DIR = Path("/usr/share/datasets/fashion-mnist")
@@ -39,6 +40,7 @@ class FashionMNIST(Source):
     """
 
     def __init__(self, data_dir: str = "data") -> None:
+        check_types(FashionMNIST.__init__, locals())
         self.data_dir = Path(data_dir)
 
     def prepare(self) -> None:

@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 import torch
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import Fields, Labels, Source, SourceData
 
 Scenario = Literal["iid", "feature", "quantity", "label"]
-SCENARIOS: tuple[Scenario, ...] = ("iid", "feature", "quantity", "label")
 # Purposes of the independent random streams of one seed.
 ROTATION, SAMPLES, MAP, SPLIT = range(4)
 
@@ -103,6 +103,7 @@ class FedMAPSynthetic(Source):
         standardize: bool = True,
         seed: int = 0,
     ) -> None:
+        check_types(FedMAPSynthetic.__init__, locals())
         self.scenario, self.num_clients = scenario, num_clients
         self.samples, self.small_samples = samples, small_samples
         self.majority_share = majority_share
@@ -201,11 +202,6 @@ class FedMAPSynthetic(Source):
         return np.random.default_rng((self.seed, purpose, client))
 
     def _check(self) -> None:
-        if self.scenario not in SCENARIOS:
-            raise ValueError(
-                f"Expected `scenario` to be one of {SCENARIOS}, but got "
-                f"scenario={self.scenario!r}. Use one of them."
-            )
         least = {"num_clients": 1, "samples": 2, "small_samples": 2, "intrinsic_dim": 1}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import NormalizeImages, Source, SourceData, load_error
 from lightning_pfl.data.sources.leaf import leaf_files, read_leaf
 from lightning_pfl.data.sources.table import HuggingFaceTable
@@ -59,6 +60,7 @@ class FEMNIST(Source):
         characters: str = CHARACTERS,
         max_per_class: int | None = None,
     ) -> None:
+        check_types(FEMNIST.__init__, locals())
         unknown = sorted(set(characters) - set(CHARACTERS))
         if not characters or unknown or len(set(characters)) < len(characters):
             raise ValueError(

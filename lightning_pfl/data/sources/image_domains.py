@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import Fields, NormalizeImages, Source, SourceData, load_error
 from lightning_pfl.data.sources.resized_crop import RandomResizedCrop
 
@@ -81,6 +82,7 @@ class ImageDomains(Source):
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
     ) -> None:
+        check_types(ImageDomains.__init__, locals())
         if not 1 <= crop_size <= image_size:
             raise ValueError(
                 f"Expected `crop_size` to be in 1..{image_size}, the side of the images, but got "

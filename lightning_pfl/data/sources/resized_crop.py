@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import Fields
 
 TRIES = 10
@@ -41,6 +42,7 @@ class RandomResizedCrop:
         scale: tuple[float, float] = (0.08, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3),
     ) -> None:
+        check_types(RandomResizedCrop.__init__, locals())
         if size < 1:
             raise ValueError(
                 f"Expected `size` to be at least 1, but got {size=}. Use 224 for AlexNet."

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import Fields, Labels, Source, SourceData, load_error
 from lightning_pfl.data.sources.leaf import leaf_files, read_leaf
 
@@ -81,6 +82,7 @@ class Sent140(Source):
         tokens: int = 25,
         lowercase: bool = False,
     ) -> None:
+        check_types(Sent140.__init__, locals())
         if tokens < 1:
             raise ValueError(
                 f"Expected `tokens` to be at least 1, but got {tokens=}. Use 25 as in the paper."

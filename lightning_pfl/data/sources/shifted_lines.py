@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import Labels, Source, SourceData
 from lightning_pfl.data.sources.synthetic import DType
 
@@ -57,6 +58,7 @@ class ShiftedLines(Source):
         seed: int = 0,
         dtype: DType = "float32",
     ) -> None:
+        check_types(ShiftedLines.__init__, locals())
         if not samples or min(samples) < 1 or test_samples < 1:
             raise ValueError(
                 "Expected `samples` and `test_samples` to be at least 1 for every client, but got "

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import Fields, FreshSource, Labels, Source, SourceData
 
 DType = Literal["float32", "float64"]
@@ -44,11 +45,15 @@ class QuadraticClients(Source):
         seed: int = 0,
         dtype: DType = "float32",
     ) -> None:
+        check_types(QuadraticClients.__init__, locals())
         self.curvatures = np.asarray(curvatures, dtype=np.float64)
-        self.centers = np.asarray(centers, dtype=np.float64).reshape(len(centers), -1)
+        self.centers = np.asarray(centers, dtype=np.float64)
+        if len(centers):
+            self.centers = self.centers.reshape(len(centers), -1)
         clients = len(self.curvatures)
-        given = [samples] * clients if isinstance(samples, int) else list(samples)
-        self.samples = np.asarray(given, dtype=np.int64)
+        self.samples = np.asarray(samples, dtype=np.int64)
+        if self.samples.ndim == 0:  # one number for all
+            self.samples = np.full(clients, self.samples)
         self.spread, self.seed, self.dtype = spread, seed, dtype
         lengths = {clients, len(self.centers), len(self.samples)}
         if len(lengths) != 1 or clients == 0:
@@ -67,7 +72,7 @@ class QuadraticClients(Source):
                 f"Expected `samples` to be at least 1 for every client, but got {samples=}. "
                 "Build a FederatedTensorDataset for clients without samples."
             )
-        if spread < 0:
+        if not spread >= 0:
             raise ValueError(
                 f"Expected `spread` to be non-negative, but got {spread=}. Use 0 for equal samples."
             )
@@ -142,6 +147,7 @@ class LinearRepresentation(FreshSource):
         new_clients: int = 0,
         new_samples: int | None = None,
     ) -> None:
+        check_types(LinearRepresentation.__init__, locals())
         sizes = {"num_clients": num_clients, "dim": dim, "rank": rank, "samples": samples}
         sizes |= {} if new_samples is None else {"new_samples": new_samples}
         for name, value in sizes.items():
@@ -154,7 +160,7 @@ class LinearRepresentation(FreshSource):
             raise ValueError(
                 f"Expected `rank` to be at most dim={dim}, but got {rank=}. Lower the rank."
             )
-        if noise_variance < 0 or test_samples < 1:
+        if not noise_variance >= 0 or test_samples < 1:
             raise ValueError(
                 "Expected `noise_variance` to be non-negative and `test_samples` positive, but "
                 f"got {noise_variance=}, {test_samples=}. Use 1e-3 and 100."

@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import Labels, NormalizeImages, Source, SourceData
 
 # Loading scripts of `datasets` by file ending.
@@ -70,6 +71,7 @@ class HuggingFaceTable(Source):
         cache_dir: str | None = None,
         classes: Sequence[str] | None = None,
     ) -> None:
+        check_types(HuggingFaceTable.__init__, locals())
         self.path, self.name, self.cache_dir = path, name, cache_dir
         self.features = [features] if isinstance(features, str) else list(features)
         self.label, self.client = label, client

@@ -25,7 +25,7 @@ def check_starts(initial: Starts, count: int, each: str) -> None:
     """
     if initial is None:
         return
-    if not isinstance(initial, (list, tuple)):
+    if not isinstance(initial, (list, tuple)) or not all(isinstance(i, Mapping) for i in initial):
         raise ValueError(
             f"Expected `initial` to be a list of state_dicts or None, but got {initial=}. Give "
             f"[module.state_dict(), ...], {each}."

@@ -113,7 +113,7 @@ def test_the_anchors_of_the_overlapping_clusters() -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"Expected `setting` to be one of overlap, .*='far'"):
+    with pytest.raises(ValueError, match=r"Expected `setting` to be .overlap., .*='far'"):
         EllipseClusters("far")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Expected clients with 2 to 2 \* pool samples, .*=1,"):
         EllipseClusters(samples=1)

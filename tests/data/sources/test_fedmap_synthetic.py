@@ -140,7 +140,7 @@ def test_the_data_module_keeps_the_split_and_names_the_clients() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"scenario": "labels"}, r"`scenario` to be one of .* got scenario='labels'"),
+        ({"scenario": "labels"}, r"`scenario` to be 'iid', .* got scenario='labels'"),
         ({"num_clients": 0}, r"`num_clients` to be at least 1, but got num_clients=0"),
         ({"samples": 1}, r"`samples` to be at least 2, but got samples=1"),
         ({"small_samples": 0}, r"`small_samples` to be at least 2, but got small_samples=0"),
