@@ -275,6 +275,11 @@ class FederatedLoaders:
         self.names, self.named = _as_names(names, len(self.loaders)), names is not None
         if num_samples is None:
             num_samples = torch.tensor([count_samples(loader) for loader in self.loaders])
+        if not isinstance(num_samples, Tensor) or num_samples.shape != (len(self.loaders),):
+            raise TypeError(
+                f"Expected `num_samples` to be a tensor ({len(self.loaders)},), but got "
+                f"{num_samples=}. Leave it out to have the samples counted."
+            )
         self.num_samples = num_samples.long()
 
     @classmethod
