@@ -63,12 +63,8 @@ class TensorFile(Source):
         return SourceData(fields, labels)
 
 
-def run_adapt(words: Sequence[str]) -> None:
-    """Fit a model for a client that never took part, print how good it is, and write it.
-
-    Args:
-        words: The command line after ``lightning-pfl adapt``.
-    """
+def adapt_parser() -> ArgumentParser:
+    """Make the parser of ``lightning-pfl adapt``."""
     parser = ArgumentParser(
         "lightning-pfl adapt",
         allow_abbrev=False,
@@ -112,6 +108,16 @@ def run_adapt(words: Sequence[str]) -> None:
     add("--batch_size", type=int, help="(default: the recipe's)")
     add("--classes", help="text labels, with commas, in the order of the model's outputs")
     add("--seed", type=int, default=0, help="of the held-out share (default: 0)")
+    return parser
+
+
+def run_adapt(words: Sequence[str]) -> None:
+    """Fit a model for a client that never took part, print how good it is, and write it.
+
+    Args:
+        words: The command line after ``lightning-pfl adapt``.
+    """
+    parser = adapt_parser()
     given = parser.parse_args(words)
     try:
         if not 0 <= given.test_fraction < 1:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from pydoc import locate
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -40,12 +41,8 @@ TITLES = {
 }
 
 
-def run_catalogue(words: Sequence[str]) -> None:
-    """Run ``methods list|show`` or ``recipes list|show|copy``.
-
-    Args:
-        words: The command line after ``lightning-pfl``.
-    """
+def catalogue_parser() -> tuple[ArgumentParser, Any]:
+    """Make the parser of ``lightning-pfl methods`` and ``recipes``, and that of its first words."""
     parser = ArgumentParser("lightning-pfl", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     of_methods = commands.add_parser("methods", help="the methods, and what each is")
@@ -61,6 +58,16 @@ def run_catalogue(words: Sequence[str]) -> None:
     copy = actions.add_parser("copy", help="copy one recipe, to change and run it")
     copy.add_argument("name", metavar="NAME", help="a name of the list, such as fedrep_digits")
     copy.add_argument("to", metavar="TO", nargs="?", default=".", help="a folder, or a new file")
+    return parser, commands
+
+
+def run_catalogue(words: Sequence[str]) -> None:
+    """Run ``methods list|show`` or ``recipes list|show|copy``.
+
+    Args:
+        words: The command line after ``lightning-pfl``.
+    """
+    parser, _ = catalogue_parser()
     given = parser.parse_args(words)
     try:
         if given.command == "methods":

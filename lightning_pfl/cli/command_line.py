@@ -5,10 +5,11 @@ A recipe names classes and their arguments, as in Python.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -21,6 +22,7 @@ from lightning_pfl import __version__
 from lightning_pfl.cli.adapt import run_adapt
 from lightning_pfl.cli.catalogue import COMMANDS, run_catalogue
 from lightning_pfl.cli.compare import run_compare
+from lightning_pfl.cli.completion import run_completion
 from lightning_pfl.cli.parser import Parser, in_a_line
 from lightning_pfl.cli.partition import run_partition
 from lightning_pfl.cli.results import print_results
@@ -31,14 +33,8 @@ from lightning_pfl.methods.base import Method
 OTHER_COMMANDS = (
     "Also: `methods list`, `methods show NAME`, `recipes list|show NAME|copy NAME [TO]`, "
     "`compare RUN...`, `sweep --config RECIPE`, `partition --config RECIPE`, "
-    "`adapt --ckpt FILE --data FILE`."
+    "`adapt --ckpt FILE --data FILE`, `completion bash|zsh|tcsh`."
 )
-OTHER = {
-    "compare": run_compare,
-    "sweep": run_sweep,
-    "partition": run_partition,
-    "adapt": run_adapt,
-}
 
 
 class PFLCLI(LightningCLI):
@@ -90,7 +86,7 @@ class PFLCLI(LightningCLI):
         Programs that start runs have their own command lines.
         """
         if args is None or isinstance(args, list):
-            self.config = parser.parse_args(args)
+            self.config = parser.parse_args(with_data_class(sys.argv[1:] if args is None else args))
         else:
             self.config = parser.parse_object(args)
 
@@ -165,6 +161,46 @@ class PFLCLI(LightningCLI):
         outputs = dict(zip(loop.load().names, loop.predictions, strict=True))
         torch.save(outputs, folder / "predictions.pt")
         print(f"Predictions of {len(outputs)} clients: {folder / 'predictions.pt'}")
+
+
+def with_data_class(words: list[str]) -> list[str]:
+    """Name the usual data module before ``--data.source.help X``, which needs one.
+
+    Example:
+        >>> with_data_class(["fit", "--data.source.help", "Digits"])
+        ['fit', '--data', 'FederatedDataModule', '--data.source.help', 'Digits']
+    """
+    for place, word in enumerate(words):
+        if word.partition("=")[0] == "--data":
+            break
+        if re.match(r"--data\.[\w.]+\.help\b", word):
+            return [*words[:place], "--data", "FederatedDataModule", *words[place:]]
+    return words
+
+
+class Completion(PFLCLI):
+    """Print a shell's script of completion, which needs all options, in place of a run.
+
+    Args:
+        args: The command line after ``lightning-pfl completion``.
+    """
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Print the script and end the program."""
+        options = {
+            name: own.get_defaults().keys() for name, own in self._subcommand_parsers.items()
+        }
+        run_completion(cast("list[str]", args), options)
+        sys.exit()
+
+
+OTHER = {
+    "compare": run_compare,
+    "sweep": run_sweep,
+    "partition": run_partition,
+    "adapt": run_adapt,
+    "completion": Completion,
+}
 
 
 def main(args: ArgsType = None) -> None:

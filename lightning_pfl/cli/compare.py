@@ -22,12 +22,8 @@ LEFT_TO_FILES = ("worst client", "sd over clients", "seconds", "rounds")
 """Columns for which a terminal is too narrow."""
 
 
-def run_compare(words: Sequence[str]) -> None:
-    """Compare runs, print the tables and write the files that were asked for.
-
-    Args:
-        words: The command line after ``lightning-pfl compare``.
-    """
+def compare_parser() -> ArgumentParser:
+    """Make the parser of ``lightning-pfl compare``."""
     parser = ArgumentParser(
         "lightning-pfl compare",
         allow_abbrev=False,
@@ -53,6 +49,16 @@ def run_compare(words: Sequence[str]) -> None:
         ("clients", "each client's values, as csv"),
     ):
         add(f"--{name}", type=Path, metavar="FILE", help=f"write {what}")
+    return parser
+
+
+def run_compare(words: Sequence[str]) -> None:
+    """Compare runs, print the tables and write the files that were asked for.
+
+    Args:
+        words: The command line after ``lightning-pfl compare``.
+    """
+    parser = compare_parser()
     given = parser.parse_args(words)
     try:
         comparison = compare(

@@ -41,6 +41,7 @@ OPTION = re.compile(
     r"[Uu]nrecognized arguments: --([\w.]+)|"
     r"does not accept (?:option|nested key) '([\w.]+)'"
 )
+HELP = re.compile(r'Parser key "(\w+)"(?s:.*)unrecognized arguments: --([\w.]+)\.help=([\w.]+)')
 OWN_WORDS = re.compile(r"Expected .+ but got .+")
 #: LaTeX commands that aren't their own text, unlike ``\lambda``.
 SYMBOLS = {
@@ -168,6 +169,12 @@ def explain(message: str, keys: Iterable[str]) -> str:
         "unrecognized arguments: --trainer.max_epoch 3\nDid you mean 'trainer.max_epochs'?"
     """
     near: str | None = None
+    if found := HELP.search(message):
+        key, argument, name = found.groups()
+        return (
+            f"Expected a class before the help of its arguments, but got --{key}.{argument}.help "
+            f"alone. Name it first: --{key} CLASS --{key}.{argument}.help {name}"
+        )
     if found := CLASS.search(message):
         name = found[1].rsplit(".", 1)[-1]
         named = [a or b for a, b in KEY.findall(message[: found.start()])]

@@ -22,12 +22,8 @@ MOST_CLIENTS = 100
 """Largest number of clients with a row each."""
 
 
-def run_partition(words: Sequence[str]) -> None:
-    """Print how many samples of each class every client has, and draw it if asked to.
-
-    Args:
-        words: The command line after ``lightning-pfl partition``.
-    """
+def partition_parser() -> ArgumentParser:
+    """Make the parser of ``lightning-pfl partition``."""
     parser = ArgumentParser(
         "lightning-pfl partition",
         allow_abbrev=False,
@@ -38,6 +34,16 @@ def run_partition(words: Sequence[str]) -> None:
     add("--config", action="append", required=True, type=Path, metavar="FILE", help="as for fit")
     add("--split", choices=["train", "val", "test"], default="train", help="(default: train)")
     add("--picture", type=Path, metavar="FILE", help="write a picture, such as partition.png")
+    return parser
+
+
+def run_partition(words: Sequence[str]) -> None:
+    """Print how many samples of each class every client has, and draw it if asked to.
+
+    Args:
+        words: The command line after ``lightning-pfl partition``.
+    """
+    parser = partition_parser()
     given, rest = parser.parse_known_args(words)
     try:
         module = make_data(given.config, rest)

@@ -87,12 +87,8 @@ class Trial:
         (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def run_sweep(words: Sequence[str]) -> None:
-    """Run what is missing of a sweep, compare its runs, and print the best settings.
-
-    Args:
-        words: The command line after ``lightning-pfl sweep``.
-    """
+def sweep_parser() -> ArgumentParser:
+    """Make the parser of ``lightning-pfl sweep``."""
     parser = ArgumentParser(
         "lightning-pfl sweep",
         allow_abbrev=False,
@@ -109,6 +105,16 @@ def run_sweep(words: Sequence[str]) -> None:
     add("--folder", type=Path, help="where the runs log (default: logs/sweep/NAME of the recipe)")
     add("--metric", help="the validation value to choose by (default: the first)")
     add("--dry_run", action="store_true", help="print the runs and start none")
+    return parser
+
+
+def run_sweep(words: Sequence[str]) -> None:
+    """Run what is missing of a sweep, compare its runs, and print the best settings.
+
+    Args:
+        words: The command line after ``lightning-pfl sweep``.
+    """
+    parser = sweep_parser()
     given, rest = parser.parse_known_args(words)
     try:
         options = read_options(rest)

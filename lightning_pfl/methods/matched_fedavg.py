@@ -41,7 +41,7 @@ class MatchedFedAvg(Method):
     State:
         server: ``model``. Clients have none.
 
-    Deviation from the papers: the width is the server's throughout. In FedMA it grows, and layers
+    Deviation from the paper: the width is the server's throughout. In FedMA it grows, and layers
     are matched and frozen in turn; the sweep is that of Git Re-Basin.
 
     Example:

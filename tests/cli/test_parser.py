@@ -188,3 +188,23 @@ def test_other_errors_stay_as_they_are() -> None:
     )
     assert in_a_line(TypeError("unsupported operand")) is None
     assert nearest("qqq", ["model"]) is None
+
+
+@pytest.mark.parametrize("words", [["--data.source.help", "Digits"], ["--data.source.help=Digits"]])
+def test_help_of_a_part_of_the_data_needs_no_data_module(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", *words])
+    assert ended.value.code == 0
+    assert "Help for --source.help=lightning_pfl.data.Digits" in capsys.readouterr().out
+
+
+def test_help_of_a_part_of_an_unnamed_method_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--method.prior.help", "GaussianPrior"])
+    assert ended.value.code == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert "Name it first: --method CLASS --method.prior.help GaussianPrior" in text
