@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -194,7 +194,7 @@ class Completion(PFLCLI):
         sys.exit()
 
 
-OTHER = {
+OTHER: dict[str, Callable[[list[str]], object]] = {
     "compare": run_compare,
     "sweep": run_sweep,
     "partition": run_partition,
