@@ -92,12 +92,13 @@ def hidden_layers(module: nn.Module) -> list[HiddenLayer]:
         if isinstance(layer, WIDE) and getattr(layer, "groups", 1) == 1:
             wide.append((name, layer.weight.shape))
             rows[name] = own
-        elif isinstance(layer, NORMS) and wide:
+        elif isinstance(layer, NORMS) and wide and layer.num_features == wide[-1][1][0]:
             rows[wide[-1][0]] += own
         elif own:
             raise ValueError(
-                "Expected a chain of fully connected and convolutional layers and BatchNorm behind "
-                f"them, whose units are matched, but got {name} of type {type(layer).__name__}. "
+                "Expected a chain of fully connected and convolutional layers, and BatchNorm of "
+                "their units behind them, which are matched, but got "
+                f"{name} of type {type(layer).__name__}. "
                 "Use another network."
             )
     found = []

@@ -65,6 +65,10 @@ def test_each_client_has_an_order_of_its_own() -> None:
         (nn.Sequential(nn.Linear(4, 3), LowRank(nn.Linear(3, 2), 1)), "but got 1 of type LowRank"),
         (nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2)), "1 of type LayerNorm"),
         (nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), "but got 0 of type BatchNorm1d"),
+        (
+            nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.BatchNorm1d(8), nn.Linear(8, 2)),
+            "but got 2 of type BatchNorm1d",
+        ),
         (nn.Sequential(nn.Conv1d(2, 2, 1, groups=2), nn.Linear(2, 2)), "but got 0 of type Conv1d"),
         (nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 2)), "got 4 inputs and 3 units"),
         (nn.Sequential(nn.Linear(4, 3)), "a network with a hidden layer, but got Sequential"),
