@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKE
 # Written after a complete installation, so that an interrupted one is repeated.
 STAMP := $(VENV)/.lightning-pfl-installed
 
-PICTURES := $(foreach name,ClientHistogram PartitionPicture,--trainer.callbacks+=lightning_pfl.inspect.$(name))
+PICTURES := $(foreach name,ClientHistogram ClientHeatMap PartitionPicture,--trainer.callbacks+=lightning_pfl.inspect.$(name))
 DIGITS := recipes/fedrep_digits.yaml recipes/fedavg_digits.yaml recipes/local_digits.yaml
 
 .DEFAULT_GOAL := help

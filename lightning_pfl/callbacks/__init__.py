@@ -6,7 +6,9 @@ from lightning_pfl.callbacks.nearest_neighbours import NearestNeighbours
 from lightning_pfl.callbacks.new_clients.callback import NewClientAdaptation
 from lightning_pfl.inspect import (
     ClientGraph,
+    ClientHeatMap,
     ClientHistogram,
+    ClientMap,
     ClusterMonitor,
     DriftMonitor,
     PairwiseDistance,
@@ -21,7 +23,9 @@ __all__ = [
     "NearestNeighbours",
     "NewClientAdaptation",
     "ClientGraph",
+    "ClientHeatMap",
     "ClientHistogram",
+    "ClientMap",
     "ClusterMonitor",
     "DriftMonitor",
     "PairwiseDistance",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.contract.records import ClientResults
-from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.federation.evaluate import direction
 from lightning_pfl.inspect.board import (
     boards,
     check_every,
@@ -24,6 +21,7 @@ from lightning_pfl.inspect.board import (
     takes_pictures,
     whole_numbers,
 )
+from lightning_pfl.inspect.evaluated import check_metrics, client_values, evaluated
 from lightning_pfl.metrics.summary import summarize
 
 if TYPE_CHECKING:
@@ -61,13 +59,7 @@ class ClientHistogram(FederatedCallback):
 
     def __init__(self, metrics: Sequence[str] = ("val_acc",), every_n_rounds: int = 10) -> None:
         check_every(every_n_rounds)
-        if isinstance(metrics, str) or not metrics:
-            raise ValueError(
-                "Expected `metrics` to be a list of names of evaluated values, but got "
-                f"metrics={metrics!r}. Use ['val_acc'], for example."
-            )
-        check_types(ClientHistogram.__init__, {"metrics": metrics})
-        self.metrics, self.every_n_rounds = tuple(metrics), every_n_rounds
+        self.metrics, self.every_n_rounds = check_metrics(metrics), every_n_rounds
         self.rounds: dict[str, dict[int, list[float]]] = {}
         self._drawn = -1
 
@@ -94,11 +86,11 @@ class ClientHistogram(FederatedCallback):
         results = require_federation(trainer, self).client_results.get("val")
         if results is None or not takes_pictures(trainer):
             return
-        for name in self._evaluated(results):
+        for name in evaluated(self.metrics, results):
             history = self.rounds.get(name, {})
             last = max(history, default=0)
             if self._drawn < last:
-                values, counts, better = _values(results, name)
+                values, counts, better = client_values(results, name)
                 figure = draw_sorted(values, counts, name, last, better, results.names)
                 show(trainer, f"clients/{name}/sorted", figure, last)
             if len(history) > 1:
@@ -119,8 +111,8 @@ class ClientHistogram(FederatedCallback):
 
     def _draw(self, trainer: L.Trainer, results: ClientResults, bars: bool) -> None:
         round = max(results.round, 0)
-        for name in self._evaluated(results):
-            values, counts, better = _values(results, name)
+        for name in evaluated(self.metrics, results):
+            values, counts, better = client_values(results, name)
             seen = values[counts > 0]
             finite = seen[seen.isfinite()]
             for board in boards(trainer) if len(finite) else ():
@@ -132,29 +124,6 @@ class ClientHistogram(FederatedCallback):
                 self._drawn = round
                 figure = draw_sorted(values, counts, name, round, better, results.names)
                 show(trainer, f"clients/{name}/sorted", figure, round)
-
-    def _evaluated(self, results: ClientResults) -> list[str]:
-        known = [*results.columns()]
-        if results.split == "test":
-            names = [re.sub(r"(^|/)val(?=[_/])", r"\1test", name) for name in self.metrics]
-            return [name for name in names if name in known]
-        if missing := [name for name in self.metrics if name not in known]:
-            raise ValueError(
-                f"Expected `metrics` to name validated values, but got {missing[0]!r} and the "
-                f"validation logged {known}. Use some of these."
-            )
-        return list(self.metrics)
-
-
-def _values(results: ClientResults, name: str) -> tuple[Tensor, Tensor, bool]:
-    """Find a metric's values (float64), sample counts, and whether larger is better."""
-    found, key = next(
-        (found, key)
-        for prefix, found in results.evaluations.items()
-        for key in found.values
-        if f"{prefix}{key}" == name
-    )
-    return found.values[key].cpu().double(), found.counts, direction(key, found)
 
 
 def draw_sorted(

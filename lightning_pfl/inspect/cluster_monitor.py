@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 COLORS = 20
 """Clusters that the best colours are enough for; more get colours of their own from a scale."""
 GOLDEN = (5**0.5 - 1) / 2
-"""Number of clusters with distinct colours."""
+"""Step on that scale, in parts of it: consecutive clusters lie far apart."""
 
 
 class ClusterMonitor(RoundValues):
@@ -198,7 +198,7 @@ def draw_clusters(
     )
     figure, axes = new_figure(8.0, 5.0)
     axes.imshow(
-        _colors(matrix[order].numpy()),
+        colours_of(matrix[order].numpy()),
         aspect="auto",
         interpolation="nearest",
         # Half a cell on each side centres cells on round and client.
@@ -215,7 +215,7 @@ def draw_clusters(
     return figure
 
 
-def _colors(matrix: np.ndarray) -> np.ndarray:
+def colours_of(matrix: np.ndarray) -> np.ndarray:
     """Map entries to colours, ``(..., 3)``; light grey for -1."""
     from matplotlib import colormaps
 

@@ -6,25 +6,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import lightning as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl.contract.callback import require_federation
-from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.core.parameters import ParameterSpec
-from lightning_pfl.core.tree import Model, floats, select
-from lightning_pfl.federation.evaluate import personal_models
-from lightning_pfl.federation.federation import Federation
-from lightning_pfl.inspect.board import (
-    PictureCallback,
-    check_every,
-    check_max_clients,
-    first_of,
-    new_figure,
-    show,
-    takes_pictures,
-    whole_numbers,
-)
+from lightning_pfl.core.tree import Model
+from lightning_pfl.inspect.board import first_of, new_figure, whole_numbers
+from lightning_pfl.inspect.models_picture import ModelsPicture, flat, found_clusters
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +20,7 @@ NAMED = 40
 """Largest number of clients that are labelled where they are sorted by cluster."""
 
 
-class PairwiseDistance(PictureCallback):
+class PairwiseDistance(ModelsPicture):
     r"""Draws the distances :math:`\lVert \theta_j - \theta_k \rVert_2` between the clients' models.
 
     A matrix of clients, under ``distance`` in TensorBoard, in every ``every_n_rounds`` th round and
@@ -57,65 +44,13 @@ class PairwiseDistance(PictureCallback):
         'head'
     """
 
-    reads_clients: ClassVar[bool] = True
+    picture: ClassVar[str] = "distance"
 
-    def __init__(
-        self, part: ParameterSpec = "personal", every_n_rounds: int = 10, max_clients: int = 256
-    ) -> None:
-        check_types(PairwiseDistance.__init__, locals())
-        check_every(every_n_rounds)
-        check_max_clients(max_clients, 256)
-        self.part, self.every_n_rounds, self.max_clients = part, every_n_rounds, max_clients
-        self._drawn = -1
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Require entries to compare."""
+    def draw(self, trainer: L.Trainer, models: Model, clients: Tensor, round: int) -> Figure:
+        """Draw the matrix."""
         federation = require_federation(trainer, self)
-        if len(federation.architectures) > 1:
-            names = ", ".join(repr(architecture.name) for architecture in federation.architectures)
-            raise MisconfigurationException(
-                "Expected one architecture for PairwiseDistance, but got ClientModules with "
-                f"{names}. Remove PairwiseDistance, or use it in a fit of one architecture's "
-                "clients."
-            )
-        self._names(federation)
-        self._drawn = -1
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw if the round is due."""
-        if (trainer.current_epoch + 1) % self.every_n_rounds == 0:
-            self._draw(trainer)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the last round unless it was drawn."""
-        self._draw(trainer)
-
-    def _draw(self, trainer: L.Trainer) -> None:
-        federation = require_federation(trainer, self)
-        round = federation.rounds - 1
-        if round == self._drawn or not takes_pictures(trainer):
-            return
-        self._drawn = round
-        clients = torch.arange(min(federation.num_clients, self.max_clients))
-        with torch.no_grad():
-            models = personal_models(federation, clients)
-        matrix = distances(select(models, self._names(federation)))
-        figure = draw_matrix(
-            matrix, round, _clusters(federation, len(clients)), federation.num_clients
-        )
-        show(trainer, "distance", figure, round)
-
-    def _names(self, federation: Federation) -> frozenset[str]:
-        if self.part != "personal":
-            return federation.parameter_split.match(self.part, "part")
-        personalized_entries = federation.method.personalized_entries(federation.parameter_split)
-        if not personalized_entries:
-            raise MisconfigurationException(
-                "Expected a method with personal models for PairwiseDistance, but "
-                f"{type(federation.method).__name__} shares all entries. Remove "
-                "PairwiseDistance."
-            )
-        return personalized_entries
+        clusters = found_clusters(federation, len(clients))
+        return draw_matrix(distances(models), round, clusters, federation.num_clients)
 
 
 def distances(models: Model) -> Tensor:
@@ -124,15 +59,9 @@ def distances(models: Model) -> Tensor:
     Args:
         models: Models to compare, ``(clients, ...)``; integer entries are ignored.
     """
-    flat = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in floats(models).values()], 1)
+    rows = flat(models)
     # The faster formula by inner products loses half of the digits between close clients.
-    return torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist").cpu()
-
-
-def _clusters(federation: Federation, count: int) -> Tensor | None:
-    """Return the first clients' clusters, if the method forms some."""
-    found = federation.method.clusters(federation.server)
-    return None if found is None else found[:count].cpu()
+    return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def draw_matrix(

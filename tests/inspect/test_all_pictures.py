@@ -168,7 +168,7 @@ def test_the_matrix_is_that_of_the_heads(tmp_path: Path, monkeypatch: pytest.Mon
     def keep(trainer: Any, name: str, figure: Any, round: int) -> None:
         drawn[round] = np.asarray(figure.axes[0].images[0].get_array())
 
-    monkeypatch.setattr("lightning_pfl.inspect.pairwise_distance.show", keep)
+    monkeypatch.setattr("lightning_pfl.inspect.models_picture.show", keep)
     pairs = PairwiseDistance(every_n_rounds=2, max_clients=4)
     run = board_run(tmp_path, FedRep(head_epochs=1), pairs, max_epochs=3, participation=3)
     run.fit(network(), classes()[0])

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from sklearn.metrics import adjusted_rand_score
 
 from lightning_pfl.inspect import ClusterMonitor
-from lightning_pfl.inspect.cluster_monitor import _colors, draw_clusters, recoloured
+from lightning_pfl.inspect.cluster_monitor import colours_of, draw_clusters, recoloured
 from lightning_pfl.inspect.known_clusters import resolve_known_clusters
 from lightning_pfl.methods import (
     CFL,
@@ -180,6 +180,6 @@ def test_other_methods_are_refused() -> None:
 
 
 def test_many_clusters_have_a_colour_each() -> None:
-    colours = _colors(np.arange(82))
+    colours = colours_of(np.arange(82))
     assert len(np.unique(colours.round(4), axis=0)) == 82
-    assert _colors(np.array([-1])).tolist() == [[0.9, 0.9, 0.9]]
+    assert colours_of(np.array([-1])).tolist() == [[0.9, 0.9, 0.9]]
