@@ -7,13 +7,17 @@ program to start.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_pfl.deploy.nodes import Presence, Reply
+from lightning_pfl.deploy.packet import PacketError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,10 +26,14 @@ if TYPE_CHECKING:
 
 APP = Path(__file__).parent / "app"
 """The app that a run of Flower needs: a name without code."""
+OBJECTS = 16
+"""Number of Flower's objects around the arrays of an answer, at most."""
 TRIES = 5
 """Number of times that a SuperLink is asked that runs and doesn't answer, a second apart."""
 
 Found = TypeVar("Found")
+
+log = logging.getLogger(__name__)
 
 
 class Tasks:
@@ -264,16 +272,54 @@ class FlowerLine:
 
         return self._ask(push)
 
-    def replies(self, questions: Sequence[str]) -> Sequence[Reply]:
-        """Pull the answers that have come."""
-        return [_read_reply(m) for m in self._ask(lambda grid: grid.pull_messages(questions))]
+    def replies(self, questions: Sequence[str], limit: int) -> Sequence[Reply]:
+        """Pull the answers that have come, each for itself: one that can't be read is one."""
+        from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as CHUNK
+
+        def pull(grid: Any, question: str) -> list[Reply]:
+            from httpx import HTTPError
+
+            grid.most_objects = OBJECTS + limit // CHUNK
+            try:
+                # An answer says what it answers, too, which isn't believed.
+                return [_read_reply(question, found) for found in grid.pull_messages([question])]
+            except HTTPError:
+                raise
+            except Exception as error:  # of whatever a node has sent
+                log.warning("An answer can't be read: %r.", error)
+                return [Reply(question, b"")]
+
+        return [
+            reply for question in questions for reply in self._ask(partial(pull, question=question))
+        ]
 
 
-def _read_reply(message: Message) -> Reply:
-    question = message.metadata.reply_to_message_id
+def _read_reply(question: str, message: Message) -> Reply:
     if message.has_error():
         return Reply(question, error=message.error.reason or f"error {message.error.code}")
     return Reply(question, read(message))
+
+
+def bounded(pull: Callable[[Any], Any], grid: Any) -> Callable[[Any], Any]:
+    """Refuse answers of too many objects before these are pulled; a SuperLink bounds each of them.
+
+    Args:
+        pull: Pulls answers without their objects.
+        grid: Flower's network; ``most_objects`` is the bound.
+
+    Returns:
+        A function like ``pull``, which raises PacketError for such an answer.
+    """
+    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+
+    def pull_bounded(request: Any) -> Any:
+        response, most = pull(request), grid.most_objects
+        for tree in response.message_object_trees:
+            if len([*islice(iterate_object_tree(tree), most + 1)]) > most:
+                raise PacketError(f"answer has more than {most} objects")
+        return response
+
+    return pull_bounded
 
 
 def open_grid(stack: ExitStack, tasks: Tasks, run: int) -> Any:
@@ -293,7 +339,8 @@ def open_grid(stack: ExitStack, tasks: Tasks, run: int) -> Any:
         time.sleep(0.1)
     grid: Any = HttpGrid(tasks.address, tasks.certificate is None, tasks.certificate, token=task[1])
     grid._retry_invoker = None  # it would wait for a SuperLink that this process must start again
-    client = grid._runtime_client
+    client: Any = grid._runtime_client
+    client.PullMessages = bounded(client.PullMessages, grid)
     stack.callback(grid.close)
     found = client.PullTaskInput(PullTaskInputRequest())
     TaskIdentity.task_id, TaskIdentity.run_id = found.task_id, found.run.run_id

@@ -38,6 +38,6 @@ class LoopLine:
         self._replies[question] = Reply(question, answer)
         return question
 
-    def replies(self, questions: Sequence[str]) -> Sequence[Reply]:
+    def replies(self, questions: Sequence[str], limit: int) -> Sequence[Reply]:
         """Take the answers."""
         return [self._replies.pop(q) for q in list(questions) if q in self._replies]

@@ -62,8 +62,13 @@ class Line(Protocol):
     def send(self, node: int, kind: str, data: bytes) -> str:
         """Send a question, a packet of some kind; returns its number."""
 
-    def replies(self, questions: Sequence[str]) -> Sequence[Reply]:
-        """Take the answers that have come to some questions, each once."""
+    def replies(self, questions: Sequence[str], limit: int) -> Sequence[Reply]:
+        """Take the answers that have come to some questions, each once.
+
+        Args:
+            questions: Their numbers.
+            limit: Bytes of an answer at most; of a larger one the network may bring nothing.
+        """
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,7 @@ class Nodes:
             del self._greeted[node]
             question = self.line.send(node, "join", self.join().to_bytes())
             self._joining[question] = (presence, clients)
-        for reply in self.line.replies([*self._joining]) if self._joining else ():
+        for reply in self.line.replies([*self._joining], HEADER) if self._joining else ():
             presence, clients = self._joining.pop(reply.question)
             if self._since.get(presence.node) == presence.since:
                 self._greet(presence, clients, reply)
@@ -261,7 +266,8 @@ class Nodes:
                 at = [k for k in free if self.home[clients[k]] == node]
                 data = question(torch.tensor(at)).to_bytes()
                 asked[self.line.send(node, kind, data)] = _Asked(at, node, self._since[node])
-            for reply in self.line.replies([*asked]) if asked else ():
+            most = max((limit(len(each.at)) for each in asked.values()), default=0)
+            for reply in self.line.replies([*asked], most) if asked else ():
                 done = asked.pop(reply.question)
                 if reply.data is None:  # the node is gone: ask again when it is back
                     names = ", ".join(clients[k] for k in done.at)

@@ -2,7 +2,8 @@
 
 Flower serves nodes, the command line and the server's own programs at one address, without asking
 the latter two who they are: whoever reaches it could register a key of his own, or start a program
-on the server and on every node. Here orders need a secret, and messages the key of a node.
+on the server and on every node. Here orders need a secret, and messages the key of a node. Flower
+also reads a request before it asks who sent it, up to 2 GiB; here that is :data:`LARGEST`.
 
 This file is run by its path, so that the package isn't imported: ``python superlink.py SECRET
 ARGUMENTS``, with a file that holds the secret and the arguments of ``flower-superlink``.
@@ -17,6 +18,31 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+LARGEST = 2**25
+"""Bytes of a request at most; what is larger travels in parts of 5 MiB."""
+
+
+class Bounded:
+    """Refuses requests that are too large, or that don't say how large they are, unread.
+
+    Args:
+        app: The ASGI application that gets the others.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request."""
+        from starlette.responses import PlainTextResponse
+
+        app = self.app
+        if scope["type"] == "http" and scope["method"] == "POST":
+            length = dict(scope["headers"]).get(b"content-length", b"")
+            if not length.isdigit() or int(length) > LARGEST:
+                app = PlainTextResponse(f"more than {LARGEST} bytes", 413)
+        await app(scope, receive, send)
+
 
 def main(secret: Path, arguments: Sequence[str]) -> None:
     """Run a SuperLink.
@@ -27,6 +53,7 @@ def main(secret: Path, arguments: Sequence[str]) -> None:
     """
     from flwr.common.constant import ACCESS_TOKEN_KEY
     from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+    from starlette.middleware import Middleware
 
     known = secret.read_bytes()
 
@@ -42,6 +69,8 @@ def main(secret: Path, arguments: Sequence[str]) -> None:
 
     flower: Any = import_module("flwr.superlink.cli.flower_superlink")
     flower.load_control_authn_plugin = Starter
+    link: Any = import_module("flwr.superlink.main")
+    link.extensions.get_middleware = lambda: [Middleware(Bounded)]
     # The same secret for tasks, which are no orders in Flower's words.
     sys.argv = ["flower-superlink", "--superexec-auth-secret-file", str(secret), *arguments]
     flower.flower_superlink()

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from lightning_pfl.deploy.flower import FlowerLine, answer_with
+from lightning_pfl.deploy.flower import FlowerLine, answer_with, bounded
 from lightning_pfl.deploy.node import Node
+from lightning_pfl.deploy.nodes import Reply
+from lightning_pfl.deploy.packet import PacketError
 from lightning_pfl.deploy.server import serve
 from tests.deploy.setting import differences, make_nodes, recipe_of, simulate
 
@@ -63,6 +65,37 @@ def test_two_rounds_in_flowers_messages_equal_the_simulation(tmp_path: Path) -> 
     ours, theirs = simulated.strategy.federation, trainer.strategy.federation
     assert differences(ours, theirs, nodes) == []
     assert all(node.finished for node in nodes.values())
+
+
+def test_an_answer_that_cannot_be_read_is_one_and_tells_no_other_number() -> None:
+    class Odd(Grid):
+        def pull_messages(self, numbers: Iterable[str]) -> list[Any]:
+            (number,) = numbers
+            if number == "1":
+                raise KeyError("Evil")  # Flower's, of an object of another type
+            metadata = SimpleNamespace(reply_to_message_id="7")
+            error = SimpleNamespace(reason="gone", code=0)
+            odd = SimpleNamespace(metadata=metadata, has_error=lambda: True, error=error)
+            return [odd] if number == "2" else []
+
+    line = FlowerLine(lambda: Odd({}), lambda: [])
+    found = line.replies(["0", "1", "2"], 100)
+    assert found == [Reply("1", b""), Reply("2", None, "gone")]
+
+
+@pytest.mark.parametrize(("parts", "fits"), [(17, True), (18, False)])
+def test_an_answer_of_too_many_objects_is_not_pulled(parts: int, fits: bool) -> None:
+    from flwr.proto.message_pb2 import ObjectTree
+    from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+
+    tree = ObjectTree(object_id="x", children=[ObjectTree(object_id=str(k)) for k in range(parts)])
+    response = PullAppMessagesResponse(message_object_trees=[tree])
+    pull = bounded(lambda request: response, SimpleNamespace(most_objects=18))
+    if fits:
+        assert pull(None) is response
+    else:
+        with pytest.raises(PacketError, match="more than 18 objects"):
+            pull(None)
 
 
 @pytest.mark.usefixtures("a_task")

@@ -49,7 +49,7 @@ class Script:
         )
         return number
 
-    def replies(self, questions: Sequence[str]) -> Sequence[Reply]:
+    def replies(self, questions: Sequence[str], limit: int) -> Sequence[Reply]:
         come = [q for q in questions if q in self.waiting and self.asked[int(q)][1] != self.slow]
         return [self.waiting.pop(q) for q in come]
 

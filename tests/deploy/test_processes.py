@@ -7,12 +7,13 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import stat
 import subprocess
 import sys
 import time
 from contextlib import closing
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,13 @@ def test_a_round_equals_the_simulation_and_orders_need_the_secret(tmp_path: Path
         with pytest.raises((HTTPException, ConnectionError)):  # TLS ends what is plain text
             plain.getresponse()
         address, keys = f"127.0.0.1:{deployed.port}", deployed.folder / "server" / "keys"
+        trusted = ssl.create_default_context(cafile=str(keys / "ca.crt"))
+        sealed = HTTPSConnection("127.0.0.1", deployed.port, timeout=60, context=trusted)
+        sealed.putrequest("POST", "/v1/fleet/push-object")
+        sealed.putheader("Content-Length", str(2**31 - 1))  # Flower would read it
+        sealed.endheaders()
+        assert sealed.getresponse().status == 413
+        sealed.close()
         guess = b"0" * 64  # a secret of another process
         with closing(Orders(address, guess, keys / "ca.crt")) as orders:
             for order in (lambda: orders.register("0", keys / "1.pub"), orders.start_run):
