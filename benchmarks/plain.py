@@ -34,6 +34,7 @@ class PlainLoop:
         model: The initial parameters and buffers.
         method: A key of :data:`METHODS`.
         seed: The run's seed.
+        device: Where models and samples lie.
 
     Attributes:
         server: The server's parameters and buffers, in the order of ``names``.
@@ -47,13 +48,16 @@ class PlainLoop:
         model: dict[str, Tensor],
         method: str,
         seed: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.workload, self.train, self.test = workload, train, test
-        self.seed, self.number = seed, 0
-        self.module, self.second = workload.make(), workload.make()
+        self.workload, self.train = workload, train
+        self.seed, self.number, self.device = seed, 0, torch.device(device)
+        self.fields, self.positions = self._placed(train)
+        self.test_fields, self.test_positions = self._placed(test)
+        self.module, self.second = workload.make().to(device), workload.make().to(device)
         self.module.load_state_dict(model)
         self.names = list(model)
-        self.server = [leaf.clone() for leaf in model.values()]
+        self.server = [leaf.clone().to(device) for leaf in model.values()]
         self.leaves, self.others = _leaves(self.module), _leaves(self.second)
         self.trained = [name in dict(self.module.named_parameters()) for name in self.names]
         self.personal: dict[int, Weights] = {}
@@ -163,7 +167,7 @@ class PlainLoop:
     def _measured(self, client: int) -> Tensor:
         """Compute the mean loss of a client's training samples."""
         self.module.eval()
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for inputs, labels in self._epoch(client, 1):
                 loss = F.cross_entropy(self.module(inputs), labels, reduction="sum")
@@ -254,8 +258,8 @@ class PlainLoop:
         return self._accuracy(client)
 
     def _accuracy(self, client: int) -> Tensor:
-        positions = self.test.indices[client]
-        inputs, labels = (field[positions] for field in self.test.fields)
+        positions = self.test_positions[client]
+        inputs, labels = (field[positions] for field in self.test_fields)
         output: Tensor = self.module(inputs)
         F.cross_entropy(output, labels)
         hits: Tensor = output.argmax(1) == labels
@@ -275,6 +279,11 @@ class PlainLoop:
         return [own if personal else shared for own, shared, personal in pairs]
 
     # --- parts ---
+
+    def _placed(self, data: FederatedTensorDataset) -> tuple[list[Tensor], list[Tensor]]:
+        """Put all samples, and the positions of each client's, on the device once."""
+        fields = [field.to(self.device) for field in data.fields]
+        return fields, [positions.to(self.device) for positions in data.indices]
 
     def _parameters(self, leaves: Weights) -> Weights:
         return [leaf for leaf, trained in zip(leaves, self.trained, strict=True) if trained]
@@ -315,17 +324,17 @@ class PlainLoop:
         torch._foreach_copy_(_data(leaves), values)
 
     def _all(self, client: int) -> tuple[Tensor, Tensor]:
-        at = self.train.indices[client]
-        return self.train.fields[0][at], self.train.fields[1][at]
+        at = self.positions[client]
+        return self.fields[0][at], self.fields[1][at]
 
     def _order(self, client: int, epoch: int) -> Iterator[Tensor]:
         key = order_key(self.seed, "local", self.number, client, epoch)
-        order = permutation(int(self.train.num_samples[client]), key)
+        order = permutation(int(self.train.num_samples[client]), key).to(self.device)
         yield from torch.split(order, self.workload.batch_size)
 
     def _epoch(self, client: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        positions = self.train.indices[client]
-        inputs, labels = self.train.fields
+        positions = self.positions[client]
+        inputs, labels = self.fields
         for rows in self._order(client, epoch):
             at = positions[rows]
             yield inputs[at], labels[at]
@@ -356,7 +365,7 @@ def _step(optimizer: torch.optim.Optimizer, output: Tensor, labels: Tensor) -> N
 def _mean(uploads: list[Weights], weights: list[float]) -> Weights:
     """Average float leaves by weight; take the maximum of others."""
     share = torch.tensor(weights, dtype=torch.float64)
-    share = (share / share.sum()).float()
+    share = (share / share.sum()).float().to(uploads[0][0].device)
     return [
         torch.tensordot(share, torch.stack(leaves), 1)
         if leaves[0].is_floating_point()

@@ -2,6 +2,7 @@
 
     python -m benchmarks.table                          every cell of the page
     python -m benchmarks.table --workloads w2 --methods FedAvg --engines auto sequential
+    bash benchmarks/gpu.sh                              on a GPU, with the tests that need one
 
 In every cell the rounds of both sides alternate in one process, and a ratio above 1 means that the
 package is faster: the quotient of the medians of CPU seconds (and of wall-clock seconds) per round
@@ -56,7 +57,7 @@ class Cell:
         first: Wall-clock seconds of its first round.
         choice: The engine that ran, with its reason.
         apart: Distance of the two models relative to the way from the initial one.
-        memory: Largest resident memory of the process so far, in MiB.
+        memory: Largest resident memory of the process so far, in MiB; on a GPU, of its memory.
     """
 
     workload: str
@@ -73,10 +74,11 @@ class Cell:
 
 
 class InTurns(FederatedCallback):
-    """Times each round with its evaluation, then a round of the plain loop."""
+    """Times each round with its evaluation, then a round of the plain loop, ``loop``."""
 
-    def __init__(self, loop: Callable[[], Any]) -> None:
-        self.loop = loop
+    loop: Callable[[], Any]
+
+    def __init__(self) -> None:
         self.ours: list[tuple[float, float]] = []
         self.theirs: list[tuple[float, float]] = []
 
@@ -93,6 +95,8 @@ class InTurns(FederatedCallback):
 
 
 def _now() -> tuple[float, float]:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # what was launched belongs to the side that launched it
     return time.process_time(), time.perf_counter()
 
 
@@ -102,7 +106,13 @@ def _since(start: tuple[float, float]) -> tuple[float, float]:
 
 
 def measure(
-    name: str, method: str, engine: Any, rounds: int, threads: int, **settings: Any
+    name: str,
+    method: str,
+    engine: Any,
+    rounds: int,
+    threads: int,
+    accelerator: Any = "cpu",
+    **settings: Any,
 ) -> Cell:
     """Measure one cell.
 
@@ -112,6 +122,7 @@ def measure(
         engine: The strategy's ``engine``.
         rounds: Rounds that count.
         threads: Threads within an operation.
+        accelerator: The Trainer's; the plain loop runs on the same device.
         settings: Further settings of the strategy.
 
     Raises:
@@ -124,15 +135,14 @@ def measure(
     L.seed_everything(0, verbose=False)
     module = workload.make()
     initial = {key: leaf.clone() for key, leaf in module.state_dict().items()}
-    with torch.enable_grad():
-        loop = PlainLoop(workload, train, test, initial, method)
-    clock = InTurns(torch.enable_grad()(loop.run_round))
     strategy = FederatedStrategy(
         make_method(method, workload), workload.cohort, engine=engine, seed=0, **settings
     )
+    clock = InTurns()
     try:
         trainer = L.Trainer(
-            accelerator="cpu",
+            accelerator=accelerator,
+            devices=1,
             max_epochs=WARM_UP + rounds,
             strategy=strategy,
             callbacks=[clock],
@@ -142,6 +152,10 @@ def measure(
             enable_model_summary=False,
             num_sanity_val_steps=0,
         )
+        device = trainer.strategy.root_device
+        with torch.enable_grad():
+            loop = PlainLoop(workload, train, test, initial, method, device=device)
+        clock.loop = torch.enable_grad()(loop.run_round)
         trainer.fit(module, train_dataloaders=train, val_dataloaders=test)
     finally:
         torch.set_num_threads(before)
@@ -160,8 +174,14 @@ def measure(
         clock.ours[0][1],
         federation.engine.choices["training_step"],
         apart,
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        _memory(),
     )
+
+
+def _memory() -> int:
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() // 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 def _apart(loop: PlainLoop, initial: dict[str, torch.Tensor], model: dict[str, Any]) -> float:
@@ -169,8 +189,8 @@ def _apart(loop: PlainLoop, initial: dict[str, torch.Tensor], model: dict[str, A
     apart = way = 0.0
     for key, theirs in zip(loop.names, loop.server, strict=True):
         if key in model and theirs.is_floating_point():
-            apart += float((theirs - model[key]).square().sum())
-            way += float((theirs - initial[key]).square().sum())
+            apart += float((theirs.cpu() - model[key].cpu()).square().sum())
+            way += float((theirs.cpu() - initial[key]).square().sum())
     return math.sqrt(apart / way)
 
 
@@ -183,11 +203,13 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--chunk-size", type=int, default=None)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args(None if arguments is None else list(arguments))
     for quiet in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(quiet).setLevel(logging.ERROR)
-    print(f"torch {torch.__version__}, lightning {L.__version__}, {platform.machine()}, ", end="")
+    machine = platform.machine() if options.accelerator == "cpu" else torch.cuda.get_device_name()
+    print(f"torch {torch.__version__}, lightning {L.__version__}, {machine}, ", end="")
     print(f"{options.rounds} rounds after {WARM_UP}; the loop's time over ours")
     print(
         f"{'workload':12}{'method':16}{'engine':12}{'threads':>7}{'CPU':>7}{'wall':>7}"
@@ -200,16 +222,16 @@ def main(arguments: Iterable[str] | None = None) -> None:
                 for engine in options.engines:
                     cell = measure(
                         name, method, engine, options.rounds, threads,
-                        chunk_size=options.chunk_size,
+                        options.accelerator, chunk_size=options.chunk_size,
                     )  # fmt: skip
                     cells.append(cell)
+                    if options.json is not None:  # after each: what was measured isn't lost
+                        options.json.write_text(json.dumps([asdict(c) for c in cells], indent=1))
                     print(
                         f"{name:12}{method:16}{engine:12}{threads:7}{cell.cpu:7.2f}{cell.wall:7.2f}"
                         f"{cell.seconds:9.3f}{cell.first:7.2f}{cell.memory:6}  {cell.choice[:60]}",
                         flush=True,
                     )
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1))
 
 
 if __name__ == "__main__":

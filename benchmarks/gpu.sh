@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Measures and tests everything that needs a GPU, in under ten minutes on one card, and writes one JSON file.
+#   bash benchmarks/gpu.sh [FILE]     FILE is build/gpu.json by default; PYTHON names the interpreter
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+FILE=${1:-build/gpu.json}
+"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+    echo "Expected a GPU that torch can use, but torch.cuda.is_available() is False. Run it on a machine with one." >&2
+    exit 1
+}
+mkdir -p "$(dirname "$FILE")"
+PARTS=$(mktemp -d)
+trap 'rm -rf "$PARTS"' EXIT
+
+timeout 240 "$PYTHON" -m pytest -m gpu -q --junitxml "$PARTS/tests.xml"
+TESTS=$?
+timeout 330 "$PYTHON" -m benchmarks.table --accelerator gpu --workloads w1 w3 w4 --methods FedAvg FedRep --json "$PARTS/cells.json"
+CELLS=$?
+"$PYTHON" - "$PARTS" "$FILE" "$TESTS" "$CELLS" <<'PYTHON_END'
+import json, sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import lightning, torch
+
+parts, file, tests, cells = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:])
+report, table = parts / "tests.xml", parts / "cells.json"
+suite = next(ElementTree.parse(report).iter("testsuite")).attrib if report.is_file() else {}
+file.write_text(json.dumps({
+    "device": torch.cuda.get_device_name(),
+    "torch": torch.__version__,
+    "lightning": lightning.__version__,
+    "tests": {"status": tests, **{key: suite[key] for key in ("tests", "failures", "errors", "skipped", "time") if key in suite}},
+    "cells": {"status": cells, "measured": json.loads(table.read_text()) if table.is_file() else []},
+}, indent=1) + "\n")
+print(f"written: {file}")
+PYTHON_END
+exit $((TESTS || CELLS))
