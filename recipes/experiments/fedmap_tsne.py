@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from lightning_pfl.data import FedMAPSynthetic
-from lightning_pfl.data.sources.fedmap_synthetic import SCENARIOS, Scenario
+from lightning_pfl.data.sources.fedmap_synthetic import Scenario
+from recipes.experiments.fedmap_synthetic import SCENARIOS
 from recipes.experiments.setting import parser
 from recipes.plan import Plan
 
