@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from lightning_pfl.data import FedMAPSynthetic
 from lightning_pfl.data.sources.fedmap_synthetic import Scenario
-from recipes.experiments.fedmap_synthetic import SCENARIOS
 from recipes.experiments.setting import parser
 from recipes.plan import Plan
 
@@ -100,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     samples = 8 if options.small else SAMPLES
     draw(
-        {scenario: embed(scenario, samples, options.seed) for scenario in SCENARIOS},
+        {scenario: embed(scenario, samples, options.seed) for scenario in get_args(Scenario)},
         options.figures / "fedmap_tsne.png",
     )
     Plan("fedmap_tsne").write_section(TEXT.format(samples=samples), options.readme)
