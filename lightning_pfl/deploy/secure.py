@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_pfl.core.randomness import seeded
 from lightning_pfl.core.tree import Tree
-from lightning_pfl.deploy.packet import PacketError
+from lightning_pfl.deploy.packet import UNREADABLE, PacketError
 
 LEVELS = 2**22
 """Levels of an entry: it is rounded to one of them within the clipping range."""
@@ -77,9 +77,9 @@ def from_bytes(data: NDArray[Any]) -> Record:
     found = RecordDict()
     try:
         found.ParseFromString(data.tobytes())
-    except DecodeError as error:
+        return recorddict_from_proto(found)
+    except (DecodeError, AttributeError, *UNREADABLE) as error:
         raise PacketError("record can't be read") from error
-    return recorddict_from_proto(found)
 
 
 class Masks:

@@ -177,6 +177,23 @@ def test_a_masked_model_must_have_its_form() -> None:
         check_masked(record, 16)
 
 
+def test_what_is_no_record_is_refused() -> None:
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    array = ArrayRecord({"a": Array("uint8", (3,), "packet", b"abc")})
+    good = to_bytes(RecordDict({"c": ConfigRecord({"n": 1, "l": [1.5]}), "a": array}))
+    assert from_bytes(good).config_records["c"]["n"] == 1
+    draw, refused = np.random.default_rng(0), 0
+    for _ in range(3000):
+        data = good.copy()
+        data[draw.integers(len(data), size=3)] = draw.integers(256, size=3)
+        try:
+            from_bytes(data)
+        except PacketError:
+            refused += 1
+    assert refused > 1000
+
+
 def test_a_model_beyond_the_clipping_range_is_named(caplog: pytest.LogCaptureFixture) -> None:
     found = models()
     found[2][0] = 5

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
 import pickle
 import re
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +21,9 @@ import pytest
 
 from lightning_pfl.core.tree import leaves
 from lightning_pfl.deploy.loop import LoopLine
-from lightning_pfl.deploy.nodes import Reply
-from lightning_pfl.deploy.packet import MAGIC, Packet
+from lightning_pfl.deploy.nodes import Nodes, Reply
+from lightning_pfl.deploy.packet import MAGIC, UNREADABLE, Packet
+from lightning_pfl.deploy.remote import RemoteCohort, ServerFederation
 from lightning_pfl.deploy.states import NONE
 from tests.deploy.setting import deploy, make_nodes, recipe_of
 
@@ -230,3 +235,59 @@ def test_the_pickle_would_have_been_noticed() -> None:
     pickle.loads(pickle.dumps(Evil()))
     assert PWNED.exists()
     PWNED.unlink()
+
+
+ODD: list[Any] = [
+    None, True, -1, 0, 10**400, 1e308, float("nan"), float("-inf"), "", "\ud800", "x" * 10**5,
+    [], [[]], [None], [True], [10**400], ["\ud800"], {}, {"": {}}, {"\ud800": []},
+    json.loads("[" * 500 + "]" * 500),
+]  # fmt: skip
+"""Values of every kind, for the place of any other."""
+
+
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Walk over the places of plain values."""
+    yield path
+    if isinstance(value, (dict, list)):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from paths_of(value[key], (*path, key))
+
+
+def changed(meta: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """Copy plain values with another one in a place."""
+    found = copy.deepcopy(meta)
+    place: Any = found
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return found
+
+
+def test_no_value_in_any_place_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: Counter[str] = Counter()
+
+    def trying(owner: Any, name: str, at: int, wrap: Callable[[Any, Packet], Any]) -> None:
+        """Let a reader read an answer with every odd value in every place, before the true one."""
+        read = getattr(owner, name)
+
+        def reader(*given: Any) -> Any:
+            packet = given[at] if isinstance(given[at], Packet) else given[at].packet
+            for path in [*paths_of(packet.meta)][1:] if not tried[name] else ():
+                for value in ODD:
+                    lie = Packet(packet.kind, changed(packet.meta, path, value), packet.arrays)
+                    tried[name] += 1
+                    with contextlib.suppress(*UNREADABLE):
+                        read(*given[:at], wrap(given[at], lie), *given[at + 1 :])
+            return read(*given)
+
+        monkeypatch.setattr(owner, name, reader)
+
+    trying(RemoteCohort, "_read", 1, lambda answer, lie: replace(answer, packet=lie))
+    trying(ServerFederation, "_read_evaluation", 1, lambda answer, lie: replace(answer, packet=lie))
+    trying(Nodes, "_read_hello", 1, lambda packet, lie: lie)
+    recipe = recipe_of("FedAvg", 1, 1.0, 2)
+    deploy(recipe, tmp_path, LoopLine(make_nodes(recipe, tmp_path, [["0"], ["1"]])))
+    assert len(tried) == 3
+    assert min(tried.values()) > 10 * len(ODD)
