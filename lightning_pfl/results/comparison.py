@@ -475,6 +475,7 @@ class Comparison:
         name = group.prefix + self.metric
         # Models are tuned at the end: the curve is that of the untuned ones.
         curve = name if all(len(run.series(name)) > 1 for run in group.runs) else self.metric
+        ends = [self.values(group, value) for value in (name, f"{name}/worst_decile")]
         return Line(
             index,
             group.label,
@@ -486,6 +487,7 @@ class Comparison:
             ],
             seconds=[run.scalars.seconds for run in group.runs],
             clients=self.client_values[index],
+            end=(float(np.mean(ends[0])), float(np.mean(ends[1]))) if all(ends) else None,
         )
 
     def __str__(self) -> str:
@@ -515,9 +517,16 @@ def _spread(mean: float, deviation: float) -> str:
 
 
 def _number(value: float, mean: float) -> str:
-    """Write a number with three digits after the point, fewer for large means, more for small."""
+    """Write a number with as many digits after the point as its mean deserves.
+
+    Two that count for small means, three after the point for others, fewer for large ones.
+
+    Example:
+        >>> _number(0.00033, 0.0217), _number(0.0217, 0.0217), _number(12.345, 12.3)
+        ('0.000', '0.022', '12.35')
+    """
     if 0 < abs(mean) < 0.1:
-        return f"{value:.2g}"
+        return f"{value:.{1 - math.floor(math.log10(abs(mean)))}f}"
     return f"{value:.{1 if abs(mean) >= 100 else 2 if abs(mean) >= 10 else 3}f}"
 
 

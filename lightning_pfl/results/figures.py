@@ -35,6 +35,7 @@ class Line:
         metric, worst: Value of each run by round: of the mean client, and of the worst decile.
         megabytes, seconds: What each run had sent, and how long it had taken, by round.
         clients: Each client's value.
+        end: The mean client's value and the worst decile's, as the table has them; None without.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Line:
     megabytes: Sequence[Mapping[int, float]] = ()
     seconds: Sequence[Mapping[int, float]] = ()
     clients: Mapping[str, float] = field(default_factory=dict)
+    end: tuple[float, float] | None = None
 
     @property
     def colour(self) -> str:
@@ -158,9 +160,8 @@ def draw_fairness(lines: Sequence[Line], metric: str) -> Figure:
     """Draw a dot for each group: its worst decile against its mean; the best at the top right."""
     figure, axes = _new(f"{metric}, mean over clients", "worst decile")
     for line in lines:
-        both = [average(curves)[1][-10:] for curves in (line.metric, line.worst)]
-        if all(len(values) for values in both):
-            mean, worst = (float(values.mean()) for values in both)
+        if line.end is not None:
+            mean, worst = line.end
             axes.scatter(
                 [mean],
                 [worst],

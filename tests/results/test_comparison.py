@@ -18,6 +18,7 @@ from lightning_pfl import FederatedStrategy
 from lightning_pfl.cli.command_line import main
 from lightning_pfl.methods import FedAvg, LocalOnly
 from lightning_pfl.results import Comparison, compare
+from lightning_pfl.results.figures import Line, draw_fairness
 from lightning_pfl.results.paired import pair
 from lightning_pfl.results.runs import WINDOW
 from lightning_pfl.results.scalars import read_scalars
@@ -342,3 +343,19 @@ def test_runs_in_python_are_compared_by_the_settings_that_their_loggers_got(tmp_
     gain = comparison.differences.set_index("method").loc["LocalOnly"]
     loss = comparison.table.set_index("method")["val_loss"]
     assert gain["difference"] == pytest.approx(loss["FedAvg"] - loss["LocalOnly"], rel=1e-5)
+
+
+def test_fairness_is_that_of_the_fine_tuned_models(tmp_path: Path) -> None:
+    """The curve of a row "+ FT" is that of the models before; its dot is what the table says."""
+    folder = write_run(tmp_path / "a", "FedAvg", [[0.25, 0.5, 0.75], [0.5, 0.5, 0.5]])
+    head, *rows = (folder / "metrics.csv").read_text().splitlines()
+    rows = [f"{row},," for row in rows[:-1]] + [f"{rows[-1]},0.875,0.625"]
+    head += ",ft/val_acc,ft/val_acc/worst_decile"
+    (folder / "metrics.csv").write_text("\n".join([head, *rows]) + "\n")
+    comparison = compare(tmp_path)
+    assert comparison.table["method"].tolist() == ["FedAvg + FT"]
+    line = comparison._line(0)
+    assert line.end == (0.875, 0.625)
+    (dot,) = draw_fairness([line], "val_acc").axes[0].collections
+    assert np.asarray(dot.get_offsets()).tolist() == [[0.875, 0.625]]
+    assert draw_fairness([Line(0, "without")], "val_acc").axes[0].collections[:] == []
