@@ -132,9 +132,11 @@ def tensorboard(logs: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs)]
+    # From the folder above, as the page shows the path that it is given.
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", logs.name]
     command += ["--host", "127.0.0.1", "--port", str(port), "--load_fast", "false"]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = subprocess.DEVNULL
+    server = subprocess.Popen(command, cwd=logs.parent, stdout=quiet, stderr=quiet)
     address = f"http://127.0.0.1:{port}/"
     try:
         for _ in range(120):
