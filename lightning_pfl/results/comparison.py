@@ -189,7 +189,12 @@ class Comparison:
         """
         found = {}
         for data in dict.fromkeys(group.data_label for group in self.groups):
-            members = [i for i, group in enumerate(self.groups) if group.data_label == data]
+            members = [
+                index
+                for index, group in enumerate(self.groups)
+                # A model that ended in nan has clients' values of earlier rounds alone.
+                if group.data_label == data and math.isfinite(self.score(group))
+            ]
             for name in self.baselines:
                 base = next((i for i in members if self.groups[i].method == name), -1)
                 for index in members:
@@ -492,10 +497,11 @@ class Comparison:
 
     def __str__(self) -> str:
         """Return the tables and the notes as text."""
+        compared = self.shown_differences
         return "\n\n".join(
             [
                 self.shown.to_string(index=False),
-                self.shown_differences.to_string(index=False),
+                *([] if compared.empty else [compared.to_string(index=False)]),
                 *self.notes,
             ]
         )

@@ -7,6 +7,7 @@ import shutil
 import statistics
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -191,6 +192,10 @@ def test_a_broken_model_stays_in_the_table(tmp_path: Path) -> None:
     assert comparison.table["method"].tolist() == ["LocalOnly", "FedAvg"]
     assert np.isnan(comparison.table["val_acc"][1])
     assert any("ended in nan" in note for note in comparison.notes)
+    # It has no differences either: its clients' values are those of the rounds before.
+    assert comparison.differences.empty
+    comparison.to_html(tmp_path / "page.html")
+    str(comparison)
 
 
 def test_values_come_from_the_table_where_the_logger_keeps_them_elsewhere(tmp_path: Path) -> None:
@@ -313,11 +318,31 @@ def test_the_code_of_the_documentation_runs(logs: Path, monkeypatch: pytest.Monk
     shutil.copytree(logs, logs / "logs" / "demo")
     monkeypatch.chdir(logs)
     page = (Path(__file__).parents[2] / "docs" / "comparing.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code, *_) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Comparison] = {}
     exec(code, names)
     assert names["comparison"].runs["counts"].tolist() == [True] * 6
     assert Path("compare.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_search_of_the_documentation_finds_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("optuna", reason="optuna is an extra of its own")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "comparing.md").read_text()
+    (_, code) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert len(names["study"].trials) == 6
+    assert set(names["study"].best_params) == {"prox_weight", "lr"}
+    assert names["study"].best_value == max(
+        trial.value for trial in names["study"].trials if trial.value is not None
+    )
+    exec(code, names)  # it goes on from its file
+    assert len(names["study"].trials) == 12
 
 
 @pytest.mark.filterwarnings("ignore")
