@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pfl.callbacks.further_evaluation import FurtherEvaluation, When
 from lightning_pfl.contract.callback import require_federation
 from lightning_pfl.contract.records import Evaluation
-from lightning_pfl.core.checks import check_choice, check_number
+from lightning_pfl.core.checks import check_choice, check_number, check_used
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, expand, select, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
@@ -105,6 +105,8 @@ class HeadFineTuning(FurtherEvaluation):
             advice = "Use 'l2', or None to fine-tune without a penalty."
             check_choice("penalty", penalty, get_args(Penalty), advice)
         check_number("penalty_weight", penalty_weight, "Use 1, for example.", positive=True)
+        weight = {"penalty_weight": penalty_weight}
+        check_used(HeadFineTuning.__init__, weight, penalty is not None, "penalty='l2'")
         if not scope:
             raise ValueError(
                 f"Expected `scope` to name parameters, but got scope={scope!r}. "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import signature
 
 
 def is_number(value: object) -> bool:
@@ -111,6 +112,26 @@ def check_budget(
     for client, each in value.items():
         advice = "A client that shouldn't train has no training data."
         check_whole(f"{name}[{client!r}]", each, 1, advice)
+
+
+def check_used(
+    init: Callable[..., None], given: Mapping[str, object], applies: bool, condition: str
+) -> None:
+    """Raise ValueError for an argument other than its default that would have no effect.
+
+    Args:
+        init: The constructor.
+        given: Values by name.
+        applies: Whether they have an effect.
+        condition: What gives them one, for the error.
+    """
+    defaults = signature(init).parameters
+    for name, value in () if applies else given.items():
+        if value != defaults[name].default:
+            raise ValueError(
+                f"Expected `{name}` with {condition} only, as it has no effect otherwise, but got "
+                f"{name}={value!r}. Leave it out, or use {condition}."
+            )
 
 
 def share_of(fraction: float, count: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.core.checks import check_whole, is_number
+from lightning_pfl.core.checks import check_used, check_whole, is_number
 from lightning_pfl.core.errors import require_federated
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset, check_drop_last
@@ -193,7 +193,14 @@ class FederatedDataModule(L.LightningDataModule):
         self._check_new(len(parts))
         features, *rest = arrays.fields
         fields = (partition.change_features(features, parts, plan), *rest)
-        if arrays.test_fields is None or arrays.test_labels is None:
+        has_test = arrays.test_fields is not None and arrays.test_labels is not None
+        check_used(
+            FederatedDataModule.__init__,
+            {"cut": self.cut},
+            not has_test or self.val_fraction > 0,
+            "val_fraction above 0, or a source without a test set",
+        )
+        if not has_test:
             parts, test_parts = self._cut(parts, arrays, self._test_share(), "test")
             test = _Split(fields, arrays.labels, test_parts)
         else:

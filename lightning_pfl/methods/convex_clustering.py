@@ -165,7 +165,7 @@ class ConvexClustering(WatchedPull, Method):
         local_steps: PerClient | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
-        check_local_solver(local_solver)
+        check_local_solver(ConvexClustering.__init__, local_solver, local_epochs, local_steps)
         check_choice("scale", scale, get_args(Scale), "Use 'canonical'.")
         check_choice("step", step, get_args(Step), "Use 'full'.")
         check_number("fusion_weight", fusion_weight, "Use 0 to train every client alone.")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.core.checks import check_choice, check_whole, is_number
+from lightning_pfl.core.checks import check_choice, check_used, check_whole, is_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive, permutation
 from lightning_pfl.core.tree import Model, Tree, dot, select, sub, total_nbytes
@@ -130,6 +130,10 @@ class FedASA(Method):
                     f"{name}=0.5, for example."
                 )
         check_whole("every", every, 1, "Use 1 to select in each round.")
+        check_used(FedASA.__init__, {"share": share}, rule == "random", "rule='random'")
+        check_used(FedASA.__init__, {"threshold": threshold}, rule == "drift", "rule='drift'")
+        often = rule in ("drift", "random")
+        check_used(FedASA.__init__, {"every": every}, often, "rule='drift' or 'random'")
         self.cells = None if cells is None else list(cells)
         self.rule, self.shared = rule, shared
         self.share, self.threshold, self.every = share, threshold, every

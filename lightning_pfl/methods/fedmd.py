@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.contract.view import StepView
-from lightning_pfl.core.checks import check_budget, check_choice, check_number, check_whole
+from lightning_pfl.core.checks import (
+    check_budget,
+    check_choice,
+    check_number,
+    check_used,
+    check_whole,
+)
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.randomness import derive
@@ -127,6 +133,8 @@ class FedMD(Method):
         check_whole("clusters", clusters, 1, "Use 1 for FedMD.")
         check_choice("distance", distance, get_args(Distance), "Use 'l1' as in the authors' code.")
         check_number("temperature", temperature, "Use 1, for example.", positive=True)
+        used = distance == "kl"
+        check_used(FedMD.__init__, {"temperature": temperature}, used, "distance='kl'")
         check_number("digest_weight", digest_weight, "Use 1, for example.")
         if digest_lr is not None:
             check_number("digest_lr", digest_lr, "Use None for the module's.", positive=True)

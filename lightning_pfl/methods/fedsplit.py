@@ -87,7 +87,7 @@ class FedSplit(Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
         check_number("prox_step", prox_step, "Use 1, for example.", positive=True)
-        check_local_solver(local_solver)
+        check_local_solver(FedSplit.__init__, local_solver, local_epochs, local_steps)
         self.prox_step, self.local_solver = prox_step, local_solver
 
     def phases(self, round: int) -> tuple[Phase, ...]:

@@ -147,7 +147,7 @@ class GTVMin(WatchedPull, Method):
         check_choice("norm", norm, get_args(Norm), "Use 'l2'.")
         advice = "Use 1 as in the paper, or 10 for networks."
         check_number("step_ratio", step_ratio, advice, positive=True)
-        check_local_solver(local_solver)
+        check_local_solver(GTVMin.__init__, local_solver, local_epochs, local_steps)
         self.given_graph, self.regularization = graph, regularization
         self.norm: Norm = norm
         self.step_ratio = step_ratio

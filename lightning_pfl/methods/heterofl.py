@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.core.checks import check_choice
+from lightning_pfl.core.checks import check_choice, check_used
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.core.randomness import derive, permutation
@@ -125,6 +125,8 @@ class HeteroFL(Method):
                 f"narrow={narrow!r}. Use {{'half': ...}}; the module itself is the full network."
             )
         check_choice("rule", rule, get_args(Rule), "Use 'first' as in HeteroFL.")
+        only = {"classifier": classifier}
+        check_used(HeteroFL.__init__, only, masked_classes, "masked_classes=True")
         self.narrow, self.rule = dict(narrow), rule
         self.groups = groups if groups is None or isinstance(groups, str) else list(groups)
         self.masked_classes, self.classifier = masked_classes, classifier

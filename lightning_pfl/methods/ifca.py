@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo, FitPlan
-from lightning_pfl.core.checks import check_choice, check_whole
+from lightning_pfl.core.checks import check_choice, check_used, check_whole
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, double_sum, select, tmap, total_nbytes
 from lightning_pfl.methods.base import (
@@ -61,7 +61,7 @@ class IFCA(Method):
             noise of their root mean square, since equal models would stay equal. With restarts,
             the models of all sets in turn.
         restarts: Further sets of models that are tried, at least 0.
-        trial_rounds: Rounds that each set is tried for, at least 1; unused without restarts.
+        trial_rounds: Rounds that each set is tried for, at least 1; only with restarts.
         local_epochs: Passes over a client's data per round.
         local_steps: Optimizer steps per round instead. Exactly one of the two.
         weighting: ``"uniform"`` as in the paper, or ``"samples"``: of models inside each cluster,
@@ -124,6 +124,9 @@ class IFCA(Method):
         check_whole("num_clusters", num_clusters, 1, advice)
         check_whole("restarts", restarts, 0, "Use 0 for one start, or 4 for five.")
         check_whole("trial_rounds", trial_rounds, 1, "Use 5, for example.")
+        check_used(
+            IFCA.__init__, {"trial_rounds": trial_rounds}, restarts > 0, "restarts=1 or more"
+        )
         check_choice("averaging", averaging, get_args(Averaging), "Use 'models'.")
         if averaging == "gradients" and (local_epochs != 1 or local_steps is not None):
             raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
-from lightning_pfl.core.checks import check_choice, check_number, check_whole
+from lightning_pfl.core.checks import check_choice, check_number, check_used, check_whole
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree, weighted_mean
@@ -144,6 +144,9 @@ class LinearFedRep(Method):
             if rate is not None:
                 check_number(name, rate, "Use 0.1, or None for that of `configure_optimizers`.")
         check_number("ridge", ridge, "Use 0 for plain least squares.")
+        for name, value, solver in (("head_lr", head_lr, "gradient"), ("ridge", ridge, "exact")):
+            used = head_solver == solver
+            check_used(LinearFedRep.__init__, {name: value}, used, f"head_solver={solver!r}")
         self.initialization = initialization
         self.head_solver, self.head_steps = head_solver, head_steps
         self.body_lr, self.head_lr, self.ridge = body_lr, head_lr, ridge

@@ -91,7 +91,7 @@ class SquaredPenalty(WatchedPull, Method):
         local_steps: PerClient | None = None,
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting="uniform")
-        check_local_solver(local_solver)
+        check_local_solver(SquaredPenalty.__init__, local_solver, local_epochs, local_steps)
         check_number("penalty_weight", penalty_weight, "Use 0 to train every client alone.")
         self.penalty_weight = penalty_weight
         self.local_solver: LocalSolver = local_solver

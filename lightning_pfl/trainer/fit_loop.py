@@ -105,6 +105,7 @@ class FederatedLoop(FitLoop):
         logged: What the current round logs, by name; kept for a run that is resumed inside the
             round.
         bytes_total: Bytes that all clients have received and sent in the rounds so far.
+        trains_nothing: Whether the method has no local step, as its budgets are 0.
     """
 
     trainer: ConnectedTrainer
@@ -117,6 +118,7 @@ class FederatedLoop(FitLoop):
     stage: str = CLOSED
     logged: Mapping[str, float] = MappingProxyType({})
     bytes_total: float = 0.0
+    trains_nothing: bool = False
     _seconds: float = 0.0  # of the current round without its evaluation; 0 if unknown
     _learners: Tensor | None = None
     _prog_bar: tuple[str, ...] = ()
@@ -187,6 +189,8 @@ class FederatedLoop(FitLoop):
         data = self.require_data()
         self._learners = learners(self.federation, data, phases, limit, self._fate)
         check_budgets(phases, data.names, self._learners)
+        budgets = [number for phase in phases for number in (phase.epochs, phase.steps)]
+        self.trains_nothing = bool(phases) and not any(budgets)
         if phases and not trainer.overfit_batches and trainer.limit_train_batches == 1.0:
             warn_of_single_samples(data, self._learners, trainer.lightning_module)
         some = torch.zeros(data.num_clients, dtype=torch.bool)

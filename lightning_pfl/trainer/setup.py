@@ -353,6 +353,8 @@ class StageSetup:
             )
             for architecture in federation.architectures
         ]
+        if fit_loop(trainer).trains_nothing:
+            found += [("All local epochs and steps are 0: clients train nothing.",)]
         for note in dict.fromkeys(note for notes in found for note in notes):
             rank_zero_info(note)
         if problem := federation.method.check_fit(_plan(trainer)):

@@ -21,6 +21,7 @@ from lightning_pfl.data import (
     FederatedTensorDataset,
     FlowerPartitioner,
     LabelSkew,
+    LastSamples,
     LinearRepresentation,
     LogNormalSizes,
     Natural,
@@ -275,6 +276,11 @@ CASES: dict[str, Case] = {
         lambda: module(new_clients=1).new_clients("val"),
         ValueError,
         "got val_fraction=0. Set",
+    ),
+    "a cut that cuts nothing": (
+        lambda: FederatedDataModule(LinearRepresentation(2), cut=LastSamples()).setup(),
+        ValueError,
+        "`cut` with val_fraction above 0, or a source without a test set only",
     ),
     "number of clients not given": (
         lambda: FederatedDataModule(Digits()).setup(),

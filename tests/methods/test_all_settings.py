@@ -38,6 +38,8 @@ INF, NAN = float("inf"), float("nan")
         (methods.L2GD(0.0), "mixing_weight=0 makes L2GD LocalOnly."),
         (methods.FedMTL(0.0), "regularization=0 makes FedMTL LocalOnly."),
         (methods.PerFedAvg(0.0), "inner_lr=0 makes PerFedAvg FedAvg."),
+        (methods.FedAvg(local_steps=0), "All local epochs and steps are 0: clients train nothing."),
+        (methods.FedRep(head_epochs=0, body_epochs=0), "All local epochs and steps are 0: client"),
     ],
 )
 def test_the_log_says_what_a_method_has_become(

@@ -71,7 +71,12 @@ def test_each_half_is_the_mean_over_those_who_share_it(engine: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [{"rule": "given"}, {"rule": "random"}, {"rule": "drift", "threshold": 0.3}]
+    "rule",
+    [
+        {"rule": "given"},
+        {"rule": "random", "every": 2},
+        {"rule": "drift", "threshold": 0.3, "every": 2},
+    ],
 )
 def test_matches_the_reference(engine: str, rule: dict[str, Any]) -> None:
     data, cells = small_clients(), list(NAMES)
@@ -86,7 +91,7 @@ def test_matches_the_reference(engine: str, rule: dict[str, Any]) -> None:
 
     name = rule["rule"]
     shared = each if name == "given" else None
-    method = FedASA(cells, shared=shared, every=2, **rule)
+    method = FedASA(cells, shared=shared, **rule)
     run = fit(method, data, softmax_module(), 5, engine, participation=3)
     server, models, shares = fedasa(
         data,

@@ -86,7 +86,8 @@ class TestAlgorithm2:
     def test_matches_the_reference(self, engine: str, steps: int | None, samples: int) -> None:
         problem = source(samples=samples)
         solver: Any = "exact" if steps is None else "gradient"
-        method = LinearFedRep("module", solver, steps or 1, body_lr=0.05, head_lr=0.1)
+        rate = None if steps is None else 0.1
+        method = LinearFedRep("module", solver, steps or 1, body_lr=0.05, head_lr=rate)
         begin, data = module(), FreshDataModule(problem)
         done = run(method, data, rounds=4, engine=engine, participation=0.5)
         cohorts = [(r.number, r.info.index.tolist()) for r in done.recorder.rounds]

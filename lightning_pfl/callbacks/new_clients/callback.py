@@ -25,7 +25,7 @@ from lightning_pfl.callbacks.new_clients.report import (
 from lightning_pfl.callbacks.new_clients.samples import take_samples
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.core.checks import is_whole
+from lightning_pfl.core.checks import check_used, is_whole
 from lightning_pfl.core.mixture import parts
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.randomness import derive, seeded
@@ -125,6 +125,8 @@ class NewClientAdaptation(FederatedCallback):
         self.samples = _check_samples(samples)
         self.given = None if clients is None else _check_pair(clients)
         self.several = isinstance(epochs, (list, tuple))
+        training = {"epochs": epochs, "steps": steps, "lr": lr}
+        check_used(NewClientAdaptation.__init__, training, any(self.samples), "samples above 0")
         self.phases = _phases(epochs, steps, lr)
         if start not in get_args(Start):
             raise ValueError(

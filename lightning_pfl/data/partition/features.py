@@ -10,6 +10,7 @@ import torch
 from numpy.random import Generator
 from torch import Tensor
 
+from lightning_pfl.core.checks import check_used
 from lightning_pfl.data.partition.base import Array, Partition, Parts, check_positive
 from lightning_pfl.data.partition.check import require_partition
 from lightning_pfl.data.partition.sizes import IID
@@ -60,6 +61,10 @@ class FeatureSkew(Partition):
                 f"Expected `max_angle` to be in (0, 180] degrees, but got {max_angle=}. "
                 "Use 180 for all directions."
             )
+        check_used(
+            FeatureSkew.__init__, {"max_angle": max_angle}, kind == "rotate", "kind='rotate'"
+        )
+        check_used(FeatureSkew.__init__, {"offset": offset}, kind == "affine", "kind='affine'")
         self.kind = kind
         self.base = IID() if base is None else require_partition("base", base)
         self.max_angle = float(max_angle)

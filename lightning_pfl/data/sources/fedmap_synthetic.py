@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lightning_pfl.core.argument_types import check_types
+from lightning_pfl.core.checks import check_used
 from lightning_pfl.data.sources.base import Fields, Labels, Source, SourceData
 
 Scenario = Literal["iid", "feature", "quantity", "label"]
@@ -104,6 +105,14 @@ class FedMAPSynthetic(Source):
         seed: int = 0,
     ) -> None:
         check_types(FedMAPSynthetic.__init__, locals())
+        for given, scenarios in (
+            ({"majority_share": majority_share}, ("label",)),
+            ({"small_samples": small_samples}, ("quantity",)),
+            ({"skewed_clients": skewed_clients}, ("label", "quantity")),
+            ({"offset": offset}, ("feature", "label", "quantity")),
+        ):
+            condition = "scenario=" + " or ".join(map(repr, scenarios))
+            check_used(FedMAPSynthetic.__init__, given, scenario in scenarios, condition)
         self.scenario, self.num_clients = scenario, num_clients
         self.samples, self.small_samples = samples, small_samples
         self.majority_share = majority_share

@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pfl.core.argument_types import check_types
+from lightning_pfl.core.checks import check_used
 from lightning_pfl.data.sources.base import Labels, NormalizeImages, Source, SourceData
 
 # Loading scripts of `datasets` by file ending.
@@ -102,12 +103,22 @@ class HuggingFaceTable(Source):
     def load(self) -> SourceData:
         """Read the splits into memory."""
         splits = self._open()
+        if self.name is not None and Path(self.path).exists():
+            raise ValueError(
+                f"Expected `name` for a data set on the Hub only, but got name={self.name!r} and "
+                f"the local path={self.path!r}. Leave it out."
+            )
         train = self._checked(splits, self.train_split)
         test = None if self.test_split is None else self._checked(splits, self.test_split)
         tables = [train] if test is None else [train, test]
         columns_of_labels = [table[self.label][:] for table in tables]
         labels = encode_labels(columns_of_labels, self.label, self.classes)
         features = [self._features(table) for table in tables]
+        if features[0].dtype != torch.uint8:
+            of_images = vars(self) | {"mean": self.normalize.mean, "std": self.normalize.std}
+            for name in ("image_size", "grayscale", "mean", "std"):
+                given = {name: of_images[name]}
+                check_used(HuggingFaceTable.__init__, given, False, "a feature column of images")
         fields = [(x, torch.from_numpy(y)) for x, y in zip(features, labels, strict=True)]
         columns = [
             {} if self.client is None else {self.client: np.asarray(table[self.client][:])}

@@ -2,24 +2,38 @@ r"""Local solvers of :math:`F_i(x) + \frac{c}{2}\lVert x - b\rVert^2`, exactly o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_pfl.contract.local import LocalStep, Phase
-from lightning_pfl.core.checks import check_choice
+from lightning_pfl.contract.local import LocalStep, PerClient, Phase
+from lightning_pfl.core.checks import check_choice, check_used
 from lightning_pfl.core.tree import Model, Tree, flat, per_client, select, tmap, unflat, where
 from lightning_pfl.solvers.lbfgs import minimise
 
 LocalSolver = Literal["optimizer", "exact"]
 
 
-def check_local_solver(local_solver: str) -> None:
-    """Raise ValueError for an unknown local solver."""
+def check_local_solver(
+    init: Callable[..., None],
+    local_solver: str,
+    local_epochs: PerClient | None,
+    local_steps: PerClient | None,
+) -> None:
+    """Raise ValueError for an unknown local solver, or a budget of the exact one.
+
+    Args:
+        init: The method's constructor.
+        local_solver: Which.
+        local_epochs: The budget of the user's optimizer.
+        local_steps: The same.
+    """
     advice = "Use 'optimizer' for networks, 'exact' for small convex models."
     check_choice("local_solver", local_solver, get_args(LocalSolver), advice)
+    budget = {"local_epochs": local_epochs, "local_steps": local_steps}
+    check_used(init, budget, local_solver == "optimizer", "local_solver='optimizer'")
 
 
 def proximal_state(model: Model, anchor: Model, strength: Tensor) -> Tree:
@@ -91,12 +105,4 @@ def proximal_phases(local_solver: LocalSolver, optimizer: tuple[Phase, ...]) -> 
         local_solver: Which.
         optimizer: The phases of the user's optimizer.
     """
-    if local_solver != "exact":
-        return optimizer
-    for phase in optimizer:
-        if isinstance(phase.epochs, Mapping) or isinstance(phase.steps, Mapping):
-            raise ValueError(
-                "Expected no number of passes or steps by client with local_solver='exact', which "
-                "takes one step, but got a dict. Leave it out, or use local_solver='optimizer'."
-            )
-    return (Phase("all", steps=1, full_batch=True),)
+    return optimizer if local_solver != "exact" else (Phase("all", steps=1, full_batch=True),)

@@ -12,6 +12,7 @@ from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.local import LocalStep
 from lightning_pfl.contract.records import ClientInfo, Round
+from lightning_pfl.core.checks import check_used
 from lightning_pfl.core.randomness import derive, generator
 from lightning_pfl.core.tree import (
     Model,
@@ -71,6 +72,7 @@ class SheafClients:
     def set_maps(self, graph: GraphLike, edge_dim_ratio: float, maps: Maps, map_std: float) -> None:
         """Check and store the arguments of the maps."""
         check_maps(edge_dim_ratio, maps, map_std)
+        check_used(type(self).__init__, {"map_std": map_std}, maps == "random", "maps='random'")
         self.given_graph, self.given_maps = graph, maps
         self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
 

@@ -90,7 +90,8 @@ def test_rotation_is_orthogonal_and_common_and_maps_are_not() -> None:
 def test_scenarios_have_their_sizes_and_class_shares(
     scenario: Scenario, sizes: list[int], zeros: list[int]
 ) -> None:
-    source = FedMAPSynthetic(scenario, num_clients=4, samples=200, small_samples=50)
+    small: dict[str, Any] = {"small_samples": 50} if scenario == "quantity" else {}
+    source = FedMAPSynthetic(scenario, num_clients=4, samples=200, **small)
     arrays = source.load()
     assert arrays.test_labels is not None
     for client, (size, zero) in enumerate(zip(sizes, zeros, strict=True)):
@@ -143,16 +144,28 @@ def test_the_data_module_keeps_the_split_and_names_the_clients() -> None:
         ({"scenario": "labels"}, r"`scenario` to be 'iid', .* got scenario='labels'"),
         ({"num_clients": 0}, r"`num_clients` to be at least 1, but got num_clients=0"),
         ({"samples": 1}, r"`samples` to be at least 2, but got samples=1"),
-        ({"small_samples": 0}, r"`small_samples` to be at least 2, but got small_samples=0"),
+        (
+            {"scenario": "quantity", "small_samples": 0},
+            r"`small_samples` to be at least 2, but got small_samples=0",
+        ),
         ({"intrinsic_dim": 0}, r"`intrinsic_dim` to be at least 1, but got intrinsic_dim=0"),
         ({"intrinsic_dim": 31}, r"`intrinsic_dim` to be at most 30 .* got intrinsic_dim=31"),
-        ({"skewed_clients": 11}, r"`skewed_clients` to be at most 10 .* got skewed_clients=11"),
-        ({"skewed_clients": -1}, r"`skewed_clients` to be at most 10 .* got skewed_clients=-1"),
+        (
+            {"scenario": "label", "skewed_clients": 11},
+            r"`skewed_clients` to be at most 10 .* got skewed_clients=11",
+        ),
+        (
+            {"scenario": "label", "skewed_clients": -1},
+            r"`skewed_clients` to be at most 10 .* got skewed_clients=-1",
+        ),
         ({"nuisance_variance": -1.0}, r"`nuisance_variance` to be a finite .*variance=-1.0"),
         ({"center_variance": float("nan")}, r"`center_variance` to be a finite .*variance=nan"),
         ({"radius_variance": float("inf")}, r"`radius_variance` to be a finite .*variance=inf"),
         ({"offset": -5.0}, r"`offset` to be a finite number .* got offset=-5.0"),
-        ({"majority_share": 1.0}, r"`majority_share` to be in \(0, 1\), but got majority_share=1"),
+        (
+            {"scenario": "label", "majority_share": 1.0},
+            r"`majority_share` to be in \(0, 1\), but got majority_share=1",
+        ),
         ({"train_fraction": 0.0}, r"`train_fraction` to be in \(0, 1\), but got train_fraction=0"),
     ],
 )

@@ -189,3 +189,21 @@ def test_an_empty_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("a,kind\n")
     with pytest.raises(FileNotFoundError, match=r"data\.csv.*no data"):
         table(tmp_path, tmp_path / "data.csv").load()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"image_size": (3, 3)}, r"`image_size` with a feature column of images only, .*\(3, 3\)"),
+        ({"grayscale": True}, "`grayscale` with a feature column of images only, .*grayscale=True"),
+        ({"mean": (0.1,)}, r"`mean` with a feature column of images only, .*mean=\(0\.1,\)"),
+        ({"name": "small"}, "`name` for a data set on the Hub only, but got name='small'"),
+    ],
+)
+def test_settings_without_effect_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "data.csv"
+    FRAME.to_csv(path, index=False)
+    with pytest.raises(ValueError, match=message):
+        table(tmp_path, path, **settings).load()
