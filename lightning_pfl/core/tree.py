@@ -59,7 +59,7 @@ Path = tuple[str, ...]
 Model = dict[str, Tensor]
 """A flat tree: tensors by parameter or buffer name, as in the module's ``state_dict()``."""
 DOUBLED = 2**18
-"""Number of entries that an average on the CPU copies to double precision at once."""
+"""Number of entries that a sum on the CPU copies to double precision at once."""
 
 
 def tmap(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
@@ -314,8 +314,15 @@ def sqnorm(tree: Tree) -> Tensor:
 
 def finite(tree: Tree) -> Tensor:
     """Find the clients whose trees hold neither NaN nor Inf, bool ``(clients,)``."""
-    checks = [as_rows(leaf.isfinite()).all(1) for leaf in leaves(tree) if leaf.is_floating_point()]
-    return torch.stack(checks).all(0) if checks else torch.ones((), dtype=torch.bool)
+    found = [as_rows(leaf) for leaf in leaves(tree) if leaf.is_floating_point()]
+    if not found:
+        return torch.ones((), dtype=torch.bool)
+    # A sum is finite only if all of its terms are, and reads them once. It may overflow, and a
+    # device other than the CPU would wait for the answer.
+    sums = torch.stack([flat.sum(1).double() for flat in found]).isfinite().all(0)
+    if sums.device.type == "cpu" and sums.all():
+        return sums
+    return torch.stack([flat.isfinite().all(1) for flat in found]).all(0)
 
 
 def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
@@ -367,14 +374,19 @@ def double_sum(leaf: Tensor, weights: Tensor, origin: Tensor | None = None) -> T
     weights = weights.to(leaf.device, torch.float64)
     flat = as_rows(leaf)
     start = None if origin is None else as_rows(origin).expand_as(flat)
-    # A processor's cache is small, and launching a kernel takes time on a GPU.
-    together = max(1, DOUBLED * (1 if leaf.device.type == "cpu" else 64) // max(len(flat), 1))
+    together = columns_at_once(flat)
     total = weights.new_empty((*weights.shape[:-1], flat.shape[1]))
     for first in range(0, flat.shape[1], together):
         at = slice(first, first + together)
         some = flat[:, at].double()
         total[..., at] = weights @ (some if start is None else some - start[:, at])
     return total.view((*weights.shape[:-1], *leaf.shape[1:]))
+
+
+def columns_at_once(flat: Tensor) -> int:
+    """Count the columns of rows ``(clients, dim)`` to copy to double precision at once."""
+    # A processor's cache is small, and launching a kernel takes time on a GPU.
+    return max(1, DOUBLED * (1 if flat.device.type == "cpu" else 64) // max(len(flat), 1))
 
 
 def total_nbytes(tree: Tree) -> int:

@@ -49,6 +49,11 @@ Batch = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
 
 def map_batch(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``function`` to every tensor of a batch, keeping its structure."""
+    # The usual batches, for which the general function takes longer than to gather them.
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if type(batch) in (tuple, list):
+        return type(batch)(map_batch(part, function) for part in batch)
     return apply_to_collection(batch, Tensor, function)
 
 

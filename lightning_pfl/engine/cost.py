@@ -21,6 +21,11 @@ CALL_TOGETHER = 7.0
 """A client's share of the calls in a gradient of many clients."""
 BATCHED = 1.5
 """Cost of a million operations for many clients at once."""
+CALL_REPLAYED = 22.0
+"""Cost of the calls in a gradient of one client, if the step is recorded and replayed."""
+REPLAYED = 0.75
+"""Cost of a million operations of matrix products in a replayed step, of which oneDNN runs the
+large ones (``kernels.py``)."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,14 @@ class Share:
     cached: bool = False
 
 
-def batching_pays(operations: float, shares: Iterable[Share]) -> bool:
+def batching_pays(operations: float, shares: Iterable[Share], replayed: bool = False) -> bool:
     """Whether clients train faster together than one after another.
 
     Args:
         operations: Floating-point operations of one client's gradient.
         shares: Its gradients in a round.
+        replayed: Whether one client's step would be replayed, and has no convolutions, which
+            torch's operators run.
 
     Example:
         >>> batching_pays(17e6, [Share(60)]), batching_pays(700e6, [Share(5)])
@@ -51,7 +58,8 @@ def batching_pays(operations: float, shares: Iterable[Share]) -> bool:
     work = operations / 1e6
     alone = together = 0.0
     for share in shares:
-        alone += share.gradients * (work + CALL_ALONE)
+        one = REPLAYED * work + CALL_REPLAYED if replayed else work + CALL_ALONE
+        alone += share.gradients * one
         done = 0.0 if share.cached else BATCHED * work
         together += share.gradients * (done + CALL_TOGETHER)
     return together <= alone

@@ -203,24 +203,26 @@ class ClientLogs:
     def add(
         self,
         values: dict[str, Tensor],
-        sizes: Tensor,
+        sizes: Tensor | int,
         rows: slice | Tensor | None,
         reductions: dict[str, Reduction] | None = None,
-        size: int | None = None,
     ) -> None:
         """Add one minibatch's values.
 
         Args:
             values: Per name a value for each client, ``(clients,)``.
-            sizes: Samples in each client's minibatch, ``(clients,)``: the weights of means.
+            sizes: Samples in each client's minibatch, ``(clients,)`` or one number for all: the
+                weights of means.
             rows: Positions of these clients; None for all.
             reductions: By name; default: a mean over samples.
-            size: The number in ``sizes`` if all are equal, else None.
         """
-        if rows is None and size is not None and _plain_means(values, reductions):
-            self._defer(values, size)
+        if rows is None and isinstance(sizes, int) and _plain_means(values, reductions):
+            self._defer(values, sizes)
             return
-        self._take_in(values, sizes, rows, reductions)
+        if values:
+            clients = len(next(iter(values.values())))
+            each = sizes if isinstance(sizes, Tensor) else torch.full((clients,), sizes)
+            self._take_in(values, each, rows, reductions)
 
     def _defer(self, values: dict[str, Tensor], size: int) -> None:
         """Queue minibatches of one size for all clients, to sum many at once."""
@@ -234,15 +236,18 @@ class ClientLogs:
         self._pending_size = size
 
     def _flush(self) -> None:
-        pending, self._pending = self._pending, []
-        if not pending:
-            return
-        weights = torch.full((self.clients,), self._pending_size * len(pending))
-        means = {
-            name: torch.stack([values[name] for values in pending]).double().mean(0)
-            for name in pending[0]
-        }
-        self._take_in(means, weights, None, None)
+        if self._pending:
+            weights = torch.full((self.clients,), self._pending_size * len(self._pending))
+            self._take_in(self._means(), weights, None, None)
+            self._pending = []
+
+    def _means(self) -> dict[str, Tensor]:
+        """Average the queued minibatches, float64 ``(clients,)``."""
+        names, count = list(self._pending[0]), len(self._pending)
+        # One tensor of all, as a client alone has few numbers.
+        found = [values[name].to(self.device) for name in names for values in self._pending]
+        means = torch.stack(found).view(len(names), count, self.clients).double().mean(1)
+        return dict(zip(names, means, strict=True))
 
     def _take_in(
         self,
@@ -271,15 +276,19 @@ class ClientLogs:
 
         A loss that wasn't finite is Inf, which distinguishes it from no loss.
         """
+        if self._pending and not self._sums:  # all of the client's minibatches have one size
+            return {name: _with_inf(name, mean) for name, mean in self._means().items()}
         self._flush()
         results = {}
         for name, total in self._sums.items():
             weight = self._weights[name]
             value = total / weight if self._kinds[name] == "mean" else total
-            if name == LOSS:
-                value = torch.where(value.isfinite(), value, torch.inf)
-            results[name] = torch.where(weight > 0, value, torch.nan)
+            results[name] = torch.where(weight > 0, _with_inf(name, value), torch.nan)
         return results
+
+
+def _with_inf(name: str, value: Tensor) -> Tensor:
+    return torch.where(value.isfinite(), value, torch.inf) if name == LOSS else value
 
 
 def _plain_means(values: dict[str, Tensor], reductions: dict[str, Reduction] | None) -> bool:

@@ -7,7 +7,7 @@ each client. So the user's optimizer class runs unmodified, with its parameters 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_pfl.contract.local import Phase
 from lightning_pfl.contract.records import OptimizerState, SlotStates, one_rate
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, is_expanded, per_client, sqnorm, tmap
+from lightning_pfl.engine.trace import LIMIT, Recording, record
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -38,6 +39,8 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 """Optimizers that update each entry by its own history alone; exact types, without subclasses."""
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 """Optimizers with a fused kernel, used unless the user chose otherwise."""
+Recordings = dict[Any, Recording | None]
+"""Recorded steps by what they depend on; None where a step can't be recorded."""
 
 
 def clip(grads: Model, value: float, algorithm: str) -> Model:
@@ -95,6 +98,8 @@ class ClientOptimizer:
         stacked: Whether the optimizer gets ``(clients, *shape)``; otherwise it gets one client's
             ``(*shape)``, as any optimizer can handle.
         schedule: The options of each group of the template at each step; None if they stay.
+        recordings: Recorded steps of optimizers with the same options, which are replayed and added
+            to; None to record none.
 
     Attributes:
         names: The parameters that it steps.
@@ -108,6 +113,7 @@ class ClientOptimizer:
         lr: float | None = None,
         stacked: bool = True,
         schedule: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+        recordings: Recordings | None = None,
     ) -> None:
         self.clients, self._schedule = clients, schedule
         self.stacked = stacked
@@ -143,11 +149,14 @@ class ClientOptimizer:
                     self._initial[names[id(p)]] = {
                         k: self._spread(v, p) for k, v in template.state[p].items()
                     }
-        self.names = frozenset(name for group in self._groups for name in group)
+        self._in_order = tuple(name for group in self._groups for name in group)
+        self.names = frozenset(self._in_order)
         self._state: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
         self._before: dict[tuple[str, int, str], dict[str, Any] | None] = {}
         self._params: dict[str, Tensor] = {}
         self._bound: tuple[Any, ...] = ()
+        self._recordings = recordings if merges else None
+        self._replay: Callable[..., Any] | None = None
 
     def _spread(self, value: Any, like: Tensor) -> Any:
         if not isinstance(value, Tensor):
@@ -223,9 +232,9 @@ class ClientOptimizer:
             call: Number of updates of this slot in the tick so far; clients of several groups share
                 step counters.
         """
-        leaves = {name: model[name] for name in self.names if name in grads}
+        leaves = {name: model[name] for name in self._in_order if name in grads}
         if rows is None and self._bound == (slot, *map(id, leaves.values())):
-            self._step(leaves, grads)
+            self._step_again(leaves, grads)
             return dict(model)
         leaves = {name: _own(leaf) for name, leaf in leaves.items()}
         self._params = {name: p if self.stacked else p[0] for name, p in leaves.items()}
@@ -248,23 +257,82 @@ class ClientOptimizer:
             self._scatter(slot, name, param, rows)
         # The next step of the same tensors finds everything in place.
         self._bound = (slot, *map(id, leaves.values())) if rows is None else ()
-        self._kept = leaves
+        self._kept, self._replay = leaves, None
         return {**model, **leaves}
 
     def _step(self, leaves: Model, grads: Model) -> None:
-        for name, param in self._params.items():
+        self._plain_step(self._ready(leaves, grads))
+
+    def _step_again(self, leaves: Model, grads: Model) -> None:
+        """Step the parameters of the last step, whose operators may be recorded."""
+        ready = self._ready(leaves, grads)
+        if self._replay is not None:
+            self._replay(*ready, *self._held)
+        elif self._recordings is None:
+            self._plain_step(ready)
+        else:
+            self._record(ready, self._recordings)
+
+    def _ready(self, leaves: Model, grads: Model) -> list[Tensor]:
+        """Return the gradients in the order of the parameters, and in their memory layout."""
+        ready = []
+        for name in self._params:
             grad = grads[name]
             if grad.is_sparse:
                 raise ValueError(
                     f"Expected dense gradients, but that of {name!r} is sparse. Use sparse=False, "
                     "in torch.nn.functional.embedding too."
                 )
-            # torch's fused CPU kernels need gradients with the parameters' memory layout.
+            # torch's fused CPU kernels need it.
             grad = grad if grad.stride() == leaves[name].stride() else grad.contiguous()
-            param.grad = grad if self.stacked else grad[0]
+            ready.append(grad if self.stacked else grad[0])
+        return ready
+
+    def _plain_step(self, ready: Sequence[Tensor]) -> None:
+        for param, grad in zip(self._params.values(), ready, strict=True):
+            param.grad = grad
         self._optimizer.step()
         for param in self._params.values():
             param.grad = None
+
+    def _record(self, ready: list[Tensor], recordings: Recordings) -> None:
+        """Step, and take the operators of such a step from its recording, or record them."""
+        key, held = self._signature(ready)
+        if key is None or (key not in recordings and len(recordings) >= LIMIT):
+            self._plain_step(ready)
+            return
+        if key not in recordings:
+            recordings[key] = None
+            before = [leaf.clone() for leaf in held]
+            try:
+                _, recordings[key] = record(lambda: self._plain_step(ready), (), [*ready, *held])
+            except TypeError:  # it reads a number out of its state
+                for leaf, old in zip(held, before, strict=True):
+                    leaf.copy_(old)
+                self._plain_step(ready)
+            if any(a is not b for a, b in zip(held, self._signature(ready)[1], strict=True)):
+                recordings[key] = None
+        elif (recorded := recordings[key]) is None:
+            self._plain_step(ready)
+        else:
+            self._replay, self._held = recorded.replay, held
+            self._replay(*ready, *held)
+
+    def _signature(self, ready: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Return all that the operators of a step depend on, or None, and what they write to."""
+        groups: list[Any] = self._optimizer.param_groups
+        members = tuple(len(group["params"]) for group in groups)
+        options = [item for group in groups for item in group.items() if item[0] != "params"]
+        states = [self._optimizer.state[param] for param in self._params.values()]
+        entries = [value for state in states for value in state.values()]
+        held = [*self._params.values(), *(v for v in entries if isinstance(v, Tensor))]
+        numbers = [value for value in entries if not isinstance(value, Tensor)]
+        plain = all(_is_plain(option) for _, option in options)
+        if not plain or any(value is not None for value in numbers):
+            return None, held
+        shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in (*ready, *held))
+        kind = type(self._optimizer), members, *options
+        return (kind, tuple(map(tuple, states)), shapes), held
 
     def _gather(
         self, slot: str, name: str, leaf: Tensor, rows: slice | Tensor | None, call: int
@@ -302,6 +370,11 @@ class ClientOptimizer:
             if key not in entries:
                 entries[key] = value.new_zeros(self.clients, *value.shape[1:])
             entries[key][rows] = value
+
+
+def _is_plain(option: Any) -> bool:
+    parts = option if isinstance(option, tuple) else (option,)
+    return all(isinstance(part, (bool, int, float, str, type(None))) for part in parts)
 
 
 def _own(leaf: Tensor) -> Tensor:

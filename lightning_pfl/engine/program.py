@@ -21,7 +21,6 @@ from lightning_pfl.core.parameters import places
 from lightning_pfl.core.tree import Model
 from lightning_pfl.engine.active_phase import is_sample_wise
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.logs import LogCapture, Reduction
 from lightning_pfl.engine.terms import Term
@@ -87,8 +86,8 @@ class ClientProgram:
         module: The user's module, attached to the Trainer.
         settings: The Trainer's flags: precision, and hooks on a batch.
         augment: Random function of a batch, run before ``training_step``.
-        fast_kernels: Whether :class:`~lightning_pfl.engine.kernels.FastKernels` may replace
-            operators; only under ``vmap`` of the forward pass.
+        kernels: Replaces torch's operators in the module's steps, see
+            :mod:`~lightning_pfl.engine.kernels`.
     """
 
     def __init__(
@@ -96,13 +95,13 @@ class ClientProgram:
         module: L.LightningModule,
         settings: EngineSettings,
         augment: Callable[[Any], Any] | None = None,
-        fast_kernels: bool = False,
+        kernels: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         # Any, as not every module has `per_sample` or `backbone`; callers have checked.
         self.module: Any = module
         self.autocast, self.default_dtype = settings.autocast, settings.default_dtype
         self.augment, self.hooks = augment, settings.batch_hooks
-        self.fast_kernels = fast_kernels
+        self.kernels = kernels
         self.log = LogCapture()
         self.throwaway: tuple[str, ...] = ()
         self.predict: Prediction | None = None
@@ -143,8 +142,7 @@ class ClientProgram:
             copies = {name: model.get(name, kept[name]).clone() for name in self.throwaway}
             named = {**model, **copies}
         precision = self._precision(self._device(model))
-        kernels = FastKernels() if self.fast_kernels else nullcontext()
-        with precision, kernels, mixed_outputs(self.module, mix), self._holding(named):
+        with precision, self.kernels(), mixed_outputs(self.module, mix), self._holding(named):
             result = function(*args)
             if self._buffers:
                 self._keep_assigned(model)

@@ -41,6 +41,7 @@ from lightning_pfl.methods.base import Phase
 EngineName = Literal["auto", "vectorized", "sequential"]
 PROBED_CLIENTS = 2
 PROBED_SAMPLES = 8
+CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 PER_CLIENT_PRODUCTS = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
@@ -99,7 +100,9 @@ class SelectedEngine:
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
         self._checked: set[str] = set()
         self._said: set[str] = set()
-        self._sequential = SequentialEngine(module, parameter_split, settings, loop)
+        self._sequential = SequentialEngine(
+            module, parameter_split, settings, loop, record=name == "auto"
+        )
 
     @property
     def loop(self) -> ModuleLoop | None:
@@ -239,7 +242,10 @@ class SelectedEngine:
             )
             for phase in work.phases
         ]
-        return batching_pays(counter.get_total_flops() / gradients, shares)
+        replayed = self._sequential.records(work) and not any(
+            op in counter.get_flop_counts().get("Global", {}) for op in CONVOLUTIONS
+        )
+        return batching_pays(counter.get_total_flops() / gradients, shares, replayed)
 
     def _first_steps(self, work: LocalWork) -> LocalWork:
         """Cut the work to one step of every phase, of two clients.

@@ -6,8 +6,9 @@ or batching over clients. The vectorized engine must return the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, Tree, materialize, select, separated, stack
 from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
 from lightning_pfl.data.datasets import FederatedDataset
-from lightning_pfl.engine.active_phase import ActivePhase, writable
+from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified, writable
 from lightning_pfl.engine.base import (
     EngineSettings,
     EvaluationWork,
@@ -40,16 +41,23 @@ from lightning_pfl.engine.base import (
     require_same_entries,
 )
 from lightning_pfl.engine.bound import BoundModule
+from lightning_pfl.engine.kernels import LargeProducts
 from lightning_pfl.engine.logs import LOSS, ClientLogs, one_number
 from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minibatches
-from lightning_pfl.engine.optimizer import ClientOptimizer, clip
+from lightning_pfl.engine.optimizer import ClientOptimizer, Recordings, clip
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import attributes, restore, snapshot
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase_steps, split_draws
-from lightning_pfl.engine.terms import split_terms
+from lightning_pfl.engine.terms import Term, split_terms
+from lightning_pfl.engine.trace import Given, Traces, fingerprint
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.methods.base import Phase
+
+MEASURED = "measured loss"
+"""Marks recordings of the loss alone."""
+KNOWN = 4
+"""Models whose leaves are described once, as long as they stay: methods step two, or make new."""
 
 
 class SequentialEngine:
@@ -60,6 +68,7 @@ class SequentialEngine:
         parameter_split: Names of the module.
         settings: The Trainer's flags.
         loop: Lightning's own loop, for modules with code inside a step; None for others.
+        record: Whether the steps of a ``PersonalizedModule`` may be recorded and replayed.
 
     Attributes:
         deterministic: Whether no training step has drawn random numbers so far; None before the
@@ -79,9 +88,15 @@ class SequentialEngine:
         parameter_split: ParameterSplit,
         settings: EngineSettings,
         loop: ModuleLoop | None = None,
+        record: bool = False,
     ) -> None:
         self.module, self.parameter_split, self.settings = module, parameter_split, settings
         self.loop = loop
+        self.fast = record and is_unmodified(module)
+        self.traces = Traces(enabled=self.fast)
+        self.optimizer_steps: Recordings | None = {} if record else None
+        self._program: ClientProgram | None = None
+        self._fingerprints: dict[int, tuple[Any, ...]] = {}
         self.deterministic: bool | None = None
         self.random_calls = 0
         self.draws_elsewhere = False
@@ -102,16 +117,20 @@ class SequentialEngine:
         where no step has drawn so far. A client whose steps draw after all is trained once more,
         with keyed random functions.
         """
+        self.traces.begin()
+        self._fingerprints.clear()
         results: list[LocalResult] = []
         for row in range(len(work.info)):
             one = work.rows(slice(row, row + 1))
             if self.deterministic and self.loop is None:
-                before = snapshot(self.module)
+                # Replayed steps don't write to attributes.
+                before = {} if self.traces.enabled else snapshot(self.module)
                 key = derive(self.settings.seed, "guard", work.info.round)
                 with watch_global_rng(key) as found:
                     result = self._client(one, SequentialLocalStep(self, one, keyed=False))
                 if found.moved or found.moved_torch:
-                    restore(self.module, before)
+                    if before:
+                        restore(self.module, before)
                     self.deterministic = False
             if not self.deterministic or self.loop is not None:
                 local_step = SequentialLocalStep(self, one, keyed=True)
@@ -130,6 +149,26 @@ class SequentialEngine:
             torch.cat([result.loss for result in results]),
             [state for result in results for state in result.optimizers],
         )
+
+    def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
+        """Return the user's step, cached since a replayed step doesn't log its options again."""
+        hooks, known = self.settings.batch_hooks, self._program
+        if known is None or known.augment is not augment or known.hooks is not hooks:
+            # Also in steps without a recording, so that all have the same bits.
+            kernels = LargeProducts if self.fast else nullcontext
+            known = self._program = ClientProgram(self.module, self.settings, augment, kernels)
+        return known
+
+    def records(self, work: LocalWork) -> bool:
+        """Whether steps of this work may be recorded."""
+        hooked = self.settings.batch_hooks is not None
+        return self.traces.enabled and not hooked and getattr(work.data, "augment", None) is None
+
+    def settings_in(self, phase: int) -> tuple[Any, ...]:
+        """Return the module's settings in a phase of this round; its modes differ."""
+        if phase not in self._fingerprints:
+            self._fingerprints[phase] = fingerprint(self.module)
+        return self._fingerprints[phase]
 
     def _note_draws(self, local_step: SequentialLocalStep) -> None:
         if local_step.drew is not None:
@@ -254,8 +293,7 @@ class SequentialLocalStep:
         self.engine, self.template, self.keyed = engine, work.optimizer, keyed
         self.drew: bool | None = None
         settings, client, round = engine.settings, int(work.info.index), work.info.round
-        augment = getattr(work.data, "augment", None)
-        self.program = ClientProgram(engine.module, settings, augment)
+        self.program = engine.program(getattr(work.data, "augment", None))
         self.logs = ClientLogs(1, settings.device)
         self.metrics: dict[str, Metric] = {}
         self.key = random_keys(settings.seed, work.stream, round, [client])[0]
@@ -272,11 +310,22 @@ class SequentialLocalStep:
         """Start a phase with a fresh optimizer."""
         self.active, self.number, self.phase = active, number, active.phase.name
         self.step = -1
+        self._known: dict[tuple[Any, ...], tuple[list[Tensor], Given]] = {}
         self.optimizer = ClientOptimizer(
-            self.template, self.engine.parameter_split, 1, active.phase.lr, False, schedule
+            self.template,
+            self.engine.parameter_split,
+            1,
+            active.phase.lr,
+            False,
+            schedule,
+            self.engine.optimizer_steps,
         )
         if self.travel is not None and not active.phase.evaluate_only:
             self.travel.begin(self.template, active.phase.lr)
+        if (traces := self.engine.traces).enabled:
+            recordable = self.program.augment is None and self.program.hooks is None
+            settings = self.engine.settings_in(number)
+            traces.enter((active.trainable, self.program, settings) if recordable else None)
 
     @contextmanager
     def keeping(self, before: SlotStates | None) -> Iterator[SlotStates | None]:
@@ -354,14 +403,11 @@ class SequentialLocalStep:
             yield self.program.prepared(minibatch), found
         logged = self.program.log.take()
         if not self._logged:
-            self._log(found[0], logged, batch_length(minibatch))
+            self._log(*_sorted_out(found[0], logged), batch_length(minibatch))
 
-    def _log(self, loss: Tensor | None, logged: dict[str, Any], size: int) -> None:
-        values = _values(logged)
-        if loss is not None:
-            values[LOSS] = loss.detach().view(1)
-        self.logs.add(values, torch.tensor([size]), None, self.program.log.reductions, size)
-        self.metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
+    def _log(self, values: dict[str, Tensor], metrics: dict[str, Metric], size: int) -> None:
+        self.logs.add(values, size, None, self.program.log.reductions)
+        self.metrics |= metrics
 
     def _require_automatic(self, what: str) -> None:
         if self.loop is not None and self.loop.manual:
@@ -433,48 +479,107 @@ class SequentialLocalStep:
             return self._gradient(model, batch)
         materialize(model, self.active.buffers)
         model = shielded(model, self.engine.parameter_split.buffers)
-        names = self.active.trainable + also
-        trained = {name: model[name][0].detach().requires_grad_() for name in names}
-        fixed = {name: leaf[0] for name, leaf in model.items() if name not in trained}
+        known = self._given(model, self.active.trainable + also)
+        widths = [batch_length(minibatch) for _, minibatch in batch]
+        total: Model = {}
+        terms = split_terms(widths, objective, given, weights, sample_data)
+        for (number, minibatch), term, width in zip(batch, terms, widths, strict=True):
+            with self._randomness(number) as key:
+                if term is None:
+                    step = partial(self._differentiated, number)
+                    grads, values, metrics = self.engine.traces.run(step, known, minibatch, key)
+                else:
+                    grads, values, metrics = self._differentiated(
+                        number, known.tree, minibatch, key, term.first()
+                    )
+            self.engine.random_calls = self.program.random_calls
+            if LOSS not in values:  # `training_step` may skip a batch
+                continue
+            if not self._logged:
+                self._log(values, metrics, width)
+            # Minibatches may reach different parameters.
+            if total:
+                grads = {k: total[k] + g if k in total else g for k, g in grads.items()}
+            total = {**total, **grads}
+        self._logged = True
+        return total
+
+    def _given(self, model: Model, names: tuple[str, ...]) -> Given:
+        """Return the client's trained leaves and the others, without client axis.
+
+        Steps of an optimizer change leaves in place, so that most steps have those of the last.
+        """
+        key = names, *map(id, model.values())
+        known = self._known.get(key)
+        if known is None:
+            trained = {name: model[name][0] for name in names}
+            fixed = {name: leaf[0] for name, leaf in model.items() if name not in trained}
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            # With the leaves, whose ids thus stay theirs.
+            known = self._known[key] = [*model.values()], Given((trained, fixed))
+        return known[1]
+
+    def _differentiated(
+        self,
+        number: int,
+        model: tuple[Model, Model],
+        minibatch: Any,
+        key: Tensor | None,
+        term: Term | None = None,
+    ) -> tuple[Model, dict[str, Tensor], dict[str, Metric]]:
+        """Compute gradients ``(1, ...)``, logged values and torchmetrics objects.
+
+        The values, with the loss, are ``(1,)``; there is no loss if the step skips the minibatch.
+        """
+        trained, fixed = model
+        leaves = {name: leaf.detach().requires_grad_() for name, leaf in trained.items()}
         accumulate = self.engine.settings.accumulate
+        grads: Model = {}
 
         def backward(loss: Tensor) -> None:
             try:
-                (loss / accumulate if accumulate > 1 else loss).backward()
+                grads.update(self._backward(loss / accumulate if accumulate > 1 else loss, leaves))
             except RuntimeError as cause:
                 if loss.requires_grad:
                     raise
                 raise ValueError(self.active.unreached()) from cause
 
-        widths = [batch_length(minibatch) for _, minibatch in batch]
-        terms = split_terms(widths, objective, given, weights, sample_data)
-        for (number, minibatch), term in zip(batch, terms, strict=True):
-            term = None if term is None else term.first()
-            with self._randomness(number) as key:
-                loss, logged = self.program.training_loss(
-                    {**fixed, **trained}, minibatch, key, number, None, None, backward, term
-                )
-            self.engine.random_calls = self.program.random_calls
-            if loss is None:  # `training_step` may skip a batch
-                continue
-            if not self._logged:
-                self._log(loss, logged, batch_length(minibatch))
-        self._logged = True
-        return {n: leaf.grad[None] for n, leaf in trained.items() if leaf.grad is not None}
+        loss, logged = self.program.training_loss(
+            {**fixed, **leaves}, minibatch, key, number, None, None, backward, term
+        )
+        return grads, *_sorted_out(loss, logged)
+
+    def _backward(self, loss: Tensor, leaves: Model) -> Model:
+        if self.engine.traces.recording:
+            # `backward` would record a copy of each gradient, but reentrant checkpoints need it.
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, list(leaves.values()), allow_unused=True
+            )
+        else:
+            loss.backward()
+            found = [leaf.grad for leaf in leaves.values()]
+        return {n: g[None] for n, g in zip(leaves, found, strict=True) if g is not None}
 
     def loss(self, model: Model, batch: list[tuple[int, Any]]) -> tuple[Tensor, Tensor]:
         """Compute the mean loss over the step's samples, and their number, ``(1,)``."""
         self._require_automatic("losses")
-        one = self._unwritten(model)
+        given = self._given(self._unwritten(model), ())
         total = torch.zeros(1, dtype=torch.float64, device=self.engine.settings.device)
         count = torch.zeros_like(total)
         for number, minibatch in batch:
+            step = partial(self._measured, number)
             with torch.no_grad(), self._randomness(number) as key:
-                loss = self.program.measured_loss(one, minibatch, key, number, None)
+                loss = self.engine.traces.run(step, given, minibatch, key, MEASURED)
             if loss is not None:
                 total += loss.double() * batch_length(minibatch)
                 count += batch_length(minibatch)
         return total / count.clamp_min(1), count
+
+    def _measured(
+        self, number: int, model: tuple[Model, Model], minibatch: Any, key: Tensor | None, what: str
+    ) -> Tensor | None:
+        return self.program.measured_loss(model[1], minibatch, key, number, None)
 
     def outputs(self, model: Model, batch: list[tuple[int, Any]]) -> Any:
         """Return the module's outputs, ``(1, samples, ...)``."""
@@ -486,7 +591,7 @@ class SequentialLocalStep:
 
     def _observed(self, model: Model, batch: list[tuple[int, Any]], what: str) -> Any:
         self._require_automatic(what)
-        one, plain = self._unwritten(model), self.active.phase.evaluate_only
+        one, plain = self._one(model), self.active.phase.evaluate_only
         found = []
         for number, minibatch in batch:
             with self._randomness(number) as key:
@@ -495,7 +600,7 @@ class SequentialLocalStep:
 
     def losses(self, model: Model, batch: list[tuple[int, Any]]) -> Tensor:
         """Return the losses of the samples, ``(1, samples)``."""
-        one = self._unwritten(model)
+        one = self._one(model)
         found = []
         for number, minibatch in batch:
             with torch.no_grad(), self._randomness(number) as key:
@@ -505,7 +610,7 @@ class SequentialLocalStep:
     def sample_grads(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
         """Return the gradients of the samples' losses, ``(1, samples, ...)``."""
         self.active.require_independent_samples()
-        one = self._unwritten(model)
+        one = self._one(model)
         trained = {n: one[n].detach().requires_grad_() for n in self.active.trainable}
         found = []
         for number, minibatch in batch:
@@ -518,8 +623,11 @@ class SequentialLocalStep:
 
     def _unwritten(self, model: Model) -> Model:
         """Copy the buffers of the client's model that a forward pass may write to."""
-        one = {name: leaf[0] for name, leaf in model.items()}
-        return one | {name: one[name].clone() for name in self.active.buffers if name in one}
+        return model | {name: model[name].clone() for name in self.active.buffers if name in model}
+
+    def _one(self, model: Model) -> Model:
+        """Return the client's model without client axis, with buffers of its own."""
+        return {name: leaf[0] for name, leaf in self._unwritten(model).items()}
 
     def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
         """Clip the gradient and step the optimizer."""
@@ -566,6 +674,16 @@ class SequentialLocalStep:
 
 
 # --- logged values ---
+
+
+def _sorted_out(
+    loss: Tensor | None, logged: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Metric]]:
+    """Split what a step logs, with its loss, into values ``(1,)`` and torchmetrics objects."""
+    values = _values(logged)
+    if loss is not None:
+        values[LOSS] = loss.detach().view(1)
+    return values, {name: value for name, value in logged.items() if isinstance(value, Metric)}
 
 
 def _values(logged: dict[str, Any]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from lightning_pfl.core.tree import (
     Path,
     Tree,
     as_rows,
+    columns_at_once,
     finite,
     items,
     leaf_at,
@@ -215,7 +216,10 @@ def update_norm(uploads: Tree, received: Tree, like: Tensor) -> Tensor:
     """
     total = torch.zeros(len(like), dtype=torch.float64, device=like.device)
     for _, change in changes(uploads, received):
-        total = total + as_rows(change).double().square().sum(1)
+        flat = as_rows(change)
+        for some in flat.split(columns_at_once(flat), 1):
+            doubled = some.double()
+            total += torch.linalg.vecdot(doubled, doubled)
     return total.sqrt()
 
 

@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 from lightning_pfl.engine import cost
-from lightning_pfl.engine.cost import BATCHED, CALL_ALONE, CALL_TOGETHER, Share, batching_pays
+from lightning_pfl.engine.cost import (
+    BATCHED,
+    CALL_ALONE,
+    CALL_REPLAYED,
+    CALL_TOGETHER,
+    REPLAYED,
+    Share,
+    batching_pays,
+)
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import fit
@@ -24,6 +32,13 @@ EVEN = 1e6 * (CALL_ALONE - CALL_TOGETHER) / (BATCHED - 1)
 def test_the_number_of_steps_does_not_matter_in_one_phase(gradients: int) -> None:
     assert batching_pays(EVEN * 0.99, [Share(gradients)])
     assert not batching_pays(EVEN * 1.01, [Share(gradients)])
+
+
+def test_replayed_steps_of_one_client_are_cheaper() -> None:
+    even = 1e6 * (CALL_REPLAYED - CALL_TOGETHER) / (BATCHED - REPLAYED)
+    assert even < EVEN
+    assert batching_pays(even * 0.99, [Share(3)], replayed=True)
+    assert not batching_pays(even * 1.01, [Share(3)], replayed=True)
 
 
 def test_cached_features_pay_for_large_networks() -> None:
@@ -46,21 +61,21 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
     both, and by the features: 2 n m k operations each."""
     seen: list[float] = []
 
-    def watch(operations: float, shares: list[Share]) -> bool:
-        seen.extend([operations, *(share.gradients for share in shares)])
+    def watch(operations: float, shares: list[Share], replayed: bool) -> bool:
+        seen.extend([operations, *(share.gradients for share in shares), replayed])
         assert [share.cached for share in shares] == [False]
         return True
 
     monkeypatch.setattr("lightning_pfl.engine.select.batching_pays", watch)
     data = image_clients((8, 8), batch_size=4)
     fit(FedAvg(local_epochs=3), data, network(), 1, "auto")
-    assert seen == [2 * 4 * (25 * 6 * 2 + 6 * CLASSES * 3), 6]
+    assert seen == [2 * 4 * (25 * 6 * 2 + 6 * CLASSES * 3), 6, True]
 
 
 def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Share] = []
 
-    def watch(operations: float, shares: list[Share]) -> bool:
+    def watch(operations: float, shares: list[Share], replayed: bool) -> bool:
         seen.extend(shares)
         return True
 

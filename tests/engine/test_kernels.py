@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pfl.engine import kernels
-from lightning_pfl.engine.kernels import FastKernels
+from lightning_pfl.engine.kernels import FastKernels, LargeProducts
 
 CLIENTS = 3
 Dims = tuple[int | None, ...]
@@ -169,3 +170,36 @@ def test_the_kernels_are_the_ones_that_run(monkeypatch: pytest.MonkeyPatch) -> N
 
     torch.vmap(both)(draw(CLIENTS, 2, 1, 6, 6), draw(CLIENTS, 4, 1, 3, 3))
     assert calls == ["_ClientConvolution", "MaxPool2x2"]
+
+
+# --- products of one client -----------------------------------------------------------------------
+
+
+def layer_and_gradients(tensors: Sequence[Tensor], bias: bool) -> list[Tensor]:
+    """Output of a linear layer, and gradients of its square."""
+    leaves = [leaf.clone().requires_grad_() for leaf in tensors]
+    out = F.linear(leaves[0], leaves[1], leaves[2] if bias else None)
+    grads = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
+    return [out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(128,), (4, 32)])
+def test_large_products_are_those_of_the_layer(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    tensors = torch.randn(*shape, 256), torch.randn(64, 256) / 16, torch.randn(64)
+    assert math.prod(shape) * 256 * 64 > kernels.LARGE > 64 * 256 * 64
+    with LargeProducts():
+        found = layer_and_gradients(tensors, bias)
+    want = layer_and_gradients([leaf.double() for leaf in tensors], bias)
+    for got, exact in zip(found, want, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(64, torch.float32), (128, torch.float64)])
+def test_other_products_are_torchs(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(*shape, dtype=dtype) for shape in ((rows, 256), (64, 256), (64,))]
+    with LargeProducts():
+        found = layer_and_gradients(tensors, True)
+    assert all(map(torch.equal, found, layer_and_gradients(tensors, True)))

@@ -25,8 +25,8 @@ def test_reductions(equal_sizes: bool, names: list[str]) -> None:
     sizes = torch.full_like(SIZES, 4) if equal_sizes else SIZES
     for values, size in zip(VALUES, sizes, strict=True):
         reductions = {name: Reduction(name) for name in names}
-        one = 4 if equal_sizes else None
-        taken.add(dict.fromkeys(names, values), size, None, reductions, one)
+        given = 4 if equal_sizes else size
+        taken.add(dict.fromkeys(names, values), given, None, reductions)
     values, weights = VALUES.double().numpy(), sizes.numpy()
     expected = {
         "mean": np.average(values, axis=0, weights=weights),
@@ -85,6 +85,6 @@ def test_a_loss_that_is_not_finite_differs_from_no_loss() -> None:
 def test_values_can_follow_a_reading() -> None:
     logs = ClientLogs(1, torch.device("cpu"))
     for value in (1.0, 4.0):
-        logs.add({"x": torch.tensor([value])}, torch.tensor([5]), None, size=5)
+        logs.add({"x": torch.tensor([value])}, 5, None)
         read = float(logs.compute()["x"])
     assert read == (1.0 + 4.0) / 2

@@ -113,7 +113,7 @@ def test_equal_minibatches_with_and_without_weights() -> None:
     logs = ClientLogs(1, torch.device("cpu"))
     for value, weight in ((1.0, None), (5.0, 1.0), (3.0, None)):
         reductions = {"x": Reduction(weight=weight), "other": Reduction("sum")}
-        logs.add({"x": torch.tensor([value])}, torch.tensor([4]), None, reductions, size=4)
+        logs.add({"x": torch.tensor([value])}, 4, None, reductions)
     assert float(logs.compute()["x"]) == pytest.approx(21 / 9, rel=1e-15)
 
 

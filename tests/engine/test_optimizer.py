@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import expand, is_expanded
 from lightning_pfl.engine.optimizer import (
+    ELEMENTWISE,
+    FUSED,
     ClientOptimizer,
     check_optimizer,
     clip,
@@ -217,3 +219,54 @@ def test_a_step_of_its_own_is_refused() -> None:
     client_state.step = lambda closure=None: None
     with pytest.raises(TypeError, match=r"got SGD with `step` replaced on the object. Write a sub"):
         check_optimizer(optimizer)
+
+
+# --- recorded steps -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=repr))
+def test_a_replayed_step_is_the_step(kind: Any, stacked: bool) -> None:
+    """For two clients, one after the other, with two slots that take turns, as in Ditto."""
+    module = nn.Linear(3, 2).double()
+    groups = [{"params": [module.weight]}, {"params": [module.bias], "weight_decay": 0.1}]
+    template, parameter_split = kind(groups, lr=0.1), ParameterSplit(module)
+    recordings: dict[Any, Any] = {}
+    clients = CLIENTS if stacked else 1
+
+    def run(recordings: dict[Any, Any] | None) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        found = []
+        for _ in range(2):
+            optimizer = ClientOptimizer(
+                template, parameter_split, clients, stacked=stacked, recordings=recordings
+            )
+            model = expand(parameter_split.model(), clients)
+            for slot in ("model",) * 4 + ("personal",) * 3 + ("model",):
+                grads = {
+                    name: torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
+                    for name, leaf in model.items()
+                }
+                model = optimizer.update(model, grads, slot)
+                found += [leaf.clone() for leaf in model.values()]
+        return found
+
+    plain, recorded = run(None), run(recordings)
+    assert len(recordings) > 0
+    assert all(torch.equal(a, b) for a, b in zip(recorded, plain, strict=True))
+    if kind in FUSED:
+        assert all(recordings.values())
+
+
+def test_a_recorded_step_is_that_of_its_options() -> None:
+    recordings: dict[Any, Any] = {}
+    for rate in (0.1, 0.3):
+        parameter_split, template = make(lr=rate, momentum=0.0)
+        optimizer = ClientOptimizer(template, parameter_split, CLIENTS, recordings=recordings)
+        model = expand(parameter_split.model(), CLIENTS)
+        grads = {name: torch.ones(leaf.shape).double() for name, leaf in model.items()}
+        start = {name: leaf.clone() for name, leaf in model.items()}
+        for _ in range(4):
+            model = optimizer.update(model, grads)
+        close(model["bias"], start["bias"] - 4 * rate)
+    assert len(recordings) == 2

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,8 +46,9 @@ from lightning_pfl.engine.base import (
     LocalWork,
     require_same_entries,
 )
+from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.logs import LOSS, ClientLogs
-from lightning_pfl.engine.optimizer import ClientOptimizer, counters
+from lightning_pfl.engine.optimizer import ClientOptimizer, Recordings, counters
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
 from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.steps import (
@@ -58,6 +59,7 @@ from lightning_pfl.engine.steps import (
     phase_steps,
     split_draws,
 )
+from lightning_pfl.engine.trace import Traces, fingerprint
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.vectorized.evaluation import ONE_BY_ONE, VectorizedEvaluation
 from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
@@ -66,7 +68,6 @@ from lightning_pfl.engine.vectorized.loaders import Batches, LoaderBatches
 from lightning_pfl.engine.vectorized.local import VectorizedLocalStep
 from lightning_pfl.engine.vectorized.metrics import ClientMetrics
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
-from lightning_pfl.engine.vectorized.trace import Traces, fingerprint
 from lightning_pfl.methods.base import Phase
 
 COPIES = 5
@@ -109,6 +110,7 @@ class VectorizedEngine:
         )
         self.prefix = PrefixCache(parameter_split, enabled=settings.feature_cache)
         self.traces = Traces(enabled=is_unmodified(module))
+        self.optimizer_steps: Recordings = {}
         self._program: ClientProgram | None = None
         self.stochastic = stochastic or not is_unmodified(module)
         self._settled = fingerprint(module)
@@ -131,8 +133,8 @@ class VectorizedEngine:
         """Return the user's step, cached since a replayed step doesn't log its options again."""
         hooks, known = self.settings.batch_hooks, self._program
         if known is None or known.augment is not augment or known.hooks is not hooks:
-            fast = self.transform == "forward"
-            known = ClientProgram(self.module, self.settings, augment, fast)
+            kernels = FastKernels if self.transform == "forward" else nullcontext
+            known = ClientProgram(self.module, self.settings, augment, kernels)
             self._program = known
         return known
 
@@ -158,6 +160,7 @@ class VectorizedEngine:
 
     def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
+        self.traces.begin()
         # Longest first, so that the clients still active at a step are the first rows of a chunk.
         order = torch.argsort(work.info.steps, descending=True, stable=True)
         results = []
@@ -300,9 +303,7 @@ class Chunk:
         if engine.traces.enabled:
             recordable = program.augment is None and program.hooks is None
             settings = fingerprint(engine.module)
-            engine.traces.enter(
-                (active.trainable, program, settings) if recordable else None, steps
-            )
+            engine.traces.enter((active.trainable, program, settings) if recordable else None)
         return VectorizedLocalStep(
             engine.settings,
             active,
@@ -316,6 +317,7 @@ class Chunk:
                 len(self.clients),
                 active.phase.lr,
                 schedule=self.work.options(active.phase, steps),
+                recordings=engine.optimizer_steps,
             ),
             self.logs,
             None if self.keys is None else self.keys + (number << 32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning_pfl.core.tree import Model, rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import couples_samples, writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
+from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.safety.guard import guarded
@@ -78,7 +80,8 @@ class VectorizedEvaluation:
 
     def __init__(self, module: Any, settings: EngineSettings, transform: str = "forward") -> None:
         self.module, self.settings, self.transform = module, settings, transform
-        self.program = ClientProgram(module, settings, fast_kernels=transform == "forward")
+        kernels = FastKernels if transform == "forward" else nullcontext
+        self.program = ClientProgram(module, settings, kernels=kernels)
         self.program.throwaway = writable(module)
 
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:

@@ -21,11 +21,11 @@ from lightning_pfl.engine.logs import LOSS, ClientLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.terms import Term, split_terms
+from lightning_pfl.engine.trace import Traces
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
 from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Inputs, Result
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
-from lightning_pfl.engine.vectorized.trace import Traces
 
 
 class VectorizedLocalStep:
@@ -246,5 +246,6 @@ class VectorizedLocalStep:
         if not self._logged:
             values = {**self.gradient.metrics.update(logged, self._tick.rows), LOSS: loss}
             reductions = self.program.log.reductions
-            self.logs.add(values, minibatch.sizes, self._tick.rows, reductions, minibatch.size)
+            sizes = minibatch.sizes if minibatch.size is None else minibatch.size
+            self.logs.add(values, sizes, self._tick.rows, reductions)
         return grads

@@ -32,7 +32,7 @@ def collect(state: Tree, grads: Model, weight: Tensor) -> Tree:
         weight: Weight of each client's minibatch, ``(clients,)``.
     """
     total = {
-        name: leaf + per_client(weight, leaf) * grads[name] if name in grads else leaf
+        name: leaf.addcmul(per_client(weight, leaf), grads[name]) if name in grads else leaf
         for name, leaf in state["gradients"].items()
     }
     return {**state, "gradients": total, "count": state["count"] + weight}

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_pfl.engine import trace
 from lightning_pfl.engine.safety.snapshot import changed, restore, snapshot
-from lightning_pfl.engine.vectorized import trace
 from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.base import PersonalizedModule
@@ -141,7 +141,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_recording_follows_the_module(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    monkeypatch.setattr(trace, "PATIENCE", 1)
+    monkeypatch.setattr(trace, "WARM_UP", 0)
 
     def run(engine: str) -> Fit:
         Sharper.strength[0] = 1.0

@@ -3,6 +3,7 @@ else."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pfl.contract.known import Known
+from lightning_pfl.engine import trace
 from lightning_pfl.engine.base import LocalWork
-from lightning_pfl.engine.vectorized import trace
+from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg, FedProx, FedRep
 from lightning_pfl.methods.base import Method
@@ -29,20 +31,18 @@ from tests.engine.nets import CLASSES, cnn, image_clients
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record at the second call, so that short tests replay."""
     monkeypatch.setattr(trace, "WARM_UP", 1)
-    monkeypatch.setattr(trace, "PATIENCE", 1)
 
 
 def run(
-    module: Any, method: Method, engine: Any = "vectorized", record: bool = True, data: Any = None
+    module: Any, method: Method, engine: Any = "vectorized", most: int = 9, **options: Any
 ) -> LocalRound:
     with pytest.MonkeyPatch.context() as patch:
-        if not record:
-            patch.setattr(trace, "LIMIT", 0)
-        return local_round(method, module, image_clients() if data is None else data, engine)
+        patch.setattr(trace, "LIMIT", most)
+        return local_round(method, module, image_clients(), engine, **options)
 
 
 def replays(outcome: LocalRound) -> int:
-    assert isinstance(outcome.engine, VectorizedEngine)
+    assert isinstance(outcome.engine, (SequentialEngine, VectorizedEngine))
     return outcome.engine.traces.used
 
 
@@ -57,14 +57,59 @@ def replays(outcome: LocalRound) -> int:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Method) else str(value),
 )
-def test_replayed_steps_are_the_steps(method: Method, norm: bool, dropout: float) -> None:
-    recorded = run(cnn(norm, dropout), method)
-    plain = run(cnn(norm, dropout), method, record=False)
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+def test_replayed_steps_are_the_steps(
+    engine: str, method: Method, norm: bool, dropout: float
+) -> None:
+    options = {"record": True} if engine == "sequential" else {}
+    recorded = run(cnn(norm, dropout), method, engine, **options)
+    plain = run(cnn(norm, dropout), method, engine, 0, **options)
     assert replays(recorded) > 0
     assert replays(plain) == 0
     assert_trees_equal(recorded.models, plain.models)
     assert_trees_equal(recorded.result.logs, plain.result.logs)
     assert_trees_close(recorded.models, run(cnn(norm, dropout), method, "sequential").models)
+
+
+def test_the_readable_engine_records_nothing() -> None:
+    assert replays(run(cnn(), FedAvg(local_epochs=2), "sequential")) == 0
+
+
+class Thresholded(nn.Module):
+    """Its operators depend on a number in a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if float(x.detach().sum()) > 0 else x * 3
+
+
+class Counting(nn.Module):
+    """Its running count is written before an operator that can't be recorded."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * 2 if self.count.item() > 2 else x
+
+
+@pytest.mark.parametrize("layer", [Thresholded, Counting])
+def test_a_step_that_reads_numbers_is_not_recorded(layer: type[nn.Module]) -> None:
+    def module() -> PersonalizedModule:
+        torch.manual_seed(0)
+        backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 4), layer())
+        return PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
+
+    method = FedAvg(local_epochs=2)
+    tried = run(module(), method, "sequential", record=True)
+    assert replays(tried) == 0
+    assert isinstance(tried.engine, SequentialEngine)
+    assert not tried.engine.traces.enabled
+    plain = run(module(), method, "sequential")
+    assert_trees_equal(tried.models, plain.models)
 
 
 def make(kind: type[PersonalizedModule]) -> PersonalizedModule:
@@ -148,10 +193,12 @@ def test_what_does_nothing_is_left_out_and_what_writes_is_kept() -> None:
         row.mul_(10.0)  # into the argument, through three views
         return same, row + 1
 
-    recording = trace.Recording(function, (torch.ones(2, 3),), [torch.ones(2, 3)])
-    program: Any = recording.replay
-    used = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    names = sorted(str(target).split(".")[1] for target in used)
+    x = torch.ones(2, 3)
+    (same, row), recording = trace.record(function, (x,), [x])
+    assert torch.equal(same, x)
+    assert row.tolist() == [11.0, 11.0]
+    text = dict(re.findall(r"(f\d+)\((.*)\)", recording.source))
+    names = sorted(str(recording.replay.__globals__[name]).split(".")[1] for name in text)
     assert names == ["add", "mul_", "select", "view"]
     x = torch.arange(6.0).view(2, 3)
     same, row = recording([x])

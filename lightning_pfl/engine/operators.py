@@ -1,0 +1,39 @@
+"""Operators of torch, for modes that see each of them, and oneDNN's product of matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class OperatorMode(TorchDispatchMode):
+    """A mode whose ``__torch_dispatch__`` gets every operator, below autograd and ``vmap``.
+
+    torch documents it for users, in a module of a private name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+
+def has_onednn() -> bool:
+    """Whether torch has oneDNN on this processor, and it is switched on."""
+    backend: Any = torch.backends.mkldnn
+    return bool(backend.is_available() and backend.enabled)
+
+
+def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply two matrices of single precision by oneDNN, and add a bias to each row.
+
+    It is the operator to which torch's own compiler turns linear layers on a CPU.
+
+    Args:
+        a: ``(rows, inner)``.
+        b: ``(inner, columns)``.
+        bias: ``(columns,)``; None for none.
+    """
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
+    return out
