@@ -70,7 +70,9 @@ def _add_settings(logger: TensorBoardLogger, values: Sequence[str]) -> None:
 
 
 def _boards(trainer: L.Trainer) -> list[TensorBoardLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+    """List the loggers to write to; in other processes they have no writer."""
+    loggers = trainer.loggers if trainer.is_global_zero else []
+    return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
 
 
 def layout(names: Iterable[str]) -> Layout:

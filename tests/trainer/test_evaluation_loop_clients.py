@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_pfl import FederatedCallback, FederatedStrategy, read_clients
 from lightning_pfl.callbacks import HeadFineTuning
-from lightning_pfl.contract.records import ClientResults
+from lightning_pfl.contract.records import ClientResults, Evaluation
 from lightning_pfl.methods import Ditto, FedAvg
 from lightning_pfl.testing import QuadraticModule, quadratic_clients
-from lightning_pfl.trainer.board_layout import layout
+from lightning_pfl.trainer.board_layout import add_layout, add_summary, layout
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -47,6 +50,18 @@ def fitted(method: Any, *callbacks: Any, rounds: int = 2, logger: Any = False) -
     data = quadratic_clients([1.0, 2.0, 3.0], [0.0, 1.0, 2.0])
     run.fit(QuadraticModule(), data, data)
     return run
+
+
+def test_one_process_writes_the_first_page_of_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    trainer: Any = SimpleNamespace(
+        is_global_zero=False, loggers=[TensorBoardLogger(tmp_path)], current_epoch=1
+    )
+    add_layout(trainer, ClientResults("val", 0, ("a",), {"": Evaluation({}, torch.ones(1))}))
+    add_summary(trainer, {"val_acc": 1.0})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_client_metrics_are_those_of_the_table_and_need_no_logger(tmp_path: Path) -> None:

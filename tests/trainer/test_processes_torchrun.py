@@ -54,7 +54,12 @@ def recipe(folder: Path, method: str, *callbacks: dict[str, Any]) -> dict[str, A
         "model": {"class_path": "MLP", "init_args": {"sizes": [64, 8, 10], "lr": 0.05}},
         "data": {
             "class_path": "FederatedDataModule",
-            "init_args": {"source": {"class_path": "Digits"}, "num_clients": 8, "batch_size": 32},
+            "init_args": {
+                "source": {"class_path": "Digits"},
+                "num_clients": 8,
+                "batch_size": 32,
+                "val_fraction": 0.2,
+            },
         },
         "trainer": {
             "max_epochs": 4,
@@ -62,7 +67,6 @@ def recipe(folder: Path, method: str, *callbacks: dict[str, Any]) -> dict[str, A
             "logger": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "limit_val_batches": 0,
             "strategy": {
                 "class_path": "FederatedStrategy",
                 "init_args": {"participation": 0.75, "engine": "sequential"},
@@ -92,6 +96,7 @@ def test_processes_end_with_the_bits_of_one(nodes: int, killed: bool, tmp_path: 
         launcher += ["--nproc-per-node=2", f"--node-rank={number}", "--max-restarts=3"]
         launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
         command = ["-m", "lightning_pfl", "fit", "--config", str(path), "--ckpt_path", "last"]
+        command += ["--config", str(ROOT / "configs" / "trainer" / "resume.yaml")]
         command += ["--trainer.devices=2", f"--trainer.num_nodes={nodes}"]
         running.append(
             subprocess.Popen(
