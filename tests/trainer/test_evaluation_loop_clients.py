@@ -10,9 +10,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_pfl import FederatedCallback, FederatedStrategy, read_clients
 from lightning_pfl.callbacks import HeadFineTuning
