@@ -122,8 +122,9 @@ class ClusterOracle(Method):
                 f"{type(method).__name__}."
             )
         over_a_graph = type(method).exchanges is not Method.exchanges
-        if over_a_graph or method.client_axes or method.fixed_clients:
+        if over_a_graph or method.client_axes or method.fixed_clients or method.needs_public_data:
             kind = "exchanges messages over a graph" if over_a_graph else "knows its clients by id"
+            kind = "needs public samples" if method.needs_public_data else kind
             raise ValueError(
                 f"Expected `method` to be one with a server for any clients, but got "
                 f"{type(method).__name__}, which {kind}. Use FedProx or Ditto, for example."

@@ -17,6 +17,7 @@ from lightning_pfl.methods import (
     ClusterOracle,
     Ditto,
     FedAvg,
+    FedDF,
     FedProx,
     FedRep,
     FedSplit,
@@ -161,6 +162,7 @@ def test_settings_are_also_those_of_the_method() -> None:
     ("method", "match"),
     [
         (L2GD(), "but got L2GD, which knows its clients by id"),
+        (FedDF(), "but got FedDF, which needs public samples"),
         (FedU("ring"), "but got FedU, which exchanges messages over a graph|knows its clients"),
     ],
 )
