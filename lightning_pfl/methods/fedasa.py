@@ -130,6 +130,7 @@ class FedASA(Method):
                     f"{name}=0.5, for example."
                 )
         check_whole("every", every, 1, "Use 1 to select in each round.")
+        check_used(FedASA.__init__, {"cells": cells}, rule != "all", "a rule that selects")
         check_used(FedASA.__init__, {"share": share}, rule == "random", "rule='random'")
         check_used(FedASA.__init__, {"threshold": threshold}, rule == "drift", "rule='drift'")
         often = rule in ("drift", "random")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pfl.core.argument_types import check_types
+from lightning_pfl.core.checks import check_used
 from lightning_pfl.core.parameters import NORMS
 from lightning_pfl.models.losses import LOSSES, Loss, class_matches, one_per_sample, sign_matches
 
@@ -276,11 +277,25 @@ def check_module_settings(settings: dict[str, Any]) -> None:
         if name.endswith(("lr", "weight_decay")) and value is not None:
             _check_range(name, value, upper=math.inf)
     _check_range("momentum", settings["momentum"], upper=1.0)
+    _check_used(settings)
     if settings["num_classes"] is not None and settings["num_classes"] < 1:
         raise ValueError(
             "Expected `num_classes` to be a positive int, but got "
             f"num_classes={settings['num_classes']!r}. Use the number of outputs of the head."
         )
+
+
+def _check_used(settings: dict[str, Any]) -> None:
+    """Raise ValueError for a setting that no optimizer gets; 0 says that none needs to."""
+    init, optimizer = PersonalizedModule.__init__, settings["optimizer"]
+    for name in ("lr", "momentum", "weight_decay"):
+        given = {name: settings[name]} if settings[name] else {}
+        check_used(init, given, isinstance(optimizer, str), "an optimizer given by its name")
+        halves = [settings.get(f"{half}_{name}") for half in ("backbone", "head")]
+        check_used(init, given, None in halves, "a half that has none of its own")
+    momentum = {"momentum": settings["momentum"]} if settings["momentum"] else {}
+    has_one = optimizer in MOMENTUM_OPTIMIZERS
+    check_used(init, momentum, has_one, "optimizer='sgd' or 'rmsprop'")
 
 
 def _check_choice(name: str, value: object, known: dict[str, Any]) -> None:

@@ -189,8 +189,8 @@ class FederatedLoop(FitLoop):
         data = self.require_data()
         self._learners = learners(self.federation, data, phases, limit, self._fate)
         check_budgets(phases, data.names, self._learners)
-        budgets = [number for phase in phases for number in (phase.epochs, phase.steps)]
-        self.trains_nothing = bool(phases) and not any(budgets)
+        training = [phase for phase in phases if not phase.evaluate_only]
+        self.trains_nothing = bool(training) and not any(p.epochs or p.steps for p in training)
         if phases and not trainer.overfit_batches and trainer.limit_train_batches == 1.0:
             warn_of_single_samples(data, self._learners, trainer.lightning_module)
         some = torch.zeros(data.num_clients, dtype=torch.bool)

@@ -324,7 +324,7 @@ class FederatedStrategy(ProcessesStrategy):
                 "Go on from its last checkpoint, if it has one, with `ckpt_path`."
             )
             return
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(
             f"The run was interrupted after {self.federation.rounds} rounds and is saved to "
             f"{str(path)!r}. Go on with `ckpt_path={str(path)!r}`; in the same folder "

@@ -9,13 +9,17 @@ from inspect import signature
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_pfl import methods
 from lightning_pfl.callbacks import HeadFineTuning, NewClientAdaptation
 from lightning_pfl.core.checks import check_used
 from lightning_pfl.data import FeatureSkew, FedMAPSynthetic
+from lightning_pfl.models import MLP
+from lightning_pfl.models.base import PersonalizedModule
 
+MAPS = {(0, 1): torch.ones(1, 1)}
 NARROW = {"half": nn.Linear(1, 1)}
 EXACT = [
     ("local_epochs", 3, {"local_solver": "exact"}),
@@ -28,6 +32,7 @@ IDLE: list[tuple[Callable[..., Any], str, Any, dict[str, Any]]] = [
     (methods.FedASA, "share", 0.2, {"rule": "all"}),
     (methods.FedASA, "threshold", 0.2, {"rule": "random"}),
     (methods.FedASA, "every", 2, {"rule": "all"}),
+    (methods.FedASA, "cells", ["head"], {"rule": "all"}),
     (methods.FedMD, "temperature", 2.0, {}),
     (partial(methods.HeteroFL, NARROW), "classifier", "fc", {"masked_classes": False}),
     (methods.IFCA, "trial_rounds", 3, {}),
@@ -36,10 +41,15 @@ IDLE: list[tuple[Callable[..., Any], str, Any, dict[str, Any]]] = [
     (methods.PerFedAvg, "difference", 0.1, {}),
     (partial(methods.HomologicalConstraints, "ring"), "map_std", 0.1, {}),
     (partial(methods.SheafFMTL, "ring"), "map_std", 0.1, {"maps": "identity"}),
+    (partial(methods.SheafFMTL, "ring"), "edge_dim_ratio", 0.3, {"maps": MAPS}),
     *((methods.ConvexClustering, *each) for each in EXACT),
     *((methods.FedSplit, *each) for each in EXACT),
     *((methods.SquaredPenalty, *each) for each in EXACT),
     *((partial(methods.GTVMin, "ring"), *each) for each in EXACT),
+    (partial(MLP, [4, 3]), "lr", 0.1, {"optimizer": torch.optim.SGD}),
+    (partial(MLP, [4, 3]), "lr", 0.1, {"backbone_lr": 0.2, "head_lr": 0.3}),
+    (partial(MLP, [4, 3]), "weight_decay", 0.1, {"optimizer": torch.optim.SGD}),
+    (partial(MLP, [4, 3]), "momentum", 0.9, {"optimizer": "adam"}),
     (HeadFineTuning, "penalty_weight", 0.5, {}),
     (partial(NewClientAdaptation, samples=[0]), "epochs", 3, {}),
     (partial(NewClientAdaptation, samples=[0]), "lr", 0.1, {}),
@@ -61,7 +71,14 @@ def test_an_argument_without_effect_is_refused(
         make(**others, **{name: value})
     # Its default is what a recipe that writes out everything has.
     kind: Any = make.func if isinstance(make, partial) else make
+    kind = PersonalizedModule if kind is MLP else kind
     make(**others, **{name: signature(kind).parameters[name].default})
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "adam"}, {"optimizer": torch.optim.SGD}])
+def test_0_is_no_setting_of_a_module_that_needs_an_effect(settings: dict[str, Any]) -> None:
+    assert MLP([4, 3], momentum=0.0, weight_decay=0.0, **settings).hparams["momentum"] == 0
+    assert MLP([4, 3], backbone_lr=0.2, lr=0.0, head_lr=0.3, **settings).hparams["lr"] == 0
 
 
 def test_an_argument_with_an_effect_is_taken() -> None:

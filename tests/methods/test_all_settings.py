@@ -40,6 +40,11 @@ INF, NAN = float("inf"), float("nan")
         (methods.PerFedAvg(0.0), "inner_lr=0 makes PerFedAvg FedAvg."),
         (methods.FedAvg(local_steps=0), "All local epochs and steps are 0: clients train nothing."),
         (methods.FedRep(head_epochs=0, body_epochs=0), "All local epochs and steps are 0: client"),
+        # Its pass that measures the models is no training.
+        (
+            methods.IFCA(2, local_epochs=0),
+            "All local epochs and steps are 0: clients train nothing.",
+        ),
     ],
 )
 def test_the_log_says_what_a_method_has_become(

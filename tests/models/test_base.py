@@ -259,7 +259,10 @@ class TestInTrainer:
 
     def test_checkpoint_is_plain_and_loads(self, tmp_path: Path) -> None:
         module = make_module(
-            lr=0.25, loss=nn.CrossEntropyLoss(reduction="none"), optimizer=torch.optim.SGD
+            head_lr=0.25,
+            backbone_lr=0.25,
+            loss=nn.CrossEntropyLoss(reduction="none"),
+            optimizer=torch.optim.SGD,
         )
         trainer = make_trainer(tmp_path)
         loader = DataLoader(TensorDataset(*make_batch()), batch_size=5)
@@ -273,7 +276,7 @@ class TestInTrainer:
         loaded = PersonalizedModule.load_from_checkpoint(
             path, backbone=twin.backbone, head=twin.head, weights_only=True
         )
-        assert loaded.hparams["lr"] == 0.25
+        assert loaded.hparams["head_lr"] == 0.25
         torch.testing.assert_close(loaded.state_dict(), module.state_dict())
 
     # LightningCLI 2.6 calls jsonargparse by names that were renamed in 4.49.

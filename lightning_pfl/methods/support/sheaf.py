@@ -72,7 +72,9 @@ class SheafClients:
     def set_maps(self, graph: GraphLike, edge_dim_ratio: float, maps: Maps, map_std: float) -> None:
         """Check and store the arguments of the maps."""
         check_maps(edge_dim_ratio, maps, map_std)
-        check_used(type(self).__init__, {"map_std": map_std}, maps == "random", "maps='random'")
+        init, drawn = type(self).__init__, isinstance(maps, str)
+        check_used(init, {"map_std": map_std}, maps == "random", "maps='random'")
+        check_used(init, {"edge_dim_ratio": edge_dim_ratio}, drawn, "maps that aren't given")
         self.given_graph, self.given_maps = graph, maps
         self.edge_dim_ratio, self.map_std = edge_dim_ratio, map_std
 
