@@ -59,7 +59,7 @@ format: env  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix .
 
 docs: env  ## Build the documentation's site in build/docs, without a network; a broken link fails
-	$(BIN)/python -c 'import furo, myst_nb' 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/python -c 'import furo, latex2mathml, myst_nb' 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -c docs . build/docs
 	@echo 'written: build/docs/docs/index.html'
 

@@ -143,21 +143,22 @@ def cell(line: str, point: Point, rounds: int, seed: int) -> Cell:
 
 
 def points() -> Iterator[Point]:
-    """All points, few samples first; participation is varied before the samples become many."""
+    """All points."""
     for samples in SAMPLES:
         for classes in CLASSES:
             yield classes, samples, USUAL, True
-        if samples == 2 * VARIED_SAMPLES:
-            for equal_rounds in (False, True):
-                for participation in PARTICIPATIONS:
-                    yield VARIED_CLASSES, VARIED_SAMPLES, participation, equal_rounds
+    for equal_rounds in (False, True):
+        for participation in PARTICIPATIONS:
+            yield VARIED_CLASSES, VARIED_SAMPLES, participation, equal_rounds
 
 
 def planned(seeds: Sequence[int], rounds: int = ROUNDS) -> Iterator[Cell]:
-    """All runs, each once, in the order in which they run."""
-    yield from dict.fromkeys(
-        cell(line, point, rounds, seed) for seed in seeds for point in points() for line in LINES
-    )
+    """All runs, each once, in the order in which they run: for each seed the short ones first."""
+    for seed in seeds:
+        runs = dict.fromkeys(
+            cell(line, point, rounds, seed) for point in points() for line in LINES
+        )
+        yield from sorted(runs, key=lambda run: run.samples * run.rounds * run.participation)
 
 
 # --- a run ---
@@ -303,20 +304,22 @@ def draw(stored: Stored, path: Path) -> None:
     """Accuracy against samples at 2 and 5 classes, and against participation."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), dpi=110, layout="constrained")
-    axes = figure.subplots(1, 3)
+    figure = Figure(figsize=(9, 7.6), dpi=100, layout="constrained")
+    axes = figure.subplots(2, 2).flatten()
     for place, classes in zip(axes, CLASSES, strict=False):
         draw_lines(place, stored, [((classes, n, USUAL, True), n) for n in SAMPLES])
-        place.set(xlabel="training images of a client", title=f"{classes} classes each")
-        place.set_xticks(SAMPLES, list(map(str, SAMPLES)), rotation=45)
-    varied = [((VARIED_CLASSES, VARIED_SAMPLES, p, False), p) for p in PARTICIPATIONS]
-    draw_lines(axes[2], stored, varied)
-    axes[2].set(
-        xlabel="share of the clients in a round",
-        title=f"{VARIED_CLASSES} classes, {VARIED_SAMPLES} images, equal passes",
-    )
-    axes[2].set_xticks(PARTICIPATIONS, list(map(str, PARTICIPATIONS)))
-    axes[0].set_ylabel("accuracy, mean over clients (%)")
+        title = f"{classes} classes each, {USUAL:.0%} of the clients a round"
+        place.set(xlabel="training images of a client", title=title)
+        place.set_xticks(SAMPLES, list(map(str, SAMPLES)))
+    for place, equal_rounds in zip(axes[2:], (False, True), strict=True):
+        varied = [(VARIED_CLASSES, VARIED_SAMPLES, p, equal_rounds) for p in PARTICIPATIONS]
+        draw_lines(place, stored, list(zip(varied, PARTICIPATIONS, strict=True)))
+        how = f"{stored.rounds} rounds" if equal_rounds else "equal passes"
+        title = f"{VARIED_CLASSES} classes, {VARIED_SAMPLES} images, {how}"
+        place.set(xlabel="share of the clients in a round", title=title)
+        place.set_xticks(PARTICIPATIONS, list(map(str, PARTICIPATIONS)))
+    for place in axes[::2]:
+        place.set_ylabel("accuracy, mean over clients (%)")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
