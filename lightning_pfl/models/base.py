@@ -286,7 +286,7 @@ def check_module_settings(settings: dict[str, Any]) -> None:
 
 
 def _check_used(settings: dict[str, Any]) -> None:
-    """Raise ValueError for a setting that no optimizer gets; 0 says that none needs to."""
+    """Raise ValueError for a setting other than 0 that no optimizer gets."""
     init, optimizer = PersonalizedModule.__init__, settings["optimizer"]
     for name in ("lr", "momentum", "weight_decay"):
         given = {name: settings[name]} if settings[name] else {}

@@ -119,3 +119,10 @@ def test_what_can_not_choose_is_refused() -> None:
     data = FederatedDataModule(Digits(), num_clients=3, val_split="test")
     with pytest.raises(MisconfigurationException, match="test data would choose the models"):
         trainer(FedAvg(), callbacks=[BestRound()]).fit(MLP([64, 10]), data)
+
+
+def test_of_equal_rounds_the_first_counts() -> None:
+    callback = BestRound()
+    run = trainer(LocalOnly(local_epochs=0), max_epochs=3, callbacks=[callback])
+    run.fit(Quadratic(), points(), validation())
+    assert callback.rounds == dict.fromkeys("0123", 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from lightning_pfl.engine.optimizer import (
     clip,
     why_not_elementwise,
 )
+from lightning_pfl.methods import FedAvg
 from lightning_pfl.methods.base import Method, Phase
-from lightning_pfl.testing import QuadraticModule, fit
+from lightning_pfl.testing import QuadraticModule, fit, quadratic_clients
 from tests.methods.quadratics import LR, SAMPLES, A, C, close, mean, ragged
 
 CLIENTS = 3
@@ -270,3 +273,46 @@ def test_a_recorded_step_is_that_of_its_options() -> None:
             model = optimizer.update(model, grads)
         close(model["bias"], start["bias"] - 4 * rate)
     assert len(recordings) == 2
+
+
+class Begun(torch.optim.Optimizer):
+    """Adagrad as torch had it: the constructor makes the state."""
+
+    def __init__(self, params: Any, lr: float, initial_accumulator_value: float) -> None:
+        super().__init__(params, {"lr": lr})
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["sum"] = torch.full_like(param, initial_accumulator_value)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        with torch.no_grad():
+            for param in group["params"]:
+                total = self.state[param]["sum"]
+                total += param.grad**2
+                param -= group["lr"] * param.grad / total.sqrt()
+
+
+@pytest.mark.parametrize("engine", ["auto", "sequential"])
+@pytest.mark.parametrize("kind", [partial(torch.optim.Adagrad, eps=0.0), Begun])
+def test_a_client_begins_with_the_state_of_the_constructor(kind: Any, engine: str) -> None:
+    """In every round, as its optimizer is a fresh one."""
+
+    class Accumulated(QuadraticModule):
+        def configure_optimizers(self) -> Any:
+            return kind(self.parameters(), lr=0.1, initial_accumulator_value=0.2)
+
+    curvatures, centers = (1.0, 3.0), (1.0, 4.0)
+    data = quadratic_clients(curvatures, centers)
+    run = fit(FedAvg(local_steps=2), data, Accumulated(), 2, engine)
+    server = 0.0
+    for _ in range(2):
+        found = []
+        for curvature, center in zip(curvatures, centers, strict=True):
+            w, total = server, 0.2
+            for _ in range(2):
+                gradient = curvature * (w - center)
+                total += gradient**2
+                w -= 0.1 * gradient / math.sqrt(total)
+            found.append(w)
+        server = sum(found) / 2
+    assert float(run.server["model"]["w"]) == pytest.approx(server, rel=1e-12)
