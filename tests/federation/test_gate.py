@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from lightning_pfl import PersonalizedModule
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import ClientInfo, LocalResult, Round
-from lightning_pfl.federation.gate import Verdict, accept_uploads, find_outliers, update_norm
+from lightning_pfl.federation.gate import (
+    Verdict,
+    accept_uploads,
+    find_outliers,
+    refuse_step,
+    update_norm,
+)
 from lightning_pfl.methods import FedAvg, FedPer, LocalOnly
 from tests.trainer.setting import (
     BATCH,
@@ -351,3 +357,23 @@ def test_a_mask_of_infinities_keeps_nobody_out(method: Any, engine: str) -> None
     state = run.strategy.client_state_dict(0)
     assert torch.equal(state["backbone.mask"], torch.triu(torch.full((8, 8), -torch.inf), 1))
     assert run.strategy.federation.parameter_split.static == ("backbone.mask",)
+
+
+@pytest.mark.parametrize(
+    ("norm", "step", "median", "refused"),
+    [
+        (1.0, 0.9e4, 0.0, False),  # 10,000 times the model's norm
+        (1.0, 1.1e4, 0.0, True),
+        (1e-9, 0.9e4, 1.0, False),  # a model near 0, whose clients all move far
+        (1e-9, 1.1e4, 1.0, True),
+        (0.0, 5.0, 0.0, False),  # nothing to compare with
+        (1.0, float("inf"), 1.0, True),
+    ],
+)
+def test_a_server_step_is_compared_with_the_model_and_the_median_update(
+    norm: float, step: float, median: float, refused: bool
+) -> None:
+    old = {"w": torch.tensor([norm, 0.0])}
+    new = {"w": torch.tensor([norm, step])}
+    found = refuse_step({"model": old}, {"model": new}, (old, new), median)
+    assert bool(found) == refused
