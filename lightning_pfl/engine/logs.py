@@ -216,13 +216,14 @@ class ClientLogs:
             rows: Positions of these clients; None for all.
             reductions: By name; default: a mean over samples.
         """
+        if not values:  # a step without a loss that logs nothing
+            return
         if rows is None and isinstance(sizes, int) and _plain_means(values, reductions):
             self._defer(values, sizes)
             return
-        if values:
-            clients = len(next(iter(values.values())))
-            each = sizes if isinstance(sizes, Tensor) else torch.full((clients,), sizes)
-            self._take_in(values, each, rows, reductions)
+        clients = len(next(iter(values.values())))
+        each = sizes if isinstance(sizes, Tensor) else torch.full((clients,), sizes)
+        self._take_in(values, each, rows, reductions)
 
     def _defer(self, values: dict[str, Tensor], size: int) -> None:
         """Queue minibatches of one size for all clients, to sum many at once."""

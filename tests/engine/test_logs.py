@@ -73,6 +73,23 @@ def test_nothing_logged() -> None:
     assert logs().compute() == {}
 
 
+@pytest.mark.parametrize("silent", [[0, 1], [0], [1], [2]])
+def test_minibatches_without_a_value_are_left_out(silent: list[int]) -> None:
+    """Of three minibatches of one size some log 1, 2 and 4, and the others nothing."""
+    logs, values = ClientLogs(1, torch.device("cpu")), [1.0, 2.0, 4.0]
+    for number, value in enumerate(values):
+        logs.add({} if number in silent else {"x": torch.tensor([value])}, 5, None)
+    said = [value for number, value in enumerate(values) if number not in silent]
+    assert float(logs.compute()["x"]) == pytest.approx(sum(said) / len(said), rel=1e-15)
+
+
+def test_steps_that_log_nothing_at_all() -> None:
+    logs = ClientLogs(1, torch.device("cpu"))
+    logs.add({}, 5, None)
+    logs.add({}, 5, None)
+    assert logs.compute() == {}
+
+
 def test_a_loss_that_is_not_finite_differs_from_no_loss() -> None:
     logs = ClientLogs(3, torch.device("cpu"))
     logs.add({"loss*": torch.tensor([1.0, torch.nan])}, torch.tensor([2, 2]), torch.tensor([0, 1]))

@@ -98,6 +98,23 @@ def test_gradients_stay_between_minibatches() -> None:
     require_plain(EveryOther)
 
 
+class Silent(Regression):
+    """Neither a loss nor a logged value, as manual optimization may have it."""
+
+    def build(self) -> None:
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(torch.nn.functional.mse_loss(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+def test_a_step_may_return_and_log_nothing() -> None:
+    require_plain(Silent)
+
+
 def test_a_client_begins_without_what_another_left() -> None:
     """Clients that are trained together and alone end alike: moments, schedules, gradients."""
 
