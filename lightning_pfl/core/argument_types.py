@@ -59,6 +59,7 @@ PLAIN: dict[object, Kind] = {
     int: Kind("a whole number", lambda value: _is_number(value, numbers.Integral)),
     float: Kind("a number", lambda value: _is_number(value, numbers.Real)),
     str: Kind("a text", lambda value: isinstance(value, (str, PathLike))),
+    PathLike[str]: Kind("a path", lambda value: isinstance(value, PathLike)),
     type(None): Kind("None", lambda value: value is None),
 }
 

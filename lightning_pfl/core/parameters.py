@@ -91,7 +91,12 @@ class ParameterSplit:
         if spec is None:
             return frozenset()
         items = [spec] if isinstance(spec, (str, type)) else spec
-        if not isinstance(items, Iterable) or not all(isinstance(i, (str, type)) for i in items):
+        scalar = not getattr(items, "ndim", 1)  # a tensor that can't be iterated over
+        if (
+            not isinstance(items, Iterable)
+            or scalar
+            or not all(isinstance(i, (str, type)) for i in items)
+        ):
             raise TypeError(
                 f"Expected `{argument}` to be names, globs or module types, but got "
                 f"{argument}={spec!r}. Use 'head', ['head', 'backbone.norm*'] or nn.BatchNorm2d."

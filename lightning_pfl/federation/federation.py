@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_pfl._lightning import copy_apart
 from lightning_pfl.contract.records import ClientInfo, Evaluation, OnClients
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.mixture import Mix, MixedForward, Predictor, parts
 from lightning_pfl.core.tree import Model, Tree, expand
 from lightning_pfl.data.datasets import FederatedDataset
@@ -137,6 +138,7 @@ class Federation(FederationState):
         Raises:
             ValueError: If the split wasn't evaluated.
         """
+        check_types(Federation.client_metrics, {"split": split})
         found = self.client_results.get(split or next(reversed(self.client_results), ""))
         if found is None:
             raise ValueError(

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pfl._lightning import copy_apart, read_optimizers
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
@@ -93,6 +94,7 @@ class SavedClients(Federation):
             ValueError: If the budget is none, or the data have no minibatch or several clients.
             MisconfigurationException: If ``scope``, ``start`` or the module don't fit.
         """
+        check_types(SavedClients.adapt, {"start": start})
         check_lr(lr)
         budget = budget_phase(epochs, steps, default_epochs=10)
         clients = torch.arange(1)
@@ -186,6 +188,7 @@ def load_clients(
                 f"Expected `{name}` to be an instance of {kind.__name__}, but got "
                 f"{name}={given!r}. Call load_clients(path, MyModule(), FedRep()), for example."
             )
+    check_types(load_clients, {"path": path})
     if not Path(path).is_file():
         found = "a folder" if Path(path).is_dir() else "no file"
         raise FileNotFoundError(

@@ -38,7 +38,12 @@ def entries_to_adapt(federation: Federation, scope: ParameterSpec) -> frozenset[
     """Resolve the entries that new clients train: the method's personal part, or what is named."""
     method, parameter_split = federation.method, federation.parameter_split
     if scope != "personal":
-        return parameter_split.match(scope, "scope")
+        if named := parameter_split.match(scope, "scope"):
+            return named
+        raise ValueError(
+            f"Expected `scope` to have parameters that train, but got scope={scope!r}, which has "
+            "none. Use 'head' or 'all', for example."
+        )
     if names := method.personalized_entries(parameter_split):
         return names
     raise MisconfigurationException(

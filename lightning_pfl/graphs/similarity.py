@@ -46,7 +46,13 @@ class KNearest(GraphBuilder):
         given = self.features
         if isinstance(given, (str, Path)):
             given = read("features", str(given))
-        rows = np.asarray(given, dtype=np.float64)
+        try:
+            rows = np.asarray(given, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"Expected `features` to be numbers, but got features={given!r}. Give an array "
+                "(clients, features)."
+            ) from error
         if rows.ndim != 2 or len(rows) != num_clients or not np.isfinite(rows).all():
             raise ValueError(
                 f"Expected `features` to be finite, one row for each of {num_clients} clients, but "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pfl.core.checks import check_number, check_whole
 from lightning_pfl.engine.watching import in_mode
+from lightning_pfl.merging.modules import require_modules
 from lightning_pfl.solvers.distances import distance_to
 
 LARGEST = 1024.0
@@ -61,6 +62,7 @@ class BetaPredictive(nn.Module):
     ) -> None:
         super().__init__()
         check_number("beta", beta, "Use 0.5, or choose it on labelled samples.")
+        require_modules("clients", clients, nested=True)
         drawn = [[each] if isinstance(each, nn.Module) else list(each) for each in clients]
         if not drawn or not all(drawn):
             raise ValueError(

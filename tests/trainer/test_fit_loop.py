@@ -18,6 +18,7 @@ from lightning_pfl.federation.sampling import sample_cohort
 from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
 from tests.trainer.setting import (
     CENTRES,
+    LR,
     SIZES,
     Quadratic,
     classes,
@@ -303,3 +304,16 @@ def test_the_page_names_every_call_from_a_round_to_a_clients_step() -> None:
     # The last one is the optimizer's own step, which torch wraps.
     assert Traced.calls[begin : begin + 8] == named
     assert all("optim" in call or "test_fit" in call for call in Traced.calls[begin + 8 :])
+
+
+def test_logged_means_are_those_of_accepted_clients() -> None:
+    """The first step is at 0, with the loss |c|^2 / 2, and moves by LR |c|: the farthest is out."""
+    far = CENTRES.norm(dim=1)
+    last = int(far.argmax())
+    bound = LR * float(far[last]) * 0.99
+    assert sum(float(LR * each) > bound for each in far) == 1
+    run = trainer(FedAvg(local_steps=1), max_epochs=1, max_update_norm=bound)
+    with pytest.warns(UserWarning, match="Round 0 left out 1 of 4 clients"):
+        run.fit(Quadratic(), points())
+    want = [float(far[k] ** 2 / 2) for k in range(4) if k != last]
+    assert float(run.callback_metrics["train_loss"]) == pytest.approx(sum(want) / 3)
