@@ -19,14 +19,15 @@ processes in the order of the list.
   ``evaluate_clients`` in all processes with the same clients.
 - After a run every process has all client states, if they take at most 1 GiB, so that
   ``client_state_dict`` needs no other process. Inside ``without_communication()`` nothing waits.
-- A process that dies closes its connections, and the others end with an error, at the latest after
-  the strategy's ``timeout``.
+- A process that dies closes its connections, and the others end with an error. One that is stopped
+  gives no signs of life, and the others end with an error that names it: ``presence.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch import Tensor, distributed, nn
 from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
 from lightning_pfl.core.tree import Tree, leaf_at, map_items, rows, tmap
 from lightning_pfl.engine.logs import LOSS
+from lightning_pfl.federation.presence import Presence
 
 
 class Ranks:
@@ -45,16 +47,35 @@ class Ranks:
         rank: Number of this process, from 0.
         size: Number of processes.
         device: Device of this process, used for communication.
+        presence: Signs of life of the processes; None without.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device | str = "cpu",
+        presence: Presence | None = None,
+    ) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.presence = presence
         self._without_communication = False
 
     @property
     def alone(self) -> bool:
         """Whether collective calls are skipped."""
         return self.size == 1 or self._without_communication
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Make a collective call of ``torch.distributed``.
+
+        Raises:
+            StoppedProcessError: If it waits for a process that gives no sign of life.
+        """
+        if self.presence is None:
+            function(*args, **kwargs)
+        else:
+            self.presence.call(partial(function, *args, **kwargs))
 
     @contextmanager
     def without_communication(self) -> Iterator[None]:
@@ -78,7 +99,7 @@ class Ranks:
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value)
+        self.call(distributed.all_gather_object, found, value)
         return found
 
     def broadcast_module(self, module: nn.Module) -> None:
@@ -87,7 +108,7 @@ class Ranks:
             return
         for leaf in chain(module.parameters(), module.buffers()):
             sent = leaf.detach().contiguous()
-            distributed.broadcast(sent, 0)
+            self.call(distributed.broadcast, sent, 0)
             leaf.detach().copy_(sent)
 
 
@@ -167,7 +188,7 @@ class RankShard:
         received = sent.new_empty(len(counts) * width, numbers)
         if numbers:
             parts = [part.view(torch.uint8) for part in received.split(width)]
-            distributed.all_gather(parts, sent.view(torch.uint8))
+            self.ranks.call(distributed.all_gather, parts, sent.view(torch.uint8))
         place = torch.empty(self.total, dtype=torch.int64)
         for rank, share in enumerate(self._shards):
             place[share] = rank * width + torch.arange(len(share))

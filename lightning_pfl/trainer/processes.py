@@ -24,6 +24,7 @@ from lightning_pfl._lightning import (
     reduce_tensor,
     set_rank_for_messages,
 )
+from lightning_pfl.federation.presence import SILENCE, Presence
 from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.trainer import checks as flags
 
@@ -45,6 +46,7 @@ class ProcessesStrategy(ParallelStrategy):
 
     Attributes:
         ranks: The processes of the run.
+        silence: Time without a sign of life after which a process counts as stopped; with Gloo.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class ProcessesStrategy(ParallelStrategy):
             )
         self.num_nodes = 1
         self.process_group_backend, self.timeout = process_group_backend, timeout
+        self.silence = SILENCE
         self.ranks = Ranks()
 
     @property
@@ -116,7 +119,12 @@ class ProcessesStrategy(ParallelStrategy):
             # Lightning does so for nccl only; running gloo threads can abort the exit.
             atexit.unregister(leave_processes)
             atexit.register(leave_processes)
-            self.ranks = Ranks(self.global_rank, self.world_size, self.root_device)
+            presence = None
+            if backend == "gloo":
+                where = self.cluster_environment.main_address, self.cluster_environment.main_port
+                presence = Presence(*where, self.global_rank, self.world_size, self.silence)
+                atexit.register(presence.end)  # before the connections close
+            self.ranks = Ranks(self.global_rank, self.world_size, self.root_device, presence)
 
     def setup(self, trainer: L.Trainer) -> None:
         """Set up the module and its optimizers."""
@@ -140,14 +148,16 @@ class ProcessesStrategy(ParallelStrategy):
         """Wait for the other processes."""
         if self.is_distributed and distributed.is_initialized():
             by_gpu = distributed.get_backend() == "nccl"
-            distributed.barrier(device_ids=[self.root_device.index] if by_gpu else None)
+            self.ranks.call(
+                distributed.barrier, device_ids=[self.root_device.index] if by_gpu else None
+            )
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object of one process to all."""
         if not self.is_distributed or not distributed.is_initialized():
             return obj
         sent = [obj]
-        distributed.broadcast_object_list(sent, src)
+        self.ranks.call(distributed.broadcast_object_list, sent, src)
         return sent[0]
 
 

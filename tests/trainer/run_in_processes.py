@@ -2,13 +2,16 @@
 
 Usage: python -m tests.trainer.run_in_processes FOLDER cases|methods|0|1. Two processes run the
 cases, or every method, and each writes what it knows at the end to FOLDER/<case>-<rank>.pt; or
-process 0, or 1, raises an error.
+process 0, or 1, raises an error; with ``slow``, ``stops0`` or ``stops1`` one is late or stops.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from tests.methods.cases import PROBLEMS
 
 SIZES = (8, 2, 5, 9, 3)
 ROUNDS = 3
+SILENCE = timedelta(seconds=2)
+"""Time after which a process counts as stopped."""
 
 
 class Seeing(PersonalizedModule):
@@ -163,10 +168,17 @@ def facts(trainer: Any, strategy: FederatedStrategy, model: Any) -> dict[str, An
 
 
 def fit(
-    method: Method, module: L.LightningModule, data: Any, devices: int, seed: int | None = 5
+    method: Method,
+    module: L.LightningModule,
+    data: Any,
+    devices: int,
+    seed: int | None = 5,
+    silence: timedelta | None = None,
 ) -> Any:
     """Two rounds, the clients one after another; returns the strategy."""
     strategy = FederatedStrategy(method, seed=seed, engine="sequential", participation=3)
+    if silence is not None:
+        strategy.silence = silence
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
     trainer = L.Trainer(
         max_epochs=2, accelerator="cpu", devices=devices, strategy=strategy, **quiet
@@ -199,6 +211,23 @@ class Raising(PersonalizedModule):
         return super().training_step(batch, batch_idx)
 
 
+LATE: list[int] = []
+
+
+class Late(PersonalizedModule):
+    """Process 1 is late in round 1, or one of the processes stops there."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        what, rank = sys.argv[2], self.trainer.global_rank
+        if self.trainer.current_epoch == 1 and not LATE:
+            LATE.append(rank)
+            if what == "slow" and rank == 1:
+                time.sleep(4 * SILENCE.total_seconds())
+            if what == f"stops{rank}":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return super().training_step(batch, batch_idx)
+
+
 def main() -> None:
     """Run the cases, the methods, or the run that ends badly."""
     folder, what = Path(sys.argv[1]), sys.argv[2]
@@ -212,6 +241,9 @@ def main() -> None:
         for name in RESUMED:
             start = folder.parent / "one" / name / "epoch=0.ckpt"
             write(run(name, folder / f"{name}-resumed", 2, start), folder, f"{name}-resumed")
+    elif what in ("slow", "stops0", "stops1"):
+        known = fit(FedAvg(), network(Late), clients()[0], 2, silence=SILENCE)
+        write({"server": known.server}, folder, what)
     else:
         fit(FedAvg(), network(Raising), clients()[0], 2)
 

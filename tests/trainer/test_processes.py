@@ -4,9 +4,11 @@ that dies takes the others with it."""
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -231,6 +233,36 @@ def test_an_error_in_one_process_ends_the_run(rank: int, started: dict[str, Any]
     _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode != 0
     assert "a bug in one process" in errors.decode()
+
+
+def said(process: subprocess.Popen[bytes], text: str) -> bool:
+    """Whether a process, or the one that it has started, writes a text before the limit."""
+    assert process.stderr is not None
+    found = b""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end and text.encode() not in found:
+        if select.select([process.stderr], [], [], 1)[0]:
+            found += os.read(process.stderr.fileno(), 65536)
+    return text.encode() in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_process_is_named_by_the_other(rank: int, tmp_path: Path) -> None:
+    with start(tmp_path, f"stops{rank}") as process:
+        assert said(process, f"rank {rank} has given no sign of life for 2 seconds. It is stopped")
+        if rank == 1:  # the first process ends, though the second can't
+            assert process.wait(timeout=LIMIT) != 0
+
+
+@pytest.mark.slow
+def test_a_slow_process_is_waited_for(tmp_path: Path) -> None:
+    """Four times as long as after which a process without signs of life counts as stopped."""
+    with start(tmp_path, "slow") as process:
+        process.communicate(timeout=LIMIT)
+        assert process.returncode == 0
+    first, second = (load(tmp_path / f"slow-{rank}.pt") for rank in range(2))
+    assert_same(first, second, exact=True)
 
 
 # --- parts ----------------------------------------------------------------------------------------
