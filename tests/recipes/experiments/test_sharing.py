@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,12 @@ from recipes.experiments.sharing import (
     SAMPLES,
     USUAL,
     Fewer,
+    Stored,
     cell,
     planned,
 )
+from recipes.plan import Plan
+from recipes.reproduce import RECIPES
 
 
 @pytest.mark.slow
@@ -99,3 +103,41 @@ def test_fewer_images_are_as_many_of_each_class(fashion_mnist_dir: Path) -> None
     for here, there in zip(part.test_fields, whole.test_fields, strict=True):
         assert torch.equal(here, there)
     assert CLIENTS * min(SAMPLES) % 10 == 0
+
+
+def test_the_page_on_choosing_says_what_is_stored() -> None:
+    """The numbers of its first section, and its claims, at the points that have all lines."""
+    stored = Stored(Plan("sharing"), [0], sharing.ROUNDS)
+
+    def points_of(line: str, classes: int, samples: int) -> float:
+        (value,) = stored.values(line, (classes, samples, USUAL, True))
+        return 100 * value
+
+    def lost(classes: int, samples: int) -> float:
+        point = classes, samples, USUAL, True
+        best = max(100 * value for line in LINES for value in stored.values(line, point))
+        return best - points_of(sharing.PASSES, classes, samples)
+
+    text = (RECIPES.parent / "docs" / "choosing.md").read_text()
+    _, _, section = text.partition("## Where local training stops")
+    section = " ".join(section.partition("\n## ")[0].split())
+    for sentence in (
+        f"loses {lost(2, 10):.1f} points on the best method at 10 images and less than one from 50",
+        f"five classes it loses {lost(5, 10):.1f}, and still {lost(5, 50):.1f} at 50 images and "
+        f"{lost(5, 100):.1f} at 100",
+    ):
+        assert sentence in section
+    assert max(lost(2, samples) for samples in (50, 100)) < 1
+    for classes, samples in product(CLASSES, (10, 20, 50, 100)):
+        alone = points_of(sharing.PASSES, classes, samples)
+        best = alone + lost(classes, samples)
+        assert points_of("FedAvg", classes, samples) < alone
+        assert points_of(sharing.TUNED, classes, samples) > best - 1
+        assert points_of("APFL", classes, samples) > best - 1
+        if stored.values(sharing.EQUAL_ROUNDS, (classes, samples, USUAL, True)):
+            assert abs(points_of(sharing.EQUAL_ROUNDS, classes, samples) - alone) < 0.5
+    for line in LINES:
+        few, every = (stored.values(line, (5, 50, p, False))[0] for p in (USUAL, 1.0))
+        assert every <= few
+        if line == sharing.TUNED:
+            assert f"FedAvg with tuned heads loses {100 * (few - every):.1f} points" in section
