@@ -140,7 +140,7 @@ class SelectedEngine:
         """Run a validation, test or prediction step for each client."""
         if work.step not in self._engines:
             first = _first_batches(work)
-            self._choose(first, partial(_evaluation_pays, work, first))
+            self._choose(first, partial(self._evaluation_pays, work, first))
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
@@ -242,10 +242,29 @@ class SelectedEngine:
             )
             for phase in work.phases
         ]
-        replayed = self._sequential.records(work) and not any(
-            op in counter.get_flop_counts().get("Global", {}) for op in CONVOLUTIONS
-        )
+        counts = counter.get_flop_counts().get("Global", {})
+        replayed = self._sequential.records(work) and not _convolves(counts)
         return batching_pays(counter.get_total_flops() / gradients, shares, replayed)
+
+    def _evaluation_pays(
+        self,
+        work: EvaluationWork,
+        probed: EvaluationWork,
+        engine: VectorizedEngine,
+        counter: FlopCounterMode,
+    ) -> bool:
+        """Estimate for an evaluation."""
+        counts = counter.get_flop_counts().get("Global", {})  # a module may have no product at all
+        # A shared layer sees all clients' samples as one large batch, which nothing beats;
+        # attention and recurrent layers don't.
+        if engine.transform == "forward" and not any(op in counts for op in PER_CLIENT_PRODUCTS):
+            return True
+        operations = counter.get_total_flops() / len(probed.clients)
+        if isinstance(work.data, FederatedTensorDataset):
+            whole = min(work.data.batch_size, int(work.data.num_samples[work.clients].max()))
+            operations *= max(1.0, whole / PROBED_SAMPLES)
+        replayed = self._sequential.may_replay(work.step) and not _convolves(counts)
+        return batching_pays(operations, [Share(1)], replayed)
 
     def _first_steps(self, work: LocalWork) -> LocalWork:
         """Cut the work to one step of every phase, of two clients.
@@ -329,6 +348,10 @@ class _Listener:
         self.failed = False
 
 
+def _convolves(counts: Mapping[Any, int]) -> bool:
+    return any(op in counts for op in CONVOLUTIONS)
+
+
 def _results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:
     """Run the work and return its results as a tree to compare."""
     if isinstance(work, LocalWork):
@@ -344,22 +367,3 @@ def _first_batches(work: EvaluationWork) -> EvaluationWork:
     some = torch.argsort(work.data.num_samples[work.clients], descending=True, stable=True)
     few = work.rows(together(data, work.clients, some[:PROBED_CLIENTS]))
     return replace(few, data=data, limit=1)
-
-
-def _evaluation_pays(
-    work: EvaluationWork,
-    probed: EvaluationWork,
-    engine: VectorizedEngine,
-    counter: FlopCounterMode,
-) -> bool:
-    """Estimate for an evaluation."""
-    counts = counter.get_flop_counts().get("Global", {})  # a module may have no product at all
-    # A shared layer sees all clients' samples as one large batch, which nothing beats; attention
-    # and recurrent layers don't.
-    if engine.transform == "forward" and not any(op in counts for op in PER_CLIENT_PRODUCTS):
-        return True
-    operations = counter.get_total_flops() / len(probed.clients)
-    if isinstance(work.data, FederatedTensorDataset):
-        whole = min(work.data.batch_size, int(work.data.num_samples[work.clients].max()))
-        operations *= max(1.0, whole / PROBED_SAMPLES)
-    return batching_pays(operations, [Share(1)])

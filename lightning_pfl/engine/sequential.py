@@ -26,7 +26,7 @@ from lightning_pfl.contract.records import (
 from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.draws import mix, noise, random_keys
 from lightning_pfl.core.errors import MisconfigurationException, naming_clients
-from lightning_pfl.core.mixture import shielded
+from lightning_pfl.core.mixture import is_mixed, shielded
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, Tree, materialize, select, separated, stack
@@ -53,6 +53,7 @@ from lightning_pfl.engine.terms import Term, split_terms
 from lightning_pfl.engine.trace import Given, Traces, fingerprint
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.methods.base import Phase
+from lightning_pfl.models.base import PersonalizedModule
 
 MEASURED = "measured loss"
 """Marks recordings of the loss alone."""
@@ -97,6 +98,8 @@ class SequentialEngine:
         self.optimizer_steps: Recordings | None = {} if record else None
         self._program: ClientProgram | None = None
         self._fingerprints: dict[int, tuple[Any, ...]] = {}
+        self._evaluators: dict[str, ClientProgram] = {}
+        self._quiet: dict[str, bool] = {}
         self.deterministic: bool | None = None
         self.random_calls = 0
         self.draws_elsewhere = False
@@ -247,15 +250,84 @@ class SequentialEngine:
 
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
+        if self._replays(work):
+            key = derive(self.settings.seed, "guard", work.step)
+            with watch_global_rng(key) as found:
+                evaluation = self._replayed(work, on_clients)
+            if not (found.moved or found.moved_torch):
+                return evaluation
+            on_clients = None  # they have heard of it
+        evaluation, moved = self._watched(work, on_clients)
+        self._quiet[work.step] = not moved and self._quiet.get(work.step, True)
+        return evaluation
+
+    def may_replay(self, step: str) -> bool:
+        """Whether steps of an evaluation may be recorded: those of ``PersonalizedModule`` alone."""
+        return (
+            self.traces.enabled
+            and self.settings.batch_hooks is None
+            and step in ("validation_step", "test_step")
+            and getattr(type(self.module), step) is getattr(PersonalizedModule, step)
+        )
+
+    def _replays(self, work: EvaluationWork) -> bool:
+        drawn = not self._quiet.get(work.step, False)
+        return self.may_replay(work.step) and not drawn and not is_mixed(work.models)
+
+    def _replayed(self, work: EvaluationWork, on_clients: OnClients | None) -> Evaluation:
+        """Evaluate without watching random generators, by replayed steps."""
+        program = self._evaluator(work)
+        self.traces.begin()
+        self.traces.enter((work.step, program, fingerprint(self.module)))
+        logs = ClientLogs(len(work.clients), self.settings.device)
+        counts = torch.zeros(len(work.clients), dtype=torch.int64)
+        # By the minibatch's number, so that all clients' values of one are added at once.
+        found: dict[int, list[tuple[int, int, dict[str, Tensor]]]] = {}
+
+        def run(number: int, model: Model, batch: Any) -> dict[str, Tensor]:
+            return program.evaluation_step(model, work.step, batch, number)[1]
+
+        with torch.no_grad(), program.capturing():
+            for row, client in enumerate(work.clients.tolist()):
+                model = Given({name: leaf[row] for name, leaf in work.models.items()})
+                for number, batch in evaluation_minibatches(
+                    work.data, client, Limits(1, work.limit), self.settings
+                ):
+                    size = batch_length(batch)
+                    with naming_clients(work.step, work.data.names, [client], work.round):
+                        values = self.traces.run(partial(run, number), model, batch)
+                    counts[row] += size
+                    found.setdefault(number, []).append((row, size, values))
+                if on_clients is not None:
+                    on_clients([row])
+        for results in found.values():
+            at, sizes, values = zip(*results, strict=True)
+            stacked = {name: torch.stack([one[name] for one in values]) for name in values[0]}
+            logs.add(stacked, torch.tensor(sizes), torch.tensor(at), program.log.reductions)
+        return Evaluation(logs.compute(), counts, dict(program.log.options))
+
+    def _evaluator(self, work: EvaluationWork) -> ClientProgram:
+        """Return the user's step, cached where it is replayed, without its calls of ``log``."""
+        known = self._evaluators.get(work.step)
+        if known is None or not self.may_replay(work.step):
+            kernels = LargeProducts if self.fast else nullcontext
+            known = ClientProgram(self.module, self.settings, kernels=kernels)
+            self._evaluators[work.step] = known
+        known.throwaway, known.predict = writable(self.module), work.predict
+        known.dataloader_idx = work.dataloader_idx
+        return known
+
+    def _watched(
+        self, work: EvaluationWork, on_clients: OnClients | None
+    ) -> tuple[Evaluation, bool]:
+        """Evaluate with the global generators seeded for each minibatch; whether any drew."""
         clients, data, step = work.clients, work.data, work.step
-        program = ClientProgram(self.module, self.settings)
-        program.throwaway, program.predict = writable(self.module), work.predict
-        program.dataloader_idx = work.dataloader_idx
+        program = self._evaluator(work)
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64)
         predictions: list[list[Any]] = [[] for _ in clients]
         limits = Limits(1, work.limit)
-        self.draws_elsewhere = False
+        self.draws_elsewhere = moved = False
         with torch.no_grad(), program.capturing():
             for row, client in enumerate(clients.tolist()):
                 model = {name: leaf[row] for name, leaf in work.models.items()}
@@ -272,6 +344,7 @@ class SequentialEngine:
                     ):
                         out, logged = program.evaluation_step(model, step, batch, number)
                     self.draws_elsewhere |= elsewhere.moved
+                    moved |= elsewhere.moved or elsewhere.moved_torch
                     counts[row] += size[0]
                     metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
                     logs.add(_values(logged), size, at, program.log.reductions)
@@ -283,7 +356,8 @@ class SequentialEngine:
                     logs.add(_computed(metrics), torch.ones(1), at)
                 if on_clients is not None:
                     on_clients([row])
-        return Evaluation(logs.compute(), counts, dict(program.log.options), predictions)
+        options = dict(program.log.options)
+        return Evaluation(logs.compute(), counts, options, predictions), moved
 
 
 class SequentialLocalStep:

@@ -273,13 +273,14 @@ class Recording:
 
     def __init__(self, source: str, space: dict[str, Any], result: Any) -> None:
         self.source, self._result = source, result
+        self._differentiates = torch.is_grad_enabled()
         exec(compile(source, "<recording>", "exec"), space)
         self.replay: Callable[..., tuple[Tensor, ...]] = space["replay"]
 
     def __call__(self, leaves: list[Tensor]) -> Any:
         """Run the operators on other tensors of the same shapes."""
         # As when they were recorded: some operators keep more for a backward pass.
-        with torch.enable_grad():
+        with torch.set_grad_enabled(self._differentiates):
             return rebuild(self._result, iter(self.replay(*leaves)))
 
 

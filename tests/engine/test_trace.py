@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pfl.contract.known import Known
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.engine import trace
-from lightning_pfl.engine.base import LocalWork
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg, FedProx, FedRep
@@ -205,3 +206,43 @@ def test_what_does_nothing_is_left_out_and_what_writes_is_kept() -> None:
     assert x.tolist() == [[0.0, 10.0, 2.0], [3.0, 4.0, 5.0]]
     assert torch.equal(same, x)
     assert row.tolist() == [1.0, 11.0]
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+class AlwaysDropping(nn.Module):
+    """Draws also in an evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, training=True)
+
+
+@pytest.mark.parametrize("layer", [nn.Tanh, AlwaysDropping])
+def test_replayed_evaluations_are_the_evaluations(layer: type[nn.Module]) -> None:
+    """With models of the clients' own, and numbers of samples from 0 to four minibatches."""
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 4), layer())
+    module = PersonalizedModule(backbone, nn.Linear(4, CLASSES)).double().eval()
+    data = image_clients()
+    clients = torch.tensor([3, 0, 2, 4])
+    generator = torch.Generator().manual_seed(1)
+    models = {
+        name: torch.randn(4, *leaf.shape, generator=generator, dtype=leaf.dtype)
+        for name, leaf in ParameterSplit(module).model().items()
+    }
+    works = [EvaluationWork(models, clients, data, "validation_step", limit) for limit in (1.0, 1)]
+    heard: list[int] = []
+    fast, plain = (
+        SequentialEngine(module, ParameterSplit(module), EngineSettings(), record=record)
+        for record in (True, False)
+    )
+    for work in [*works, *works]:
+        found = fast.evaluate(work, lambda at, _=None: heard.extend(at))
+        expected = plain.evaluate(work)
+        assert found.counts.tolist() == expected.counts.tolist()
+        assert found.options == expected.options
+        assert_trees_equal(found.values, expected.values)
+    assert heard == [0, 1, 2, 3] * 4
+    assert (fast.traces.used > 0) == (layer is nn.Tanh)
+    assert plain.traces.used == 0

@@ -24,18 +24,17 @@ def no_gradients(like: Model, info: ClientInfo) -> Tree:
 
 
 def collect(state: Tree, grads: Model, weight: Tensor) -> Tree:
-    """Add a minibatch's gradient to the state.
+    """Add a minibatch's gradient to the state, whose sum changes in place.
 
     Args:
         state: With the entries of :func:`no_gradients`.
         grads: The gradient; it lacks parameters that the loss doesn't reach.
         weight: Weight of each client's minibatch, ``(clients,)``.
     """
-    total = {
-        name: leaf.addcmul(per_client(weight, leaf), grads[name]) if name in grads else leaf
-        for name, leaf in state["gradients"].items()
-    }
-    return {**state, "gradients": total, "count": state["count"] + weight}
+    for name, leaf in state["gradients"].items():
+        if name in grads:
+            leaf.addcmul_(per_client(weight, leaf), grads[name])
+    return {**state, "count": state["count"] + weight}
 
 
 def mean_gradient(state: Tree) -> Model:
