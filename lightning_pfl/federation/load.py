@@ -31,6 +31,7 @@ from lightning_pfl.federation.adapt import (
     check_lr,
     steps_of_new_clients,
 )
+from lightning_pfl.federation.adapt_alone import check_adapts_alone, train_alone
 from lightning_pfl.federation.architectures import (
     Architecture,
     describe,
@@ -113,29 +114,31 @@ class SavedClients(Federation):
                 f"Expected `data` to have a minibatch to train on, but got {data!r} without one. "
                 "Use smaller batches or drop_last=False, and at least one epoch or step."
             )
+        if self._needs_a_loop():
+            check_adapts_alone(self.method)
+            module = self._as_module(
+                self.architectures[0], {name: leaf[0] for name, leaf in begin.items()}
+            )
+            return train_alone(
+                module.train(), names, federated, phase, self.optimizers, self.seed
+            ).eval()
         step = steps_of_new_clients(self.method, self.server)
         models = adapt(self, begin, clients, (phase,), federated, "new clients", step)
         return self._as_module(
             self.architectures[0], {name: leaf[0] for name, leaf in models.items()}
         )
 
+    def _needs_a_loop(self) -> bool:
+        """Whether the module has code inside a step, which only Lightning's own loop runs."""
+        module = self.architectures[0].module
+        if not module.automatic_optimization or overridden(module, (*STEP_HOOKS, *BATCH_HOOKS)):
+            return True
+        return len(read_optimizers(module, module.configure_optimizers(), lambda _: None)[0]) != 1
+
     def _optimizer(self, architecture: Architecture) -> Optimizer:
         """Make the template of the optimizer, with the checkpoint's learning rates if any."""
         module = architecture.module
-        optimizers: list[Optimizer] = []
-        if module.automatic_optimization:
-            optimizers, _ = read_optimizers(module, module.configure_optimizers(), lambda _: None)
-        if len(optimizers) != 1:
-            raise MisconfigurationException(
-                f"Expected a module with one optimizer and automatic optimization, but got "
-                f"{type(module).__name__}. Adapt it with NewClientAdaptation in `trainer.test`."
-            )
-        if hooks := overridden(module, (*STEP_HOOKS, *BATCH_HOOKS)):
-            raise MisconfigurationException(
-                f"Expected a module without hooks on a step or its minibatch, which need a "
-                f"Trainer, but {type(module).__name__} overrides `{hooks[0]}`. Adapt it with "
-                "NewClientAdaptation in `trainer.test`."
-            )
+        optimizers, _ = read_optimizers(module, module.configure_optimizers(), lambda _: None)
         check_optimizer(optimizers[0])
         if self.optimizers:
             load_optimizer(optimizers[0], *self.optimizers[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -20,6 +20,7 @@ from lightning_pfl.methods import (
     APFL,
     IFCA,
     FedAvg,
+    FedMAP,
     FedPer,
     FedRep,
     FedU,
@@ -328,17 +329,64 @@ def test_what_a_new_client_cannot_do_is_said(tmp_path: Path) -> None:
         clients.adapt(loader, epochs=None)
 
 
-@pytest.mark.parametrize("hook", ["on_before_optimizer_step", "on_after_batch_transfer"])
-def test_a_new_client_of_a_module_with_hooks_needs_a_trainer(hook: str, tmp_path: Path) -> None:
-    def nothing(self: Any, batch: Any, *_: Any) -> Any:
+class Hooked(SplitQuadraticModule):
+    """Sees each step."""
+
+    seen: ClassVar[list[str]] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append("step")
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.seen.append("batch")
         return batch
 
-    kind: Any = type("Hooked", (Quadratic,), {hook: nothing})
-    run = trainer(max_epochs=1)
-    run.fit(kind(), points(), points())
+
+class Manual(SplitQuadraticModule):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
+@pytest.mark.parametrize("kind", [Hooked, Manual])
+def test_a_new_client_of_a_module_with_code_inside_a_step(kind: Any, tmp_path: Path) -> None:
+    """Two minibatches in each of three epochs, each a step of h -> h - 0.1 a (v + h - c)."""
+    run = trainer(FedRep(head_epochs=2), max_epochs=2)
+    old = quadratic_clients([1.0, 3.0], [0.0, 1.0], [4, 2], 2)
+    run.fit(kind(lr=0.1, backbone=0.5, head=-0.25), old)
     run.save_checkpoint(path := tmp_path / "last.ckpt")
-    loader = DataLoader(TensorDataset(torch.ones(3, 2).double()), batch_size=2)
-    with pytest.raises(
-        MisconfigurationException, match=f"Hooked overrides `{hook}`. Adapt it with"
-    ):
-        load_clients(path, kind(), FedAvg()).adapt(loader, scope="all")
+    module = kind(lr=0.1, backbone=7.0, head=-0.25)
+    clients = load_clients(path, module, FedRep(head_epochs=2))
+    before = clients.client_state_dict(0)
+    Hooked.seen.clear()
+
+    adapted = clients.adapt(alone(0), epochs=3)
+
+    v = before["backbone.weight"]
+    head = (3.0 - v) + (1 - 0.1 * 2.0) ** 6 * (-0.25 - (3.0 - v))
+    found = adapted.state_dict()
+    torch.testing.assert_close(found["head.weight"], head, rtol=1e-12, atol=1e-12)
+    assert torch.equal(found["backbone.weight"], v)
+    assert same(clients.client_state_dict(0), before)
+    assert Hooked.seen == (["batch", "step"] * 6 if kind is Hooked else [])
+    assert all(parameter.requires_grad for parameter in adapted.parameters())
+    assert adapted._trainer is None
+    steps = clients.adapt(alone(0), steps=1, lr=0.2).state_dict()["head.weight"]
+    head = (3.0 - v) + (1 - 0.2 * 2.0) * (-0.25 - (3.0 - v))
+    torch.testing.assert_close(steps, head, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no.*")
+def test_steps_of_the_methods_own_refuse_a_module_with_code_inside_a_step(tmp_path: Path) -> None:
+    run = trainer(FedMAP(), max_epochs=1)
+    run.fit(SplitQuadraticModule(), quadratic_clients([1.0, 3.0], [0.0, 1.0], [4, 2], 2))
+    run.save_checkpoint(path := tmp_path / "last.ckpt")
+    with pytest.raises(MisconfigurationException, match="for FedMAP, whose new clients take steps"):
+        load_clients(path, Manual(), FedMAP()).adapt(alone(0), scope="all")
