@@ -140,7 +140,7 @@ class Rounds(FederatedCallback):
 @pytest.mark.filterwarnings("ignore:Round . left out 2 of 6 clients")
 @pytest.mark.parametrize("method", ["SCAFFOLD", pytest.param("FedMAP", marks=pytest.mark.slow)])
 def test_a_node_that_is_away_is_left_out_and_goes_on_later(method: str, tmp_path: Path) -> None:
-    recipe = recipe_of(method, participation=1.0, limit_val_batches=0)
+    recipe = recipe_of(method, 4, 1.0, limit_val_batches=0, limit_train_batches=2)
     simulated = simulate(recipe, tmp_path, (LeftOut(AWAY, HOMES[1]),))
     recipe["trainer"]["callbacks"] = [{"class_path": f"{__name__}.Rounds"}]
     line = AwayLine(make_nodes(recipe, tmp_path))
@@ -167,7 +167,7 @@ def no_space(*_: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Round . left out 2 of 6 clients")
 def test_a_node_whose_disk_is_full_is_left_out_and_goes_on_later(tmp_path: Path) -> None:
-    recipe = recipe_of("SCAFFOLD", participation=1.0, limit_val_batches=0)
+    recipe = recipe_of("SCAFFOLD", 4, 1.0, limit_val_batches=0, limit_train_batches=2)
     simulated = simulate(recipe, tmp_path, (LeftOut(AWAY, HOMES[1]),))
     line = FullLine(make_nodes(recipe, tmp_path))
     trainer, _ = deploy(recipe, tmp_path, line)
@@ -197,7 +197,7 @@ class KillServer(FederatedCallback):
     ["SCAFFOLD", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FedMAP", "Ditto"))],
 )
 def test_a_server_that_was_killed_goes_on_with_new_nodes(method: str, tmp_path: Path) -> None:
-    recipe = recipe_of(method, participation=0.5)
+    recipe = recipe_of(method, limit_train_batches=2)
     simulated = simulate(recipe, tmp_path)
     recipe["trainer"]["callbacks"] = [{"class_path": f"{__name__}.KillServer"}]
     KillServer.at = 2
@@ -216,7 +216,7 @@ def log_of(folder: Path) -> list[str]:
 
 
 def test_the_same_question_gets_the_same_answer_and_changes_nothing(tmp_path: Path) -> None:
-    recipe = recipe_of("SCAFFOLD", rounds=2, participation=1.0, limit_val_batches=0)
+    recipe = recipe_of("SCAFFOLD", 2, 1.0, limit_val_batches=0, limit_train_batches=2)
     _, line = deploy(recipe, tmp_path)
     asked = [(node, q, a) for node, q, a in line.sent if Packet.from_bytes(q).kind == "train"]
     node, question, answer = asked[-1]
@@ -228,7 +228,7 @@ def test_the_same_question_gets_the_same_answer_and_changes_nothing(tmp_path: Pa
 
 
 def test_a_node_whose_states_are_lost_or_damaged_says_so(tmp_path: Path) -> None:
-    recipe = recipe_of("SCAFFOLD", rounds=2, participation=1.0, limit_val_batches=0)
+    recipe = recipe_of("SCAFFOLD", 2, 1.0, limit_val_batches=0, limit_train_batches=2)
     _, line = deploy(recipe, tmp_path)
     node, question, _ = next(
         sent for sent in reversed(line.sent) if Packet.from_bytes(sent[1]).kind == "train"

@@ -201,7 +201,7 @@ EVALUATIONS: dict[str, tuple[Lie, str]] = {
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What the server has said; the end is checked here."""
     folder, recipe = tmp_path_factory.mktemp("lies"), recipe_of("FedAvg", len(UPLOADS), 1.0, 3)
-    recipe["trainer"]["limit_val_batches"] = 1
+    recipe["trainer"] |= {"limit_train_batches": 1, "limit_val_batches": 1}
     recipe["trainer"]["strategy"]["init_args"]["max_update_norm"] = 50.0
     line = LyingLine(make_nodes(recipe, folder, [["0"], ["1"], ["2"]]))
     with warnings.catch_warnings():
