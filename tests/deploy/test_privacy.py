@@ -71,7 +71,7 @@ class MeanOfAll(FederatedCallback):
             leaf.copy_(mean[name].expand_as(leaf))
 
 
-AVERAGES = [m for m in methods.__all__ if getattr(methods, m).averages_models]
+AVERAGES = [m for m in methods.__all__ if case_of(m).method().averages_models]
 
 
 @pytest.mark.parametrize("name", AVERAGES)
