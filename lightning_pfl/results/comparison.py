@@ -493,6 +493,7 @@ class Comparison:
             seconds=[run.scalars.seconds for run in group.runs],
             clients=self.client_values[index],
             end=(float(np.mean(ends[0])), float(np.mean(ends[1]))) if all(ends) else None,
+            is_before_tuning=curve != name,
         )
 
     def __str__(self) -> str:

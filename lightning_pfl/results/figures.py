@@ -36,6 +36,7 @@ class Line:
         megabytes, seconds: What each run had sent, and how long it had taken, by round.
         clients: Each client's value.
         end: The mean client's value and the worst decile's, as the table has them; None without.
+        is_before_tuning: Whether the curves are those of the models before they were tuned.
     """
 
     index: int
@@ -46,6 +47,7 @@ class Line:
     seconds: Sequence[Mapping[int, float]] = ()
     clients: Mapping[str, float] = field(default_factory=dict)
     end: tuple[float, float] | None = None
+    is_before_tuning: bool = False
 
     @property
     def colour(self) -> str:

@@ -112,25 +112,28 @@ class Page:
     def _pictures(self, section: Section) -> list[tuple[str, str, Figure]]:
         """Draw a section: titles, sentences and figures."""
         lines, metric = section.lines, self.metric
+        before = any(line.is_before_tuning for line in lines)
+        untuned = " Where models are tuned at the end: before that." if before else ""
         drawn: list[tuple[str, str, Figure | None]] = [
             (
                 f"{metric} by round",
-                "Mean over clients; the band is one standard deviation over seeds.",
+                f"Mean over clients; the band is one standard deviation over seeds.{untuned}",
                 figures.draw_curves(lines, "metric", metric),
             ),
             (
                 "Worst decile by round",
-                "Mean over the worst tenth of the clients.",
+                f"Mean over the worst tenth of the clients.{untuned}",
                 figures.draw_curves(lines, "worst", f"{metric}, worst decile"),
             ),
             (
                 f"{metric} against bytes",
-                "All that clients had received and sent; methods that send nothing aren't shown.",
+                "All that clients had received and sent; methods that send nothing aren't shown."
+                + untuned,
                 figures.draw_costs(lines, "megabytes", "MB sent so far", metric),
             ),
             (
                 f"{metric} against time",
-                "Wall-clock time on the machine of each run.",
+                f"Wall-clock time on the machine of each run.{untuned}",
                 figures.draw_costs(lines, "seconds", "seconds so far", metric),
             ),
             (

@@ -383,4 +383,8 @@ def test_fairness_is_that_of_the_fine_tuned_models(tmp_path: Path) -> None:
     assert line.end == (0.875, 0.625)
     (dot,) = draw_fairness([line], "val_acc").axes[0].collections
     assert np.asarray(dot.get_offsets()).tolist() == [[0.875, 0.625]]
+    page = tmp_path / "page.html"
+    comparison.to_html(page)
+    # By round, the worst decile, and against bytes; the logs have no seconds.
+    assert page.read_text().count("Where models are tuned at the end: before that.") == 3
     assert draw_fairness([Line(0, "without")], "val_acc").axes[0].collections[:] == []
