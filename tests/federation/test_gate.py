@@ -296,6 +296,20 @@ def test_a_server_that_would_be_useless_stays_as_it_was(size: float) -> None:
     assert run.global_step == 3
 
 
+@pytest.mark.parametrize("further", [1e12, torch.nan])
+def test_a_refused_step_names_the_largest_update_of_those_that_count(further: float) -> None:
+    """Client 1 is further away, or nowhere, but is left out already."""
+    run = trainer(
+        max_epochs=2, callbacks=[Sends(1e9), Sends(further, clients=(1,))], max_update_norm=1e10
+    )
+    with (
+        pytest.warns(UserWarning, match="Round 1 left out 1 of 4 clients .*'1'"),
+        pytest.warns(UserWarning, match="Round 1 has clients with far too large updates: '2'"),
+        pytest.warns(UserWarning, match="Round 1: the server refused its step .* that of '2'"),
+    ):
+        run.fit(Quadratic(), points())
+
+
 class Broken(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
