@@ -173,8 +173,9 @@ class HeteroFL(Method):
     def _classes(self, info: ClientInfo, device: torch.device) -> Tensor:
         """Find the classes that clients have, bool ``(clients, classes)``."""
         counts = self.known.require_label_counts("HeteroFL(masked_classes=True)")
-        shapes = {self.sizes[0][name][0] for name in self._rows(self.parameter_split)}
-        if shapes != {counts.shape[1]}:
+        # A counter of batches, which BatchNorm has, is of no dimension.
+        shapes = {self.sizes[0][name][:1] for name in self._rows(self.parameter_split)}
+        if shapes != {(counts.shape[1],)}:
             raise MisconfigurationException(
                 f"Expected `classifier` to be a layer with {counts.shape[1]} outputs, one per "
                 f"class, but got classifier={self.classifier!r} with {sorted(shapes)}. Name the "

@@ -16,6 +16,7 @@ from lightning_pfl.data import (
     SourceData,
     WholeGroups,
 )
+from lightning_pfl.data.holdout import cut
 
 METERS, WINDOWS, PATIENTS = 4, 50, 7
 
@@ -86,3 +87,24 @@ def test_a_column_that_the_source_lacks_is_refused(cut: Any) -> None:
 def test_what_is_no_cut_is_refused() -> None:
     with pytest.raises(TypeError, match=r"`cut` to be a Cut, but got cut='last'\. Use Stratified"):
         splits("last")
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "wanted"),
+    [(9, 0.3, 3), (7, 0.2, 1), (8, 0.2, 2), (3, 0.9, 2), (2, 0.1, 1), (40, 0.01, 1)],
+)
+def test_the_share_is_rounded_to_the_nearest_number(
+    count: int, fraction: float, wanted: int
+) -> None:
+    """2.7 is 3, 1.4 is 1, 1.6 is 2; at least one sample is cut, and one is left."""
+    labels = np.zeros(count, dtype=np.int64)
+    stay, off = cut([np.arange(count)], labels, fraction, np.random.default_rng(0))
+    assert (len(stay[0]), len(off[0])) == (count - wanted, wanted)
+
+
+def test_equal_times_keep_the_order_of_the_source() -> None:
+    """Of four samples at one time the last two are cut off, in whatever order a client has them."""
+    labels, times = np.zeros(5, dtype=np.int64), {"day": np.array([9, 4, 4, 4, 4])}
+    part, rng = np.array([4, 1, 3, 2]), np.random.default_rng(0)
+    stay, off = cut([part], labels, 0.5, rng, LastSamples("day"), times)
+    assert (sorted(stay[0]), sorted(off[0])) == ([1, 2], [3, 4])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_pfl.methods import FedAvg, HeteroFL
@@ -246,3 +247,9 @@ def test_layers_that_mix_channels_are_refused() -> None:
 def test_a_scaler_has_a_rate(rate: float) -> None:
     with pytest.raises(ValueError, match=r"`rate` to be in \(0, 1\], but got rate="):
         Scaler(rate)
+
+
+def test_a_classifier_that_has_batchnorm_is_refused_by_name() -> None:
+    """Its counter of batches has no rows."""
+    with pytest.raises(MisconfigurationException, match=r"one per class, but got classifier='back"):
+        fit(HeteroFL({}, classifier="backbone"), small_clients(), small_module(), 1)
