@@ -58,7 +58,7 @@ class HeteroFL(Method):
         narrow: Networks by name, of the module's structure with smaller sizes; needed. The module
             itself is ``"full"``.
         groups: Each client's network, in the order of the ids, or one for all. None: the clients
-            take turns, the full one first.
+            take turns, the full one first; so do new clients, which a list says nothing of.
         rule: ``"first"``, ``"rolling"`` or ``"random"``.
         masked_classes: Whether a client leaves rows of the classifier alone whose classes it has no
             sample of; their outputs are then 0 for it, in training and evaluation.
@@ -148,7 +148,7 @@ class HeteroFL(Method):
         names = (FULL, *self.narrow)
         groups = self.groups
         if groups is None or isinstance(groups, str):
-            turns = names if groups is None else (groups,)
+            turns = self._turns
             groups = [turns[k % len(turns)] for k in range(self.num_clients)]
         if len(groups) != self.num_clients:
             raise ValueError(
@@ -169,6 +169,25 @@ class HeteroFL(Method):
             )
             for entry in _scalers(self.parameter_split)
         }
+
+    @property
+    def _turns(self) -> tuple[str, ...]:
+        """The networks that clients have in turn, where no list says who has which."""
+        return (self.groups,) if isinstance(self.groups, str) else (FULL, *self.narrow)
+
+    def _networks(self, index: Tensor) -> Tensor:
+        """Find the numbers of clients' networks, int64 ``(clients,)``; of new ones by the turns."""
+        found = self.network[index.clamp_max(self.num_clients - 1)]
+        new = (index >= self.num_clients).nonzero().flatten().tolist()
+        if new and isinstance(self.groups, list):
+            raise MisconfigurationException(
+                "Expected `groups` to say which network new clients have, but got a list of the "
+                f"{self.num_clients} clients in the run. Use one name for all, or None for turns."
+            )
+        names, turns = (FULL, *self.narrow), self._turns
+        for at in new:
+            found[at] = names.index(turns[int(index[at]) % len(turns)])
+        return found
 
     def _classes(self, info: ClientInfo, device: torch.device) -> Tensor:
         """Find the classes that clients have, bool ``(clients, classes)``."""
@@ -209,7 +228,7 @@ class HeteroFL(Method):
             device: Where the result is.
             classes: The classes that clients have, bool ``(clients, classes)``; None for all.
         """
-        groups = self.network[info.index]
+        groups = self._networks(info.index)
         owned: Model = {}
         for name, shape in self.sizes[0].items():
             whole = all(size[name] == shape for size in self.sizes)
@@ -250,7 +269,7 @@ class HeteroFL(Method):
             name: leaf * owned[name].to(leaf) if name in owned else leaf
             for name, leaf in model.items()
         }
-        groups = self.network[info.index]
+        groups = self._networks(info.index)
         return part | {name: rates[groups].to(model[name]) for name, rates in self.scalers.items()}
 
     # --- state ---
@@ -266,12 +285,12 @@ class HeteroFL(Method):
 
     def download_nbytes(self, server: Tree, info: ClientInfo) -> Tensor:
         """Count the bytes of each client's network."""
-        return self._nbytes(server["model"])[self.network[info.index]]
+        return self._nbytes(server["model"])[self._networks(info.index)]
 
     def upload_nbytes(self, uploads: Tree, info: ClientInfo) -> Tensor:
         """Count the bytes of each client's network, and of its classes."""
         classes = uploads["classes"].shape[1] if self.masked_classes else 0
-        return self._nbytes(uploads["model"])[self.network[info.index]] + classes
+        return self._nbytes(uploads["model"])[self._networks(info.index)] + classes
 
     def _nbytes(self, model: Model) -> Tensor:
         found = [
@@ -336,7 +355,7 @@ class HeteroFL(Method):
         for name, leaf in cut.items():
             part = leaf[0]
             for axis in range(part.ndim):
-                units = self._units(info, self.network[one], name, axis)[0].nonzero().flatten()
+                units = self._units(info, self._networks(one), name, axis)[0].nonzero().flatten()
                 part = part.index_select(axis, units.to(part.device))
             found[name] = part
         return found

@@ -126,3 +126,19 @@ def test_of_equal_rounds_the_first_counts() -> None:
     run = trainer(LocalOnly(local_epochs=0), max_epochs=3, callbacks=[callback])
     run.fit(Quadratic(), points(), validation())
     assert callback.rounds == dict.fromkeys("0123", 0)
+
+
+class Diverges(Quadratic):
+    """Its validation is NaN in the first round."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        known = self.trainer.current_epoch > 0
+        self.log("val_loss", self.loss(batch) if known else torch.tensor(torch.nan).double())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_round_of_nan_is_never_the_best() -> None:
+    callback = BestRound()
+    run = trainer(LocalOnly(local_epochs=0), max_epochs=3, callbacks=[callback])
+    run.fit(Diverges(), points(), validation())
+    assert callback.rounds == dict.fromkeys("0123", 1)

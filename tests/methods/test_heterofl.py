@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_pfl.federation.new_clients import starting_models
 from lightning_pfl.methods import FedAvg, HeteroFL
 from lightning_pfl.models import Scaler
 from lightning_pfl.models.base import PersonalizedModule
@@ -253,3 +254,25 @@ def test_a_classifier_that_has_batchnorm_is_refused_by_name() -> None:
     """Its counter of batches has no rows."""
     with pytest.raises(MisconfigurationException, match=r"one per class, but got classifier='back"):
         fit(HeteroFL({}, classifier="backbone"), small_clients(), small_module(), 1)
+
+
+@pytest.mark.parametrize(("rule", "units"), [("first", [0, 1]), ("rolling", [1, 2])])
+def test_new_clients_go_on_with_the_turns_and_the_last_rounds_units(
+    rule: Any, units: list[int]
+) -> None:
+    """Of three clients the full network is the first's and the third's, and the fifth's."""
+    method = HeteroFL({"half": QuadraticModule(dim=2)}, rule=rule, masked_classes=False)
+    run = fit(method, quadratic_clients(A, C), QuadraticModule(dim=4), 2)
+    server = run.server["model"]["w"]
+    assert (server != 0).all()
+    fourth, fifth = starting_models(run.federation, 2, "personal")["w"]
+    assert fourth.nonzero().flatten().tolist() == units
+    assert torch.equal(fourth[units], server[units])
+    assert torch.equal(fifth, server)
+
+
+def test_a_list_says_nothing_of_new_clients() -> None:
+    method = HeteroFL({"half": QuadraticModule(dim=2)}, ["full"] * 3, masked_classes=False)
+    run = fit(method, quadratic_clients(A, C), QuadraticModule(dim=4), 1)
+    with pytest.raises(MisconfigurationException, match="which network new clients have, but got"):
+        starting_models(run.federation, 1, "personal")
