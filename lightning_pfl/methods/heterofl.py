@@ -172,11 +172,11 @@ class HeteroFL(Method):
 
     @property
     def _turns(self) -> tuple[str, ...]:
-        """The networks that clients have in turn, where no list says who has which."""
+        """Networks that clients have in turn, unless a list is given."""
         return (self.groups,) if isinstance(self.groups, str) else (FULL, *self.narrow)
 
     def _networks(self, index: Tensor) -> Tensor:
-        """Find the numbers of clients' networks, int64 ``(clients,)``; of new ones by the turns."""
+        """Find the numbers of networks, int64 ``(clients,)``; new clients go on with the turns."""
         found = self.network[index.clamp_max(self.num_clients - 1)]
         new = (index >= self.num_clients).nonzero().flatten().tolist()
         if new and isinstance(self.groups, list):
