@@ -62,6 +62,22 @@ class Counting(Seeing):
         self.log("val_counted", self.counted)
 
 
+class ByHand(PersonalizedModule):
+    """Optimizes by hand, in Lightning's own loop."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+
 def network(kind: type[PersonalizedModule] = PersonalizedModule) -> PersonalizedModule:
     """A small network; other numbers in every process, of which those of process 0 count."""
     torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))
@@ -110,6 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
     "local": {"method": lambda: LocalOnly(), "engine": "sequential", "kind": Counting},
     # More processes than clients in a cohort.
     "few": {"method": lambda: FedRep(head_epochs=1), "participation": 1, "kind": Seeing},
+    "by hand": {"method": lambda: FedRep(head_epochs=2), "participation": 3, "kind": ByHand},
     # Client 3 belongs to process 1.
     "poisoned": {"method": lambda: FedRep(head_epochs=1), "poisoned": 3, "engine": "sequential"},
 }
