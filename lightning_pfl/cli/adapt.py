@@ -153,6 +153,11 @@ def run_adapt(words: Sequence[str]) -> None:
 
 def _read(given: Namespace) -> tuple[SavedClients, FederatedTensorDataset, FederatedTensorDataset]:
     """Read the checkpoint and the new client's samples, to train on and to test with."""
+    if not given.ckpt.is_file():
+        raise FileNotFoundError(
+            f"Expected --ckpt to be a checkpoint, but got {str(given.ckpt)!r}, which is no file. "
+            "Runs write theirs to `checkpoints/` in their log folder."
+        )
     configs = given.config or [_config_of(given.ckpt)]
     kinds = {"model": LightningModule, "method": Method, "data": LightningDataModule}
     parser, sections = read_sections(configs, kinds)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import takewhile
 from pathlib import Path
 from pydoc import locate
 from typing import Any
@@ -141,9 +143,9 @@ def list_recipes() -> None:
         text = path.read_text()
         method = (yaml.safe_load(text) or {}).get("method", "")
         called = method.get("class_path", "") if isinstance(method, dict) else str(method)
-        what = text.partition("\n")[0]
-        table.add_row(name, called, Text(what.removeprefix("#").strip() if what[:1] == "#" else ""))
-    Console().print(table)
+        table.add_row(name, called, Text(_first_sentence(text)))
+    # What reads a pipe has no width, and rich's guess of 80 is narrow.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def copy_recipe(name: str, to: Path) -> None:
@@ -222,6 +224,13 @@ def _installed_files() -> list[Path]:
         return []
     own = [file for file in files if file.suffix == ".yaml" and set(INSTALLED) <= set(file.parts)]
     return [Path(str(file.locate())).resolve() for file in own]
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of the comment on top of a file; empty without a comment."""
+    comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    words = " ".join(line.lstrip("#").strip() for line in comment)
+    return re.split(r"(?<!et al\.)(?<=\.)\s|(?<=:)\s(?=lightning-pfl)", words)[0].rstrip(":")
 
 
 def _in_words(text: str) -> str:

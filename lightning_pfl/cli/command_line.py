@@ -23,7 +23,7 @@ from lightning_pfl.cli.adapt import run_adapt
 from lightning_pfl.cli.catalogue import COMMANDS, run_catalogue
 from lightning_pfl.cli.compare import run_compare
 from lightning_pfl.cli.completion import run_completion
-from lightning_pfl.cli.parser import Parser, in_a_line
+from lightning_pfl.cli.parser import Parser, in_a_line, nearest
 from lightning_pfl.cli.partition import run_partition
 from lightning_pfl.cli.results import print_results
 from lightning_pfl.cli.sweep import run_sweep
@@ -213,6 +213,8 @@ def main(args: ArgsType = None) -> None:
     if isinstance(words, list) and words and words[0] in OTHER:
         OTHER[words[0]](words[1:])
         return
+    if isinstance(words, list) and words and not words[0].startswith("-"):
+        check_command(words[0])
     try:
         PFLCLI(args)
     except FileNotFoundError as error:
@@ -220,6 +222,21 @@ def main(args: ArgsType = None) -> None:
         if in_a_line(error) is None:
             raise
         sys.exit(f"error: {error}")
+
+
+def check_command(word: str) -> None:
+    """End the program unless ``word`` is a command; parsers know those of recipes alone.
+
+    Example:
+        >>> check_command("compere")
+        Traceback (most recent call last):
+        SystemExit: error: Expected a command, but got 'compere'. Did you mean 'compare'?
+    """
+    known = [*PFLCLI.subcommands(), *COMMANDS, *OTHER, "deploy"]
+    if word not in known:
+        near = nearest(word, known)
+        advice = f"Did you mean {near!r}?" if near else f"Choose one of {', '.join(known)}."
+        sys.exit(f"error: Expected a command, but got {word!r}. {advice}")
 
 
 def find_modules_here() -> None:

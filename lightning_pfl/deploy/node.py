@@ -315,7 +315,7 @@ class Node:
         trainer.callbacks.append(_SetupAlone())
         with warnings.catch_warnings():
             # They are the clients of other nodes.
-            warnings.filterwarnings("ignore", message=".*clients without training samples")
+            warnings.filterwarnings("ignore", message="Clients without training samples")
             trainer.fit(module, datamodule=NodeDataModule(self._placed))
         self._placed = {
             split: move_to_device(data, trainer) for split, data in self._placed.items()

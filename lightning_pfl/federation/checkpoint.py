@@ -375,7 +375,7 @@ def merge_clients(saved: Mapping[str, Any], names: Sequence[str], named: bool) -
             f"states: {_first(left)}."
         )
     if joined:
-        rank_zero_info(f"{len(joined)} clients join as new clients: {_first(joined)}.")
+        rank_zero_info(f"Clients that join as new ones ({len(joined)}): {_first(joined)}.")
     return (*theirs, *joined)
 
 

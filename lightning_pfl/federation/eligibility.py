@@ -36,7 +36,8 @@ def require_samples(data: FederatedDataset, consequence: str, warn: bool) -> Non
     ]
     if empty and warn:
         rank_zero_warn(
-            f"{len(empty)} clients without training samples {consequence}: {', '.join(empty[:10])}."
+            f"Clients without training samples {consequence} ({len(empty)} of {data.num_clients}): "
+            f"{', '.join(empty[:10])}."
         )
     if len(empty) == data.num_clients:
         raise ValueError(

@@ -66,6 +66,11 @@ class SavedClients(Federation):
 
     optimizers: list[tuple[str, dict[str, Any]]]
 
+    def __repr__(self) -> str:
+        """Return the method, the number of clients and that of rounds."""
+        method = type(self.method).__name__
+        return f"SavedClients({method}, {self.num_clients} clients, after {self.rounds} rounds)"
+
     def adapt(
         self,
         data: DataLoader[Any] | FederatedDataset,

@@ -371,6 +371,12 @@ class Comparison:
                     )
                 )
             ]
+            notes += [
+                f"{run} has no rounds before {run.begin}: it went on in a new folder. Its MB, "
+                "seconds and means are of its own rounds alone."
+                for run in group.runs
+                if run.begin
+            ]
             seeds = Counter((run.settings.seed, run.settings.data_seed) for run in group.runs)
             notes += [
                 f"{group.label} has {count} runs of seed {seed}, which all count. Remove copies."

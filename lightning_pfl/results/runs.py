@@ -35,12 +35,14 @@ class Run:
         settings: What it was started with.
         scalars: What it logged.
         rounds: Number of rounds of which something was logged.
+        begin: The first of them; above 0 for a run that went on in a new folder.
     """
 
     folder: Path
     settings: Settings
     scalars: Scalars
     rounds: int
+    begin: int = 0
 
     @property
     def finished(self) -> bool:
@@ -137,7 +139,8 @@ def read_run(folder: Path) -> Run:
     ]
     if not scalars.values and (folder / TABLE).is_file():
         rounds = [*_add_means(folder / TABLE, scalars)]
-    return Run(folder, read_settings(folder), scalars, max(rounds, default=-1) + 1)
+    settings, last = read_settings(folder), max(rounds, default=-1)
+    return Run(folder, settings, scalars, last + 1, min(rounds, default=0))
 
 
 def _add_means(path: Path, scalars: Scalars) -> list[int]:

@@ -140,3 +140,9 @@ def test_a_checkpoint_without_its_recipe(run: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         adapt("--data", "new.csv")
     assert "Give the recipe of the run: --config FILE" in capsys.readouterr().err
+
+
+def test_a_missing_checkpoint_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["adapt", "--ckpt", "nope.ckpt", "--data", "new.csv"])
+    assert "Expected --ckpt to be a checkpoint, but got 'nope.ckpt'" in capsys.readouterr().err

@@ -112,7 +112,7 @@ def test_the_list_has_every_recipe_and_config(capsys: pytest.CaptureFixture[str]
     assert sorted(find_recipes().values()) == sorted(files)
     for name, path in find_recipes().items():
         (row,) = [line for line in lines if line.startswith(f"│ {name} ")]
-        assert path.read_text().splitlines()[0].removeprefix("#").strip() in row
+        assert path.read_text().partition("\n")[0].removeprefix("#").strip()[:20] in row
     (row,) = [line for line in lines if line.startswith("│ fedrep_digits ")]
     assert "│ FedRep " in row
 
@@ -212,3 +212,17 @@ def test_a_reader_that_stops_ends_the_command_without_a_traceback() -> None:
     process.stdout.close()
     _, said = process.communicate(timeout=120)
     assert (process.returncode, said) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# FedRep: ten epochs\n# of the head.\na: 1\n", "FedRep: ten epochs of the head."),
+        ("# A model that\n# is shared. More.\n", "A model that is shared."),
+        ("# As in Oh et al. 2022, frozen. More\n", "As in Oh et al. 2022, frozen."),
+        ("# Evaluate with:\n#   lightning-pfl test\n", "Evaluate with"),
+        ("a: 1  # one\n", ""),
+    ],
+)
+def test_a_list_says_the_first_sentence_of_a_recipe(text: str, expected: str) -> None:
+    assert catalogue._first_sentence(text) == expected

@@ -209,7 +209,7 @@ def test_loaders_of_other_clients_train_and_validate(
     with caplog.at_level(logging.INFO):
         run.fit(Quadratic(), loaders("dca"), loaders("da"), ckpt_path=path)
     assert "have no training data now and keep their states: 'b'." in caplog.text
-    assert "1 clients join as new clients: 'd'." in caplog.text
+    assert "Clients that join as new ones (1): 'd'." in caplog.text
     assert run.strategy.federation.num_samples.tolist() == [4, 4, 4, 4]
     assert set(run.strategy.client_metrics()["val_loss"]) == {"a", "d"}
     kept = first.strategy.client_state_dict("b")["w"]

@@ -74,6 +74,7 @@ def test_every_method_gives_the_models_of_the_run_that_wrote_the_file(
     assert clients.num_clients == ran.strategy.federation.num_clients
     assert clients.client_names == ran.strategy.client_names
     assert clients.rounds == 2
+    assert f"({name}, {clients.num_clients} clients, after 2 rounds)" in repr(clients)
     for k, key in enumerate(clients.client_names):
         wanted = ran.strategy.client_module(k)
         assert same(clients.client_module(k).state_dict(), wanted.state_dict())

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pandas as pd
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
@@ -388,3 +389,12 @@ def test_fairness_is_that_of_the_fine_tuned_models(tmp_path: Path) -> None:
     # By round, the worst decile, and against bytes; the logs have no seconds.
     assert page.read_text().count("Where models are tuned at the end: before that.") == 3
     assert draw_fairness([Line(0, "without")], "val_acc").axes[0].collections[:] == []
+
+
+def test_a_run_that_went_on_in_a_new_folder_says_which_rounds_it_lacks(logs: Path) -> None:
+    folder = logs / "FedAvg" / "seed0"
+    assert not any("went on" in note for note in compare(logs).notes)
+    table = pd.read_csv(folder / "metrics.csv")
+    table[~(table["epoch"] < 4)].to_csv(folder / "metrics.csv", index=False)
+    (note,) = (note for note in compare(logs).notes if "went on" in note)
+    assert "seed0 has no rounds before 4: it went on in a new folder." in note

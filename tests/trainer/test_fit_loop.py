@@ -77,7 +77,7 @@ def test_a_client_without_samples_is_named_and_never_sampled() -> None:
     module = Quadratic()
     data = points((4, 0, 3, 5), names=["ann", "bob", "cem", "dag"])
     with pytest.warns(
-        UserWarning, match=r"1 clients without training samples are never sampled: bob\."
+        UserWarning, match=r"Clients without training samples are never sampled \(1 of \d\): bob\."
     ):
         run.fit(module, data)
     w = torch.zeros(2, dtype=torch.float64)
@@ -85,7 +85,7 @@ def test_a_client_without_samples_is_named_and_never_sampled() -> None:
     torch.testing.assert_close(module.w.data, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:.*clients without training samples.*")
+@pytest.mark.filterwarnings("ignore:Clients without training samples.*")
 def test_no_client_with_samples_is_an_error() -> None:
     with pytest.raises(
         ValueError, match="Expected at least one client with training samples, but none of the 4"
