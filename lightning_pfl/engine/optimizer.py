@@ -369,7 +369,9 @@ class ClientOptimizer:
                 continue
             if key not in entries:
                 entries[key] = value.new_zeros(self.clients, *value.shape[1:])
-            entries[key][rows] = value
+            # The first clients' state is a view, which the step has written to.
+            if entries[key].data_ptr() != value.data_ptr():
+                entries[key][rows] = value
 
 
 def _is_plain(option: Any) -> bool:

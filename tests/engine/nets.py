@@ -49,7 +49,9 @@ def cnn(
     layers += [nn.ReLU()]
     layers += [nn.Dropout(dropout)] if dropout else []
     backbone = nn.Sequential(*layers, nn.Flatten(), nn.Linear(27, 4), nn.Tanh())
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2, **settings}
+    rates = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2}
+    # An optimizer that a function makes has its own.
+    options = settings if callable(settings.get("optimizer")) else {**rates, **settings}
     return PersonalizedModule(backbone, nn.Linear(4, CLASSES), **options).to(dtype)
 
 

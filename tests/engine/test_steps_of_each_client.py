@@ -13,7 +13,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.methods import FedAvg, FedRep, FedU, SquaredPenalty
-from lightning_pfl.methods.base import Method
 from lightning_pfl.testing import assert_trees_close, fit
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.trainer.setting import (
@@ -100,9 +99,8 @@ def test_numbers_are_at_least_one() -> None:
 def test_methods_for_which_they_have_no_meaning_refuse_them() -> None:
     with pytest.raises(ValueError, match="one number of all clients for FedU, as R is a factor"):
         FedU("ring", local_epochs=NUMBERS)
-    method: Method = SquaredPenalty(local_solver="exact", local_epochs=NUMBERS)
-    with pytest.raises(ValueError, match="by client with local_solver='exact'"):
-        fit(method, points(), Quadratic())
+    with pytest.raises(ValueError, match="with local_solver='optimizer' only"):
+        SquaredPenalty(local_solver="exact", local_epochs=NUMBERS)
 
 
 def test_a_resumed_run_warns_of_other_numbers(tmp_path: Any) -> None:
