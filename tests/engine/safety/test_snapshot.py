@@ -151,7 +151,7 @@ def test_a_recording_follows_the_module(monkeypatch: pytest.MonkeyPatch, change:
 
     fast, slow = run("vectorized"), run("sequential")
     Sharper.strength[0] = 1.0
-    traces = fast.strategy.federation.engine._engines["training_step"].traces  # type: ignore[union-attr]
+    traces = fast.strategy.federation.engine._engines["training_step"].traces
     assert traces.used > 0
     # What a fingerprint sees begins another recording; what none sees ends all recording.
     assert traces.enabled == (change != "unseen")
