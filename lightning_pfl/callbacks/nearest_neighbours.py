@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_pfl.callbacks.further_evaluation import FurtherEvaluation, When
 from lightning_pfl.contract.callback import require_federation
 from lightning_pfl.contract.records import Evaluation
-from lightning_pfl.core.checks import check_number, check_whole, is_number
+from lightning_pfl.core.checks import check_integer, check_number, is_number
 from lightning_pfl.core.mixture import is_mixed, with_own
 from lightning_pfl.core.randomness import derive, permutation
 from lightning_pfl.core.tree import Model
@@ -105,10 +105,10 @@ class NearestNeighbours(FurtherEvaluation):
         when: When = "end",
     ) -> None:
         super().__init__(when)
-        check_whole("neighbours", neighbours, 1, "Use 10, for example.")
+        check_integer("neighbours", neighbours, 1, "Use 10, for example.")
         check_number("scale", scale, "Use 1, for example.", positive=True)
         if capacity is not None:
-            check_whole("capacity", capacity, 1, "Use None to store all samples.")
+            check_integer("capacity", capacity, 1, "Use None to store all samples.")
         if share != "validation" and not (is_number(share) and 0 <= share <= 1):
             raise ValueError(
                 f"Expected `share` to be in [0, 1] or 'validation', but got share={share!r}. Use "

@@ -18,11 +18,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def is_whole(value: object, least: int) -> bool:
+def is_integer(value: object, least: int) -> bool:
     """Whether a setting is an integer (and no bool) of at least ``least``.
 
     Example:
-        >>> is_whole(2, 1), is_whole(0, 1), is_whole(2.0, 1), is_whole(True, 1)
+        >>> is_integer(2, 1), is_integer(0, 1), is_integer(2.0, 1), is_integer(True, 1)
         (True, False, False, False)
     """
     return isinstance(value, int) and is_number(value) and value >= least
@@ -47,9 +47,9 @@ def check_number(
         raise ValueError(f"Expected `{name}` to be {kind}, but got {name}={value!r}. {advice}")
 
 
-def check_whole(name: str, value: object, least: int, advice: str) -> None:
+def check_integer(name: str, value: object, least: int, advice: str) -> None:
     """Raise ValueError unless ``value`` is an integer >= ``least``; ``advice`` ends the text."""
-    if not is_whole(value, least):
+    if not is_integer(value, least):
         advice = _convert(value, numbers.Integral, "int") or advice
         raise ValueError(
             f"Expected `{name}` to be a whole number >= {least}, but got {name}={value!r}. {advice}"
@@ -107,11 +107,11 @@ def check_budget(
         )
     ((name, value),) = chosen.items()
     if not isinstance(value, Mapping):
-        check_whole(name, value, 0, "Use 1, for example.")
+        check_integer(name, value, 0, "Use 1, for example.")
         return
     for client, each in value.items():
         advice = "A client that shouldn't train has no training data."
-        check_whole(f"{name}[{client!r}]", each, 1, advice)
+        check_integer(f"{name}[{client!r}]", each, 1, advice)
 
 
 def check_used(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.core.checks import check_used, check_whole, is_number
+from lightning_pfl.core.checks import check_integer, check_used, is_number
 from lightning_pfl.core.errors import require_federated
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.data.datasets import DropLast, FederatedTensorDataset, check_drop_last
@@ -112,7 +112,7 @@ class FederatedDataModule(L.LightningDataModule):
         super().__init__()
         _check_settings(val_fraction, test_fraction, val_split, new_clients)
         check_types(FederatedDataModule.__init__, {"num_clients": num_clients})
-        check_whole("public_samples", public_samples, 0, "Use 0 for none.")
+        check_integer("public_samples", public_samples, 0, "Use 0 for none.")
         if not is_number(own_share) or not 0 < own_share <= 1:
             raise ValueError(
                 f"Expected `own_share` to be in (0, 1], but got own_share={own_share!r}. Use 1 to "
@@ -123,7 +123,7 @@ class FederatedDataModule(L.LightningDataModule):
                 f"Expected public samples for own_share={own_share}, but got public_samples=0. Set "
                 "their number."
             )
-        check_whole("seed", seed, 0, "Use 0, or the number of a repetition.")
+        check_integer("seed", seed, 0, "Use 0, or the number of a repetition.")
         for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.checks import check_choice, check_whole, is_number
+from lightning_pfl.core.checks import check_choice, check_integer, is_number
 from lightning_pfl.data.batch import batch_leaves
 from lightning_pfl.data.datasets import FederatedTensorDataset
 
@@ -57,7 +57,7 @@ def subspace_clusters(
     """
     from scipy.cluster.hierarchy import fcluster, linkage
 
-    check_whole("vectors", vectors, 1, "Use 3, for example.")
+    check_integer("vectors", vectors, 1, "Use 3, for example.")
     check_choice("measure", measure, get_args(Measure), "Use 'smallest'.")
     some = [k for k in range(data.num_clients) if data.num_samples[k] > 0]
     _check_size(num_clusters, max_angle, len(some))
@@ -98,7 +98,7 @@ def _check_size(num_clusters: int | None, max_angle: float | None, clients: int)
             f"{max_angle=}. Use num_clusters=4, for example."
         )
     if num_clusters is not None:
-        check_whole("num_clusters", num_clusters, 1, "Use 4, for example.")
+        check_integer("num_clusters", num_clusters, 1, "Use 4, for example.")
         if num_clusters > clients:
             raise ValueError(
                 f"Expected `num_clusters` to be at most the {clients} clients with samples, but "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.checks import check_whole, is_number
+from lightning_pfl.core.checks import check_integer, is_number
 from lightning_pfl.core.tree import Model, Tree, tmap
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import LocalWork
@@ -84,7 +84,7 @@ def budget_phase(epochs: int | None, steps: int | None, default_epochs: int | No
             f"steps={steps!r}. Set the other one to None."
         )
     name, value = ("epochs", epochs) if steps is None else ("steps", steps)
-    check_whole(name, value, 0, "Use 10, for example.")
+    check_integer(name, value, 0, "Use 10, for example.")
     return Phase(epochs=epochs, steps=steps)
 
 

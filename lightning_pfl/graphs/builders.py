@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_pfl.core.checks import check_whole, is_number, is_whole
+from lightning_pfl.core.checks import check_integer, is_integer, is_number
 from lightning_pfl.core.randomness import derive
 
 TRIES = 1000
@@ -97,7 +97,7 @@ class SmallWorld(GraphBuilder):
     """
 
     def __init__(self, neighbours: int = 4, rewiring: float = 0.1) -> None:
-        if not is_whole(neighbours, 2) or neighbours % 2:
+        if not is_integer(neighbours, 2) or neighbours % 2:
             raise ValueError(
                 f"Expected `neighbours` to be an even number of at least 2, but got {neighbours=}. "
                 "Use 4, two on each side."
@@ -135,7 +135,7 @@ class ScaleFree(GraphBuilder):
     """
 
     def __init__(self, attached: int = 2) -> None:
-        check_whole("attached", attached, 1, "Use 2.")
+        check_integer("attached", attached, 1, "Use 2.")
         self.attached = attached
 
     def __call__(self, num_clients: int, seed: int) -> Any:

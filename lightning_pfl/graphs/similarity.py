@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.checks import check_whole
+from lightning_pfl.core.checks import check_integer
 from lightning_pfl.core.tree import shapes
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.graphs.builders import GraphBuilder
@@ -28,7 +28,7 @@ class KNearest(GraphBuilder):
     """
 
     def __init__(self, features: Any, neighbours: int = 5) -> None:
-        check_whole("neighbours", neighbours, 1, "Use 5.")
+        check_integer("neighbours", neighbours, 1, "Use 5.")
         if isinstance(features, (str, Path)):
             check_ending("features", features, (".npy",))
         self.features, self.neighbours = features, neighbours

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl._lightning import connected
 from lightning_pfl.contract.callback import FederatedCallback
-from lightning_pfl.core.checks import check_whole
+from lightning_pfl.core.checks import check_integer
 from lightning_pfl.federation.log_folder import log_folder
 
 if TYPE_CHECKING:
@@ -132,9 +132,9 @@ def first_of(drawn: int, clients: int | None) -> str:
 
 def check_every(every_n_rounds: int) -> None:
     """Raise ValueError unless ``every_n_rounds`` is an integer >= 1."""
-    check_whole("every_n_rounds", every_n_rounds, 1, "Use 1 for a picture in every round.")
+    check_integer("every_n_rounds", every_n_rounds, 1, "Use 1 for a picture in every round.")
 
 
 def check_max_clients(max_clients: int, usual: int) -> None:
     """Raise ValueError unless ``max_clients`` is an integer >= 2; the error advises ``usual``."""
-    check_whole("max_clients", max_clients, 2, f"Use {usual}, for example.")
+    check_integer("max_clients", max_clients, 2, f"Use {usual}, for example.")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.core.checks import check_number, check_whole
+from lightning_pfl.core.checks import check_integer, check_number
 from lightning_pfl.core.tree import Model
 from lightning_pfl.merging.modules import require_modules
 from lightning_pfl.models.units import HiddenLayer, hidden_layers
@@ -63,7 +63,7 @@ def matched(
     for name, value in positive.items():
         check_number(name, value, "Use 1, as in the authors' code.", positive=True)
     check_number("count_weight", count_weight, "Use 2, as in the model.")
-    check_whole("sweeps", sweeps, 1, "Use 50, for example.")
+    check_integer("sweeps", sweeps, 1, "Use 50, for example.")
     require_modules("modules", modules)
     layers = _layers(modules)
     layer = layers[0]

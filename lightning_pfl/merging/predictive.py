@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.core.checks import check_number, check_whole
+from lightning_pfl.core.checks import check_integer, check_number
 from lightning_pfl.engine.watching import in_mode
 from lightning_pfl.merging.modules import require_modules
 from lightning_pfl.solvers.distances import distance_to
@@ -132,7 +132,7 @@ class BetaPredictive(nn.Module):
         Returns:
             The student, in eval mode.
         """
-        check_whole("epochs", epochs, 1, "Use 50, as in the authors' code.")
+        check_integer("epochs", epochs, 1, "Use 50, as in the authors' code.")
         check_number("lr", lr, "Use 1e-4, as in the authors' code.", positive=True)
         optimizer = torch.optim.Adam(student.parameters(), lr)
         with in_mode(self, training=False), in_mode(student, training=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
-from lightning_pfl.core.checks import check_number, check_whole, is_number
+from lightning_pfl.core.checks import check_integer, check_number, is_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, flat, repeat, select, tmap
 from lightning_pfl.methods.base import PER_CLUSTER, About, Method, PerClient
@@ -103,7 +103,7 @@ class CFL(Method):
         super().__init__(local_epochs, local_steps, weighting="uniform")
         for name, value in (("eps_mean", eps_mean), ("eps_max", eps_max)):
             check_number(name, value, "Use a norm of a round's change of the model.")
-        check_whole("start_round", start_round, 0, "Use 20.")
+        check_integer("start_round", start_round, 0, "Use 20.")
         if min_gap is not None and not (is_number(min_gap) and -2 <= min_gap <= 2):
             raise ValueError(
                 "Expected `min_gap` to be None or a difference of two cosines, in [-2, 2], but got "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.core.checks import check_choice, check_used, check_whole, is_number
+from lightning_pfl.core.checks import check_choice, check_integer, check_used, is_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive, permutation
 from lightning_pfl.core.tree import Model, Tree, dot, select, sub, total_nbytes
@@ -129,7 +129,7 @@ class FedASA(Method):
                     f"Expected `{name}` to be in [{least}, 1], but got {name}={value!r}. Use "
                     f"{name}=0.5, for example."
                 )
-        check_whole("every", every, 1, "Use 1 to select in each round.")
+        check_integer("every", every, 1, "Use 1 to select in each round.")
         check_used(FedASA.__init__, {"cells": cells}, rule != "all", "a rule that selects")
         check_used(FedASA.__init__, {"share": share}, rule == "random", "rule='random'")
         check_used(FedASA.__init__, {"threshold": threshold}, rule == "drift", "rule='drift'")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.checks import check_number, check_whole
+from lightning_pfl.core.checks import check_integer, check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.methods.base import About, LocalStep, Method, Phase, Weighting
@@ -80,7 +80,7 @@ class FedDF(Method):
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        check_whole("server_steps", server_steps, 0, "Use 0 for FedAvg.")
+        check_integer("server_steps", server_steps, 0, "Use 0 for FedAvg.")
         check_number("server_lr", server_lr, "Use 1e-3, for example.", positive=True)
         check_number("temperature", temperature, "Use 1, for example.", positive=True)
         self.server_steps, self.server_lr = server_steps, server_lr

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.checks import check_choice, check_whole, is_number
+from lightning_pfl.core.checks import check_choice, check_integer, is_number
 from lightning_pfl.core.mixture import ensemble
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, select, weighted_mean
@@ -100,7 +100,7 @@ class FedEM(Method):
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        check_whole("components", components, 1, "Use 3 as in the paper.")
+        check_integer("components", components, 1, "Use 3 as in the paper.")
         check_starts(initial, components, "one for each component")
         check_choice("prediction", prediction, get_args(Prediction), "Use 'outputs' for numbers.")
         if not is_number(weight_step) or not 0 < weight_step <= 1:

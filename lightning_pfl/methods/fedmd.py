@@ -14,9 +14,9 @@ from lightning_pfl.contract.view import StepView
 from lightning_pfl.core.checks import (
     check_budget,
     check_choice,
+    check_integer,
     check_number,
     check_used,
-    check_whole,
 )
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
@@ -129,8 +129,8 @@ class FedMD(Method):
         if digest_steps is not None and digest_epochs == 1:
             digest_epochs = None
         check_budget(digest_epochs, digest_steps, "digest")
-        check_whole("public_samples", public_samples, 1, "Use 5000 as in the paper.")
-        check_whole("clusters", clusters, 1, "Use 1 for FedMD.")
+        check_integer("public_samples", public_samples, 1, "Use 5000 as in the paper.")
+        check_integer("clusters", clusters, 1, "Use 1 for FedMD.")
         check_choice("distance", distance, get_args(Distance), "Use 'l1' as in the authors' code.")
         check_number("temperature", temperature, "Use 1, for example.", positive=True)
         used = distance == "kl"
@@ -139,7 +139,7 @@ class FedMD(Method):
         if digest_lr is not None:
             check_number("digest_lr", digest_lr, "Use None for the module's.", positive=True)
         if num_outputs is not None:
-            check_whole("num_outputs", num_outputs, 1, "Use the number of classes.")
+            check_integer("num_outputs", num_outputs, 1, "Use the number of classes.")
         if graph is not None and clusters > 1:
             raise ValueError(
                 f"Expected a graph or clusters, but got graph={graph!r} and clusters={clusters}. "

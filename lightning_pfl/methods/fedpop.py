@@ -8,7 +8,7 @@ import torch
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.core.checks import check_number, check_whole
+from lightning_pfl.core.checks import check_integer, check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, add, per_client, select, tmap, weighted_mean, where
 from lightning_pfl.methods.base import (
@@ -115,7 +115,7 @@ class FedPop(Method):
         prior_lr: float | None = None,
         weighting: Weighting = "samples",
     ) -> None:
-        check_whole("chain_steps", chain_steps, 1, "Use 10, for example.")
+        check_integer("chain_steps", chain_steps, 1, "Use 10, for example.")
         super().__init__(local_epochs=None, local_steps=chain_steps, weighting=weighting)
         check_types(FedPop.__init__, {"noise": noise})
         if prior is not None and not isinstance(prior, Prior):
@@ -125,7 +125,7 @@ class FedPop(Method):
             )
         self.prior = GaussianPrior(1.0, parameters="head") if prior is None else prior
         check_number("step_size", step_size, "Use 0.05, for example.", positive=True)
-        check_whole("burn_in", burn_in, 0, "Use half of `chain_steps`.")
+        check_integer("burn_in", burn_in, 0, "Use half of `chain_steps`.")
         if burn_in >= chain_steps:
             raise ValueError(
                 f"Expected `burn_in` to be below `chain_steps`, but got {burn_in=} and "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.contract.records import ClientInfo, FitPlan
-from lightning_pfl.core.checks import check_choice, check_used, check_whole
+from lightning_pfl.core.checks import check_choice, check_integer, check_used
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, double_sum, select, tmap, total_nbytes
 from lightning_pfl.methods.base import (
@@ -121,9 +121,9 @@ class IFCA(Method):
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
         advice = "Use the number of clusters that you expect, or a few more."
-        check_whole("num_clusters", num_clusters, 1, advice)
-        check_whole("restarts", restarts, 0, "Use 0 for one start, or 4 for five.")
-        check_whole("trial_rounds", trial_rounds, 1, "Use 5, for example.")
+        check_integer("num_clusters", num_clusters, 1, advice)
+        check_integer("restarts", restarts, 0, "Use 0 for one start, or 4 for five.")
+        check_integer("trial_rounds", trial_rounds, 1, "Use 5, for example.")
         check_used(
             IFCA.__init__, {"trial_rounds": trial_rounds}, restarts > 0, "restarts=1 or more"
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, Round
-from lightning_pfl.core.checks import check_choice, check_number, check_used, check_whole
+from lightning_pfl.core.checks import check_choice, check_integer, check_number, check_used
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree, weighted_mean
@@ -308,7 +308,7 @@ def _check(initialization: str, head_solver: str, head_steps: int) -> None:
     one = "Use one of the two."
     check_choice("initialization", initialization, get_args(Initialization), one)
     check_choice("head_solver", head_solver, get_args(HeadSolver), one)
-    check_whole("head_steps", head_steps, 1, "Use 1 for GD-GD, and 10 for 10GD-GD.")
+    check_integer("head_steps", head_steps, 1, "Use 1 for GD-GD, and 10 for 10GD-GD.")
     if head_solver == "exact" and head_steps != 1:
         raise ValueError(
             f"Expected no `head_steps` for exact heads, but got {head_steps=}. Use "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.checks import check_whole
+from lightning_pfl.core.checks import check_integer
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, weighted_mean
 from lightning_pfl.methods.base import About, Known, Method, PerClient, Weighting
@@ -75,7 +75,7 @@ class MatchedFedAvg(Method):
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(local_epochs, local_steps, weighting)
-        check_whole("sweeps", sweeps, 0, "Use 10, for example.")
+        check_integer("sweeps", sweeps, 0, "Use 10, for example.")
         self.sweeps = sweeps
         self.layers: list[HiddenLayer] = []
 

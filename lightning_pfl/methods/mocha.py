@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
-from lightning_pfl.core.checks import check_choice, check_number, check_whole
+from lightning_pfl.core.checks import check_choice, check_integer, check_number
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method, Phase
@@ -149,8 +149,8 @@ class MOCHA(Method):
         super().__init__(weighting="uniform")
         check_number("regularization", regularization, "Use 0.01, for example.", positive=True)
         check_number("local_fraction", local_fraction, "Use 0.5, for example.", positive=True)
-        check_whole("outer_iterations", outer_iterations, 0, "Use 0 to keep the clients apart.")
-        check_whole("inner_iterations", inner_iterations, 1, "Use 10, for example.")
+        check_integer("outer_iterations", outer_iterations, 0, "Use 0 to keep the clients apart.")
+        check_integer("inner_iterations", inner_iterations, 1, "Use 10, for example.")
         check_choice("bound", bound, get_args(Bound), "Use 'own' where clients differ in size.")
         self.bound: Bound = bound
         self.regularization, self.local_fraction = regularization, local_fraction

@@ -8,7 +8,7 @@ import torch
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.core.checks import check_choice, check_number, check_used, check_whole
+from lightning_pfl.core.checks import check_choice, check_integer, check_number, check_used
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, scale, select, tmap, weighted_mean
 from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase, Weighting
@@ -100,7 +100,7 @@ class PerFedAvg(Method):
         check_number("inner_lr", inner_lr, "Use 0 for FedAvg, or 0.01 as in the paper.")
         check_choice("order", order, get_args(Order), "Use one of the two.")
         check_number("difference", difference, "Use 0.001.", positive=True)
-        check_whole("evaluation_steps", evaluation_steps, 1, "Use 1 as in the paper.")
+        check_integer("evaluation_steps", evaluation_steps, 1, "Use 1 as in the paper.")
         used = order == "hessian-free"
         check_used(PerFedAvg.__init__, {"difference": difference}, used, "order='hessian-free'")
         self.inner_lr, self.order, self.difference = inner_lr, order, difference

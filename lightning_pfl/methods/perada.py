@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.checks import check_number, check_whole
+from lightning_pfl.core.checks import check_integer, check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.methods.base import (
@@ -106,12 +106,12 @@ class PerAda(Method):
         local_epochs = None if local_steps is not None and local_epochs == 10 else local_epochs
         super().__init__(local_epochs, local_steps, weighting)
         check_number("prox_weight", prox_weight, "Use 1 as in the paper.")
-        check_whole("server_steps", server_steps, 0, "Use 0 for no distillation.")
+        check_integer("server_steps", server_steps, 0, "Use 0 for no distillation.")
         check_number("server_lr", server_lr, "Use 1e-3, for example.", positive=True)
         check_number("server_weight_decay", server_weight_decay, "Use 0 for none.")
         check_number("temperature", temperature, "Use 1, for example.", positive=True)
         if distil_rounds is not None:
-            check_whole("distil_rounds", distil_rounds, 0, "Use None for all rounds.")
+            check_integer("distil_rounds", distil_rounds, 0, "Use None for all rounds.")
         self.prox_weight, self.temperature = prox_weight, temperature
         self.server_steps, self.server_lr = server_steps, server_lr
         self.server_weight_decay, self.distil_rounds = server_weight_decay, distil_rounds

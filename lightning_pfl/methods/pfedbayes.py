@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.checks import check_choice, check_number, check_whole, is_number
+from lightning_pfl.core.checks import check_choice, check_integer, check_number, is_number
 from lightning_pfl.core.mixture import ensemble
 from lightning_pfl.core.tree import Model, Tree, leaves, per_client, select, tmap, weighted_mean
 from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient, Weighting
@@ -112,17 +112,17 @@ class PFedBayes(WatchedPull, Method):
         super().__init__(local_epochs, local_steps, weighting)
         check_number("kl_weight", kl_weight, "Use 10, for example.", positive=True)
         check_choice("combine", combine, get_args(Combine), "Use 'parameters' as published.")
-        check_whole("draws", draws, 1, "Use 1 for one model per step.")
-        check_whole("inner_steps", inner_steps, 1, "Use 5, for example.")
+        check_integer("draws", draws, 1, "Use 1 for one model per step.")
+        check_integer("inner_steps", inner_steps, 1, "Use 5, for example.")
         if copy_steps is not None:
-            check_whole("copy_steps", copy_steps, 0, "Use 1, or None to send the fit itself.")
+            check_integer("copy_steps", copy_steps, 0, "Use 1, or None to send the fit itself.")
         if not is_number(initial_rho) or not math.isfinite(initial_rho):
             raise ValueError(
                 "Expected `initial_rho` to be a finite number, but got "
                 f"initial_rho={initial_rho!r}. Use -3, a standard deviation of 0.05."
             )
         check_number("server_mixing", server_mixing, "Use 1 for the mean.", positive=True)
-        check_whole("evaluation_draws", evaluation_draws, 0, "Use 0 for the mean.")
+        check_integer("evaluation_draws", evaluation_draws, 0, "Use 0 for the mean.")
         self.kl_weight, self.draws, self.initial_rho = kl_weight, draws, initial_rho
         self.inner_steps, self.copy_steps = inner_steps, copy_steps
         self.server_mixing, self.evaluation_draws = server_mixing, evaluation_draws

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.checks import check_number, check_whole
+from lightning_pfl.core.checks import check_integer, check_number
 from lightning_pfl.core.tree import Model, Tree, select, tmap, weighted_mean
 from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient, Weighting
 from lightning_pfl.solvers.proximal import pull, towards
@@ -85,7 +85,7 @@ class PFedMe(Method):
         }
         for name, (value, advice) in given.items():
             check_number(name, value, advice, positive=True)
-        check_whole("inner_steps", inner_steps, 1, "Use 5 as in the paper.")
+        check_integer("inner_steps", inner_steps, 1, "Use 5 as in the paper.")
         self.moreau_weight, self.inner_steps, self.inner_lr = moreau_weight, inner_steps, inner_lr
         self.server_mixing = server_mixing
 

@@ -32,7 +32,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl._lightning import connected
-from lightning_pfl.core.checks import check_choice, check_number, check_whole, is_number, is_whole
+from lightning_pfl.core.checks import (
+    check_choice,
+    check_integer,
+    check_number,
+    is_integer,
+    is_number,
+)
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model
 from lightning_pfl.engine.optimizer import check_optimizer
@@ -86,9 +92,9 @@ def check_strategy(
         "client_state_device", client_state_device, ("auto", "device", "host"), "Use 'auto'."
     )
     if seed is not None:
-        check_whole("seed", seed, 0, "Use None for that of seed_everything.")
+        check_integer("seed", seed, 0, "Use None for that of seed_everything.")
     if chunk_size is not None:
-        check_whole("chunk_size", chunk_size, 1, "Use None to fit the memory.")
+        check_integer("chunk_size", chunk_size, 1, "Use None to fit the memory.")
     if max_update_norm is not None and max_update_norm != "auto":
         advice = "Use 'auto' for one that follows the round, or None for no bound."
         check_number("max_update_norm", max_update_norm, advice, positive=True, infinite=True)
@@ -224,7 +230,7 @@ def check_numbers(trainer: L.Trainer) -> None:
         MisconfigurationException: If a number is out of its range.
     """
     accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-    if not is_whole(accumulate, 1):
+    if not is_integer(accumulate, 1):
         raise refuse("accumulate_grad_batches", accumulate, "Use a whole number >= 1.")
     if clip is not None and not (is_number(clip) and clip >= 0):
         raise refuse("gradient_clip_val", clip, "Use a number > 0, or None for no clipping.")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.core.checks import check_number, check_whole
+from lightning_pfl.core.checks import check_integer, check_number
 
 
 def draw(
@@ -79,8 +79,8 @@ def test_whole_numbers_have_a_bound_where_one_is_given() -> None:
 def test_numbers_of_numpy_are_to_be_converted() -> None:
     """Methods' settings are kept in checkpoints as text, in which np.int64(2) isn't 2."""
     with pytest.raises(ValueError, match=r"got steps=np.int64\(2\). Convert it by int"):
-        check_whole("steps", np.int64(2), 1, "Use 1.")
+        check_integer("steps", np.int64(2), 1, "Use 1.")
     with pytest.raises(ValueError, match=r"got lr=np.float32\(0.5\). Convert it by float"):
         check_number("lr", np.float32(0.5), "Use 1.")
     with pytest.raises(ValueError, match=r"got steps=0. Use 1\."):
-        check_whole("steps", 0, 1, "Use 1.")
+        check_integer("steps", 0, 1, "Use 1.")

@@ -25,7 +25,7 @@ from lightning_pfl.callbacks.new_clients.report import (
 from lightning_pfl.callbacks.new_clients.samples import take_samples
 from lightning_pfl.contract.callback import FederatedCallback, require_federation
 from lightning_pfl.core.argument_types import check_types
-from lightning_pfl.core.checks import check_used, is_whole
+from lightning_pfl.core.checks import check_used, is_integer
 from lightning_pfl.core.mixture import parts
 from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.randomness import derive, seeded
@@ -320,7 +320,7 @@ def _phases(epochs: Any, steps: int | None, lr: float | None) -> tuple[Phase, ..
 
 
 def _check_samples(samples: Sequence[int]) -> tuple[int, ...]:
-    whole = [is_whole(m, 0) for m in samples]
+    whole = [is_integer(m, 0) for m in samples]
     if not whole or not all(whole) or len(set(samples)) != len(whole):
         raise ValueError(
             "Expected `samples` to be different whole numbers >= 0, but got "

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from lightning_pfl.core.checks import is_number, is_whole
+from lightning_pfl.core.checks import is_integer, is_number
 from lightning_pfl.data.partition.base import (
     Array,
     Partition,
@@ -57,7 +57,7 @@ class ConsecutiveClasses(Partition):
         log_std: float = 1.0,
         smallest: int = 100,
     ) -> None:
-        if not is_whole(classes_per_client, 0):
+        if not is_integer(classes_per_client, 0):
             raise ValueError(
                 f"Expected `classes_per_client` to be a positive int, but got {classes_per_client=}"
                 ". Use 3 as in the paper."
@@ -66,7 +66,7 @@ class ConsecutiveClasses(Partition):
             raise ValueError(
                 f"Expected `log_mean` to be a finite number, but got {log_mean=}. Use 4."
             )
-        if not is_whole(smallest, 0):
+        if not is_integer(smallest, 0):
             raise ValueError(
                 f"Expected `smallest` to be a non-negative int, but got {smallest=}. Use 0 for "
                 "log-normal sizes."
