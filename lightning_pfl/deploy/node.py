@@ -177,7 +177,7 @@ class Node:
         self.share = None if share is None else frozenset(share)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         cli = self._make()
-        self.digest = recipe.digest(cli)
+        self.digest = recipe.digest_sections(cli)
         method = next((c for c in cli.trainer.callbacks if isinstance(c, Method)), FedAvg())
         if privacy is not None:
             check_privacy(privacy, method)

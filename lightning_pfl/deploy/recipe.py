@@ -78,7 +78,7 @@ def choose_seed(recipe: Mapping[str, Any]) -> int:
     return secrets.randbits(31)
 
 
-def digest(cli: PFLCLI) -> dict[str, str]:
+def digest_sections(cli: PFLCLI) -> dict[str, str]:
     """Digest what server and nodes must agree on, by the section of the recipe."""
     config = json.loads(json.dumps(cli.config.as_dict(), default=str))
     flags = {name: config.get("trainer", {}).get(name) for name in LOCAL_FLAGS}

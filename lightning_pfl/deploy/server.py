@@ -174,7 +174,7 @@ def serve(
         line,
         names,
         owners,
-        recipe.digest(cli),
+        recipe.digest_sections(cli),
         timeout=timeout,
         max_samples=max_samples,
         needs_labels=method.needs_label_counts,

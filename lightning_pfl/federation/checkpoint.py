@@ -116,7 +116,7 @@ def require_lightning(checkpoint: Any, path: Any) -> dict[str, Any]:
     )
 
 
-def require_federated(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+def federated_part(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the federation's part of a checkpoint.
 
     Raises:
@@ -228,7 +228,7 @@ def saved_optimizers(checkpoint: Mapping[str, Any]) -> list[tuple[str, dict[str,
     A checkpoint of weights alone has none.
     """
     states = checkpoint.get("optimizer_states") or []
-    names = require_federated(checkpoint).get("optimizers") or [""] * len(states)
+    names = federated_part(checkpoint).get("optimizers") or [""] * len(states)
     return list(zip(names, states, strict=False))
 
 
@@ -437,7 +437,7 @@ def check_client_states(saved: Tree, ours: Tree) -> None:
         )
 
 
-def check_numbers(saved: Mapping[str, Any], client_names: Sequence[str]) -> None:
+def check_finite(saved: Mapping[str, Any], client_names: Sequence[str]) -> None:
     """Require a server without NaN and client states of finite numbers.
 
     A server may hold infinities: IFCA's losses of models that weren't tried yet.

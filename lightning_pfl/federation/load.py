@@ -43,8 +43,8 @@ from lightning_pfl.federation.checkpoint import (
     check_parameter_split,
     check_settings,
     explain_read_errors,
+    federated_part,
     load_optimizer,
-    require_federated,
     require_lightning,
     saved_optimizers,
 )
@@ -206,7 +206,7 @@ def load_clients(
     check_file(path)
     with explain_read_errors(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    saved = require_federated(require_lightning(checkpoint, path))
+    saved = federated_part(require_lightning(checkpoint, path))
     module, method = copy_apart(module).cpu(), copy.copy(method)
     split = parameter_splits(module, method)
     check_parameter_split(saved, type(method).__name__, describe(split))

@@ -33,7 +33,7 @@ from lightning_pfl.federation.architectures import (
 from lightning_pfl.federation.checkpoint import (
     FORMAT,
     check_client_states,
-    check_numbers,
+    check_finite,
     check_structure,
     fit_server,
     require_open,
@@ -370,7 +370,7 @@ class FederationState:
         warn_of_other_samples(saved, self.client_names, self.num_samples)
         check_structure(saved, self.method.structure(), joined)
         check_client_states(saved["client_states"], self._client_states(lambda store: store.tree))
-        check_numbers(saved, saved["clients"])
+        check_finite(saved, saved["clients"])
         model = self.architectures[0].parameter_split.model()
         device = next((leaf.device for leaf in model.values()), torch.device("cpu"))
         server = self._admit(saved["server"], first) if joined else saved["server"]

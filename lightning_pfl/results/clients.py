@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_pfl.trainer.client_table import FIXED_COLUMNS, unguarded
+from lightning_pfl.trainer.client_table import FIXED_COLUMNS, unguard_formula
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -66,7 +66,7 @@ def read_table(path: Path, only: str | None = None) -> DataFrame:
     # A client may be called 007 or NA, and a value that is missing differs from nan.
     wanted = None if only is None else {*FIXED_COLUMNS, only}.__contains__
     table = pd.read_csv(lines, dtype=str, keep_default_na=False, usecols=wanted)
-    table["client"] = table["client"].map(unguarded)
+    table["client"] = table["client"].map(unguard_formula)
     return table.astype({"round": int, "num_samples": int})
 
 

@@ -139,7 +139,7 @@ def check_one_process(architectures: int, processes: int) -> None:
         )
 
 
-def digest(names: Sequence[str], num_samples: Tensor) -> str:
+def digest_clients(names: Sequence[str], num_samples: Tensor) -> str:
     """Return a short string that differs for other clients."""
     return hashlib.sha256(repr((list(names), num_samples.tolist())).encode()).hexdigest()
 
@@ -148,7 +148,7 @@ def check_same_clients(digests: Sequence[str]) -> None:
     """Require that all processes have loaded the same clients.
 
     Args:
-        digests: Result of :func:`digest` in each process.
+        digests: Result of :func:`digest_clients` in each process.
 
     Raises:
         MisconfigurationException: If the clients of a process differ.
@@ -210,7 +210,7 @@ def check_trainer(trainer: L.Trainer) -> None:
             trainer.val_check_interval,
             "Use check_val_every_n_epoch in rounds, or an int with check_val_every_n_epoch=None.",
         )
-    check_numbers(trainer)
+    check_trainer_numbers(trainer)
     if trainer._accelerator_connector._layer_sync is not None:
         raise refuse(
             "sync_batchnorm",
@@ -223,7 +223,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         check_shared_run(trainer)
 
 
-def check_numbers(trainer: L.Trainer) -> None:
+def check_trainer_numbers(trainer: L.Trainer) -> None:
     """Refuse numbers that Lightning doesn't check.
 
     Raises:

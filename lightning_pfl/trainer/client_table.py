@@ -54,7 +54,7 @@ class ClientTable:
         metrics = (
             [repr(v) for v in values[name]] if name in values else missing for name in self.columns
         )
-        cells = map(guarded, clients)
+        cells = map(guard_formula, clients)
         lines = zip([round] * len(clients), cells, num_samples, *metrics, strict=True)
         text = io.StringIO()
         csv.writer(text).writerows(lines)
@@ -76,7 +76,7 @@ class ClientTable:
         values: Mapping[str, Sequence[float]],
     ) -> None:
         """Add columns to the rows of a round, or the rows if the round has none; see `append`."""
-        cells = [*map(guarded, clients)]
+        cells = [*map(guard_formula, clients)]
         added = {
             client: dict(zip(values, map(repr, row), strict=True))
             for client, *row in zip(cells, *values.values(), strict=True)
@@ -160,18 +160,18 @@ class ClientTable:
             writer.writerows(row + gap[len(row) :] for row in rows)
 
 
-def guarded(name: str) -> str:
+def guard_formula(name: str) -> str:
     """Return a client's name as the table has it: a spreadsheet must not take it for a formula.
 
     Example:
-        >>> guarded("ann"), guarded("-3"), guarded("=1+2")
+        >>> guard_formula("ann"), guard_formula("-3"), guard_formula("=1+2")
         ('ann', '-3', "'=1+2")
     """
     return f"'{name}" if name.startswith(FORMULA) and not _is_number(name) else name
 
 
-def unguarded(cell: str) -> str:
-    """Undo :func:`guarded`."""
+def unguard_formula(cell: str) -> str:
+    """Undo :func:`guard_formula`."""
     return cell.removeprefix("'")
 
 

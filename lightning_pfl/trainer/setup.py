@@ -123,7 +123,7 @@ class StageSetup:
         """
         federation = self.federation
         names, num_samples = self._clients(trainer, module)
-        digests = federation.ranks.all_gather_objects(checks.digest(names, num_samples))
+        digests = federation.ranks.all_gather_objects(checks.digest_clients(names, num_samples))
         checks.check_same_clients(digests)
         owner = (trainer, module, federation.method, names)
         fresh, saved = owner != self._owner, self.saved

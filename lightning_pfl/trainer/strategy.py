@@ -36,8 +36,8 @@ from lightning_pfl.federation.checkpoint import (
     check_parameter_split,
     check_settings,
     explain_read_errors,
+    federated_part,
     load_optimizer,
-    require_federated,
     require_lightning,
     saved_optimizers,
 )
@@ -377,7 +377,7 @@ class FederatedStrategy(ProcessesStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module, and keep the federation's state until `setup` knows the clients."""
         assert self.lightning_module is not None
-        saved, method = require_federated(checkpoint), self.federation.method
+        saved, method = federated_part(checkpoint), self.federation.method
         split = parameter_splits(self.lightning_module, method)
         check_parameter_split(saved, type(method).__name__, describe(split))
         check_settings(saved, method.settings(), method.state_settings)
@@ -390,7 +390,7 @@ class FederatedStrategy(ProcessesStrategy):
         scheduled = bool(self.lr_scheduler_configs)
         for one, saved in zip(self.optimizers, saved_optimizers(checkpoint), strict=False):
             load_optimizer(one, *saved, scheduled)
-        steps = require_federated(checkpoint).get("local_steps", ())
+        steps = federated_part(checkpoint).get("local_steps", ())
         for training, taken in zip(self._client_training, steps, strict=False):
             training.steps = taken
 

@@ -26,7 +26,7 @@ from lightning_pfl.data import (
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.metrics.history import History
 from lightning_pfl.models import MLP
-from lightning_pfl.trainer.client_table import ClientTable, unguarded
+from lightning_pfl.trainer.client_table import ClientTable, unguard_formula
 from lightning_pfl.trainer.data import align_clients, move_to_device
 from tests.trainer.setting import Quadratic, classes, network, points, trainer
 
@@ -89,7 +89,7 @@ def test_names_are_no_formulas_and_read_as_they_are(tmp_path: Path) -> None:
     table.extend(0, names, [1] * 7, {"ft/val_acc": [1.0] * 7})
     cells = [row[1] for row in rows(table.path)]
     assert cells == ["'=1+1", "+1", "-2", "'@SUM(A1)", "''quoted", "ann", "Zoë"]
-    assert [unguarded(cell) for cell in cells] == names
+    assert [unguard_formula(cell) for cell in cells] == names
     assert {row[4] for row in rows(table.path)} == {"1.0"}
 
 

@@ -369,9 +369,12 @@ def test_one_process_may_ask_for_the_end_of_the_run(monkeypatch: pytest.MonkeyPa
 
 def test_other_clients_in_another_process_are_refused() -> None:
     names, samples = ["a", "b"], torch.tensor([3, 4])
-    same = flags.digest(names, samples)
-    flags.check_same_clients([same, flags.digest(tuple(names), samples.clone())])
-    for other in (flags.digest(["a", "c"], samples), flags.digest(names, torch.tensor([4, 3]))):
+    same = flags.digest_clients(names, samples)
+    flags.check_same_clients([same, flags.digest_clients(tuple(names), samples.clone())])
+    for other in (
+        flags.digest_clients(["a", "c"], samples),
+        flags.digest_clients(names, torch.tensor([4, 3])),
+    ):
         with pytest.raises(MisconfigurationException, match="those of process 2 have other names"):
             flags.check_same_clients([same, same, other])
 

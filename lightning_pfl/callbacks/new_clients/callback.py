@@ -17,7 +17,7 @@ from lightning_pfl._lightning import connected, is_overridden, log_at_end
 from lightning_pfl.callbacks.new_clients.report import (
     PREFIX,
     Adapted,
-    draw_curves,
+    add_to_curves,
     statistics,
     write_models,
     write_table,
@@ -279,7 +279,7 @@ class NewClientAdaptation(FederatedCallback):
         values: dict[str, float] = {}
         for adapted in self.results:
             values |= statistics(adapted)
-            draw_curves(trainer, adapted)
+            add_to_curves(trainer, adapted)
         if folder is not None:
             write_table(folder / "new_clients.csv", self.results, names)
             if self.save_models:

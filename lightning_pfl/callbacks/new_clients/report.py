@@ -63,7 +63,7 @@ def statistics(adapted: Adapted) -> dict[str, float]:
     return values
 
 
-def draw_curves(trainer: L.Trainer, adapted: Adapted) -> None:
+def add_to_curves(trainer: L.Trainer, adapted: Adapted) -> None:
     """Add a point to each curve, against samples or, with several numbers of them, passes."""
     from lightning.pytorch.loggers import TensorBoardLogger
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import NormalizeImages, Source, SourceData, load_error
-from lightning_pfl.data.sources.leaf import leaf_files, read_leaf
+from lightning_pfl.data.sources.leaf import leaf_files, read_leaf_file
 from lightning_pfl.data.sources.table import HuggingFaceTable
 
 #: The classes in the order of their numbers.
@@ -115,7 +115,7 @@ class FEMNIST(Source):
         """Read pixels ``(n, 28, 28)`` uint8, labels, writers and file numbers of LEAF's files."""
         pixels, labels, writers, numbers = [], [], [], []
         for number, path in enumerate(files):
-            for writer, samples, classes in read_leaf(path):
+            for writer, samples, classes in read_leaf_file(path):
                 pixels.append(_pixels(samples, path))
                 labels.append(_classes(classes, path))
                 writers.append(np.full(len(classes), writer))

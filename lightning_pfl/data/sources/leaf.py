@@ -22,7 +22,7 @@ def leaf_files(folder: Path, prefix: str = "all_data") -> list[Path]:
     return sorted(folder.glob(f"{prefix}*.json"), key=order)
 
 
-def read_leaf(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
+def read_leaf_file(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Read one of LEAF's files.
 
     It holds ``{"users": [user, ...], "user_data": {user: {"x": [...], "y": [...]}, ...}}``.

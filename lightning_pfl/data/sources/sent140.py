@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.data.sources.base import Fields, Labels, Source, SourceData, load_error
-from lightning_pfl.data.sources.leaf import leaf_files, read_leaf
+from lightning_pfl.data.sources.leaf import leaf_files, read_leaf_file
 
 #: Position of the text in LEAF's list of a tweet's attributes.
 TEXT = 4
@@ -144,7 +144,7 @@ class Sent140(Source):
         labels: list[Any] = []
         users: list[str] = []
         for path in leaf_files(folder):
-            for user, tweets, moods in read_leaf(path):
+            for user, tweets, moods in read_leaf_file(path):
                 texts += [self._words(tweet, path) for tweet in tweets]
                 labels += [_mood(mood, path) for mood in moods]
                 users += [user] * len(moods)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from lightning_pfl.data import FEMNIST, FederatedDataModule, Natural
 from lightning_pfl.data.sources.femnist import CHARACTERS
-from lightning_pfl.data.sources.leaf import leaf_files, read_leaf
+from lightning_pfl.data.sources.leaf import leaf_files, read_leaf_file
 from tests.data.sources.leaf_layout import femnist_pixels, write_femnist, write_leaf
 
 
@@ -142,7 +142,7 @@ def test_broken_leaf_files_are_refused_by_name(tmp_path: Path, content: str, mes
     path = tmp_path / "all_data_0.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
-        list(read_leaf(path))
+        list(read_leaf_file(path))
 
 
 @pytest.mark.parametrize(
