@@ -304,7 +304,9 @@ class SequentialEngine:
             at, sizes, values = zip(*results, strict=True)
             stacked = {name: torch.stack([one[name] for one in values]) for name in values[0]}
             logs.add(stacked, torch.tensor(sizes), torch.tensor(at), program.log.reductions)
-        return Evaluation(logs.compute(), counts, dict(program.log.options))
+        # Steps are replayed in evaluations alone, where nothing is predicted.
+        predictions: list[list[Any]] = [[] for _ in counts]
+        return Evaluation(logs.compute(), counts, dict(program.log.options), predictions)
 
     def _evaluator(self, work: EvaluationWork) -> ClientProgram:
         """Return the user's step, cached where it is replayed, without its calls of ``log``."""

@@ -69,7 +69,7 @@ GRIDS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
     # other methods'.
     "FedEM": (
         "fedem",
-        {"method.components,model.lr": ((2, 0.01), (2, 0.03), (2, 0.1), (3, 0.03))},
+        {"method.components,model.lr": ((2, 0.01), (2, 0.03), (2, 0.1), (2, 0.2), (3, 0.03))},
     ),
     # Another network than the other methods'.
     "HeteroFL": ("heterofl", {"model.lr": (0.01, 0.03, 0.1)}),
@@ -95,6 +95,7 @@ GRIDS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
                 (0.03, 0.3),
                 (0.03, 1.0),
                 (0.1, 0.3),
+                (0.3, 0.3),
             )
         },
     ),
@@ -102,7 +103,6 @@ GRIDS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
         "fedmd",
         {"method.distance": ("l1", "kl"), "method.digest_lr": (0.001, 0.01)},
     ),
-    "FedDF": ("feddf", {"method.server_lr": (0.00001, 0.0001, 0.001)}),
     "NearestNeighbours": (
         "fedavg_knn",
         {"trainer.callbacks.init_args.share": (0.25, 0.5, 0.75, 0.9)},

@@ -60,7 +60,9 @@ def small_fit(method: Method, save: Path | None = None, **settings: Any) -> Outc
     if save is not None:
         result.save(save)
     clients = range(result.strategy.federation.num_clients)
-    return Outcome(result, [result.strategy.client_state_dict(client) for client in clients])
+    # A method whose clients mix outputs has no single state_dict, but a module.
+    modules = [result.strategy.client_module(client) for client in clients]
+    return Outcome(result, [module.state_dict() for module in modules])
 
 
 def on_gpu(method: Method, **settings: Any) -> Outcome:
@@ -162,7 +164,8 @@ EPOCHS: dict[str, Callable[[int], Method]] = {
     "APFL": lambda epochs: APFL(adaptive=True, local_epochs=epochs),
     "Ditto": lambda epochs: Ditto(local_epochs=epochs, personal_epochs=epochs),
     "FedAvg": lambda epochs: FedAvg(local_epochs=epochs),
-    "FedMAP": lambda epochs: FedMAP(DiagonalGaussianPrior(0.5), local_epochs=epochs),
+    # With a rate, as the closed form looks after each sweep whether it ends.
+    "FedMAP": lambda epochs: FedMAP(DiagonalGaussianPrior(0.5), prior_lr=0.1, local_epochs=epochs),
     "FedProx": lambda epochs: FedProx(local_epochs=epochs),
     "FedRep": lambda epochs: FedRep(head_epochs=1 + epochs, body_epochs=epochs),
     "PFedMe": lambda epochs: PFedMe(local_epochs=epochs),
