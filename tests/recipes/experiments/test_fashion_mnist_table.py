@@ -132,7 +132,7 @@ def test_the_best_setting_on_validation_data_is_shown(
 def test_recipes_have_the_chosen_settings(name: str) -> None:
     options = fashion_mnist_tuning.parse([])
     scores = {
-        shown: stored["last10"]["val_acc"]["mean"]
+        shown: fashion_mnist_tuning.score(stored)
         for shown, (recipe, extra) in fashion_mnist_tuning.points(name, options).items()
         if (stored := stored_score(f"{name} {shown}"))
     }
