@@ -64,7 +64,7 @@ class FederatedDataModule(L.LightningDataModule):
         test_fraction: Share of a client's samples, in (0, 1). ``None``: 0.2. Only for sources
             without a test set.
         batch_size: Samples per training batch of a client.
-        eval_batch_size: Samples per batch of a client in evaluation.
+        eval_batch_size: Samples per batch of a client in evaluation, and of public samples.
         seed: Seed of the partition and the cuts. Training has its own (``seed_everything``), so
             runs with several seeds have the same clients, unless this one differs too.
         new_clients: Number of clients, the last ones, that never take part; see `new_clients`.

@@ -107,6 +107,29 @@ GRIDS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
         "fedmd",
         {"method.distance": ("l1", "kl"), "method.digest_lr": (0.001, 0.01)},
     ),
+    "FedASA": (
+        "fedasa",
+        {
+            "method.threshold,method.every,model.lr": (
+                (0.0, 5, 0.01),
+                (0.0, 1, 0.01),
+                (0.0, 20, 0.01),
+                (0.3, 1, 0.01),
+                (0.3, 5, 0.01),
+                (0.6, 5, 0.01),
+                (0.9, 5, 0.01),
+                (0.3, 5, 0.03),
+            )
+        },
+    ),
+    # A step of the server is on 256 images with all the clients' models: 20 take as long as the
+    # clients' training.
+    "FedDF": (
+        "feddf",
+        {"method.server_steps,method.server_lr": ((20, 1e-4), (20, 1e-3), (5, 1e-3))},
+    ),
+    "PerAda": ("perada", {"method.prox_weight": (0.1, 0.5, 1.0)}),
+    "MatchedFedAvg": ("matched_fedavg", {"method.sweeps": (1, 10)}),
     "NearestNeighbours": (
         "fedavg_knn",
         {"trainer.callbacks.init_args.share": (0.25, 0.5, 0.75, 0.9)},
