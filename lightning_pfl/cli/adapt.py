@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pfl._lightning import copy_apart
 from lightning_pfl.cli.parser import in_a_line, read_sections
+from lightning_pfl.core.errors import ClientError
 from lightning_pfl.core.files import atomic_file
 from lightning_pfl.core.mixture import MixedForward
 from lightning_pfl.core.randomness import derive
@@ -143,6 +144,11 @@ def run_adapt(words: Sequence[str]) -> None:
         _print_values(clients, model, test)
         with atomic_file(given.out) as file:
             torch.save(model.state_dict(), file)
+    except ClientError as error:
+        parser.error(
+            f"Expected samples in --data that the run's module takes, but got {str(given.data)!r}, "
+            f"with which {error}"
+        )
     except (ValueError, OSError, TypeError, RuntimeError, MisconfigurationException) as error:
         line = in_a_line(error)
         if line is None and not isinstance(error, OSError):
@@ -181,6 +187,7 @@ def _read(given: Namespace) -> tuple[SavedClients, FederatedTensorDataset, Feder
         FederatedTensorDataset(
             loaded.fields,
             [torch.from_numpy(part) for part in rows],
+            names=["new client"],
             batch_size=batch,
             transform=transform,
             augment=augment,

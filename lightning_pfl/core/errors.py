@@ -65,6 +65,10 @@ REMEDIES = {
     r"(Target|index) -?\d+ is out of bounds": (
         "If it is a label, number the classes from 0, and give the model an output for each."
     ),
+    r"index out of range in self": (
+        "An Embedding has rows for ids from 0 to `num_embeddings` - 1: give it more, or map ids "
+        "that it doesn't know to one of these."
+    ),
 }
 """What to do about errors of torch, by a pattern of their text."""
 

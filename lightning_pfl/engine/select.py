@@ -323,7 +323,8 @@ class SelectedEngine:
     def _settle(self, step: str, engine: SequentialEngine | VectorizedEngine, why: str) -> None:
         self._engines[step] = engine
         self.choices[step] = f"{engine.name} ({why})"
-        rank_zero_info(f"{step} runs {engine.name}: {why}.")
+        if self.name != "sequential":
+            rank_zero_info(f"{step} runs {engine.name}: {why}.")
 
 
 SLOWER = "it could run for many clients at once, which is slower for a network of this size"

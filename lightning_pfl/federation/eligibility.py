@@ -137,6 +137,32 @@ def warn_of_single_samples(data: FederatedDataset, clients: Tensor, module: nn.M
     )
 
 
+def warn_of_nan_samples(data: FederatedDataset, rows: Tensor, split: str) -> None:
+    """Warn of clients whose samples in memory hold NaN, which an accuracy counts as some class.
+
+    Args:
+        data: The split.
+        rows: Clients to look at.
+        split: Its name, for the message.
+    """
+    if not isinstance(data, FederatedTensorDataset):
+        return
+    broken = torch.zeros(len(data.fields[0]), dtype=torch.bool, device=data.fields[0].device)
+    for field in data.fields:
+        if field.is_floating_point():
+            broken |= field.isnan().flatten(1).any(1) if field.ndim > 1 else field.isnan()
+    if not broken.any():
+        return
+    broken = broken.cpu()
+    mine = [row for row in rows.tolist() if broken[data.indices[row].cpu()].any()]
+    if mine:
+        rank_zero_warn(
+            f"The {split} data of {len(mine)} clients hold NaN: "
+            f"{_some([data.names[row] for row in mine])}. A prediction from it may be NaN, which "
+            "an accuracy counts as a class. Clean the data, unless the module expects NaN."
+        )
+
+
 def can_be_evaluated(
     data: FederatedDataset, rows: Tensor, split: str, limit: float | int
 ) -> Tensor:

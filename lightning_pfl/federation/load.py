@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_pfl._lightning import copy_apart, read_optimizers
 from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.core.parameters import ParameterSpec
-from lightning_pfl.core.tree import Model
+from lightning_pfl.core.tree import Model, finite, tmap
 from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.minibatches import count_ready_batches
@@ -97,7 +97,9 @@ class SavedClients(Federation):
             A copy of the module with the new model, in eval mode.
 
         Raises:
-            ValueError: If the budget is none, or the data have no minibatch or several clients.
+            ValueError: If the budget is none, the data have no minibatch or several clients, or the
+                model doesn't stay finite.
+            ClientError: If the module can't read the data.
             MisconfigurationException: If ``scope``, ``start`` or the module don't fit.
         """
         check_types(SavedClients.adapt, {"start": start})
@@ -124,14 +126,22 @@ class SavedClients(Federation):
             module = self._as_module(
                 self.architectures[0], {name: leaf[0] for name, leaf in begin.items()}
             )
-            return train_alone(
+            module = train_alone(
                 module.train(), names, federated, phase, self.optimizers, self.seed
             ).eval()
-        step = steps_of_new_clients(self.method, self.server)
-        models = adapt(self, begin, clients, (phase,), federated, "new clients", step)
-        return self._as_module(
-            self.architectures[0], {name: leaf[0] for name, leaf in models.items()}
-        )
+        else:
+            step = steps_of_new_clients(self.method, self.server)
+            models = adapt(self, begin, clients, (phase,), federated, "new clients", step)
+            module = self._as_module(
+                self.architectures[0], {name: leaf[0] for name, leaf in models.items()}
+            )
+        trained = {name: module.state_dict()[name] for name in names}
+        if not finite(tmap(lambda leaf: leaf.unsqueeze(0), trained)).all():
+            raise ValueError(
+                "Expected `data` on which the model stays finite, but got NaN or infinity in it "
+                "after training. Look for NaN in the data, or use a smaller `lr`."
+            )
+        return module
 
     def _needs_a_loop(self) -> bool:
         """Whether the module has code inside a step, which only Lightning's own loop runs."""

@@ -13,7 +13,7 @@ from lightning_pfl.core.checks import check_choice, is_number
 from lightning_pfl.core.mixture import SHARE, mixture
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, dot, scale, select, sub
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient, Weighting
+from lightning_pfl.methods.base import BESIDE_SHARED, About, LocalStep, Method, PerClient, Weighting
 from lightning_pfl.solvers.proximal import towards
 
 Mix = Literal["parameters", "outputs"]
@@ -77,7 +77,7 @@ class APFL(Method):
         global_model="the server's",
         paper="Deng et al. 2020",
     )
-    model_scope: ClassVar[str] = PER_CLIENT
+    model_scope: ClassVar[str] = BESIDE_SHARED
     averages_models: ClassVar[bool] = True
 
     def __init__(

@@ -117,6 +117,7 @@ __all__ = [
 ]
 Weighting = Literal["samples", "uniform"]
 SHARED, PER_CLIENT, PER_CLUSTER = "shared", "one per client", "one per cluster"
+BESIDE_SHARED = f"{PER_CLIENT}, beside a shared one"
 """Ownership of the part of the model that isn't personal; see :meth:`Method.ownership`."""
 
 

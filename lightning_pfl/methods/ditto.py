@@ -9,7 +9,7 @@ from lightning_pfl.core.checks import check_budget, check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.methods.base import (
-    PER_CLIENT,
+    BESIDE_SHARED,
     About,
     LocalStep,
     Method,
@@ -72,7 +72,7 @@ class Ditto(Method):
         global_model="the server's",
         paper="Li et al. 2021",
     )
-    model_scope: ClassVar[str] = PER_CLIENT
+    model_scope: ClassVar[str] = BESIDE_SHARED
     averages_models: ClassVar[bool] = True
 
     def __init__(

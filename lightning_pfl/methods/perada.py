@@ -13,7 +13,7 @@ from lightning_pfl.core.checks import check_integer, check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.methods.base import (
-    PER_CLIENT,
+    BESIDE_SHARED,
     About,
     LocalStep,
     Method,
@@ -88,7 +88,7 @@ class PerAda(Method):
         global_model="the server's",
         paper="Xie et al. 2024",
     )
-    model_scope: ClassVar[str] = PER_CLIENT
+    model_scope: ClassVar[str] = BESIDE_SHARED
     needs_public_data: ClassVar[bool] = True
 
     def __init__(

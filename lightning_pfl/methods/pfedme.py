@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_integer, check_number
 from lightning_pfl.core.tree import Model, Tree, select, tmap, weighted_mean
-from lightning_pfl.methods.base import PER_CLIENT, About, LocalStep, Method, PerClient, Weighting
+from lightning_pfl.methods.base import BESIDE_SHARED, About, LocalStep, Method, PerClient, Weighting
 from lightning_pfl.solvers.proximal import pull, towards
 
 
@@ -64,7 +64,7 @@ class PFedMe(Method):
         global_model="the server's",
         paper="Dinh et al. 2020",
     )
-    model_scope: ClassVar[str] = PER_CLIENT
+    model_scope: ClassVar[str] = BESIDE_SHARED
     averages_models: ClassVar[bool] = True
 
     def __init__(

@@ -46,7 +46,8 @@ class PersonalizedModule(L.LightningModule):
 
     For batches of another structure, override ``per_sample`` alone. Logged, as means over the
     epoch's samples: ``train_loss``, ``val_loss``, ``test_loss`` and, for classification,
-    ``train_acc``, ``val_acc``, ``test_acc``.
+    ``train_acc``, ``val_acc``, ``test_acc``. Where the loss of an evaluation is NaN, so is the
+    accuracy.
 
     Args:
         backbone: The representation: inputs to features. Shared by most methods.
@@ -205,6 +206,9 @@ class PersonalizedModule(L.LightningModule):
     def _step(self, stage: str, batch: Any) -> Tensor:
         values = self.per_sample(batch)
         means = {name: value.mean() for name, value in values.items()}
+        if stage != "train":  # the largest of NaN logits is a class, which may be the right one
+            loss = means["loss"].detach()
+            means = {name: mean.where(~loss.isnan(), loss) for name, mean in means.items()}
         for name, mean in means.items():
             key = f"{stage}_{name}"
             self.log(

@@ -26,7 +26,7 @@ from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
 from lightning_pfl.core.errors import format_names
 from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.data.datasets import FederatedDataset
-from lightning_pfl.federation.eligibility import can_be_evaluated
+from lightning_pfl.federation.eligibility import can_be_evaluated, warn_of_nan_samples
 from lightning_pfl.federation.evaluate import (
     GLOBAL,
     direction,
@@ -87,8 +87,19 @@ class FederatedEvaluationLoop(EvaluationLoop):
             sets = EvaluationSets.from_any(source, what)
             self.sets = sets.each(lambda data: move_to_device(data, self.trainer))
             self.data = self.sets.first
+            self._warn_of_names(source, what)
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
+
+    def _warn_of_names(self, source: Any, what: str) -> None:
+        """Warn of sets that are named like clients: a dict by client has no sets as values."""
+        names = list(map(str, source)) if self.sets.several else []
+        if same := [name for name in names if name in self.federation.client_names]:
+            rank_zero_warn(
+                f"`{what}` is read as several sets of all clients, as it has lists or dicts as "
+                f"values, but {', '.join(map(repr, same))} is also a client. Give the set another "
+                "name, or give one DataLoader per client."
+            )
 
     def evaluable(self) -> tuple[Tensor, Tensor]:
         """Find the clients with a minibatch in the split: rows of the data, and ascending ids.
@@ -104,6 +115,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         busy = can_be_evaluated(data, rows, self.prefix, limit)
         # In whatever order the data are, so that sums over clients have the same bits.
         order = clients[busy].argsort()
+        warn_of_nan_samples(data, rows[busy], self.prefix)
         return rows[busy][order], clients[busy][order]
 
     def setup_data(self) -> None:

@@ -399,7 +399,8 @@ class FederatedLoop(FitLoop):
             rank_zero_warn(
                 f"Round {round.number} left out {len(round.rejected)} of {cohort} clients "
                 f"({self._listed(round.rejected)}). They keep their "
-                f"states{'; the server is unchanged' if len(round.rejected) == cohort else ''}."
+                f"states{'; the server is unchanged' if len(round.rejected) == cohort else ''}. "
+                "Look for NaN and other units in their data, or use a smaller learning rate."
             )
 
         new = [k for k in verdict.outliers if f"outlier {k}" not in self._warned]

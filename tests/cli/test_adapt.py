@@ -122,12 +122,17 @@ def test_the_values_are_those_of_the_held_out_samples(
         (["--data", "new.csv", "--test_fraction", "1"], "--test_fraction to be in"),
         (["--data", "new.csv", "--config", "old.csv"], "section `model`"),
         (["--data", "wrong.pt"], "hold a tuple of tensors .* but got a dict"),
+        (["--data", "wide.pt"], "that the run's module takes, but got 'wide.pt'.* 'new client'"),
+        (["--data", "nan.pt"], "data` on which the model stays finite, but got NaN"),
     ],
 )
 def test_what_does_not_fit_is_one_line(
     run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    labels = torch.ones(ROWS, dtype=torch.long)
     torch.save({"x": 1}, "wrong.pt")
+    torch.save((torch.zeros(ROWS, 5), labels), "wide.pt")
+    torch.save((torch.full((ROWS, 2), float("nan")), labels), "nan.pt")
     Path("old.csv").write_text("{}\n")
     with pytest.raises(SystemExit):
         adapt(*words)

@@ -43,6 +43,14 @@ def test_labels_of_a_binary_loss(labels: Tensor) -> None:
         F.binary_cross_entropy_with_logits(SCORES[:, 0], labels)
 
 
+def test_ids_beyond_an_embedding() -> None:
+    with (
+        pytest.raises(ClientError, match=r"for client 'ann'.* ids from 0 to `num_embeddings` - 1"),
+        naming_clients("training_step", ["ann"], [0], 0),
+    ):
+        nn.Embedding(3, 2)(torch.tensor([2, 3]))
+
+
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
 def test_a_sparse_gradient_of_the_functional_embedding(engine: Any) -> None:
     class Words(Quadratic):

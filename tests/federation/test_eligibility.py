@@ -141,6 +141,21 @@ def test_nobody_to_evaluate_is_an_error(split: str) -> None:
         function(Quadratic(), points())
 
 
+def test_clients_with_nan_in_the_samples_to_evaluate_are_named() -> None:
+    """A client that isn't evaluated, and the sample of none, don't count."""
+    data = points()
+    broken = data.fields[0].clone()
+    for client in (0, 3):
+        broken[data.indices[client][-1], 1] = float("nan")
+    held = FederatedTensorDataset((broken,), data.indices, batch_size=BATCH)
+    run = trainer(FedAvg(local_epochs=0), limit_val_batches=0.4)
+    with (
+        pytest.warns(UserWarning, match="not evaluated"),
+        pytest.warns(UserWarning, match=r"The val data of 1 clients hold NaN: 3\."),
+    ):
+        run.validate(Quadratic(), held)
+
+
 class Normed(Quadratic):
     def __init__(self) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ import torch
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.methods import (
     CFL,
+    Ditto,
     FedAvg,
     FedMAP,
     SquaredPenalty,
@@ -68,7 +69,13 @@ def test_what_is_under_the_prior_is_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "holder"), [(SquaredPenalty(), PER_CLIENT), (CFL(), PER_CLUSTER), (FedAvg(), SHARED)]
+    ("method", "holder"),
+    [
+        (SquaredPenalty(), f"{PER_CLIENT} "),
+        (Ditto(), f"{PER_CLIENT}, beside a shared one "),
+        (CFL(), PER_CLUSTER),
+        (FedAvg(), SHARED),
+    ],
 )
 def test_the_table_says_who_has_the_model(method: Method, holder: str) -> None:
     parameter_split, ownership = split(method, plain_module())

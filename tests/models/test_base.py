@@ -233,6 +233,16 @@ class TestOptimizer:
 
 
 class TestInTrainer:
+    def test_accuracy_of_predictions_that_are_nan_is_nan(self, tmp_path: Path) -> None:
+        """NumPy and torch find the largest of three NaN in the first place, which is the class."""
+        inputs = torch.zeros(4, 6, dtype=torch.float64)
+        inputs[3] = float("nan")
+        loader = DataLoader(TensorDataset(inputs, torch.zeros(4, dtype=torch.long)), batch_size=2)
+        trainer = make_trainer(tmp_path)
+        (found,) = trainer.validate(make_module(num_classes=3), loader, verbose=False)
+        assert np.isnan(found["val_loss"])
+        assert np.isnan(found["val_acc"])
+
     def test_logs_means_over_samples(self, tmp_path: Path) -> None:
         """Batches of 4, 4 and 2: the epoch's value is the mean over samples, not over batches."""
         module, (inputs, target) = make_module(lr=0.0), make_batch(10)

@@ -98,6 +98,12 @@ def test_one_loader_of_central_samples_is_for_the_global_model(stage: str) -> No
     assert not [name for name in values if name.startswith(f"{key}/")]
 
 
+def test_a_set_named_like_a_client_is_said() -> None:
+    data = {name: at(c) for name, c in zip(NAMES, CENTRES, strict=True)}
+    with pytest.warns(UserWarning, match=r"`val_dataloaders` is read as several .* '2' is also"):
+        trainer(FedAvg(), max_epochs=1).fit(Quadratic(), data, {"own": points(), "2": points()})
+
+
 def test_sets_that_do_not_fit_are_refused() -> None:
     run = trainer(LocalOnly(), max_epochs=1)
     with pytest.raises(MisconfigurationException, match=r"but LocalOnly has none\. Give one"):

@@ -241,7 +241,8 @@ def numeric_column(values: Sequence[Any], name: str) -> Tensor:
         if array.dtype.kind not in "biuf":
             gaps = [row for row, value in enumerate(values) if value is None]
             kind = type(values[0]).__name__
-            raise ValueError(f"no value in row {gaps[0]}" if gaps else f"values of type {kind}")
+            gap = f"no value in row {gaps[0] + 1}, the first below a header being 1" if gaps else ""
+            raise ValueError(gap or f"values of type {kind}")
         return torch.from_numpy(array.astype(np.float32))
     except ValueError as error:
         raise ValueError(

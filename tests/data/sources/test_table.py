@@ -150,7 +150,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "missing value": (
         {"features": "gap"},
         ValueError,
-        "column 'gap' to hold numbers.* no value in row 1\\. .*fill gaps",
+        "column 'gap' to hold numbers.* no value in row 2, the first .* being 1\\. .*fill gaps",
     ),
     "missing label": ({"label": "gap_label"}, ValueError, "label column 'gap_label'.*got None"),
     "negative label": (
