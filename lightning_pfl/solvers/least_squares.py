@@ -24,7 +24,7 @@ def least_squares(
 
     Returns:
         :math:`w`, ``(clients, k)``; zero for a client without samples, NaN for a client whose
-        samples aren't finite.
+        samples aren't finite. In 16 bits the solution in single precision is rounded.
 
     Example:
         >>> least_squares(torch.tensor([[[1.0, 1.0]]]), torch.tensor([[2.0]])).round(decimals=5)
@@ -33,6 +33,9 @@ def least_squares(
     if real is not None:  # rows of zeros don't change w
         features = features.where(real.unsqueeze(2), 0)
         targets = targets.where(real, 0)
+    given = features.dtype
+    if given in (torch.bfloat16, torch.float16):  # no solver has them
+        features, targets = features.float(), targets.float()
     if ridge > 0:
         features, targets = _with_ridge(features, targets, real, ridge)
     # LAPACK refuses the entire batch for one number that isn't finite.
@@ -44,7 +47,7 @@ def least_squares(
         solution: Tensor = torch.linalg.lstsq(features, right, driver="gelsd").solution
     else:  # the only driver on GPUs needs independent columns
         solution = torch.linalg.pinv(features) @ right
-    return solution.squeeze(2).where(finite.unsqueeze(1), torch.nan)
+    return solution.squeeze(2).where(finite.unsqueeze(1), torch.nan).to(given)
 
 
 def _with_ridge(

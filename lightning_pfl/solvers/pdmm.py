@@ -83,14 +83,15 @@ def proximal_term(
     """
     models = view.models
     degree = view.mask.sum(1, keepdim=True).to(models)
-    near = torch.where(view.mask.unsqueeze(2), view.others, 0.0).sum(1)
-    target = penalty * (near + view.split.sum(1)) - view.damped.sum(1) + proximal * models
+    # A step from the old model, which is 0 to the bit where models are equal, in any precision.
+    apart = torch.where(view.mask.unsqueeze(2), view.others - models.unsqueeze(1), 0.0).sum(1)
+    step = penalty * (apart + view.split.sum(1)) - view.damped.sum(1)
     weight = penalty * degree + proximal
     if incoming is not None:
-        target = target + penalty * near + incoming
+        step = step + penalty * apart + incoming
         weight = weight + penalty * degree
-    # Written as a step from the old model, for clients without pairs, whose weight is 0.
-    anchor = models + (target - weight * models) / weight.clamp_min(torch.finfo(weight.dtype).tiny)
+    # For clients without pairs, whose weight is 0.
+    anchor = models + step / weight.clamp_min(torch.finfo(weight.dtype).tiny)
     return anchor, weight.squeeze(1)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from lightning_pfl.testing.conformance import (
     Problem,
     check_engines_agree,
     check_received_is_not_changed,
+    check_resume_is_exact,
+    check_what_is_kept_is_not_trained,
 )
 from lightning_pfl.testing.rounds import EngineName, assert_trees_close, local_round
 from tests.methods import test_fedper
@@ -27,6 +31,7 @@ from tests.methods.test_heterofl import thin
 ENGINES: tuple[EngineName, ...] = ("vectorized", "sequential")
 # Runs both engines by itself.
 OTHERS = [check for check in CHECKS if check is not check_engines_agree]
+adam = partial(torch.optim.Adam, lr=0.01)
 VARIANTS: dict[str, Callable[[], Method]] = {
     "APFL, fixed": lambda: methods.APFL(mixing=0.3),
     "APFL, outputs": lambda: methods.APFL(mixing=0.3, adaptive=True, mix="outputs"),
@@ -52,6 +57,10 @@ VARIANTS: dict[str, Callable[[], Method]] = {
     "FedU, decentralized": lambda: methods.FedU("complete", 0.3, decentralized=True),
     "GTVMin, l1": lambda: methods.GTVMin("complete", 0.05, "l1", step_ratio=2.0),
     "GTVMin, squared": lambda: methods.GTVMin("complete", 0.05, "squared"),
+    "FedASA, random": lambda: methods.FedASA(rule="random", every=2),
+    "FedAvg, Adam on the server": lambda: methods.FedAvg(server_optimizer=adam),
+    "FedMD, clusters": lambda: methods.FedMD(7, local_epochs=1, clusters=2),
+    "FedMD, graph": lambda: methods.FedMD(7, local_epochs=1, graph="ring"),
     "HeteroFL, all widths": lambda: methods.HeteroFL({"thin": thin()}),
     "HeteroFL, rolling": lambda: methods.HeteroFL({"thin": thin()}, rule="rolling"),
     "HeteroFL, random": lambda: methods.HeteroFL({"thin": thin()}, rule="random"),
@@ -102,6 +111,15 @@ def test_engines_agree_for_every_chunk_size(name: str) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_engines_agree_on_other_settings(name: str) -> None:
     check_engines_agree(VARIANTS[name], Problem(**PROBLEMS[name.split(",")[0]]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Expected more rounds than the 3 in which IFCA")
+@pytest.mark.parametrize("check", [check_resume_is_exact, check_what_is_kept_is_not_trained])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_settings_conform(name: str, check: Any, tmp_path: Path) -> None:
+    """Where settings change what clients and the server keep."""
+    check(VARIANTS[name], Problem(folder=tmp_path, **PROBLEMS[name.split(",")[0]]))
 
 
 @pytest.mark.slow

@@ -25,7 +25,9 @@ from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import SCALARS, cohorts, plain_module
 from tests.methods.quadratics import LR, closed_form
+from tests.methods.references import softmax
 from tests.methods.references.cfl import cfl_round, complete_linkage
+from tests.methods.references.softmax import softmax_module
 
 CASE = Case(
     method=lambda: CFL(eps_mean=10.0, eps_max=1e-6, start_round=0),
@@ -83,6 +85,32 @@ def test_rounds_follow_the_algorithm_box(engine: str) -> None:
     for model, members in zip(models, clusters, strict=True):
         for k in members:
             np.testing.assert_allclose(found[k], model, rtol=1e-10, atol=1e-12)
+
+
+def test_a_classifier_trains_as_the_reference(engine: str) -> None:
+    data, rounds = small_clients().subset([0, 2, 3, 4]), 4
+    method = CFL(10.0, 1e-6, start_round=1)
+    run = fit(method, data, softmax_module(), rounds, engine)
+
+    def flat(w: Any) -> np.ndarray:
+        return np.concatenate([w[name].ravel() for name in softmax.NAMES])
+
+    def trained(k: int, vector: np.ndarray) -> np.ndarray:
+        w = {"head.weight": vector[:75].reshape(3, 25), "head.bias": vector[75:]}
+        for batch in softmax.minibatches(data, k, number, epochs=1):
+            w = softmax.moved(w, softmax.gradient(w, *batch), -0.05)
+        return flat(w)
+
+    models = [flat(softmax.as_numpy(softmax_module().state_dict()))]
+    clusters = [[0, 1, 2, 3]]
+    for number in range(rounds):
+        models, clusters = cfl_round(models, clusters, trained, 10.0, 1e-6, number >= 1)
+    assert len(clusters) > 1
+    assert partition(run) == sorted(clusters)
+    for model, members in zip(models, clusters, strict=True):
+        for k in members:
+            found = flat({name: run.models[name][k].numpy() for name in softmax.NAMES})
+            np.testing.assert_allclose(found, model, rtol=1e-10)
 
 
 def test_without_splits_it_is_fedavg(engine: str) -> None:

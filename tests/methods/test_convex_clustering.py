@@ -32,7 +32,9 @@ from tests.methods.case import DEGREE, Bytes, Case, D
 from tests.methods.graphs import PATH
 from tests.methods.networks import cohorts
 from tests.methods.quadratics import LR, A, C, close, closed_form, ragged
+from tests.methods.references import softmax
 from tests.methods.references.convex_clustering import pdmm
+from tests.methods.references.softmax import softmax_module
 from tests.solvers.problems import L4, Hinges, ellipses, l4_solution
 from tests.solvers.test_pdmm import documented_draws
 
@@ -103,6 +105,31 @@ class TestConvexClustering:
             close(client_states["model"]["w"], torch.from_numpy(x))
             close(server["split"], torch.from_numpy(z))
             assert torch.equal(server["models"], client_states["model"]["w"])
+
+    def test_a_classifier_trains_as_the_reference(self, engine: str) -> None:
+        """A step on each minibatch's loss and the quadratic, from the client's last model."""
+        data, lr, weight, rho, rounds = small_clients().subset([0, 2, 3, 4]), 0.2, 0.3, 0.7, 4
+        method = ConvexClustering(weight, penalty=rho, blocks=9, dual_blocks=7)
+        run = fit(method, data, softmax_module(lr), rounds, engine)
+
+        def flat(w: Any) -> np.ndarray:
+            return np.concatenate([w[name].ravel() for name in softmax.NAMES])
+
+        def descended(i: int, b: np.ndarray, c: float) -> np.ndarray:
+            x: np.ndarray = models[i]
+            for batch in softmax.minibatches(data, i, now[0], epochs=1):
+                w = {"head.weight": x[:75].reshape(3, 25), "head.bias": x[75:]}
+                x = x - lr * (flat(softmax.gradient(w, *batch)) + c * (x - b))
+            return x
+
+        draws = documented_draws(4, rounds, 9, 7, seed=0)
+        models = np.tile(flat(softmax.as_numpy(softmax_module().state_dict())), (4, 1))
+        path = pdmm(models, descended, draws, weight / 2, rho, *damping(9, 16))
+        now = [0]
+        for now[0] in range(rounds):
+            models, split = next(path)
+        np.testing.assert_allclose(run.server["models"], models, rtol=1e-10, atol=1e-13)
+        np.testing.assert_allclose(run.server["split"], split, rtol=1e-10, atol=1e-13)
 
     def test_blocks_that_were_not_drawn_stay(self, engine: str) -> None:
         method = ConvexClustering(0.1, blocks=6, local_epochs=2)
@@ -208,6 +235,19 @@ class TestConvexClustering:
         resumed = run(5, half.save(tmp_path / "half.ckpt"))
         assert_trees_equal(resumed.server, whole.server)
         assert_trees_equal(resumed.client_state, whole.client_state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("step", ["full", "printed"])
+def test_equal_models_stay_to_the_bit(step: Any, dtype: torch.dtype) -> None:
+    """Clients at their optimum: 4 * 0.1 * x isn't the sum of four 0.1 x in few bits."""
+    start = torch.linspace(0.1, 3, 9).to(dtype)
+    data = quadratic_clients([1.0] * 5, [start.double().tolist()] * 5, dtype=dtype)
+    module = QuadraticModule(dim=9, lr=0.5, dtype=dtype)
+    module.w.data.copy_(start)
+    method = ConvexClustering(0.5, step=step, penalty=0.1, proximal_weight=0.3)
+    run = fit(method, data, module, 3, "sequential")
+    assert torch.equal(run.models["w"], start.expand(5, 9))
 
 
 class TestFourPointsOnALine:

@@ -26,8 +26,8 @@ from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
 from tests.methods.case import Bytes, Case
 from tests.methods.networks import cohorts, plain_module
 from tests.methods.quadratics import closed_form
+from tests.methods.references import heterofl as reference
 from tests.methods.references import softmax
-from tests.methods.references.softmax import softmax_module
 
 
 def network(channels: int) -> PersonalizedModule:
@@ -150,10 +150,22 @@ def test_the_full_network_for_all_is_fedavg(engine: str) -> None:
     assert_trees_close(run.server["model"], expected.server["model"], rtol=1e-12)
 
 
-def test_rows_of_absent_classes_are_left_alone(engine: str) -> None:
-    data = small_clients(shuffle=True)
-    run = fit(HeteroFL({}), data, softmax_module(), 3, engine, participation=3)
-    server = softmax.as_numpy(softmax_module().state_dict())
+def hidden_layer(units: int) -> PersonalizedModule:
+    """The network of the reference, by plain SGD."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, units), nn.Tanh())
+        settings: dict[str, Any] = {"lr": 0.2, "momentum": 0.0, "weight_decay": 0.0}
+        return PersonalizedModule(backbone, nn.Linear(units, 3), **settings).double()
+
+
+def test_three_widths_train_as_the_reference(engine: str) -> None:
+    """Of six units clients own all, three or two, and no row of a class that they lack."""
+    data, widths = small_clients(shuffle=True), [6, 3, 2, 3, 6]
+    narrow = {"half": hidden_layer(3), "third": hidden_layer(2)}
+    groups = [{6: "full", 3: "half", 2: "third"}[width] for width in widths]
+    run = fit(HeteroFL(narrow, groups), data, hidden_layer(6), 3, engine, participation=3)
+    server = {name: leaf.numpy() for name, leaf in hidden_layer(6).state_dict().items()}
     has = {}
     for k, rows in enumerate(data.indices):
         labels = data.fields[1][rows]
@@ -162,17 +174,10 @@ def test_rows_of_absent_classes_are_left_alone(engine: str) -> None:
     for number, cohort in enumerate(cohorts(3, 3)):
         sent = []
         for k in cohort.tolist():
-            w = {n: leaf * has[k].reshape(-1, *[1] * (leaf.ndim - 1)) for n, leaf in server.items()}
-            for x, y in softmax.minibatches(data, k, number, epochs=1):
-                g = softmax.gradient(w, x, y)
-                w = {n: w[n] - 0.05 * (g[n].T * has[k]).T for n in w}
-            sent.append((has[k], w))
-        server = {n: leaf.copy() for n, leaf in server.items()}
-        for c in range(3):
-            for n in server:
-                mine = [w[n][c] for classes, w in sent if classes[c]]
-                if mine:
-                    server[n][c] = np.mean(mine, 0)
+            batches = softmax.minibatches(data, k, number, epochs=1)
+            start = reference.cut(server, widths[k])
+            sent.append((has[k], reference.client(start, has[k], batches, 0.2)))
+        server = reference.merged(server, sent)
     for name, leaf in server.items():
         np.testing.assert_allclose(run.server["model"][name], leaf, rtol=1e-10)
     for k in range(5):

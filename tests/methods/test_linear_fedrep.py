@@ -129,6 +129,20 @@ class TestAlgorithm2:
         )
         close(done.server["model"][BODY].T, torch.from_numpy(body))
 
+    def test_heads_in_bfloat16_are_the_least_squares_of_their_features(self, engine: str) -> None:
+        """Of the last round's body, in eight bits; features are rounded to them, too."""
+        problem = source(samples=40, dtype="float32")
+        begin = module().bfloat16()
+        method = LinearFedRep("module", body_lr=0.05)
+        settings: Any = {"engine": engine, "precision": "bf16-true"}
+        done = run(method, fixed(problem), begin, 2, **settings)
+        body = done.recorder.servers[1]["model"][BODY].double().numpy()
+        for client in range(8):
+            x, y = of_client(problem.load().fields, client, 40)
+            head = np.linalg.lstsq(x @ body.T, y, rcond=None)[0].ravel()
+            found = done.client_state["model"][HEAD][client].flatten().double().numpy()
+            assert np.linalg.norm(found - head) < 0.03 * np.linalg.norm(head)
+
     @pytest.mark.parametrize("weighting", ["samples", "uniform"])
     def test_ragged_clients_and_the_modules_own_step(self, engine: str, weighting: Any) -> None:
         """Weights of the moments and of the bodies; `body_lr=None` is the optimizer's 0.05."""

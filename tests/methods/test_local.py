@@ -88,7 +88,7 @@ class TestLocalOnly:
         b = fit(FedPer(personal="all"), small_clients(), small_module(), 2, engine)
         assert_trees_equal(a.client_state, b.client_state)
 
-    def test_matches_plain_torch_training(self, engine: str) -> None:
+    def test_matches_the_reference(self, engine: str) -> None:
         run = fit(LocalOnly(local_epochs=2), small_clients(), small_module(), 3, engine)
         expected = local(small_module(), small_clients(), 3, 2)
         assert_trees_close(

@@ -36,6 +36,16 @@ def test_each_client_gets_torchs_own_solution() -> None:
     assert torch.equal(found[3], torch.zeros(3, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("ridge", [0.0, 0.1])
+def test_sixteen_bits_are_solved_in_more(ridge: float) -> None:
+    """The solution of the rounded numbers, rounded: to half of the last of eight bits."""
+    a, y = (each.bfloat16() for each in problem())
+    found = least_squares(a, y, REAL, ridge)
+    expected = least_squares(a.double(), y.double(), REAL, ridge)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-6)
+
+
 def test_fewer_samples_than_columns_give_the_solution_of_least_norm() -> None:
     """One sample: a y / |a|^2."""
     a, y = problem()
