@@ -168,6 +168,23 @@ class FederatedTensorDataset:
             return batch
         return map_batch(batch, lambda leaf: leaf.reshape((*shape, *leaf.shape[1:])))
 
+    def positions_of(self, clients: Tensor) -> Tensor:
+        """Return the positions of some clients' samples, in their order.
+
+        Args:
+            clients: Clients, int64 ``(clients,)`` on the CPU.
+
+        Returns:
+            int64 ``(clients, longest)`` on the device of the pool; a client with fewer samples
+            repeats one to fill up.
+        """
+        counts = self.num_samples[clients].unsqueeze(1)
+        first = (self.num_samples.cumsum(0) - self.num_samples)[clients].unsqueeze(1)
+        within = torch.arange(int(counts.max()) if len(clients) else 0)
+        # Also of a client without samples, which may be the last one.
+        at = (first + within.minimum((counts - 1).clamp_min(0))).clamp_max(len(self._flat) - 1)
+        return self._flat[at.to(self.device)]
+
     def subset(self, clients: Iterable[int]) -> Self:
         """Return the dataset of some clients, in the given order, over the same pool.
 

@@ -17,7 +17,7 @@ from lightning_pfl.contract.records import Evaluation, LocalResult, OnClients
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree, rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.active_phase import ActivePhase
+from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
 from lightning_pfl.engine.base import Engine, EngineSettings, EvaluationWork, LocalWork, ModuleLoop
 from lightning_pfl.engine.cost import Share, batching_pays
 from lightning_pfl.engine.optimizer import why_not_elementwise
@@ -31,10 +31,11 @@ from lightning_pfl.engine.safety.compare import (
     training_trees,
 )
 from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten
-from lightning_pfl.engine.safety.snapshot import restore, snapshot
+from lightning_pfl.engine.safety.snapshot import has_hooks_or_generators, restore, snapshot
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.steps import phase_budget
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
+from lightning_pfl.engine.vectorized.evaluation import evaluates_per_sample
 from lightning_pfl.engine.vectorized.gradient import Transform
 from lightning_pfl.methods.base import Phase
 
@@ -147,6 +148,33 @@ class SelectedEngine:
                 return engine.evaluate(work, listener)
         with self._checking(work):
             return self._sequential.evaluate(work, listener)
+
+    def groups(self, work: EvaluationWork) -> Tensor | None:
+        """Find which clients one program evaluates together, where the same gives the same again.
+
+        Only then an evaluation may be left out, of whole groups, as a value's last bits depend on
+        the shapes of a program. It is known for tensors in memory and the steps of a
+        ``PersonalizedModule`` that have never drawn random numbers, without hooks.
+
+        Args:
+            work: The evaluation; its models aren't read.
+
+        Returns:
+            The number of each client's group, int64 ``(clients,)``; None where it isn't known.
+        """
+        engine, step = self._engines.get(work.step), work.step
+        if (
+            engine is None
+            or self._said
+            or self.settings.batch_hooks is not None
+            or not isinstance(work.data, FederatedTensorDataset)
+            or not is_unmodified(self.module)
+            or not evaluates_per_sample(self.module, step)
+            or not engine.quiet.get(step, False)
+            or has_hooks_or_generators(self.module)
+        ):
+            return None
+        return engine.groups(work)
 
     @contextmanager
     def _falling_back(self, step: str, listener: _Listener) -> Iterator[None]:

@@ -76,6 +76,7 @@ class SequentialEngine:
             first one.
         random_calls: Random calls in the last training step; 0 shows that the step is
             deterministic.
+        quiet: Steps of evaluations so far, and whether they have never drawn.
         draws_elsewhere: Whether the last training step, or a step of the last evaluation, used
             Python's or NumPy's global generator, which can't differ between clients of a batched
             program.
@@ -99,7 +100,7 @@ class SequentialEngine:
         self._program: ClientProgram | None = None
         self._fingerprints: dict[int, tuple[Any, ...]] = {}
         self._evaluators: dict[str, ClientProgram] = {}
-        self._quiet: dict[str, bool] = {}
+        self.quiet: dict[str, bool] = {}
         self.deterministic: bool | None = None
         self.random_calls = 0
         self.draws_elsewhere = False
@@ -258,8 +259,12 @@ class SequentialEngine:
                 return evaluation
             on_clients = None  # they have heard of it
         evaluation, moved = self._watched(work, on_clients)
-        self._quiet[work.step] = not moved and self._quiet.get(work.step, True)
+        self.quiet[work.step] = not moved and self.quiet.get(work.step, True)
         return evaluation
+
+    def groups(self, work: EvaluationWork) -> Tensor:
+        """Number the program that evaluates each client, int64 ``(clients,)``: its own."""
+        return torch.arange(len(work.clients))
 
     def may_replay(self, step: str) -> bool:
         """Whether steps of an evaluation may be recorded: those of ``PersonalizedModule`` alone."""
@@ -271,7 +276,7 @@ class SequentialEngine:
         )
 
     def _replays(self, work: EvaluationWork) -> bool:
-        drawn = not self._quiet.get(work.step, False)
+        drawn = not self.quiet.get(work.step, False)
         return self.may_replay(work.step) and not drawn and not is_mixed(work.models)
 
     def _replayed(self, work: EvaluationWork, on_clients: OnClients | None) -> Evaluation:
@@ -305,8 +310,7 @@ class SequentialEngine:
             stacked = {name: torch.stack([one[name] for one in values]) for name in values[0]}
             logs.add(stacked, torch.tensor(sizes), torch.tensor(at), program.log.reductions)
         # Steps are replayed in evaluations alone, where nothing is predicted.
-        predictions: list[list[Any]] = [[] for _ in counts]
-        return Evaluation(logs.compute(), counts, dict(program.log.options), predictions)
+        return Evaluation(logs.compute(), counts, dict(program.log.options))
 
     def _evaluator(self, work: EvaluationWork) -> ClientProgram:
         """Return the user's step, cached where it is replayed, without its calls of ``log``."""
@@ -327,7 +331,8 @@ class SequentialEngine:
         program = self._evaluator(work)
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64)
-        predictions: list[list[Any]] = [[] for _ in clients]
+        predicts = range(len(clients)) if step == "predict_step" else ()
+        predictions: list[list[Any]] = [[] for _ in predicts]
         limits = Limits(1, work.limit)
         self.draws_elsewhere = moved = False
         with torch.no_grad(), program.capturing():

@@ -33,6 +33,12 @@ BLOCK = 2**26
 """Largest size in bytes of client states that processes send at once."""
 
 
+def _versions(tree: Tree) -> tuple[int, ...] | None:
+    """Return what counts each tensor's writes; None if they aren't counted."""
+    found = list(leaves(tree))
+    return None if any(leaf.is_inference() for leaf in found) else tuple(t._version for t in found)
+
+
 class ClientStateStore:
     """The states of all clients: one tensor ``(clients, *shape)`` per leaf.
 
@@ -61,8 +67,36 @@ class ClientStateStore:
         self.device = torch.device(device)
         self.ranks = Ranks() if ranks is None else ranks
         self.complete = self.ranks.size == 1
+        self._number = 0
         held = len(self._ids_of_shard())
         self.tree = repeat(tmap(lambda leaf: leaf.to(self.device), row), held)
+
+    @property
+    def tree(self) -> Tree:
+        """The states of the clients in this process, ``(clients, ...)``."""
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: Tree) -> None:
+        self._tree = tree
+        self._note_all()
+
+    def _note_all(self) -> None:
+        """Count a write to all rows."""
+        self._number += 1
+        rows = {len(leaf) for leaf in leaves(self._tree)}
+        self._writes = torch.full((max(rows, default=0),), self._number)
+        self._versions = _versions(self._tree)
+
+    def written(self, clients: Tensor) -> Tensor:
+        """Return the number of the last write of some clients' states, int64 ``(clients,)``.
+
+        A state with the number of before is the one of before. Whatever writes to the tensors
+        without :meth:`scatter` counts as a write to all of them.
+        """
+        if self._versions is None or _versions(self._tree) != self._versions:
+            self._note_all()
+        return self._writes[self._held(clients)]
 
     def gather(
         self,
@@ -80,7 +114,7 @@ class ClientStateStore:
         Raises:
             RuntimeError: If one of them is in another process.
         """
-        index = self._rows(clients)
+        index = self._held(clients).to(self.device)
         known = {name: leaf for name, leaf in self.tree.items() if name not in without}
         return tmap(lambda leaf: leaf.to(device or self.device), rows(known, index))
 
@@ -92,10 +126,15 @@ class ClientStateStore:
             ValueError: If a tensor isn't one of the initial state, or has another shape.
         """
         self.require_entries(client_state)
-        index = self._rows(clients)
-        new = dict(items(client_state))
+        held = self._held(clients)
+        index, new = held.to(self.device), dict(items(client_state))
+        self.written(clients[:0])  # of other code, until now
         for path, stored in items(self.tree):
             stored[index] = new[path].to(self.device)
+        if self.has_entries():
+            self._number += 1
+            self._writes[held] = self._number
+            self._versions = _versions(self._tree)
 
     def require_entries(self, client_state: Tree) -> None:
         """Raise ValueError unless states ``(clients, ...)`` have the entries of the store."""
@@ -157,10 +196,10 @@ class ClientStateStore:
     def _ids_of_shard(self) -> Tensor:
         return torch.arange(self.ranks.rank, self.num_clients, self.ranks.size)
 
-    def _rows(self, clients: Tensor) -> Tensor:
-        """Find the rows of some clients in this process."""
+    def _held(self, clients: Tensor) -> Tensor:
+        """Find the rows of some clients in this process, on the host."""
         if self.complete or not self.has_entries():
-            return clients.to(self.device)
+            return clients
         holder = clients % self.ranks.size
         if len(foreign := clients[holder != self.ranks.rank]):
             raise RuntimeError(
@@ -169,7 +208,7 @@ class ClientStateStore:
                 f"{self.ranks.size}. Load the checkpoint in one process, or call "
                 "`personal_models(federation, clients)` in all processes."
             )
-        return (clients // self.ranks.size).to(self.device)
+        return clients // self.ranks.size
 
     def _collect(self, keep: bool) -> Tree:
         if self.complete or not self.has_entries():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning_pfl.federation.adapt import adapt
 from lightning_pfl.federation.architectures import Architecture, naming_architecture
 from lightning_pfl.federation.ranks import gather_evaluation
 from lightning_pfl.federation.state import FederationState
+from lightning_pfl.federation.unchanged import UnchangedClients
 from lightning_pfl.metrics.history import higher_is_better
 from lightning_pfl.metrics.summary import summarize
 
@@ -140,6 +142,7 @@ def evaluate_clients(
     on_clients: OnClients | None = None,
     predict: Prediction | None = None,
     dataloader_idx: int | None = None,
+    unchanged: UnchangedClients | None = None,
 ) -> Evaluation:
     """Run a step of the module for clients, building their models in chunks.
 
@@ -158,6 +161,7 @@ def evaluate_clients(
         predict: The function of the outputs of models with tensors of their own; None: the
             method's.
         dataloader_idx: The number of the data set, where there are several.
+        unchanged: Earlier results of clients, for :func:`personal_models`; None to evaluate all.
     """
     shard = federation.shard(clients)
     round = federation.rounds - 1 if federation.rounds else None
@@ -167,15 +171,33 @@ def evaluate_clients(
         # A process may have no clients, and splitting an empty tensor returns one empty part.
         for architecture, at in federation.by_architecture(clients) if len(clients) else ():
             positions = torch.arange(len(clients))[at]
-            for some in positions.split(models_at_a_time(architecture)):
+            function = predict or architecture.method.predict
+            for part, some in enumerate(positions.split(models_at_a_time(architecture))):
+                work = EvaluationWork(
+                    {}, rows[some], data, step, limit, round, function, dataloader_idx
+                )
+
+                def run(
+                    at: Tensor,
+                    architecture: Architecture = architecture,
+                    some: Tensor = some,
+                    work: EvaluationWork = work,
+                ) -> Evaluation:
+                    models = models_of(clients[some[at]])
+                    chosen = replace(work, models=models, clients=work.clients[at])
+                    listener = as_positions_of(on_clients, some[at])
+                    return architecture.engine.evaluate(chosen, listener)
+
                 with naming_architecture(architecture, data.names, rows[some], step, round):
-                    models = models_of(clients[some])
-                    function = predict or architecture.method.predict
-                    work = EvaluationWork(
-                        models, rows[some], data, step, limit, round, function, dataloader_idx
-                    )
-                    listener = as_positions_of(on_clients, some)
-                    found.append(architecture.engine.evaluate(work, listener))
+                    if unchanged is None:
+                        found.append(run(torch.arange(len(some))))
+                    else:
+                        key = (step, dataloader_idx, architecture.name, part)
+                        found.append(
+                            unchanged.evaluate(
+                                federation, architecture, clients[some], work, key, run
+                            )
+                        )
                 order.append(some)
     return gather_evaluation(shard, join(found, order))
 

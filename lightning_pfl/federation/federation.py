@@ -29,11 +29,16 @@ from lightning_pfl.federation.evaluate import (
     personal_models,
 )
 from lightning_pfl.federation.state import FederationState
+from lightning_pfl.federation.unchanged import UnchangedClients
 from lightning_pfl.methods.base import Phase
 
 
 class Federation(FederationState):
     """A federation with its public interface; ``trainer.strategy.federation``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unchanged = UnchangedClients()
 
     # --- what the loops ask for -------------------------------------------------------------------
 
@@ -87,7 +92,11 @@ class Federation(FederationState):
             return models
 
         work = (clients, rows, data, step, limit)
-        results = {"": evaluate_clients(self, personal, *work, on_clients, None, dataloader_idx)}
+        results = {
+            "": evaluate_clients(
+                self, personal, *work, on_clients, None, dataloader_idx, self.unchanged
+            )
+        }
         # All processes must agree, also one that has no clients to look at.
         if all(self.ranks.all_gather_objects(same)):
             results[GLOBAL] = results[""]

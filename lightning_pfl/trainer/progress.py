@@ -113,6 +113,11 @@ class ClientProgress:
         self._take(waiting, None if losses is None else losses[waiting])
 
     def _take(self, positions: list[int], losses: Tensor | None) -> None:
+        if not (self.start or self.end or self.hold_last):
+            self._count(len(self.waiting.intersection(positions)))
+            self.waiting.difference_update(positions)
+            self.counters.is_last_batch = not self.waiting
+            return
         for number, position in enumerate(positions):
             if position not in self.waiting:
                 continue
@@ -124,6 +129,17 @@ class ClientProgress:
                 self.held = client, outputs
             else:
                 self._end(client, outputs)
+
+    def _count(self, clients: int) -> None:
+        """Count clients for whom nothing is to fire, all at once, as there may be thousands."""
+        for _ in range(min(clients, 2)):  # the first one differs from the others
+            open_step(self.trainer, self.results, 0)
+            close_step(self.trainer, self.results, logs=False)
+        for progress in (self.counters.total, self.counters.current):
+            progress.ready += clients
+            progress.started += clients
+            progress.processed += clients
+            progress.completed += clients
 
     def release(self) -> None:
         """End the client that was held back."""

@@ -10,14 +10,14 @@ from torch import nn
 
 from lightning_pfl.core.tree import Model, Tree, is_expanded, named_leaves
 from lightning_pfl.engine.program import NotVectorizableError
-from lightning_pfl.engine.safety.global_rng import watch_global_rng
+from lightning_pfl.engine.safety.global_rng import Elsewhere, watch_global_rng
 from lightning_pfl.engine.safety.snapshot import changed, restore, snapshot
 
 DRAWS_ELSEWHERE = "the step draws from Python's or NumPy's random generator"
 
 
 @contextmanager
-def guarded(module: nn.Module, key: int) -> Iterator[None]:
+def guarded(module: nn.Module, key: int) -> Iterator[Elsewhere]:
     """Run steps of many clients as one program, and check that they leave no trace.
 
     Python runs once for all clients: an attribute that a step sets would be shared by them, or
@@ -28,6 +28,9 @@ def guarded(module: nn.Module, key: int) -> Iterator[None]:
         module: The user's module.
         key: Seed of the global generators inside the block.
 
+    Yields:
+        Whether the global generators were used, valid after the block.
+
     Raises:
         NotVectorizableError: If a step has changed an attribute of the module, or has used Python's
             or NumPy's generator.
@@ -35,7 +38,7 @@ def guarded(module: nn.Module, key: int) -> Iterator[None]:
     before = snapshot(module)
     try:
         with watch_global_rng(key) as elsewhere:
-            yield
+            yield elsewhere
         if (stored := changed(module, before)) is not None:
             raise NotVectorizableError(f"the step changes `{stored}`, which all clients share")
         if elsewhere.moved:

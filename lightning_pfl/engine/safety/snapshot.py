@@ -36,6 +36,12 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
                 yield name, key, value
 
 
+def has_hooks_or_generators(module: nn.Module) -> bool:
+    """Whether a layer has forward hooks, or a generator of its own, whose use leaves no trace."""
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    return hooked or any(isinstance(held, torch.Generator) for *_, held in attributes(module))
+
+
 def snapshot(module: nn.Module) -> Snapshot:
     """Record every attribute of a module and its submodules, with its contents."""
     registered = {id(part) for part in module.modules()}

@@ -91,6 +91,9 @@ class VectorizedEngine:
             (LSTM, GRU).
         stochastic: Whether the training step makes random calls; False avoids intercepting every
             torch function.
+
+    Attributes:
+        quiet: Steps of evaluations that are the package's own, and whether they have never drawn.
     """
 
     name = "vectorized"
@@ -114,6 +117,7 @@ class VectorizedEngine:
         self._program: ClientProgram | None = None
         self.stochastic = stochastic or not is_unmodified(module)
         self._settled = fingerprint(module)
+        self.quiet: dict[str, bool] = {}
 
     @property
     def gradients(self) -> int:
@@ -189,9 +193,14 @@ class VectorizedEngine:
 
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
-        return VectorizedEvaluation(self.module, self.settings, self.transform).run(
-            work, on_clients
-        )
+        return self._evaluation().run(work, on_clients)
+
+    def groups(self, work: EvaluationWork) -> Tensor:
+        """Number the program that evaluates each client, int64 ``(clients,)``."""
+        return self._evaluation().groups(work)
+
+    def _evaluation(self) -> VectorizedEvaluation:
+        return VectorizedEvaluation(self.module, self.settings, self.transform, self.quiet)
 
 
 class Chunk:

@@ -14,17 +14,18 @@ from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.active_phase import couples_samples, writable
+from lightning_pfl.engine.active_phase import couples_samples, is_unmodified, writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, batchable_kernels
+from lightning_pfl.engine.safety.global_rng import Elsewhere
 from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.steps import Budget, Limits
 from lightning_pfl.engine.vectorized.gradient import inside_gradient, unbatch
-from lightning_pfl.engine.vectorized.loaders import Batches, LoaderBatches
+from lightning_pfl.engine.vectorized.loaders import LoaderBatches
 from lightning_pfl.engine.vectorized.metrics import ClientMetrics
-from lightning_pfl.engine.vectorized.resident import ResidentBatches
+from lightning_pfl.engine.vectorized.ordered import OrderedBatches
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
 from lightning_pfl.models.base import PersonalizedModule
 
@@ -49,23 +50,21 @@ def evaluates_per_sample(module: Any, step: str) -> bool:
 
 def evaluation_batches(
     data: FederatedDataset,
-    clients: list[int],
+    clients: Tensor,
     settings: EngineSettings,
     limit: float | int,
     pad: bool,
     batch_size: int,
-) -> Batches:
+) -> OrderedBatches | LoaderBatches:
     """Iterate once over the clients' samples, unshuffled."""
     limits = Limits(1, limit)
     if isinstance(data, FederatedTensorDataset):
-        return ResidentBatches(
-            data, clients, Budget(1, None), limits, None, pad, batch_size=batch_size
-        )
+        return OrderedBatches(data, clients, limits, pad, batch_size)
 
     def key(client: int, epoch: int) -> int:
         return derive(settings.seed, "evaluation order", client, epoch)
 
-    return LoaderBatches(data, clients, Budget(1, None), limits, key, settings.device)
+    return LoaderBatches(data, clients.tolist(), Budget(1, None), limits, key, settings.device)
 
 
 class VectorizedEvaluation:
@@ -76,10 +75,19 @@ class VectorizedEvaluation:
         settings: The Trainer's flags.
         transform: ``"forward"``: plain ``vmap``; ``"grad"``: inside an unused gradient, because
             torch decomposes some layers (LSTM, GRU) into batchable operators only then.
+        quiet: Whether the steps that are ``PersonalizedModule``'s own have never drawn random
+            numbers; written by each run. Of these, one chunk in each run is checked.
     """
 
-    def __init__(self, module: Any, settings: EngineSettings, transform: str = "forward") -> None:
+    def __init__(
+        self,
+        module: Any,
+        settings: EngineSettings,
+        transform: str = "forward",
+        quiet: dict[str, bool] | None = None,
+    ) -> None:
         self.module, self.settings, self.transform = module, settings, transform
+        self.quiet = {} if quiet is None else quiet
         kernels = FastKernels if transform == "forward" else nullcontext
         self.program = ClientProgram(module, settings, kernels=kernels)
         self.program.throwaway = writable(module)
@@ -88,15 +96,14 @@ class VectorizedEvaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
         clients, data, step = work.clients, work.data, work.step
         self.program.predict, self.program.dataloader_idx = work.predict, work.dataloader_idx
-        samples = data.num_samples[clients]
-        # A hook may do anything with the samples of a batch.
-        independent = self.program.hooks is None and not couples_samples(self.module, False)
-        per_sample = independent and evaluates_per_sample(self.module, step)
-        width = self._width(data, samples, per_sample, work.limit)
-        order = torch.argsort(samples, descending=True, stable=True)
+        per_sample = self._per_sample_alone(step)
+        width = self._width(work, per_sample)
+        known = per_sample and is_unmodified(self.module)
+        checked, quiet = False, self.quiet.get(step, True)
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64, device=self.settings.device)
-        predictions: list[list[Any]] = [[] for _ in clients]
+        predicts = range(len(clients)) if step == "predict_step" else ()
+        predictions: list[list[Any]] = [[] for _ in predicts]
         metrics = ClientMetrics(self.module, len(clients), self.settings.device)
         with (
             torch.no_grad(),
@@ -104,11 +111,17 @@ class VectorizedEvaluation:
             self.program.capturing(),
             metrics.deferring(),
         ):
-            for positions in order.split(max(1, SAMPLES // width)):
+            for positions in self._chunks(work, width):
                 ids = clients[positions]
-                with guarded(self.module, derive(self.settings.seed, "guard", step)):
+                # What a step of the package's has left alone in all chunks once, it leaves alone.
+                trusted = known and checked and quiet and step in self.quiet
+                with (
+                    nullcontext(Elsewhere())
+                    if trusted
+                    else guarded(self.module, derive(self.settings.seed, "guard", step))
+                ) as elsewhere:
                     batches = evaluation_batches(
-                        data, ids.tolist(), self.settings, work.limit, per_sample, width
+                        data, ids, self.settings, work.limit, per_sample, width
                     )
                     here, ids = (t.to(self.settings.device) for t in (positions, ids))
                     part = rows(work.models, here)
@@ -126,21 +139,45 @@ class VectorizedEvaluation:
                                 logs.add(values, sizes, at, self.program.log.reductions)
                             if step == "predict_step":
                                 _store_outputs(predictions, output, at)
+                checked, quiet = True, quiet and not elsewhere.moved_torch
                 if on_clients is not None:
                     on_clients(positions.tolist())
+        self.quiet[step] = quiet and known
         values = {**logs.compute(), **metrics.compute()}
         return Evaluation(values, counts.cpu(), dict(self.program.log.options), predictions)
 
-    def _width(
-        self, data: FederatedDataset, samples: Tensor, per_sample: bool, limit: float | int
-    ) -> int:
+    def groups(self, work: EvaluationWork) -> Tensor:
+        """Number the chunk of each client, int64 ``(clients,)``."""
+        found = torch.empty(len(work.clients), dtype=torch.int64)
+        width = self._width(work, self._per_sample_alone(work.step))
+        for number, positions in enumerate(self._chunks(work, width)):
+            found[positions] = number
+        return found
+
+    def _chunks(self, work: EvaluationWork, width: int) -> tuple[Tensor, ...]:
+        """Cut the clients into chunks: their positions, those with the most samples first."""
+        samples = work.data.num_samples[work.clients]
+        order = torch.argsort(samples, descending=True, stable=True)
+        # torch.split: the stubs leave the method untyped.
+        return torch.split(order, max(1, SAMPLES // width))
+
+    def _per_sample_alone(self, step: str) -> bool:
+        """Whether values of samples are all that a step computes."""
+        # A hook may do anything with the samples of a batch.
+        independent = self.program.hooks is None and not couples_samples(self.module, False)
+        return independent and evaluates_per_sample(self.module, step)
+
+    def _width(self, work: EvaluationWork, per_sample: bool) -> int:
+        """Choose the samples of a minibatch, the same for whichever clients of the data."""
+        data, limit = work.data, work.limit
         if not isinstance(data, FederatedTensorDataset):
+            samples = data.num_samples[work.clients]
             return max(int(samples.max()) if len(samples) else 1, 1)
         # A limit and drop_last refer to the user's batches; the int 1 is one batch, and equals the
         # float 1.0.
         whole = isinstance(limit, float) and limit == 1.0 and not data.drop_last
         if per_sample and whole:
-            return max(1, min(SAMPLES, int(samples.max()) if len(samples) else 1))
+            return max(1, min(SAMPLES, int(data.num_samples.max())))
         return data.batch_size
 
     def _tick(

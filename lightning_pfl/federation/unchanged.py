@@ -1,0 +1,164 @@
+"""Results of clients whose models are those of the last evaluation, which stay as they were.
+
+Where a client's personal model is a part of its state, as with ``LocalOnly``, ``Ditto`` or methods
+over a graph, it changes in the client's own rounds alone. The others' results are taken from the
+last evaluation: what would be computed again has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.contract.records import Evaluation
+from lightning_pfl.core.tree import Path, items
+from lightning_pfl.data.batch import batch_leaves
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.base import EvaluationWork
+from lightning_pfl.engine.trace import Same, fingerprint
+from lightning_pfl.federation.architectures import Architecture
+from lightning_pfl.federation.state import FederationState
+
+Source = tuple[tuple[str, Path], ...]
+"""Each entry of a personal model with its place in the client's state."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """An evaluation of some clients.
+
+    Attributes:
+        conditions: What its values depend on besides the clients' states.
+        writes: Number of each state's last write before it, int64 ``(clients,)``.
+        evaluation: The results.
+    """
+
+    conditions: tuple[Any, ...]
+    writes: Tensor
+    evaluation: Evaluation
+
+
+class UnchangedClients:
+    """The last evaluation of each set of clients.
+
+    Attributes:
+        enabled: False evaluates all clients.
+    """
+
+    enabled = True
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Known] = {}
+
+    def evaluate(
+        self,
+        federation: FederationState,
+        architecture: Architecture,
+        clients: Tensor,
+        work: EvaluationWork,
+        key: Any,
+        run: Callable[[Tensor], Evaluation],
+    ) -> Evaluation:
+        """Evaluate clients of an architecture, as far as their models aren't those of before.
+
+        Args:
+            federation: The federation.
+            architecture: The clients' architecture.
+            clients: Their ids, int64 ``(clients,)``.
+            work: Their evaluation; its models aren't read.
+            key: Distinguishes evaluations in one round.
+            run: Evaluates the personal models of clients at some positions, int64 ``(some,)``.
+        """
+        known, everyone = self._known.pop(key, None), torch.arange(len(clients))
+        # Outside of a fit, models may be the best ones instead.
+        fitting = self.enabled and federation.fitting and len(clients)
+        source = own_parts(federation, architecture, clients[:1]) if fitting else None
+        if source is None:
+            return run(everyone)
+        writes = architecture.client_states.written(architecture.positions(clients))
+        evaluation = None
+        if known is not None:
+            groups = architecture.engine.groups(work)
+            same = groups is not None and known.conditions == _conditions(
+                architecture, clients, work, source
+            )
+            if groups is not None and same:
+                changed = known.writes != writes
+                # At least one, as it is seen in the models whether they are the global one.
+                changed[0] |= not changed.any()
+                stale = torch.isin(groups, groups[changed]).nonzero().flatten()
+                evaluation = _updated(known.evaluation, stale, run(stale))
+        if evaluation is None:
+            evaluation = run(everyone)
+        # Only now an engine knows whether a step draws, or can run at all.
+        if architecture.engine.groups(work) is not None:
+            conditions = _conditions(architecture, clients, work, source)
+            self._known[key] = Known(conditions, writes, evaluation)
+        return evaluation
+
+
+def own_parts(
+    federation: FederationState, architecture: Architecture, client: Tensor
+) -> Source | None:
+    """Find where a client's personal model is in its state; None if it is anything else.
+
+    A method's functions don't branch on values, so that one client stands for all.
+
+    Args:
+        federation: The federation.
+        architecture: The client's architecture.
+        client: Its id, int64 ``(1,)``.
+    """
+    method = architecture.method
+    if method.evaluation_phases() or not architecture.client_states.has_entries():
+        return None
+    client_state = architecture.gather(client, federation.settings.device, edges=False)
+    info = federation.info(client, max(federation.rounds - 1, 0))
+    model = method.personal_model(federation.download(info), client_state, info)
+    places = {id(leaf): path for path, leaf in items(client_state)}
+    if not all(id(leaf) in places for leaf in model.values()):
+        return None
+    return tuple((name, places[id(leaf)]) for name, leaf in model.items())
+
+
+def _conditions(
+    architecture: Architecture, clients: Tensor, work: EvaluationWork, source: Source
+) -> tuple[Any, ...]:
+    """Collect what the clients' values depend on besides their states."""
+    module, data = architecture.module, work.data
+    assert isinstance(data, FederatedTensorDataset)  # of others, an engine knows no groups
+    evaluated = {name for name, _ in source}
+    # Entries that the models lack are the module's.
+    lacking = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    held = [leaf for name, leaf in lacking.items() if name not in evaluated]
+    return (
+        source,
+        tuple(clients.tolist()),
+        tuple(work.clients.tolist()),
+        work.limit,
+        Same(data),
+        Same(data.transform),
+        tuple((Same(leaf), leaf._version) for leaf in (*held, *batch_leaves(data.fields))),
+        fingerprint(module),
+    )
+
+
+def _updated(before: Evaluation, at: Tensor, new: Evaluation) -> Evaluation:
+    """Replace the results of clients at some positions."""
+
+    def replaced(old: Tensor | None, values: Tensor | None) -> Tensor:
+        gap = torch.full((len(before.counts),), torch.nan, dtype=torch.float64)
+        result = gap if old is None else old.cpu().clone()
+        result[at] = torch.nan if values is None else values.cpu().to(result.dtype)
+        return result
+
+    names = dict.fromkeys((*before.values, *new.values))
+    return Evaluation(
+        {name: replaced(before.values.get(name), new.values.get(name)) for name in names},
+        replaced(before.counts, new.counts),
+        {**before.options, **new.options},
+    )

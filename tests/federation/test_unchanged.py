@@ -1,0 +1,280 @@
+"""Clients whose models haven't changed keep their results, with the bits of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfl.contract.callback import FederatedCallback
+from lightning_pfl.contract.records import ClientResults
+from lightning_pfl.data.datasets import FederatedLoaders
+from lightning_pfl.engine.base import EvaluationWork
+from lightning_pfl.engine.select import SelectedEngine
+from lightning_pfl.engine.vectorized import evaluation
+from lightning_pfl.federation.unchanged import UnchangedClients
+from lightning_pfl.methods import Ditto, FedAvg, FedMTL, FedRep
+from lightning_pfl.methods.base import Method
+from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.testing import Fit, fit
+from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
+from tests.methods.cases import CASES, PROBLEMS
+
+WITH_SAMPLES = sum(size > 0 for size in SIZES)
+ROUNDS = 4
+
+
+class Results(FederatedCallback):
+    """Keeps all clients' values of every round, and how many clients an engine has evaluated."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.values: list[dict[str, Tensor]] = []
+        self.evaluated: list[int] = []
+        evaluate, count = SelectedEngine.evaluate, 0
+
+        def counting(engine: SelectedEngine, work: EvaluationWork, listener: Any = None) -> Any:
+            nonlocal count
+            count += len(work.clients)
+            return evaluate(engine, work, listener)
+
+        def taken() -> int:
+            nonlocal count
+            found, count = count, 0
+            return found
+
+        self.taken = taken
+        monkeypatch.setattr(SelectedEngine, "evaluate", counting)
+
+    def on_clients_evaluated(
+        self, trainer: L.Trainer, module: L.LightningModule, results: ClientResults
+    ) -> None:
+        """Keep a round's."""
+        self.evaluated.append(self.taken())
+        self.values.append(
+            {
+                prefix + name: values.clone()
+                for prefix, one in results.evaluations.items()
+                for name, values in {**one.values, "counts": one.counts}.items()
+            }
+        )
+
+
+def run(
+    method: Method, monkeypatch: pytest.MonkeyPatch, enabled: bool = True, **settings: Any
+) -> tuple[Results, Fit]:
+    """Some rounds of two clients each, with an evaluation of all after each."""
+    monkeypatch.setattr(UnchangedClients, "enabled", enabled)
+    # A chunk of one client, or of two small ones.
+    monkeypatch.setattr(evaluation, "SAMPLES", max(SIZES))
+    data = settings.pop("data", None) or small_clients()
+    given = {"rounds": ROUNDS, "participation": 2, "val_data": data, "module": small_module()}
+    settings = {**given, **settings}
+    with monkeypatch.context() as patch:
+        results = Results(patch)
+        callbacks = [results, *settings.pop("callbacks", ())]
+        return results, fit(method, data, callbacks=callbacks, **settings)
+
+
+def assert_same_bits(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    """Every value of every client in every round."""
+    assert len(found) == len(expected)
+    for got, want in zip(found, expected, strict=True):
+        assert got.keys() == want.keys()
+        for name, values in want.items():
+            torch.testing.assert_close(got[name], values, rtol=0, atol=0, equal_nan=True)
+
+
+SOME = (("Ditto", "vectorized"), ("FedMTL", "sequential"))
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        pytest.param(name, engine, marks=[] if (name, engine) in SOME else pytest.mark.slow)
+        for name in CASES
+        for engine in ("sequential", "vectorized")
+    ],
+)
+def test_values_are_those_of_evaluating_everybody(
+    name: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = PROBLEMS.get(name, {})
+
+    def settings() -> dict[str, Any]:
+        module = problem.get("make_module", small_module)(torch.float64)
+        data = problem.get("make_data", small_clients)(torch.float64)
+        return {"engine": engine, "module": module, "data": data}
+
+    found, _ = run(CASES[name](), monkeypatch, **settings())
+    expected, _ = run(CASES[name](), monkeypatch, enabled=False, **settings())
+    assert_same_bits(found.values, expected.values)
+
+
+@pytest.mark.parametrize("engine", ["sequential", pytest.param("auto", marks=pytest.mark.slow)])
+def test_only_changed_models_are_evaluated(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients a round; those of Ditto are evaluated with the common model, too."""
+    found, _ = run(FedMTL(), monkeypatch, engine=engine)
+    # The engine is known after the first evaluation, and a chunk may have two clients.
+    assert found.evaluated[0] >= WITH_SAMPLES
+    assert all(1 <= count < WITH_SAMPLES for count in found.evaluated[1:])
+    both, _ = run(Ditto(), monkeypatch, engine=engine)
+    assert [b - f for b, f in zip(both.evaluated[1:], found.evaluated[1:], strict=True)] == [
+        WITH_SAMPLES
+    ] * (ROUNDS - 1)
+
+
+class Again(FederatedCallback):
+    """Evaluates all clients once more after each round, when none has changed."""
+
+    def __init__(self) -> None:
+        self.results: list[set[str]] = []
+
+    def on_clients_evaluated(
+        self, trainer: L.Trainer, module: L.LightningModule, results: ClientResults
+    ) -> None:
+        loop: Any = trainer.fit_loop.epoch_loop.val_loop
+        again = loop.federation.evaluate(
+            loop.clients, loop.rows, loop.data, "validation_step", trainer.limit_val_batches
+        )
+        for prefix, one in results.evaluations.items():
+            assert torch.equal(again[prefix].values["val_loss"], one.values["val_loss"])
+        self.results.append({*again})
+
+
+def test_where_nobody_changes_the_common_model_is_still_told_from_the_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    again = Again()
+    found, _ = run(Ditto(), monkeypatch, callbacks=[again], engine="sequential")
+    assert again.results == [{"", "global/"}] * ROUNDS
+    # One client with its own model, all with the common one, and then a round of two.
+    assert found.evaluated[2:] == [1 + WITH_SAMPLES + 2 + WITH_SAMPLES] * (ROUNDS - 2)
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = run(FedMTL(), monkeypatch)
+    _, half = run(FedMTL(), monkeypatch, rounds=2)
+    path = half.save(tmp_path / "half.ckpt")
+    resumed, _ = run(FedMTL(), monkeypatch, ckpt_path=path)
+    assert_same_bits(resumed.values, whole.values[2:])
+
+
+# --- whatever else a value depends on -------------------------------------------------------------
+
+
+class Noise(nn.Module):
+    """Noise, in evaluations as well."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Add it."""
+        return features + torch.randn_like(features)
+
+
+class Own(PersonalizedModule):
+    """A step that the package doesn't know."""
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        """Log the round."""
+        self.log("val_round", float(self.current_epoch))
+
+
+def network(**layers: Any) -> PersonalizedModule:
+    kind = layers.get("kind", PersonalizedModule)
+    torch.manual_seed(0)
+    more = [layers["layer"]] if "layer" in layers else []
+    module: PersonalizedModule = kind(
+        nn.Sequential(nn.Flatten(), *more), nn.Linear(25, 3, dtype=torch.float64), lr=0.05
+    )
+    return module
+
+
+def hooked() -> PersonalizedModule:
+    module = network()
+    module.head.register_forward_hook(lambda *_: None)
+    return module
+
+
+def loaders() -> FederatedLoaders:
+    data = small_clients()
+    x, y = data.fields
+    sets = [TensorDataset(x[at], y[at]) for at in data.indices if len(at)]
+    return FederatedLoaders([DataLoader(one, batch_size=4) for one in sets])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        lambda: {"module": network(layer=Noise()), "engine": "sequential"},
+        lambda: {"module": network(kind=Own), "engine": "sequential"},
+        lambda: {"module": hooked(), "engine": "sequential"},
+        lambda: {"module": network(), "data": loaders(), "engine": "sequential"},
+    ],
+    ids=["draws", "own step", "hook", "loaders"],
+)
+def test_what_may_differ_is_evaluated_again(
+    settings: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = run(FedMTL(), monkeypatch, **settings())
+    assert found.evaluated[1:] == [WITH_SAMPLES] * (ROUNDS - 1)
+
+
+class Change(FederatedCallback):
+    """Changes something before the last validation."""
+
+    def __init__(self, change: Callable[[L.Trainer, Any], None]) -> None:
+        self.change = change
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == ROUNDS - 1:
+            with torch.no_grad():
+                self.change(trainer, pl_module)
+
+
+def scale_states(trainer: L.Trainer, module: Any) -> None:
+    strategy: Any = trainer.strategy
+    strategy.federation.client_states.tree["model"]["head.weight"].mul_(2)
+
+
+def replace_states(trainer: L.Trainer, module: Any) -> None:
+    stored = trainer.strategy.federation.client_states  # type: ignore[attr-defined]
+    stored.tree = {"model": {name: 2 * leaf for name, leaf in stored.tree["model"].items()}}
+
+
+def scale_samples(trainer: L.Trainer, module: Any) -> None:
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    loop.data.fields[0].mul_(2)
+
+
+def set_slope(trainer: L.Trainer, module: Any) -> None:
+    module.backbone[1].negative_slope = 0.5
+
+
+@pytest.mark.parametrize(
+    "change", [scale_states, replace_states, scale_samples, set_slope], ids=lambda one: one.__name__
+)
+def test_a_change_by_other_code_is_seen(
+    change: Callable[[L.Trainer, Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings() -> dict[str, Any]:
+        callbacks = [Change(change)]
+        module = network(layer=nn.LeakyReLU())
+        return {"module": module, "callbacks": callbacks, "engine": "sequential"}
+
+    found, _ = run(FedMTL(), monkeypatch, **settings())
+    expected, _ = run(FedMTL(), monkeypatch, enabled=False, **settings())
+    assert found.evaluated[-1] == WITH_SAMPLES
+    assert_same_bits(found.values, expected.values)
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedRep])
+def test_models_with_a_part_of_the_servers_are_evaluated_again(
+    method: Callable[[], Method], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = run(method(), monkeypatch, engine="sequential")
+    assert found.evaluated[1:] == [WITH_SAMPLES] * (ROUNDS - 1)
