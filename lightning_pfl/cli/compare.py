@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,17 +75,22 @@ def run_compare(words: Sequence[str]) -> None:
 
 def print_comparison(comparison: Comparison) -> None:
     """Print the tables and the notes."""
-    console = Console()
+    # What reads a pipe has no width, and rich's guess of 80 is narrow.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     shown = comparison.shown.drop(columns=[*LEFT_TO_FILES], errors="ignore")
     console.print(_table(shown, "Mean over clients in the last ten rounds, ± over runs"))
-    if len(comparison.differences):
-        console.print(_table(comparison.shown_differences, "What each client gains, in the mean"))
+    for about, rows in comparison.shown_differences.groupby(
+        comparison.shown_differences.columns.intersection(["data", "against"]).tolist(), sort=False
+    ):
+        *data, base = about
+        title = ", ".join([f"What each client gains against {base}, in the mean", *data])
+        console.print(_table(rows.drop(columns=["data", "against"], errors="ignore"), title))
     for note in comparison.notes:
         console.print(Text(f"- {note}"))
 
 
 def _table(frame: DataFrame, title: str) -> Table:
-    words = ("data", "method", "against")
+    words = ("data", "method", "verdict")
     columns = [Column(name, no_wrap=name not in words, overflow="fold") for name in frame.columns]
     table = Table(
         *columns,

@@ -96,6 +96,12 @@ def _metric(runs: Sequence[Run], metric: str | None) -> str:
             f"Expected `metric` to be a validation value, but got metric={metric!r}: nothing is "
             "compared or sorted by test data. Name the validation's, such as 'val_acc'."
         )
+    if not any(run.scalars.values for run in runs):
+        raise ValueError(
+            f"Expected runs with logged values, but got {', '.join(map(str, runs[:NAMED]))}, which "
+            "hold settings alone: they failed or were stopped in their first round, or logged "
+            "elsewhere. Run them again, with a TensorBoardLogger or a CSVLogger."
+        )
     if metric is None or metric not in counts:
         raise ValueError(
             f"Expected `metric` to be one of {sorted(counts)}, but got metric={metric!r}. "
@@ -422,7 +428,9 @@ class Comparison:
     def _why_left_out(self, run: Run) -> str:
         if not run.rounds:
             tested = any(name.startswith("test") for name in run.scalars.values)
-            return "a test alone" if tested else "failed or stopped in the first round"
+            if tested:
+                return "a test alone"
+            return "failed or stopped in the first round, or logged elsewhere"
         far = run.finished if self.rounds is None else run.rounds >= self.rounds
         if far:
             return f"without {self.metric}"

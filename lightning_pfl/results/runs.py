@@ -15,7 +15,7 @@ from lightning_pfl.metrics.history import higher_is_better
 from lightning_pfl.metrics.summary import summarize
 from lightning_pfl.results.clients import read_table
 from lightning_pfl.results.scalars import CSV, EVENTS, Scalars, read_scalars
-from lightning_pfl.results.settings import Settings, read_settings
+from lightning_pfl.results.settings import SETTINGS, Settings, read_settings
 from lightning_pfl.trainer.client_table import FIXED_COLUMNS
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
         paths: Folders of runs, folders above them, or globs of either.
 
     Returns:
-        The runs, without those folders that hold no values of a fit, each once, by folder.
+        The runs, each once, by folder; also those that failed before they had logged a value.
 
     Raises:
         ValueError: If a path doesn't exist, or there is no run below it.
@@ -123,9 +123,13 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def _folders(top: Path) -> list[Path]:
-    """List the folders with logs at or below a folder."""
-    names = (EVENTS, CSV, TABLE)
-    return sorted({file.parent for name in names for file in top.rglob(name)})
+    """List the folders of runs at or below a folder."""
+    logs, files = (
+        {file.parent for name in names for file in top.rglob(name)}
+        for names in ((EVENTS, CSV, TABLE), SETTINGS)
+    )
+    # A run that failed early has left its settings alone; other programs have such files, too.
+    return sorted(logs | {folder for folder in files - logs if read_settings(folder).method})
 
 
 def read_run(folder: Path) -> Run:

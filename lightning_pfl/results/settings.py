@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+SETTINGS = ("config.yaml", "hparams.yaml")
+"""Files of settings: that of the command line, and that of the logger."""
 SEEDS = ("seed_everything", "trainer.strategy.seed")
 DATA_SEED = "data.seed"
 OF_RUN = ("method", "model")
@@ -57,7 +59,7 @@ def read_settings(folder: Path) -> Settings:
 
     Both kinds of runs have the second, so that equal settings are equal however a run was started.
     """
-    config, hparams = (_read(folder / name) for name in ("config.yaml", "hparams.yaml"))
+    config, hparams = (_read(folder / name) for name in SETTINGS)
     if "method" not in hparams:
         return from_config(config or hparams)
     logged = from_config(

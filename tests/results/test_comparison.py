@@ -106,6 +106,24 @@ def test_stopped_runs_are_named_and_join_after_as_many_rounds(logs: Path) -> Non
     assert early.table["rounds"].tolist() == ["4", "4", "4"]
 
 
+def test_a_run_that_failed_before_it_logged_is_named(logs: Path) -> None:
+    failed = write_run(logs / "FedRep" / "seed2", "FedRep", [[0.5] * 3], seed=2, planned=12)
+    for name in ("metrics.csv", "clients_val.csv"):
+        (failed / name).unlink()
+    (logs / "other").mkdir()
+    (logs / "other" / "config.yaml").write_text("colour: blue\n")  # another program's
+    comparison = compare(logs)
+    assert comparison.table["runs"].tolist() == [2, 2, 2]
+    assert [note for note in comparison.notes if "first round" in note] == [
+        f"Left out, failed or stopped in the first round, or logged elsewhere: {failed}."
+    ]
+    assert "other" not in " ".join(map(str, comparison.runs["folder"]))
+    with pytest.raises(
+        ValueError, match=r"Expected runs with logged values.*seed2.*settings alone"
+    ):
+        compare(failed)
+
+
 def test_settings_that_differ_make_groups_and_seeds_do_not(tmp_path: Path) -> None:
     for weight in (0.1, 1.0):
         for seed in (0, 1):
@@ -266,6 +284,8 @@ def test_the_command_writes_its_files(
     assert "FedRep" in out
     assert "above" in out
     assert "one split of" in out
+    for base in ("LocalOnly", "FedAvg"):
+        assert f"What each client gains against {base}, in the mean\n" in re.sub(" +\n", "\n", out)
     table = (folder / "out.markdown").read_text().splitlines()
     assert table[0].startswith("| method | val_acc | worst decile |")
     assert table[2].startswith("| FedRep | 0.729 ± 0.029 | 0.625 |")
