@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from recipes.reproduce import RECIPES, Run, commit
+from recipes.outcome import RECIPES, commit
+from recipes.reproduce import Run
 
 README = RECIPES / "README.md"
 
@@ -106,9 +107,9 @@ class Plan:
         run = self._run(recipe, seed, extra)
 
         def work() -> dict[str, Any]:
-            run.start()
-            outcome: dict[str, Any] = json.loads(run.outcome.read_text())
-            return outcome
+            if not run.trial.is_done and (status := run.trial.run(shows=True)):
+                raise RuntimeError(f"{recipe.name} with seed {seed} ended with status {status}.")
+            return run.found()
 
         settings = settings or {"run": run.fingerprint, "seed": seed}
         outcome: dict[str, Any] = self.cell(key, settings, work)
@@ -124,11 +125,7 @@ class Plan:
     def _run(self, recipe: Path, seed: int, extra: list[str]) -> Run:
         options = argparse.Namespace(extra=extra, logs=self.logs / self.name)
         options.results = self.results
-        run = Run(recipe, seed, options)
-        # A folder of its own: runs of one recipe may go on side by side.
-        options.results = options.logs / recipe.stem / run.version
-        run.outcome = options.results / run.outcome.name
-        return run
+        return Run(recipe, seed, options)
 
     def write_section(self, text: str, readme: Path | None = README) -> None:
         """Replace the experiment's section between its markers in ``README.md``; None: nowhere.

@@ -3,6 +3,7 @@
     python -m recipes.reproduce recipes/fedrep_digits.yaml --seeds 0 1 2
     python -m recipes.reproduce --seeds 0 1 2 --readme           all recipes, into recipes/README.md
     python -m recipes.reproduce --trainer.max_epochs=20          settings, written with "="
+    python -m recipes.reproduce --workers 4                      four runs at a time
 
 A run that is done is skipped, as long as its recipe is the same; a run that was stopped resumes
 from its last checkpoint.
@@ -11,50 +12,13 @@ from its last checkpoint.
 import argparse
 import hashlib
 import json
-import os
-import platform
-import resource
-import shutil
-import subprocess
-import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-import torch
-from lightning.pytorch.callbacks import Callback, Timer
-
-from lightning_pfl.cli.command_line import PFLCLI
-from lightning_pfl.cli.results import summary_rows
+from lightning_pfl.cli.trial import Trial, logs_to, run_all
+from recipes.outcome import NO_DATA, OUTCOME, RECIPES
 from recipes.results_table import print_comparison, write_readme
-
-RECIPES = Path(__file__).resolve().parent
-#: Exit status of a run whose data are nowhere (EX_UNAVAILABLE of sysexits.h).
-NO_DATA = 69
-
-
-class ProcessTimer(Callback):
-    """Processor time of all rounds with their evaluations, independent of other programs."""
-
-    def __init__(self) -> None:
-        self.seconds = self._before = self._begin = 0.0
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Continue the count of a resumed run."""
-        self._before, self._begin = self.seconds, time.process_time()
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the time after each round, without fine-tuning after the last."""
-        self.seconds = self._before + time.process_time() - self._begin
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the time so far."""
-        return {"seconds": self.seconds}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the time of the run that this one continues."""
-        self.seconds = state_dict["seconds"]
 
 
 class Run:
@@ -67,13 +31,26 @@ class Run:
     """
 
     def __init__(self, recipe: Path, seed: int, options: argparse.Namespace) -> None:
-        self.recipe, self.seed, self.options = recipe, seed, options
+        self.recipe, self.seed = recipe, seed
         # What identifies the settings: the recipe's text without comments, and what was added.
         lines = [line.split(" #")[0].rstrip() for line in recipe.read_text().splitlines()]
         text = "\n".join([*(line for line in lines if not line.startswith("#")), *options.extra])
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:8]
         self.version = f"seed{seed}-{self.fingerprint}"
         self.outcome: Path = options.results / f"{recipe.stem}-seed{seed}.json"
+        folder: Path = options.logs / recipe.stem / self.version
+        self.trial = Trial(
+            recipe.name,
+            seed,
+            (
+                *("--config", str(recipe), "--seed_everything", str(seed)),
+                *logs_to(folder),
+                *options.extra,
+            ),
+            folder,
+            program=("recipes.outcome",),
+            cwd=RECIPES.parent,
+        )
 
     def is_done(self) -> bool:
         """Whether there is a stored outcome for the current settings."""
@@ -84,76 +61,24 @@ class Run:
     def forget(self) -> None:
         """Remove outcome, logs and checkpoints."""
         self.outcome.unlink(missing_ok=True)
-        shutil.rmtree(self.options.logs / self.recipe.stem / self.version, ignore_errors=True)
+        self.trial.forget()
 
-    def was_begun(self) -> bool:
-        """Whether an interrupted run has left a checkpoint."""
-        folder = self.options.logs / self.recipe.stem / self.version / "checkpoints"
-        return any(folder.glob("last*.ckpt"))
+    def start(self, threads: int | None = None, shows: bool = True) -> int:
+        """Run it if it isn't done, and store its outcome; the arguments are the trial's.
 
-    def start(self) -> None:
-        """Run in a new process, which measures its memory and frees it."""
-        options = self.options
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "recipes.reproduce", str(self.recipe), "--worker"),
-                *("--seeds", str(self.seed)),
-                *("--logs", str(options.logs), "--results", str(options.results)),
-                *options.extra,
-            ],
-            check=True,
-            cwd=RECIPES.parent,
-        )
+        Returns:
+            The exit status.
+        """
+        status = 0 if self.trial.is_done else self.trial.run(threads, shows)
+        if status == 0:
+            self.outcome.parent.mkdir(parents=True, exist_ok=True)
+            self.outcome.write_text(json.dumps(self.found(), indent=1) + "\n")
+        return status
 
-    def work(self) -> None:
-        """Train, test every client, and store the values of the table."""
-        timer, processor = Timer(), ProcessTimer()  # count on when a run resumes
-        resumed = self.was_begun()
-        cli = PFLCLI(self.arguments(), extra_callbacks=[timer, processor])
-        fitted = summary_rows(cli.trainer.callback_metrics)
-        if resumed and not any(name.startswith("last10/") for name in fitted):
-            # Stopped between its last round and its outcome: no round is left that would evaluate.
-            self.forget()
-            self.work()
-            return
-        rounds = cli.trainer.current_epoch
-        cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
-        device = cli.trainer.strategy.root_device.type
-        outcome = {
-            "recipe": self.recipe.name,
-            "fingerprint": self.fingerprint,
-            "seed": self.seed,
-            "rounds": rounds,
-            "last10": {k.split("/", 1)[1]: v for k, v in fitted.items() if k.startswith("last10/")},
-            "test": summary_rows(cli.trainer.callback_metrics),
-            "seconds": round(timer.time_elapsed("train"), 1),
-            "cpu_seconds": round(processor.seconds, 1),
-            "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-            "commit": commit(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}, {device}",
-            "torch": torch.__version__,
-        }
-        self.outcome.parent.mkdir(parents=True, exist_ok=True)
-        self.outcome.write_text(json.dumps(outcome, indent=1) + "\n")
-
-    def arguments(self) -> list[str]:
-        """Return the command line of ``lightning-pfl``."""
-        return [
-            *("fit", "--config", str(self.recipe), "--seed_everything", str(self.seed)),
-            *("--trainer.logger", "lightning.pytorch.loggers.TensorBoardLogger"),
-            *("--trainer.logger.save_dir", str(self.options.logs)),
-            *("--trainer.logger.name", self.recipe.stem),
-            *("--trainer.logger.version", self.version),
-            *self.options.extra,
-            *(("--ckpt_path", "last") if self.was_begun() else ()),
-        ]
-
-
-def commit() -> str:
-    """Return the short hash of the running code; ``unknown`` outside a checkout."""
-    command = ["git", "-C", str(RECIPES), "rev-parse", "--short", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
+    def found(self) -> dict[str, Any]:
+        """Read the outcome that the finished run has left in its folder."""
+        known = {"recipe": self.recipe.name, "fingerprint": self.fingerprint, "seed": self.seed}
+        return {**known, **json.loads((self.trial.folder / OUTCOME).read_text())}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -165,44 +90,40 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RECIPES / "results")
     parser.add_argument("--fresh", action="store_true", help="Forget outcomes and checkpoints.")
     parser.add_argument("--readme", action="store_true", help="Write the table of README.md.")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=1, help="Runs at a time.")
     options, extra = parser.parse_known_args(arguments)
+    if options.workers < 1:
+        parser.error(f"Expected --workers to be at least 1, but got {options.workers}.")
     options.extra = extra
     options.recipes = [p.resolve() for p in options.recipes] or sorted(RECIPES.rglob("*.yaml"))
     options.logs, options.results = options.logs.resolve(), options.results.resolve()
     return options
 
 
-def work(run: Run) -> None:
-    """Run in this process; exit with :data:`NO_DATA` if the source finds no data."""
-    try:
-        run.work()
-    except FileNotFoundError as error:
-        print(f"{run.recipe.name} is skipped. {error}", file=sys.stderr)
-        raise SystemExit(NO_DATA) from None
-
-
-def run_all(runs: list[Run], fresh: bool) -> tuple[list[str], list[str]]:
-    """Run missing outcomes, and continue after failures.
+def run_missing(runs: list[Run], workers: int) -> tuple[list[str], list[str]]:
+    """Run what has no outcome, and continue after failures.
 
     Returns:
         Recipes whose data are not here, and runs that failed.
     """
-    skipped: list[str] = []
+    missing = [run for run in runs if not run.is_done()]
+    skipped: set[str] = set()
     failed: list[str] = []
-    for run in runs:
-        if fresh:
-            run.forget()
-        if run.recipe.name in skipped or run.is_done():
-            continue
-        try:
-            run.start()
-        except subprocess.CalledProcessError as error:
-            if error.returncode == NO_DATA:
-                skipped.append(run.recipe.name)
-            else:
-                failed.append(f"{run.recipe.name} with seed {run.seed}")
-    return skipped, failed
+
+    def start(run: Run, threads: int | None) -> int:
+        if run.recipe.name in skipped:  # another seed needs the same data
+            return NO_DATA
+        status = run.start(threads, shows=workers == 1)
+        if status == NO_DATA:
+            skipped.add(run.recipe.name)
+        return status
+
+    def tell(place: int, status: int) -> None:
+        if status not in (0, NO_DATA):
+            failed.append(f"{missing[place].recipe.name} with seed {missing[place].seed}")
+
+    run_all([partial(start, run) for run in missing], workers, tell)
+    return sorted(skipped), failed
 
 
 def stored_outcomes(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -227,10 +148,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run missing outcomes, then print the comparison."""
     options = parse(arguments)
     runs = [Run(recipe, seed, options) for seed in options.seeds for recipe in options.recipes]
-    if options.worker:
-        work(runs[0])
-        return
-    skipped, failed = run_all(runs, options.fresh)
+    for run in runs if options.fresh else []:
+        run.forget()
+    skipped, failed = run_missing(runs, options.workers)
     stored = stored_outcomes(options)
     print_comparison(options.recipes, stored)
     if options.readme:

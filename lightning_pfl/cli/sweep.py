@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import subprocess
-import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,71 +13,9 @@ from typing import Any
 import yaml
 
 from lightning_pfl.cli.compare import print_comparison
+from lightning_pfl.cli.trial import OUTPUT, Trial, logs_to, run_all
 from lightning_pfl.results.comparison import compare
 from lightning_pfl.results.settings import from_config
-
-RECORD = "sweep.json"
-"""What a run of a sweep was started with, and its exit status."""
-OUTPUT = "output.txt"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One run of a sweep.
-
-    Attributes:
-        name: The settings in which runs differ, such as ``prox_weight=0.1``.
-        seed: The seed of training and, where partitions vary, of the partition.
-        options: Options of ``lightning-pfl fit``.
-        folder: The run's folder.
-    """
-
-    name: str
-    seed: int
-    options: tuple[str, ...]
-    folder: Path
-
-    @property
-    def is_done(self) -> bool:
-        """Whether a run with the same settings has ended well."""
-        path = self.folder / RECORD
-        if not path.is_file():
-            return False
-        record = json.loads(path.read_text())
-        return bool(record["options"] == list(self.options) and record["status"] == 0)
-
-    def run(self, threads: int) -> int:
-        """Run it in a process of its own, from its last checkpoint if it was stopped.
-
-        Returns:
-            The exit status.
-        """
-        path, last = self.folder / RECORD, self.folder / "checkpoints" / "last.ckpt"
-        same = path.is_file() and json.loads(path.read_text())["options"] == list(self.options)
-        resumes = same and last.is_file()
-        if not resumes:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._record(None)
-        command = [sys.executable, "-m", "lightning_pfl", "fit", *self.options]
-        with (self.folder / OUTPUT).open("a") as output:
-            status = subprocess.run(
-                [*command, *(("--ckpt_path", str(last)) if resumes else ())],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={
-                    "OMP_NUM_THREADS": str(threads),
-                    "MKL_NUM_THREADS": str(threads),
-                    **os.environ,
-                },
-                check=False,
-            ).returncode
-        self._record(status)
-        return status
-
-    def _record(self, status: int | None) -> None:
-        record = {"options": list(self.options), "status": status}
-        (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def sweep_parser() -> ArgumentParser:
@@ -133,7 +64,7 @@ def run_sweep(words: Sequence[str]) -> None:
         for trial in missing:
             print(f"{trial.name} seed {trial.seed}: lightning-pfl fit {' '.join(trial.options)}")
         return
-    failed = run_all(missing, given.workers)
+    failed = run_missing(missing, given.workers)
     ended = [trial.folder for trial in trials if trial.is_done]
     if ended:
         report(ended, given.metric)
@@ -141,25 +72,22 @@ def run_sweep(words: Sequence[str]) -> None:
         raise SystemExit(f"{len(failed)} runs failed: {', '.join(failed)}")
 
 
-def run_all(trials: Sequence[Trial], workers: int) -> list[str]:
-    """Run trials, some at a time, and go on after failures.
+def run_missing(trials: Sequence[Trial], workers: int) -> list[str]:
+    """Run trials, and print how each ended.
 
     Returns:
         The output files of those that failed.
     """
-    threads = max(1, (os.cpu_count() or 1) // workers)
     failed = []
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            statuses = pool.map(partial(Trial.run, threads=threads), trials)
-            for number, (trial, status) in enumerate(zip(trials, statuses, strict=True), start=1):
-                how = "done" if status == 0 else f"failed, see {trial.folder / OUTPUT}"
-                print(f"{number}/{len(trials)} {trial.name} seed {trial.seed}: {how}", flush=True)
-                if status:
-                    failed.append(str(trial.folder / OUTPUT))
-        except (KeyboardInterrupt, BrokenPipeError):
-            pool.shutdown(cancel_futures=True)
-            raise
+
+    def tell(place: int, status: int) -> None:
+        trial = trials[place]
+        how = "done" if status == 0 else f"failed, see {trial.folder / OUTPUT}"
+        print(f"{place + 1}/{len(trials)} {trial.name} seed {trial.seed}: {how}", flush=True)
+        if status:
+            failed.append(str(trial.folder / OUTPUT))
+
+    run_all([trial.run for trial in trials], workers, tell)
     return failed
 
 
@@ -285,18 +213,13 @@ def make_trials(
         called = "".join(c if c.isalnum() or c in "=._-" else "-" for c in name)[:60]
         for seed in seeds:
             where = folder / f"{called}-{digest}" / f"seed{seed}"
-            logger = {
-                "trainer.logger": "lightning.pytorch.loggers.TensorBoardLogger",
-                "trainer.logger.save_dir": str(folder),
-                "trainer.logger.name": where.parent.name,
-                "trainer.logger.version": where.name,
+            own = {
                 "trainer.enable_progress_bar": "false",
                 "seed_everything": str(seed),
                 **({"data.seed": str(seed)} if vary_data_seed else {}),
             }
             words = [word for path in configs for word in ("--config", str(path))]
-            words += passed + [
-                word for key, value in logger.items() for word in (f"--{key}", value)
-            ]
+            words += [*passed, *logs_to(where)]
+            words += [word for key, value in own.items() for word in (f"--{key}", value)]
             trials.append(Trial(name, seed, tuple(words), where))
     return trials

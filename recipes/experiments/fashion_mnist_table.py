@@ -20,8 +20,9 @@ from typing import Any
 import yaml
 
 from recipes.experiments.setting import parser
+from recipes.outcome import RECIPES
 from recipes.plan import Plan
-from recipes.reproduce import RECIPES, Run
+from recipes.reproduce import Run
 from recipes.results_table import spread
 
 
@@ -129,8 +130,8 @@ class Grid:
         recipe, extra = self._recipe(name), self._settings(name, split)
         if not self._is_own(split):
             self.plan.recipe(self._key(name, split, seed), recipe, seed, extra)
-        elif not (run := self._own_run(recipe, seed, extra)).is_done():
-            run.start()
+        elif not (run := self._own_run(recipe, seed, extra)).is_done() and run.start():
+            raise RuntimeError(f"{run.recipe.name} with seed {seed} failed, see above.")
 
     def stored(self, name: str, split: str) -> list[dict[str, Any]]:
         """The outcomes that there are, one per seed."""

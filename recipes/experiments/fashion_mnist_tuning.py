@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from recipes.experiments.setting import parser
+from recipes.outcome import RECIPES
 from recipes.plan import Plan
-from recipes.reproduce import RECIPES
 from recipes.results_table import spread
 
 #: Method: its recipe, and the grid of arguments for the command line.

@@ -13,8 +13,8 @@ import argparse
 from pathlib import Path
 
 from recipes.experiments.setting import parser
+from recipes.outcome import RECIPES
 from recipes.plan import Plan
-from recipes.reproduce import RECIPES
 from recipes.results_table import spread
 
 #: Method: its recipe, and the argument that the figure varies.

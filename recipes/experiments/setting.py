@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 
 from lightning_pfl import FederatedStrategy
+from recipes.outcome import RECIPES
 from recipes.plan import README
-from recipes.reproduce import RECIPES
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "stored": {"action": "store_true", "help": "Run nothing, show what is stored."},

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_pfl.cli.command_line import main
-from lightning_pfl.cli.sweep import RECORD, check_validation, make_trials, read_options, read_seeds
+from lightning_pfl.cli.sweep import check_validation, make_trials, read_options, read_seeds
+from lightning_pfl.cli.trial import RECORD
 from tests.results.logs import write_run
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -51,7 +52,7 @@ def sweep(folder: Path, *words: str) -> None:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs()
-    monkeypatch.setattr("lightning_pfl.cli.sweep.subprocess.run", made)
+    monkeypatch.setattr("lightning_pfl.cli.trial.subprocess.run", made)
     return made
 
 
@@ -82,7 +83,7 @@ def test_a_stopped_run_goes_on_and_one_of_other_settings_begins_anew(
     (trial.folder / RECORD).write_text(json.dumps({"options": list(trial.options), "status": None}))
     assert not trial.is_done
     assert trial.run(1) == 0
-    assert runs.commands[-1][-2:] == ["--ckpt_path", str(last)]
+    assert runs.commands[-1][-2:] == ["--ckpt_path", "last"]
     assert trial.is_done
     (trial.folder / RECORD).write_text(json.dumps({"options": ["other"], "status": 0}))
     assert not trial.is_done

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from lightning_pfl.cli.trial import Trial
+from recipes.outcome import OUTCOME
 from recipes.plan import Plan
-from recipes.reproduce import Run
 
 
 def counted(calls: list[int], value: Any) -> Any:
@@ -47,17 +48,19 @@ def test_a_recipe_runs_in_a_folder_of_its_settings(
     recipe.write_text("method:\n  class_path: FedPer\n")
     started: list[Path] = []
 
-    def start(run: Any) -> None:
-        started.append(run.outcome)
-        run.outcome.parent.mkdir(parents=True)
-        run.outcome.write_text(json.dumps({"seed": run.seed, "extra": run.options.extra}))
+    def run(trial: Trial, threads: int | None = None, shows: bool = False) -> int:
+        started.append(trial.folder)
+        trial.folder.mkdir(parents=True)
+        (trial.folder / OUTCOME).write_text(json.dumps({"rounds": trial.options[-1]}))
+        return 0
 
-    monkeypatch.setattr(Run, "start", start)
+    monkeypatch.setattr(Trial, "run", run)
     some = Plan("some", tmp_path / "results", tmp_path / "logs")
     for _ in range(2):
         for extra in (["--a=1"], ["--a=2"]):
             found = some.recipe(f"{extra} seed 3", recipe, 3, extra)
-            assert found == {"seed": 3, "extra": extra}
+            assert found.pop("fingerprint")
+            assert found == {"recipe": "fedper.yaml", "seed": 3, "rounds": extra[0]}
     assert len(started) == len(set(started)) == 2
 
 

@@ -3,13 +3,17 @@
 import json
 import statistics
 import subprocess
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipes import outcome as worker
 from recipes import results_table
-from recipes.reproduce import NO_DATA, RECIPES, ProcessTimer, Run, main, parse, work
+from recipes.outcome import NO_DATA, OUTCOME, RECIPES, ProcessTimer
+from recipes.reproduce import Run, main, parse
 
 RECIPE = """# A recipe.
 method:
@@ -117,10 +121,9 @@ def test_a_run_is_done_as_long_as_its_settings_are_the_same(recipe: Path) -> Non
 def test_forget_removes_outcome_and_checkpoints(recipe: Path) -> None:
     run = make_run(recipe)
     run.outcome.write_text(json.dumps({"fingerprint": run.fingerprint}))
-    logs = recipe.parent / recipe.stem / run.version
-    logs.mkdir(parents=True)
+    run.trial.folder.mkdir(parents=True)
     run.forget()
-    assert not logs.exists()
+    assert not run.trial.folder.exists()
     assert not run.is_done()
 
 
@@ -133,35 +136,72 @@ def test_what_is_done_is_not_run_again(recipe: Path, capsys: pytest.CaptureFixtu
     assert "90.00" in capsys.readouterr().out
 
 
-def test_a_run_resumes_from_the_last_checkpoint_of_the_same_settings(recipe: Path) -> None:
+class Started:
+    """Stands in for the processes of runs, of which those of some recipes end with a status."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **statuses: int) -> None:
+        self.commands: list[list[str]] = []
+        self.statuses = statuses
+        monkeypatch.setattr("lightning_pfl.cli.trial.subprocess.run", self)
+
+    def __call__(self, command: list[str], **options: Any) -> Any:
+        self.commands.append(command)
+        assert options["cwd"] == RECIPES.parent
+        given = dict(pairwise(command))
+        status = self.statuses.get(Path(given["--config"]).stem, 0)
+        if status == 0:
+            stored = {k: v for k, v in outcome(0, 0.9, 0.5).items() if k not in ("recipe", "seed")}
+            names = ("save_dir", "name", "version")
+            folder = Path(*(given[f"--trainer.logger.{name}"] for name in names))
+            (folder / OUTCOME).write_text(json.dumps(stored))
+        return subprocess.CompletedProcess(command, status)
+
+
+def test_a_run_goes_on_from_the_last_checkpoint_of_the_same_settings(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Started(monkeypatch)
     run = make_run(recipe, "--trainer.max_epochs=3")
-    assert "--ckpt_path" not in run.arguments()
-    checkpoints = recipe.parent / recipe.stem / run.version / "checkpoints"
-    checkpoints.mkdir(parents=True)
+    assert run.trial.run() == 0
+    assert started.commands[-1][1:3] == ["-m", "recipes.outcome"]
+    assert "--ckpt_path" not in started.commands[-1]
+    assert "--trainer.max_epochs=3" in started.commands[-1]
+    checkpoints = run.trial.folder / "checkpoints"
+    checkpoints.mkdir()
     (checkpoints / "last.ckpt").touch()
-    assert run.arguments()[-2:] == ["--ckpt_path", "last"]
-    assert "--trainer.max_epochs=3" in run.arguments()
+    assert run.trial.run() == 0
+    assert started.commands[-1][-2:] == ["--ckpt_path", "last"]
     other = make_run(recipe, "--trainer.max_epochs=4")
-    assert other.version != run.version
-    assert "--ckpt_path" not in other.arguments()
+    assert other.trial.folder != run.trial.folder
 
 
+def test_an_outcome_in_the_logs_is_stored_without_another_run(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Started(monkeypatch)
+    run = make_run(recipe)
+    for _ in range(2):
+        assert run.start() == 0
+        assert run.is_done()
+        stored = json.loads(run.outcome.read_text())
+        assert [*stored][:3] == ["recipe", "fingerprint", "seed"]
+        run.outcome.unlink()
+    assert len(started.commands) == 1
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_run_that_fails_is_named_at_the_end_and_stops_no_other(
-    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    workers: str,
 ) -> None:
     """Data that can't be downloaded here are no reason to leave out the other recipes."""
     other = recipe.with_name("missing.yaml")
     other.write_text(RECIPE)
-
-    def start(run: Run) -> None:
-        if run.recipe == other:
-            raise subprocess.CalledProcessError(1, "recipes.reproduce")
-        stored = {**outcome(run.seed, 0.9, 0.5), "fingerprint": run.fingerprint}
-        run.outcome.write_text(json.dumps(stored))
-
-    monkeypatch.setattr(Run, "start", start)
+    Started(monkeypatch, missing=1)
     folder = str(recipe.parent)
-    arguments = [*map(str, (other, recipe)), "--seeds", "0", "1"]
+    arguments = [*map(str, (other, recipe)), *("--seeds", "0", "1"), *("--workers", workers)]
     with pytest.raises(SystemExit, match=r"missing.yaml with seed 0, missing.yaml with seed 1\.$"):
         main([*arguments, "--logs", folder, "--results", folder])
     assert "90.00" in capsys.readouterr().out
@@ -170,28 +210,22 @@ def test_a_run_that_fails_is_named_at_the_end_and_stops_no_other(
 def test_recipes_without_their_data_are_skipped_and_said_so(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = []
-
-    def start(run: Run) -> None:
-        started.append(run.seed)
-        raise subprocess.CalledProcessError(NO_DATA, "recipes.reproduce")
-
-    monkeypatch.setattr(Run, "start", start)
+    started = Started(monkeypatch, fedper=NO_DATA)
     folder = str(recipe.parent)
     main([str(recipe), *("--seeds", "0", "1"), *("--logs", folder), *("--results", folder)])
-    assert started == [0]  # another seed needs the same data
+    assert len(started.commands) == 1  # another seed needs the same data
     assert "Skipped, as their data are not here: fedper.yaml." in capsys.readouterr().out
 
 
 def test_a_source_without_data_ends_the_run_with_a_status_of_its_own(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nowhere(run: Run) -> None:
+    def nowhere(options: list[str]) -> None:
         raise FileNotFoundError("Expected the images in one of these places")
 
-    monkeypatch.setattr(Run, "work", nowhere)
+    monkeypatch.setattr(worker, "run", nowhere)
     with pytest.raises(SystemExit) as stopped:
-        work(make_run(recipe))
+        worker.main(["--config", str(recipe)])
     assert stopped.value.code == NO_DATA
     assert "fedper.yaml is skipped. Expected the images in" in capsys.readouterr().err
 
@@ -224,24 +258,26 @@ def test_a_run_that_was_stopped_after_its_last_round_has_the_same_outcome(
         ]
     )
     run = Run(options.recipes[0], 0, options)
-    run.work()
-    assert run.was_begun()
-    expected = json.loads(run.outcome.read_text())
-    run.outcome.unlink()
-    run.work()
+    worker.main([*run.trial.options])
+    assert (run.trial.folder / "checkpoints" / "last.ckpt").is_file()
+    left = run.trial.folder / OUTCOME
+    expected = json.loads(left.read_text())
+    left.unlink()
+    worker.main([*run.trial.options, "--ckpt_path", "last"])
     for part in ("last10", "test", "rounds"):
-        assert json.loads(run.outcome.read_text())[part] == expected[part]
+        assert json.loads(left.read_text())[part] == expected[part]
     assert expected["last10"]["val_acc"]["mean"] > 0
 
 
 def test_outcomes_of_settings_that_have_changed_are_not_shown(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Run, "start", lambda run: None)
+    Started(monkeypatch, fedper=1)
     run = make_run(recipe)
     run.outcome.write_text(json.dumps({**outcome(0, 0.9, 0.5), "fingerprint": run.fingerprint}))
     folder = str(recipe.parent)
     for text, shown in ((RECIPE, True), (RECIPE.replace("7", "8"), False)):
         recipe.write_text(text)
-        main([str(recipe), "--logs", folder, "--results", folder])
+        with nullcontext() if shown else pytest.raises(SystemExit, match="with seed 0"):
+            main([str(recipe), "--logs", folder, "--results", folder])
         assert ("90.00" in capsys.readouterr().out) == shown

@@ -12,8 +12,8 @@ import pytest
 
 from recipes.experiments.__main__ import experiments, main
 from recipes.experiments.setting import parser
+from recipes.outcome import RECIPES
 from recipes.plan import README, Plan
-from recipes.reproduce import RECIPES
 
 
 def test_every_experiment_has_its_section_in_the_readme() -> None:

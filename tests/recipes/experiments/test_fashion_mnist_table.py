@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_pfl.cli.trial import Trial
 from recipes.experiments import fashion_mnist_table, fashion_mnist_tuning
 from recipes.experiments.fashion_mnist_table import ROWS, SPLITS, parse, planned
 from recipes.experiments.fashion_mnist_tuning import GRIDS
+from recipes.outcome import RECIPES
 from recipes.plan import Plan
-from recipes.reproduce import RECIPES, Run
 from recipes.results_table import spread
+from tests.recipes.experiments.here import run_here
 
 MARKERS = "above\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\nbelow\n"
 
@@ -35,11 +37,11 @@ def test_the_table_runs_what_is_missing_and_shows_all_that_is_stored(
 ) -> None:
     started: list[str] = []
 
-    def start(run: Run) -> None:
-        started.append(run.recipe.stem)
-        run.work()
+    def run(trial: Trial, threads: int | None = None, shows: bool = False) -> int:
+        started.append(trial.name)
+        return run_here(trial, threads, shows)
 
-    monkeypatch.setattr(Run, "start", start)
+    monkeypatch.setattr(Trial, "run", run)
     arguments = small("fashion_mnist_table", tmp_path, fashion_mnist_dir)
     choosing = tmp_path / "choosing.md"
     choosing.write_text(MARKERS.format("fashion_mnist_table"))
@@ -47,7 +49,7 @@ def test_the_table_runs_what_is_missing_and_shows_all_that_is_stored(
     some = ["--splits", "100,2", "100,5", "--seeds", "0"]
     fashion_mnist_table.main([*arguments, *some, "--methods", "FedAvg", "FedAvg + FT"])
     # Two lines of one run at each split.
-    assert started == ["fedavg_ft_fashion_mnist"] * 2
+    assert started == ["fedavg_ft_fashion_mnist.yaml"] * 2
     settings = json.loads((tmp_path / "fedavg_ft_fashion_mnist-seed0.json").read_text())
     (line,) = (tmp_path / "fashion_mnist_table.jsonl").read_text().splitlines()
     other = json.loads(line)["result"]
@@ -59,7 +61,7 @@ def test_the_table_runs_what_is_missing_and_shows_all_that_is_stored(
     assert settings["last10"]["val_acc"] != other["last10"]["val_acc"]
 
     fashion_mnist_table.main([*arguments, *some, "--methods", "FedRep"])
-    assert started[2:] == ["fedrep_fashion_mnist"] * 2
+    assert started[2:] == ["fedrep_fashion_mnist.yaml"] * 2
     assert row in (tmp_path / "README.md").read_text()
     fashion_mnist_table.main([*arguments, *some, "--methods", "FedRep", "FedAvg"])
     assert len(started) == 4  # nothing was left to run
@@ -106,24 +108,24 @@ def test_mocha_learns_its_relationship_after_the_same_share_of_the_rounds() -> N
 def test_the_best_setting_on_validation_data_is_shown(
     tmp_path: Path, fashion_mnist_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[list[str]] = []
+    seen: list[tuple[str, ...]] = []
 
-    def start(run: Run) -> None:
-        seen.append(run.options.extra)
-        run.work()
+    def run(trial: Trial, threads: int | None = None, shows: bool = False) -> int:
+        seen.append(trial.options)
+        return run_here(trial, threads, shows)
 
-    monkeypatch.setattr(Run, "start", start)
+    monkeypatch.setattr(Trial, "run", run)
     arguments = small("fashion_mnist_tuning", tmp_path, fashion_mnist_dir)
     fashion_mnist_tuning.main(arguments)
     assert len(seen) == 4  # two methods, two values
-    assert all({"--data.val_split=train", "--data.val_fraction=0.2"} < set(extra) for extra in seen)
+    assert all({"--data.val_split=train", "--data.val_fraction=0.2"} < set(each) for each in seen)
     stored = (tmp_path / "fashion_mnist_tuning.jsonl").read_text().splitlines()
     scores = {c["key"]: c["result"]["last10"]["val_acc"]["mean"] for c in map(json.loads, stored)}
     best = max((k for k in scores if "MOCHA" in k), key=lambda key: scores[key])
     text = (tmp_path / "README.md").read_text()
     assert f"**{best.removeprefix('MOCHA ')}: {spread([scores[best]])}**" in text
 
-    monkeypatch.setattr(Run, "start", None)  # nothing is left to run
+    monkeypatch.setattr(Trial, "run", None)  # nothing is left to run
     fashion_mnist_tuning.main(arguments)
     assert (tmp_path / "README.md").read_text() == text
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_pfl.cli.trial import Trial
 from recipes.experiments import fedrep_figure5, fedrep_figure6
-from recipes.reproduce import Run
+from tests.recipes.experiments.here import run_here
 
 MARKERS = "above\n<!-- {0}: begin -->\nold\n<!-- {0}: end -->\nbelow\n"
 
@@ -26,8 +27,7 @@ def small(name: str, folder: Path, data: Path) -> list[str]:
 def test_figure5_runs_once_and_draws_from_what_is_stored(
     tmp_path: Path, fashion_mnist_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In this process, not in one for each run.
-    monkeypatch.setattr(Run, "start", Run.work)
+    monkeypatch.setattr(Trial, "run", run_here)
     arguments = small("fedrep_figure5", tmp_path, fashion_mnist_dir)
     arguments += ["--logs", f"{tmp_path}/logs"]
     fedrep_figure5.main(arguments)
@@ -45,7 +45,7 @@ def test_figure5_runs_once_and_draws_from_what_is_stored(
         assert f"| {name} | {errors[0]:.2f} | {errors[1]:.2f} |" in readme
     assert (tmp_path / "fedrep_figure5.png").stat().st_size > 1000
 
-    monkeypatch.setattr(Run, "start", None)  # nothing is left to run
+    monkeypatch.setattr(Trial, "run", None)  # nothing is left to run
     fedrep_figure5.main(arguments)
     assert (tmp_path / "README.md").read_text() == readme
 

@@ -26,8 +26,8 @@ from recipes.experiments.sharing import (
     cell,
     planned,
 )
+from recipes.outcome import RECIPES
 from recipes.plan import Plan
-from recipes.reproduce import RECIPES
 
 
 @pytest.mark.slow
