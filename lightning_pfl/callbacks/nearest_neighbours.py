@@ -118,8 +118,11 @@ class NearestNeighbours(FurtherEvaluation):
         self.capacity = capacity
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check the data before training."""
-        self._training_data(require_federation(trainer, self))
+        """Check data and modules before training."""
+        federation = require_federation(trainer, self)
+        for architecture in federation.architectures:
+            _check_module(architecture.module)
+        self._training_data(federation)
         self._validation_data(trainer)
 
     # --- prediction -------------------------------------------------------------------------------
@@ -235,7 +238,8 @@ class NearestNeighbours(FurtherEvaluation):
         """Compute features of some of a client's samples, and outputs if they are needed.
 
         Raises:
-            MisconfigurationException: If the client has several models, or the module no head.
+            MisconfigurationException: If the client has several models, or the module no head or
+                manual optimization.
         """
         module = architecture.module
         if is_mixed(model):
@@ -244,11 +248,7 @@ class NearestNeighbours(FurtherEvaluation):
                 f"neighbours, but {type(architecture.method).__name__} has several. Use another "
                 "method, such as FedAvg."
             )
-        if not isinstance(getattr(module, "head", None), nn.Module):
-            raise MisconfigurationException(
-                "Expected a module with a submodule `head`, whose inputs are the features for "
-                f"NearestNeighbours, but got {type(module).__name__}. Name its last layer `head`."
-            )
+        _check_module(module)
         program = ClientProgram(module, federation.settings)
         program.throwaway = writable(module)
         key = derive(federation.seed, "neighbours", client)
@@ -317,6 +317,21 @@ def _padded(leaves: list[Tensor]) -> Tensor:
     for row, leaf in zip(padded, leaves, strict=True):
         row[tuple(slice(0, size) for size in leaf.shape)] = leaf
     return padded
+
+
+def _check_module(module: L.LightningModule) -> None:
+    """Raise MisconfigurationException unless ``training_step`` shows features."""
+    if not isinstance(getattr(module, "head", None), nn.Module):
+        raise MisconfigurationException(
+            "Expected a module with a submodule `head`, whose inputs are the features for "
+            f"NearestNeighbours, but got {type(module).__name__}. Name its last layer `head`."
+        )
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "Expected a module with automatic optimization for NearestNeighbours, which runs "
+            f"`training_step` to see features, but {type(module).__name__} takes its steps there. "
+            "Return the loss from `training_step`, or remove the callback."
+        )
 
 
 def _classes(batch: Any) -> Tensor:

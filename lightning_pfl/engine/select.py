@@ -22,6 +22,7 @@ from lightning_pfl.engine.base import Engine, EngineSettings, EvaluationWork, Lo
 from lightning_pfl.engine.cost import Share, batching_pays
 from lightning_pfl.engine.optimizer import why_not_elementwise
 from lightning_pfl.engine.safety.compare import (
+    OTHER_NUMBERS,
     difference,
     evaluation_trees,
     hidden_loops_are_errors,
@@ -77,12 +78,12 @@ class SelectedEngine:
         parameter_split: Names of the module.
         settings: The Trainer's flags.
         loop: Lightning's own loop, for modules with code inside a step; None for others.
-        slower: Steps for which an earlier run has found batching to be slower, of a checkpoint;
-            None to estimate it.
+        found: What probes of an earlier run have found, of a checkpoint; None for nothing.
 
     Attributes:
         choices: Engine and reason per step (``"training_step"``, ...).
-        slower: Steps that could run vectorized, but are faster one client after another.
+        found: What each probe has found, by device and step: a transform, or ``"sequential"``. A
+            resumed run begins with it, as rounding on other minibatches may speak for another one.
     """
 
     def __init__(
@@ -92,11 +93,11 @@ class SelectedEngine:
         parameter_split: ParameterSplit,
         settings: EngineSettings,
         loop: ModuleLoop | None = None,
-        slower: Mapping[str, bool] | None = None,
+        found: Mapping[str, str] | None = None,
     ) -> None:
         check_engine(name)
         self.name, self.module, self.parameter_split = name, module, parameter_split
-        self.settings, self.slower = settings, dict(slower or {})
+        self.settings, self.found = settings, dict(found or {})
         self.choices: dict[str, str] = {}
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
         self._checked: set[str] = set()
@@ -217,6 +218,11 @@ class SelectedEngine:
         if self.name == "sequential":
             self._settle(step, self._sequential, "as asked")
             return
+        place = f"{self.settings.device.type} {step}"
+        before = self.found.get(place)
+        if before == self._sequential.name and self.name == "auto":
+            self._settle(step, self._sequential, "as in the checkpoint's run")
+            return
         reasons = []
         if why_not is not None:
             reasons.append(why_not)
@@ -228,21 +234,24 @@ class SelectedEngine:
             stochastic = self._sequential.random_calls > 0
             estimated = self.name == "auto" and self.settings.device.type == "cpu"
             transforms: tuple[Transform, ...] = ("forward", "grad")
+            transforms = tuple(sorted(transforms, key=lambda transform: transform != before))
             for transform in transforms if not reasons else ():
                 engine = self._vectorized(transform, stochastic)
                 counter = FlopCounterMode(display=False)
                 reason = self._problem(
                     engine, work, expected, counter if estimated else nullcontext()
                 )
-                if reason is None:
-                    if estimated and step not in self.slower:
-                        self.slower[step] = not pays(engine, counter)
-                    if estimated and self.slower[step]:
+                if reason is None or (before == transform and OTHER_NUMBERS in reason):
+                    if estimated and before is None and not pays(engine, counter):
+                        self.found[place] = self._sequential.name
                         self._settle(step, self._sequential, SLOWER)
                     else:
+                        self.found[place] = transform
                         self._settle(step, engine, f"vmap over the {_WHAT[transform]}")
                     return
                 reasons.append(f"vmap over the {_WHAT[transform]}: {reason}")
+            if any(OTHER_NUMBERS in reason for reason in reasons):
+                self.found[place] = self._sequential.name
         why = "; ".join(dict.fromkeys(reasons))
         if self.name == "vectorized":
             raise ValueError(

@@ -350,8 +350,8 @@ class FederationState:
             "history": self.history.state_dict(),
             "kept_optimizers": self._optimizers_by_name(),
             "best_models": {self.client_names[k]: vars(best) for k, best in self.best.items()},
-            "slower_vectorized": {
-                architecture.name: dict(architecture.engine.slower)
+            "probed_engines": {
+                architecture.name: dict(architecture.engine.found)
                 for architecture in self.architectures
             },
         }

@@ -9,6 +9,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_pfl.core.argument_types import check_types
 from lightning_pfl.graphs.builders import (
     Complete,
     ErdosRenyi,
@@ -46,6 +47,8 @@ def resolve_graph(graph: GraphLike, num_clients: int, seed: int = 0) -> Graph:
             symmetric, finite, non-negative and without loops.
         TypeError: If ``graph`` has another type.
     """
+    check_types(resolve_graph, {"num_clients": num_clients}, least=0)
+    check_types(resolve_graph, {"seed": seed})
     if isinstance(graph, Graph):
         matrix = graph.adjacency()
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_pfl.solvers.clusters import Labels, components, number_labels
+from lightning_pfl.solvers.clusters import Labels, check_labels, components, number_labels
 from lightning_pfl.solvers.pairs import Pairs
 
 
@@ -59,6 +59,7 @@ def adjusted_rand_index(labels: Labels, truth: Labels) -> float:
         truth: The other partition, in the same form.
 
     Raises:
+        TypeError: If an argument isn't a list, a tensor or an array.
         ValueError: If a label is no whole number >= 0, or the lengths differ.
 
     Example:
@@ -70,6 +71,7 @@ def adjusted_rand_index(labels: Labels, truth: Labels) -> float:
     """
     from sklearn.metrics import adjusted_rand_score
 
+    check_labels("truth", truth)
     one, other = (
         number_labels("truth", truth, len(truth)),
         number_labels("labels", labels, len(truth)),

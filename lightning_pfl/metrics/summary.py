@@ -6,6 +6,8 @@ import math
 
 from torch import Tensor
 
+from lightning_pfl.core.argument_types import check_types
+
 #: The statistics of `summarize`; "" is the headline. Key names are put together by the caller.
 STATISTICS = ("", "weighted", "std", "worst_decile", "worst")
 #: How many clients the statistics leave out, as they have no number; missing where it is 0.
@@ -34,6 +36,7 @@ def summarize(values: Tensor, weights: Tensor, higher_is_better: bool = True) ->
         higher_is_better: True for an accuracy, False for a loss.
 
     Raises:
+        TypeError: If values or weights are no tensor.
         ValueError: If the shapes are no equal vectors, a weight is negative, or no client has
             samples.
 
@@ -47,6 +50,7 @@ def summarize(values: Tensor, weights: Tensor, higher_is_better: bool = True) ->
         Li, Sanjabi, Beirami, Smith. Fair resource allocation in federated learning. ICLR 2020.
         arXiv:1905.10497, section 4 and table 1, for the spread and the worst 10 %.
     """
+    check_types(summarize, {"higher_is_better": higher_is_better})
     kept, weight = clients_with_samples(values, weights)
     known = ~kept.isnan()
     if not known.any():
@@ -73,8 +77,14 @@ def clients_with_samples(values: Tensor, weights: Tensor) -> tuple[Tensor, Tenso
         weights: Numbers of samples, ``(clients,)``, at least 0.
 
     Raises:
-        ValueError: See `summarize`.
+        TypeError, ValueError: See `summarize`.
     """
+    for name, value in (("values", values), ("weights", weights)):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"Expected `{name}` to be a tensor with a number for each client, but got "
+                f"{name}={value!r}. Use torch.tensor(...)."
+            )
     values, weights = values.detach().cpu().double(), weights.detach().cpu().double()
     if values.ndim != 1 or values.shape != weights.shape:
         raise ValueError(

@@ -24,12 +24,14 @@ def number_labels(name: str, labels: Labels, num_clients: int) -> Tensor:
         num_clients: Number of clients.
 
     Raises:
+        TypeError: If it isn't a list, a tensor or an array.
         ValueError: If the number of labels is wrong, or one is no integer >= 0.
 
     Example:
         >>> number_labels("groups", [7, 7, 3], 3)
         tensor([1, 1, 0])
     """
+    check_labels(name, labels)
     if len(labels) != num_clients:
         raise ValueError(
             f"Expected `{name}` to have one entry for each of {num_clients} clients, but got "
@@ -43,6 +45,15 @@ def number_labels(name: str, labels: Labels, num_clients: int) -> Tensor:
         )
     found: Tensor = torch.tensor(given, dtype=torch.int64).unique(return_inverse=True)[1]
     return found
+
+
+def check_labels(name: str, labels: object) -> None:
+    """Raise TypeError unless ``labels`` has entries."""
+    if not isinstance(labels, (Tensor, Sequence, np.ndarray)) or not getattr(labels, "ndim", 1):
+        raise TypeError(
+            f"Expected `{name}` to hold a whole number for each client, but got {name}={labels!r}. "
+            "Use a list or a tensor, for example [0, 0, 1, 1]."
+        )
 
 
 def as_integers(name: str, labels: Iterable[int]) -> list[int]:

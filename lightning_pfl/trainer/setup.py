@@ -308,7 +308,7 @@ class StageSetup:
             return
         federation.settings = settings
         # A choice that the checkpoint's run has made is repeated, so that it goes on bit by bit.
-        slower = (saved or {}).get("slower_vectorized", {})
+        found = (saved or {}).get("probed_engines", {})
         for architecture in federation.architectures:
             architecture.optimizer = architecture.schedule = None
             architecture.engine = SelectedEngine(
@@ -316,7 +316,7 @@ class StageSetup:
                 architecture.module,
                 architecture.parameter_split,
                 settings,
-                slower=slower.get(architecture.name),
+                found=found.get(architecture.name),
             )
         if fitting:
             self.use(training)

@@ -18,6 +18,7 @@ from lightning_pfl.methods import FedAvg, FedEM, FedRep
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import QuadraticModule, fit
 from lightning_pfl.testing.conformance import small_clients, small_module
+from lightning_pfl.testing.fitting import Recorder
 from tests.callbacks.setting import Data, classes, network, quadratics
 
 ENGINES = ["vectorized", "sequential"]
@@ -180,9 +181,17 @@ def regression() -> Any:
     return FedAvg(), data, module
 
 
+def manual() -> Any:
+    """The conformance suite's module with steps of its own."""
+    module = small_module()
+    module.automatic_optimization = False
+    return FedAvg(), small_clients(), module
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
+        (manual, "a module with automatic optimization for NearestNeighbours"),
         (
             lambda: (FedEM(2), small_clients(), small_module()),
             "clients that predict by one model, .* but FedEM has several",
@@ -198,6 +207,15 @@ def test_what_cannot_vote_is_refused(make: Any, match: str) -> None:
     method, data, module = make()
     with pytest.raises(Exception, match=match):
         fit(method, data, module, 1, val_data=data, callbacks=[NearestNeighbours()])
+
+
+@pytest.mark.parametrize("make", [manual, lambda: (FedAvg(), quadratics(), QuadraticModule())])
+def test_a_module_that_shows_no_features_is_refused_before_it_trains(make: Any) -> None:
+    method, data, module = make()
+    recorder = Recorder()
+    with pytest.raises(Exception, match="for NearestNeighbours"):
+        fit(method, data, module, callbacks=[NearestNeighbours(), recorder])
+    assert recorder.rounds == []
 
 
 def test_validation_data_must_be_there_and_not_be_test_data() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from lightning_pfl.engine.cost import (
     Share,
     batching_pays,
 )
+from lightning_pfl.engine.safety.compare import OTHER_NUMBERS
+from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import fit
@@ -83,6 +86,40 @@ def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -
     data = image_clients((8, 8), batch_size=4)
     fit(FedRep(head_epochs=5, body_epochs=1), data, network(), 1, "auto")
     assert seen == [Share(10, cached=True), Share(2)]
+
+
+@pytest.mark.parametrize(
+    ("differs", "later", "engine", "choice"),
+    [
+        (["forward"], [], "vectorized", "vectorized (vmap over the gradient)"),
+        (["forward", "grad"], [], "auto", "sequential (as in the checkpoint's run)"),
+        ([], ["forward", "grad"], "auto", "vectorized (vmap over the forward pass)"),
+    ],
+)
+def test_a_resumed_run_keeps_an_engine_that_rounding_has_chosen(
+    differs: list[str],
+    later: list[str],
+    engine: str,
+    choice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Whatever the comparison on the next round's minibatches says."""
+    probe, data, path = SelectedEngine._problem, image_clients((8, 8), batch_size=4), tmp_path / "a"
+
+    def run(rounds: int, wrong: list[str], resume: Path | None = None) -> Any:
+        def problem(self: Any, made: Any, *args: Any) -> str | None:
+            found = probe(self, made, *args)
+            return f"its result {OTHER_NUMBERS}" if made.transform in wrong else found
+
+        monkeypatch.setattr(SelectedEngine, "_problem", problem)
+        made = trainer(FedAvg(), engine=engine, max_epochs=rounds, limit_val_batches=0)
+        made.fit(network(), data, data, ckpt_path=resume)
+        return made
+
+    run(1, differs).save_checkpoint(path)
+    resumed = run(2, later, path)
+    assert resumed.strategy.federation.engine.choices["training_step"] == choice
 
 
 def test_large_networks_train_one_client_after_another_and_a_resumed_run_repeats_it(

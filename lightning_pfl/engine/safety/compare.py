@@ -98,6 +98,9 @@ def hidden_loops_are_errors() -> Iterator[None]:
         yield
 
 
+OTHER_NUMBERS = "differs from the sequential engine's by more than rounding"
+
+
 def difference(expected: Tree, found: Tree, before: Tree, mixed: bool) -> str | None:
     """Describe a difference of two results beyond rounding, or return None.
 
@@ -122,9 +125,9 @@ def difference(expected: Tree, found: Tree, before: Tree, mixed: bool) -> str | 
             continue
         scale = want.nan_to_num().abs().max().clamp_min(least)
         if ((want - got).abs() > tolerance * scale).any() or (want.isnan() != got.isnan()).any():
-            return "its result differs from the sequential engine's by more than rounding"
+            return f"its result {OTHER_NUMBERS}"
     if not mixed and _moves_otherwise(expected, found, before):
-        return "its step differs from the sequential engine's by more than rounding"
+        return f"its step {OTHER_NUMBERS}"
     return None
 
 
