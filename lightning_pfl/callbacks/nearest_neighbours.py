@@ -297,17 +297,13 @@ class NearestNeighbours(FurtherEvaluation):
                 "Expected validation data for share='validation' that aren't test data, but got "
                 "val_split='test'. Use val_fraction=0.1, or a number as `share`."
             )
-        if loop._data_source.is_defined():
-            data: FederatedDataset = loop.load()
-        elif source is not None and (loaded := source.val_dataloader()) is not None:
-            data = loaded
-        else:
+        if not loop._data_source.is_defined():
             raise MisconfigurationException(
                 "Expected validation data for share='validation', but got none. Pass a data module "
                 "with them, or use a number as `share`."
             )
         names = require_federation(trainer, self).client_names
-        return by_client(data, names, "val_dataloaders")
+        return by_client(loop.load(), names, "val_dataloaders")
 
 
 def _padded(leaves: list[Tensor]) -> Tensor:

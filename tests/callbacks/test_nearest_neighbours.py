@@ -19,7 +19,7 @@ from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import QuadraticModule, fit
 from lightning_pfl.testing.conformance import small_clients, small_module
 from lightning_pfl.testing.fitting import Recorder
-from tests.callbacks.setting import Data, classes, network, quadratics
+from tests.callbacks.setting import Data, classes, network, quadratics, trainer
 
 ENGINES = ["vectorized", "sequential"]
 Array = np.ndarray
@@ -119,13 +119,20 @@ def test_a_client_stores_a_random_part_of_its_samples() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_validation_data_choose_the_share_and_test_data_nothing(engine: str) -> None:
+def test_validation_data_choose_the_share_and_test_data_nothing(
+    engine: str, tmp_path: Path
+) -> None:
     train, held = classes()
     test = FederatedTensorDataset(held.fields, [rows.flip(0)[:3] for rows in held.indices])
     callback = NearestNeighbours(3, "validation")
     data = Data(train, held, test)
     run = fit(FedRep(), data, network(), 2, engine, callbacks=[callback])
     (found,) = run.trainer.test(run.module, data, verbose=False)
+    # So do they in a Trainer that hasn't seen them in a fit.
+    another = trainer(FedRep(), NearestNeighbours(3, "validation"), engine=engine, seed=0)
+    path = run.save(tmp_path / "last.ckpt")
+    (again,) = another.test(network(), data, ckpt_path=path, verbose=False)
+    assert again["knn/test_loss"] == pytest.approx(found["knn/test_loss"], rel=1e-6)
     losses = []
     for client in range(5):
         grid = [mixture(run, train, held, s / 10)[client].mean() for s in range(11)]

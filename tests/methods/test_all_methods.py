@@ -65,6 +65,7 @@ VARIANTS: dict[str, Callable[[], Method]] = {
     "HeteroFL, rolling": lambda: methods.HeteroFL({"thin": thin()}, rule="rolling"),
     "HeteroFL, random": lambda: methods.HeteroFL({"thin": thin()}, rule="random"),
     "FedEM, trajectory": lambda: methods.FedEM(2, weight_step=0.5, local_steps=3),
+    "FedEM, normal distributions": lambda: methods.FedEM(2, input_size=25),
     "FedPop, learned variances": lambda: methods.FedPop(
         DiagonalGaussianPrior(parameters="head"), 0.02, chain_steps=4, burn_in=2
     ),

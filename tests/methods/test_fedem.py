@@ -21,12 +21,22 @@ from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import cohorts, plain_module
 from tests.methods.quadratics import closed_form
 from tests.methods.references import softmax
-from tests.methods.references.fedem import fedem_client
+from tests.methods.references.fedem import (
+    fedem_client,
+    normal_estimates,
+    normal_responsibilities,
+)
 from tests.methods.references.softmax import softmax_module
 
 CASE = Case(
     method=lambda: FedEM(2),
-    bytes={"defaults": Bytes(FedEM, 3 * 4 * D, 3 * 4 * D)},
+    bytes={
+        "defaults": Bytes(FedEM, 3 * 4 * D, 3 * 4 * D),
+        # Means and variances of 25 pixels; sums of as many, and of responsibilities.
+        "normal distributions": Bytes(
+            lambda: FedEM(2, input_size=25), 2 * 4 * (D + 50), 2 * 4 * (D + 50 + 1)
+        ),
+    },
     twin=None,  # Its models are entries of a mixture, which FedAvg's are not: tested below.
     published={"components": 3, "local_epochs": 1, "weighting": "samples"},
 )
@@ -226,6 +236,70 @@ class TestNetworks:
         torch.testing.assert_close(weights.sum(1), torch.ones(5).double())
 
 
+class TestNormalDistributions:
+    """pFedEM's components, in a form of ours."""
+
+    def test_a_classifier_trains_as_the_reference(self, engine: str) -> None:
+        data = small_clients(shuffle=True)
+        method = FedEM(2, weight_step=0.7, input_size=25)
+        run = fit(method, data, softmax_module(), 3, engine, participation=3)
+        first = run.recorder.servers[0]
+        models = [softmax.as_numpy(model) for model in first["models"].values()]
+        mean, variance, pi = first["mean"].numpy(), np.ones((2, 25)), np.full((5, 2), 0.5)
+        for number, cohort in enumerate(cohorts(3, 3)):
+            sent, shares, inputs = [], [], []
+            for k in cohort.tolist():
+                x = data.fields[0][data.indices[k]].flatten(1).numpy()
+                trained = list(models)
+                for some, labels in softmax.minibatches(data, k, number, epochs=1, first_epoch=1):
+                    q = normal_responsibilities(pi[k], some, mean, variance)
+                    trained = [
+                        softmax.moved(w, softmax.gradient(w, some, labels, q[:, j]), -0.05)
+                        for j, w in enumerate(trained)
+                    ]
+                shares.append(normal_responsibilities(pi[k], x, mean, variance))
+                inputs.append(x)
+                sent.append(trained)
+                pi[k] = 0.3 * pi[k] + 0.7 * shares[-1].mean(0)
+            models = [
+                softmax.mean([each[j] for each in sent], [q[:, j].sum() for q in shares])
+                for j in range(2)
+            ]
+            mean, variance = normal_estimates(np.concatenate(inputs), np.concatenate(shares))
+            found = run.recorder.servers[number + 1]
+            np.testing.assert_allclose(found["mean"], mean, rtol=1e-8, atol=1e-12)
+            np.testing.assert_allclose(found["variance"], variance, rtol=1e-8, atol=1e-6)
+            for j, model in enumerate(models):
+                for name, leaf in model.items():
+                    np.testing.assert_allclose(found["models"][str(j)][name], leaf, rtol=1e-8)
+        np.testing.assert_allclose(run.client_state["weights"], pi, rtol=1e-8)
+
+    def test_clients_with_equal_data_are_one_with_all(self, engine: str) -> None:
+        """Ten steps of EM of a mixture on the pooled samples: sums add up, weights stay common."""
+        values = [[-1.5, -1.0, 0.0, 2.0, 2.5, 1.0]] * 3
+        method = FedEM(2, start(1.0, 3.0), input_size=1)
+        run = fit(method, points(values), point(0.0), 10, engine)
+        x, pi = np.array(values).reshape(-1, 1), np.full(2, 0.5)
+        mean, variance = run.recorder.servers[0]["mean"].numpy(), np.ones((2, 1))
+        for _ in range(10):
+            q = normal_responsibilities(pi, x, mean, variance)
+            pi, (mean, variance) = q.mean(0), normal_estimates(x, q)
+        np.testing.assert_allclose(run.server["mean"], mean, rtol=1e-8)
+        np.testing.assert_allclose(run.server["variance"], variance, rtol=1e-8)
+        np.testing.assert_allclose(run.client_state["weights"], [pi] * 3, rtol=1e-8)
+        assert abs(mean[0] - mean[1]) > 1
+
+    def test_one_component_is_fedavg_bit_for_bit(self, engine: str) -> None:
+        run = fit(FedEM(1, input_size=25), small_clients(), small_module(), 2, engine)
+        expected = fit(FedAvg(), small_clients(), small_module(), 2, engine)
+        assert_trees_equal(run.server["models"]["0"], expected.server["model"])
+
+    def test_inputs_of_another_size_are_refused(self) -> None:
+        match = r"`input_size` numbers, but got input_size=7 and inputs of 25. Use input_size=25"
+        with pytest.raises(Exception, match=match):
+            fit(FedEM(2, input_size=7), small_clients(), plain_module(), 1, "sequential")
+
+
 def test_the_mixture_of_probabilities_is_known() -> None:
     """Logits (2, 0, 0) and (0, 3, 0), weights 0.55 and 0.45: the mean of the logits would put the
     classes into another order."""
@@ -263,6 +337,8 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused() -> None:
         ({"initial": start(1.0)}, "to have 3 models, one for each component, but got 1"),
         ({"weight_step": 0.0}, r"`weight_step` to be in \(0, 1\], but got weight_step=0.0"),
         ({"weight_step": 1.5}, r"`weight_step` to be in \(0, 1\], but got weight_step=1.5"),
+        ({"input_size": 0}, "`input_size` to be a whole number >= 1, but got input_size=0"),
+        ({"input_size": 2, "weighting": "uniform"}, "weighting"),
         ({"prediction": "logits"}, "'probabilities' or 'outputs', but got prediction='logits'"),
     ],
 )

@@ -46,3 +46,21 @@ def fedem_client(
             step(model, gradient(model, batch, of_batch[:, j])) for j, model in enumerate(trained)
         ]
     return trained, (1 - weight_step) * pi + weight_step * q.mean(0)
+
+
+def normal_responsibilities(pi: Array, x: Array, mean: Array, variance: Array) -> Array:
+    """q by the densities of normal distributions, ``(samples, components)``."""
+    joint = []
+    for p, m, v in zip(pi, mean, variance, strict=True):
+        joint.append(p * np.prod(np.exp(-((x - m) ** 2) / 2 / v) / np.sqrt(v), 1))
+    found: Array = np.stack(joint, 1) / np.sum(joint, 0)[:, None]
+    return found
+
+
+def normal_estimates(x: Array, q: Array) -> tuple[Array, Array]:
+    """The maximum of the likelihood: means and variances, ``(components, dim)``, two passes."""
+    mean = np.stack([(q[:, j : j + 1] * x).sum(0) / q[:, j].sum() for j in range(q.shape[1])])
+    variance = np.stack(
+        [(q[:, j : j + 1] * (x - mean[j]) ** 2).sum(0) / q[:, j].sum() for j in range(q.shape[1])]
+    )
+    return mean, variance
