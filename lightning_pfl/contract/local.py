@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lightning_pfl.core.parameters import ParameterSpec
 from lightning_pfl.core.tree import Model, Tree
 
 Split = Literal["training", "validation", "public"]
+StepFunction = TypeVar("StepFunction", bound=Callable[..., Any])
 PerClient = int | Mapping[str, int]
 """A number of all clients, or of each by its name."""
 
@@ -82,6 +83,31 @@ def without_data(phases: Iterable[Phase], steps: Tensor) -> Tensor:
     """
     budget = any(phase.epochs or phase.steps for phase in phases if phase.data != "public")
     return steps == 0 if budget else torch.zeros_like(steps, dtype=torch.bool)
+
+
+def recordable(*settings: str) -> Callable[[StepFunction], StepFunction]:
+    """Let an engine record the operators of a ``client_step`` and replay them.
+
+    Such a step computes its result from its arguments and some settings of the method, by operators
+    of torch: it doesn't decide by numbers in tensors, writes to no attribute, and draws nothing but
+    by ``client.noise``, with which it isn't recorded. Engines compare replays with the step in
+    every round.
+
+    Args:
+        settings: The attributes of the method that it reads, besides ``parameter_split``.
+
+    Example:
+        >>> @recordable("prox_weight")
+        ... def client_step(self, state, minibatches, client): ...
+        >>> client_step.recorded_settings
+        ('prox_weight',)
+    """
+
+    def mark(step: StepFunction) -> StepFunction:
+        step.recorded_settings = settings  # type: ignore[attr-defined]
+        return step
+
+    return mark
 
 
 class LocalStep(Protocol):

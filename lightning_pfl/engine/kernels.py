@@ -141,12 +141,21 @@ class _ClientLinear(torch.autograd.Function):
         x_dim, w_dim, b_dim = in_dims
         x = x.movedim(x_dim, 0) if x_dim is not None else x.expand(clients, *x.shape)
         if w_dim is None and b_dim is None:
-            return F.linear(x, w, b), 0
+            return _shared_linear(x, w, b), 0
         w = w.movedim(w_dim, 0) if w_dim is not None else w.expand(clients, *w.shape)
         if b is not None:
             b = b.movedim(b_dim, 0) if b_dim is not None else b.expand(clients, *b.shape)
         out = BatchedLinear.apply(x.flatten(1, -2), w, b)
         return out.view(*x.shape[:-1], out.shape[-1]), 0
+
+
+def _shared_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """Run a layer on the samples of all clients, ``(clients, ..., in)``."""
+    flat = x.flatten(0, -2)
+    # oneDNN's operator has no gradient.
+    if torch.is_grad_enabled() or not has_onednn() or not _is_large(flat, w.t()):
+        return F.linear(x, w, b)
+    return onednn_product(flat, w.t(), b).view(*x.shape[:-1], len(w))
 
 
 class BatchedLinear(torch.autograd.Function):

@@ -37,3 +37,8 @@ def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """
     out: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
     return out
+
+
+def inner_call(operator: Any) -> Any:
+    """Return the function that an operator calls, without a layer of Python."""
+    return operator._op

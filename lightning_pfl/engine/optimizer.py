@@ -19,7 +19,8 @@ from lightning_pfl.contract.local import Phase
 from lightning_pfl.contract.records import OptimizerState, SlotStates, one_rate
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, is_expanded, per_client, sqnorm, tmap
-from lightning_pfl.engine.trace import LIMIT, Recording, record
+from lightning_pfl.engine.recording import Recording, record
+from lightning_pfl.engine.trace import LIMIT, of_object
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -84,6 +85,15 @@ def scheduled(phases: tuple[Phase, ...], template: Optimizer) -> tuple[Phase, ..
 def _factor(group: Mapping[str, Any]) -> float:
     initial = float(group.get("initial_lr", group["lr"]))
     return float(group["lr"]) / initial if initial else 1.0
+
+
+def options_of(optimizer: Optimizer) -> tuple[Any, ...]:
+    """Return all that steps of an optimizer depend on, besides parameters and states."""
+    found: list[Any] = [type(optimizer)]
+    for group in optimizer.param_groups:
+        options = ((key, of_object(value)) for key, value in group.items() if key != "params")
+        found.append((*options, *map(id, group["params"])))
+    return tuple(found)
 
 
 class ClientOptimizer:
@@ -199,6 +209,25 @@ class ClientOptimizer:
             }
             for row in range(self.clients)
         ]
+
+    def place(self, states: SlotStates) -> None:
+        """Take these states for the clients' own, without a copy."""
+        self._state = defaultdict(dict)
+        for slot, names in states.items():
+            self._state[slot] = {name: dict(entries) for name, entries in names.items()}
+        self._bound = ()
+
+    def placed(self) -> SlotStates:
+        """Return the clients' own states.
+
+        Raises:
+            TypeError: If one holds a number, which an operator wouldn't change.
+        """
+        for names in self._state.values():
+            for entries in names.values():
+                if not all(isinstance(v, (Tensor, type(None))) for v in entries.values()):
+                    raise TypeError("the optimizer's state holds a number")
+        return {slot: dict(names) for slot, names in self._state.items()}
 
     def at(self, step: int) -> None:
         """Take the schedule's options of a step."""

@@ -6,7 +6,7 @@ or batching over clients. The vectorized engine must return the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -44,15 +44,22 @@ from lightning_pfl.engine.bound import BoundModule
 from lightning_pfl.engine.kernels import LargeProducts
 from lightning_pfl.engine.logs import LOSS, ClientLogs, one_number
 from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minibatches
-from lightning_pfl.engine.optimizer import ClientOptimizer, Recordings, clip
+from lightning_pfl.engine.optimizer import (
+    ClientOptimizer,
+    Recordings,
+    clip,
+    options_of,
+    why_not_elementwise,
+)
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import attributes, restore, snapshot
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase_steps, split_draws
 from lightning_pfl.engine.terms import Term, split_terms
-from lightning_pfl.engine.trace import Given, Traces, fingerprint
+from lightning_pfl.engine.trace import Given, Same, Traces, fingerprint, of_object
 from lightning_pfl.engine.travel import Travel
-from lightning_pfl.methods.base import Phase
+from lightning_pfl.engine.whole_steps import WholeSteps
+from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.models.base import PersonalizedModule
 
 MEASURED = "measured loss"
@@ -96,9 +103,11 @@ class SequentialEngine:
         self.loop = loop
         self.fast = record and is_unmodified(module)
         self.traces = Traces(enabled=self.fast)
+        self.whole = WholeSteps()
         self.optimizer_steps: Recordings | None = {} if record else None
         self._program: ClientProgram | None = None
         self._fingerprints: dict[int, tuple[Any, ...]] = {}
+        self._contexts: dict[int, int | None] = {}
         self._evaluators: dict[str, ClientProgram] = {}
         self.quiet: dict[str, bool] = {}
         self.deterministic: bool | None = None
@@ -118,31 +127,37 @@ class SequentialEngine:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`.
 
         To intercept random functions costs as much as a small step, so clients train without it
-        where no step has drawn so far. A client whose steps draw after all is trained once more,
-        with keyed random functions.
+        where no step has drawn so far. Where steps draw after all, these clients are trained once
+        more, with keyed random functions.
         """
         self.traces.begin()
+        self.whole.begin_round()
         self._fingerprints.clear()
+        self._contexts.clear()
         results: list[LocalResult] = []
-        for row in range(len(work.info)):
+
+        def train(row: int, keyed: bool) -> SequentialLocalStep:
             one = work.rows(slice(row, row + 1))
-            if self.deterministic and self.loop is None:
-                # Replayed steps don't write to attributes.
-                before = {} if self.traces.enabled else snapshot(self.module)
-                key = derive(self.settings.seed, "guard", work.info.round)
-                with watch_global_rng(key) as found:
-                    result = self._client(one, SequentialLocalStep(self, one, keyed=False))
-                if found.moved or found.moved_torch:
-                    if before:
-                        restore(self.module, before)
-                    self.deterministic = False
-            if not self.deterministic or self.loop is not None:
-                local_step = SequentialLocalStep(self, one, keyed=True)
-                result = self._client(one, local_step)
-                self._note_draws(local_step)
-            results.append(result)
+            local_step = SequentialLocalStep(self, one, keyed)
+            results.append(self._client(one, local_step))
             if on_clients is not None:
-                on_clients([row], result.loss)
+                on_clients([row], results[-1].loss)
+            return local_step
+
+        while (first := len(results)) < len(work.info):
+            if not self.deterministic or self.loop is not None:
+                self._note_draws(train(first, keyed=True))
+                continue
+            # Replayed steps don't write to attributes.
+            before = {} if self.traces.enabled else snapshot(self.module)
+            with watch_global_rng(derive(self.settings.seed, "guard", work.info.round)) as found:
+                for row in range(first, len(work.info)):
+                    train(row, keyed=False)
+            if found.moved or found.moved_torch:
+                if before:
+                    restore(self.module, before)
+                self.deterministic, on_clients = False, None  # they have heard of these
+                del results[first:]
         names = dict.fromkeys(name for result in results for name in result.logs)
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         return LocalResult(
@@ -167,6 +182,41 @@ class SequentialEngine:
         """Whether steps of this work may be recorded."""
         hooked = self.settings.batch_hooks is not None
         return self.traces.enabled and not hooked and getattr(work.data, "augment", None) is None
+
+    def whole_steps(
+        self, work: LocalWork, number: int, active: ActivePhase, local_step: SequentialLocalStep
+    ) -> int | None:
+        """Return what whole recorded steps depend on, as a number; None where there are none.
+
+        Args:
+            work: The client's work.
+            number: The number of the phase.
+            active: The phase.
+            local_step: The client's step interface.
+        """
+        if local_step.keyed:
+            return None
+        if number not in self._contexts:
+            self._contexts[number] = self._find_context(work, number, active, local_step.program)
+        return self._contexts[number]
+
+    def _find_context(
+        self, work: LocalWork, number: int, active: ActivePhase, program: ClientProgram
+    ) -> int | None:
+        names = getattr(type(work.method).client_step, "recorded_settings", None)
+        known = names is not None and why_not_elementwise(work.optimizer) is None
+        plain = work.schedule is None and not work.method.measures_travel
+        if not (known and plain and self.records(work)):
+            return None
+        return self.whole.context(
+            (
+                type(work.method),
+                *((name, of_object(getattr(work.method, name))) for name in names or ()),
+                (active.trainable, active.phase.name, active.phase.lr, active.phase.data),
+                (Same(program), self.settings_in(number)),
+                options_of(work.optimizer),
+            )
+        )
 
     def settings_in(self, phase: int) -> tuple[Any, ...]:
         """Return the module's settings in a phase of this round; its modes differ."""
@@ -208,20 +258,24 @@ class SequentialEngine:
                 self._leaving_no_trace(phase),
             ):
                 local_step.program.throwaway = active.throwaway()
-                local_step.begin(active, number, work.options(phase, len(minibatches.bounds)))
+                whole = self.whole_steps(work, number, active, local_step)
+                schedule = work.options(phase, len(minibatches.bounds))
+                local_step.begin(active, number, schedule, whole is None)
                 before = None if kept is None else kept.get(phase.name, {})
+                steps = () if active.idle else minibatches
                 with (
                     local_step.keeping(before) as after,
                     local_step.in_loop(minibatches.per_epoch, after),
+                    naming_clients("client_step", data.names, [client], info.round),
                 ):
-                    for step in () if active.idle else minibatches:
-                        batch = split_draws(step, phase.batches_per_step)
-                        local_step.new_step()
-                        with naming_clients("client_step", data.names, [client], info.round):
-                            new = method.client_step(state, batch, local_step)
-                            require_same_entries(method, state, new)
-                        local_step.end_step()
-                        state = new
+                    if whole is None:
+                        for step in steps:
+                            batch = split_draws(step, phase.batches_per_step)
+                            local_step.new_step()
+                            state = take_step(method, state, batch, local_step)
+                            local_step.end_step()
+                    else:
+                        state = local_step.take_whole_steps(whole, method, state, steps)
                 if kept is not None and after:
                     kept[phase.name] = after
             if phase.data == "training":
@@ -367,6 +421,13 @@ class SequentialEngine:
         return Evaluation(logs.compute(), counts, options, predictions), moved
 
 
+def take_step(method: Method, state: Tree, batch: Any, local_step: SequentialLocalStep) -> Tree:
+    """Take a step of a method, and check what it returns."""
+    new = method.client_step(state, batch, local_step)
+    require_same_entries(method, state, new)
+    return new
+
+
 class SequentialLocalStep:
     """The step interface of one client (:class:`~lightning_pfl.contract.local.LocalStep`)."""
 
@@ -375,7 +436,7 @@ class SequentialLocalStep:
         self.drew: bool | None = None
         settings, client, round = engine.settings, int(work.info.index), work.info.round
         self.program = engine.program(getattr(work.data, "augment", None))
-        self.logs = ClientLogs(1, settings.device)
+        self.logs: ClientLogs | ListedLogs = ClientLogs(1, settings.device)
         self.metrics: dict[str, Metric] = {}
         self.key = random_keys(settings.seed, work.stream, round, [client])[0]
         self.travel = Travel(1, settings.device) if work.method.measures_travel else None
@@ -387,8 +448,16 @@ class SequentialLocalStep:
         active: ActivePhase,
         number: int,
         schedule: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+        alone: bool = True,
     ) -> None:
-        """Start a phase with a fresh optimizer."""
+        """Start a phase with a fresh optimizer.
+
+        Args:
+            active: The phase.
+            number: Its number.
+            schedule: The optimizer's options at each step; None if they stay.
+            alone: Whether gradients may be recorded alone, and not with the rest of a step.
+        """
         self.active, self.number, self.phase = active, number, active.phase.name
         self.step = -1
         self._known: dict[tuple[Any, ...], tuple[list[Tensor], Given]] = {}
@@ -406,7 +475,42 @@ class SequentialLocalStep:
         if (traces := self.engine.traces).enabled:
             recordable = self.program.augment is None and self.program.hooks is None
             settings = self.engine.settings_in(number)
-            traces.enter((active.trainable, self.program, settings) if recordable else None)
+            context = (active.trainable, self.program, settings)
+            traces.enter(context if recordable and alone else None)
+
+    def take_whole_steps(
+        self, context: int, method: Method, state: Tree, steps: Iterable[list[tuple[int, Any]]]
+    ) -> Tree:
+        """Take the steps of a phase, recorded with the method's arithmetic and the optimizer's.
+
+        Args:
+            context: As of :meth:`SequentialEngine.whole_steps`.
+            method: The method.
+            state: The state before.
+            steps: Each step's minibatches.
+        """
+        whole, draws = self.engine.whole, self.active.phase.batches_per_step
+        whole.load(context, {"state": state, "optimizer": self.optimizer.placed()})
+
+        def take(step: list[tuple[int, Any]], tree: Tree) -> tuple[Tree, Any]:
+            self.optimizer.place(tree["optimizer"])
+            self._logged = self.active.phase.data == "public"
+            logs, self.logs = self.logs, ListedLogs()
+            try:
+                new = take_step(method, tree["state"], split_draws(step, draws), self)
+                return {"state": new, "optimizer": self.optimizer.placed()}, self.logs.listed
+            finally:
+                self.logs = logs
+
+        for step in steps:
+            self.new_step()
+            logged = whole.step(partial(take, step), [minibatch for _, minibatch in step])
+            for values, size in logged:
+                self.logs.add(values, size, None, self.program.log.reductions)
+        tree = whole.unload()
+        self.optimizer.place(tree["optimizer"])
+        new: Tree = tree["state"]
+        return new
 
     @contextmanager
     def keeping(self, before: SlotStates | None) -> Iterator[SlotStates | None]:
@@ -632,7 +736,7 @@ class SequentialLocalStep:
         return grads, *_sorted_out(loss, logged)
 
     def _backward(self, loss: Tensor, leaves: Model) -> Model:
-        if self.engine.traces.recording:
+        if self.engine.traces.recording or self.engine.whole.recording:
             # `backward` would record a copy of each gradient, but reentrant checkpoints need it.
             found: Sequence[Tensor | None] = torch.autograd.grad(
                 loss, list(leaves.values()), allow_unused=True
@@ -735,6 +839,8 @@ class SequentialLocalStep:
 
     def noise(self, like: Tree, key: str = "noise") -> Tree:
         """Normal numbers of the client's step, ``(1, ...)``."""
+        if self.engine.whole.recording:
+            raise TypeError("it draws noise")
         return noise(self._key(self.step).to(self.engine.settings.device).view(1), like, key)
 
     def samples(self, batch: list[tuple[int, Any]]) -> tuple[Any, Tensor]:
@@ -751,10 +857,26 @@ class SequentialLocalStep:
 
     def finish(self) -> dict[str, Tensor]:
         """Return the client's logged values, ``(1,)`` each."""
+        assert isinstance(self.logs, ClientLogs)
         return {**self.logs.compute(), **_computed(self.metrics)}
 
 
 # --- logged values ---
+
+
+class ListedLogs:
+    """Takes the place of ``ClientLogs`` in a step that may be recorded.
+
+    Attributes:
+        listed: The values and the number of samples of each minibatch.
+    """
+
+    def __init__(self) -> None:
+        self.listed: list[tuple[dict[str, Tensor], Tensor | int]] = []
+
+    def add(self, values: dict[str, Tensor], sizes: Tensor | int, *others: Any) -> None:
+        """Add one minibatch's values."""
+        self.listed.append((values, sizes))
 
 
 def _sorted_out(

@@ -83,7 +83,7 @@ from torch.optim import Optimizer
 from lightning_pfl.contract.about import About
 from lightning_pfl.contract.callback import FederatedCallback, FederationView
 from lightning_pfl.contract.known import Known
-from lightning_pfl.contract.local import LocalStep, PerClient, Phase
+from lightning_pfl.contract.local import LocalStep, PerClient, Phase, recordable
 from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
 from lightning_pfl.core.checks import check_budget, check_choice
 from lightning_pfl.core.draws import noise, random_keys
@@ -113,6 +113,7 @@ __all__ = [
     "Weighting",
     "check_budget",
     "check_weighting",
+    "recordable",
     "say_split",
 ]
 Weighting = Literal["samples", "uniform"]
@@ -376,6 +377,7 @@ class Method(FederatedCallback):
         """
         return {"model": {**received["model"], **client_state.get("model", {})}}
 
+    @recordable()
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Take one local step on a minibatch; default: the user's optimizer on the loss.
 

@@ -16,6 +16,7 @@ from lightning_pfl.methods.base import (
     PerClient,
     Phase,
     Weighting,
+    recordable,
 )
 from lightning_pfl.solvers.proximal import pull
 
@@ -115,6 +116,7 @@ class Ditto(Method):
             "anchor": received["model"],
         }
 
+    @recordable("prox_weight", "interleaved")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Step the global model, the personal model, or both."""
         if client.phase != "personal":

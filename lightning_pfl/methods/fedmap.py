@@ -32,6 +32,7 @@ from lightning_pfl.methods.base import (
     Method,
     PerClient,
     Phase,
+    recordable,
 )
 from lightning_pfl.methods.support.prior_tree import packed, unpacked
 from lightning_pfl.methods.support.stability import Pull, WatchedPull
@@ -241,6 +242,7 @@ class FedMAP(WatchedPull, Method):
             "count": torch.zeros_like(samples),
         }
 
+    @recordable("prior", "under", "data_term")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Step on loss and prior, or measure a part of the loss."""
         model = state["model"]

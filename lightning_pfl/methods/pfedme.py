@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_integer, check_number
 from lightning_pfl.core.tree import Model, Tree, select, tmap, weighted_mean
-from lightning_pfl.methods.base import BESIDE_SHARED, About, LocalStep, Method, PerClient, Weighting
+from lightning_pfl.methods.base import (
+    BESIDE_SHARED,
+    About,
+    LocalStep,
+    Method,
+    PerClient,
+    Weighting,
+    recordable,
+)
 from lightning_pfl.solvers.proximal import pull, towards
 
 
@@ -97,6 +105,7 @@ class PFedMe(Method):
         """Start both models at the received one."""
         return {"model": dict(received["model"]), "personal": dict(received["model"])}
 
+    @recordable("moreau_weight", "inner_steps", "inner_lr")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Approach the minimiser, then step on the envelope's gradient."""
         model, personal = state["model"], state["personal"]

@@ -20,7 +20,7 @@ from lightning_pfl.core.tree import (
     weighted_mean,
     weighted_sum,
 )
-from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase
+from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Phase, recordable
 from lightning_pfl.methods.support.mean_gradient import collect, mean_gradient, no_gradients
 from lightning_pfl.solvers.proximal import towards
 
@@ -130,6 +130,7 @@ class SCAFFOLD(Method):
             **no_gradients(control, info),
         }
 
+    @recordable("option")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Take a corrected step, or compute the gradient at the received model."""
         if client.phase == "control":

@@ -1,0 +1,273 @@
+"""A call of a function as the list of the operators of torch that ran in it, below autograd.
+
+A replay runs the same operators, with the same bits, without the rest of Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.engine.operators import OperatorMode
+
+Function = Callable[..., Any]
+
+
+def flatten(tree: Any, leaves: list[Tensor]) -> Any:
+    """Append the tensors of a tree of dicts, lists and tuples to a list; return its structure.
+
+    Raises:
+        TypeError: If it contains something else.
+    """
+    if isinstance(tree, Tensor):
+        leaves.append(tree)
+        return None
+    if isinstance(tree, dict):
+        return tuple((key, flatten(value, leaves)) for key, value in tree.items())
+    if isinstance(tree, (list, tuple)):
+        return tuple(flatten(value, leaves) for value in tree)
+    if not isinstance(tree, (bool, int, float, str, type(None))):
+        raise TypeError(f"a {type(tree).__name__} may hold tensors")
+    return tree
+
+
+def rebuild(tree: Any, leaves: Iterator[Tensor]) -> Any:
+    """Replace the tensors of a tree, in the order of :func:`flatten`."""
+    if isinstance(tree, Tensor):
+        return next(leaves)
+    if isinstance(tree, dict):
+        return {key: rebuild(value, leaves) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(rebuild(value, leaves) for value in tree)
+    return tree
+
+
+class Recording:
+    """The operators of one call, on other tensors of the same shapes.
+
+    Args:
+        source: A function ``replay`` of the arguments' tensors in Python, which returns those of
+            the result.
+        space: The operators and constants in it.
+        result: A tree like the result.
+    """
+
+    def __init__(self, source: str, space: dict[str, Any], result: Any) -> None:
+        self.source, self._result = source, result
+        self._differentiates = torch.is_grad_enabled()
+        self.replay: Callable[..., tuple[Tensor, ...]] = compiled(source, space)
+
+    def __call__(self, leaves: list[Tensor]) -> Any:
+        """Run the operators on other tensors of the same shapes."""
+        # As when they were recorded: some operators keep more for a backward pass.
+        with torch.set_grad_enabled(self._differentiates):
+            return rebuild(self._result, iter(self.replay(*leaves)))
+
+
+def compiled(source: str, space: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the function ``replay`` of a source that a recording has written."""
+    exec(compile(source, "<recording>", "exec"), space)
+    made: Callable[..., tuple[Tensor, ...]] = space["replay"]
+    return made
+
+
+def record(function: Function, args: Any, leaves: list[Tensor]) -> tuple[Any, Recording]:
+    """Run a function and record its operators.
+
+    Args:
+        function: Returns a tree of tensors.
+        args: Trees of tensors.
+        leaves: Their tensors, in order.
+
+    Returns:
+        The function's result, and the recording.
+
+    Raises:
+        TypeError: If an operator makes a number of a tensor, on which the rest may depend.
+    """
+    recorder = Recorder(leaves)
+    with recorder:
+        result = function(*args)
+    results: list[Tensor] = []
+    flatten(result, results)
+    return result, Recording(*recorder.program(results), rebuild(result, repeat(torch.empty(0))))
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator's call.
+
+    Attributes:
+        operator: The operator.
+        text: Its arguments, as Python's source.
+        reads: Names of the tensors among them.
+        makes: Names of its results; ``"_"`` for none, or for what it has changed in place.
+        several: Whether it returns a tuple or a list.
+        writes: Names of the tensors that it changes.
+    """
+
+    operator: Any
+    text: str
+    reads: frozenset[str]
+    makes: tuple[str, ...]
+    several: bool
+    writes: frozenset[str]
+
+
+class Recorder(OperatorMode):
+    """Notes every operator that runs inside of it.
+
+    Make_fx of torch does the same and more, and takes a hundred times as long.
+
+    Args:
+        leaves: The tensors that a replay gets as arguments ``a0``, ``a1``, ...
+
+    Attributes:
+        arguments: Their names.
+        constants: By name (``c0``, ...) what else operators have read.
+        tensors: All tensors by name; results are ``v0``, ...
+        roots: By name the first name of the memory that a tensor is in.
+    """
+
+    def __init__(self, leaves: list[Tensor]) -> None:
+        super().__init__()
+        self.constants: dict[str, Any] = {}
+        self.calls: list[Call] = []
+        self.arguments = [f"a{number}" for number in range(len(leaves))]
+        # Names are by id, which mustn't be taken by another tensor: all stay alive.
+        self.tensors: dict[str, Tensor] = {}
+        self.roots: dict[str, str] = {}
+        self._names: dict[int, str] = {}
+        self._memory: dict[int, str] = {}
+        self._same: list[Tensor] = []
+        for name, leaf in zip(self.arguments, leaves, strict=True):
+            self._keep(leaf, name)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == "profiler":
+            return result
+        if func in _VIEWS and _is_same(result, args[0]):
+            self._also(result, self.name(args[0]))
+            return result
+        reads: set[str] = set()
+        text = ", ".join(
+            [
+                *(self._text(value, reads) for value in args),
+                *(f"{name}={self._text(value, reads)}" for name, value in kwargs.items()),
+            ]
+        )
+        several = isinstance(result, (tuple, list))
+        makes = tuple(map(self._new, result if several else [result]))
+        writes = self._changed(func, args, kwargs) if func._schema.is_mutable else set[str]()
+        self.calls.append(Call(func, text, frozenset(reads), makes, several, frozenset(writes)))
+        return result
+
+    def _changed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> set[str]:
+        """Return the names of the tensors that an operator has changed."""
+        changed: set[str] = set()
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[number] if number < len(args) else kwargs.get(argument.name)
+                self._text(given, changed)
+        return changed
+
+    def _new(self, result: Any) -> str:
+        """Name a result; what an operator has changed in place has a name."""
+        if result is None or id(result) in self._names:
+            return "_"
+        if not isinstance(result, Tensor):
+            raise TypeError(f"it reads a {type(result).__name__} out of a tensor")
+        return self._keep(result, f"v{len(self.tensors)}")
+
+    def _keep(self, value: Tensor, name: str) -> str:
+        self.tensors[name] = value
+        self._names[id(value)] = name
+        memory = value.untyped_storage().data_ptr()
+        self.roots[name] = self._memory.setdefault(memory, name) if memory else name
+        return name
+
+    def _also(self, value: Tensor, name: str) -> None:
+        """Let a tensor that is another one's alias have its name."""
+        self._names[id(value)] = name
+        self._same.append(value)
+
+    def name(self, value: Tensor) -> str:
+        """Return a tensor's name; an unknown one is a constant."""
+        return self._names[id(value)] if id(value) in self._names else self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value.detach() if isinstance(value, Tensor) else value
+        return self._keep(value, name) if isinstance(value, Tensor) else name
+
+    def _text(self, value: Any, reads: set[str]) -> str:
+        """Write an argument as Python's source."""
+        if isinstance(value, Tensor):
+            name = self.name(value)
+            reads.add(name)
+            return name
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(self._text(one, reads) for one in value)}]"
+        return repr(value) if value is None or type(value) in (bool, int) else self._constant(value)
+
+    def written(self) -> set[str]:
+        """Return the first names of the memory that operators have changed."""
+        return {self.roots[name] for call in self.calls for name in call.writes}
+
+    def program(self, results: list[Tensor]) -> tuple[str, dict[str, Any]]:
+        """Write what is needed for some tensors and what writes to any, with its constants."""
+        names = [self.name(result) for result in results]
+        lines: list[str] = []
+        operators: dict[str, Any] = {}
+        # Backwards: what reads a tensor last is met first, and sets it free.
+        wanted = set(names)
+        for number, call in reversed(list(enumerate(needed(self.calls, names)))):
+            free = sorted(name for name in call.reads - wanted if name.startswith("v"))
+            wanted |= call.reads
+            made = [name if name in wanted else "_" for name in call.makes]
+            target = "".join(f"{name}, " for name in made) if call.several else made[0]
+            operators[f"f{number}"] = call.operator
+            line = f"{target or '_'} = f{number}({call.text})"
+            lines.append(f"{line}; del {', '.join(free)}" if free else line)
+        return written(self.arguments, lines[::-1], names), {**operators, **self.constants}
+
+
+def needed(calls: Iterable[Call], names: Iterable[str]) -> list[Call]:
+    """Return the calls that some tensors need, and those that change any."""
+    wanted, found = set(names), []
+    for call in reversed(list(calls)):
+        if call.writes or not wanted.isdisjoint(call.makes):
+            wanted |= call.reads
+            found.append(call)
+    return found[::-1]
+
+
+def written(arguments: Iterable[str], lines: Iterable[str], results: Iterable[str]) -> str:
+    """Write a function ``replay`` as Python's source."""
+    body = [*lines, f"return ({''.join(f'{name}, ' for name in results)})"]
+    return f"def replay({', '.join(arguments)}):\n    " + "\n    ".join(body)
+
+
+_VIEWS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("alias", "detach", "expand", "permute", "view")
+)
+
+
+def _is_same(view: Tensor, base: Tensor) -> bool:
+    """Whether a view has the geometry of its base."""
+    return (view.shape, view.stride(), view.storage_offset(), view.dtype) == (
+        base.shape,
+        base.stride(),
+        base.storage_offset(),
+        base.dtype,
+    )

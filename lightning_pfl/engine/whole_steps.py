@@ -1,0 +1,292 @@
+"""Whole local steps of one client, recorded and replayed.
+
+A gradient alone leaves the rest of a step in Python: the method's arithmetic on whole models, the
+optimizer, the dicts between them. Where a method says that its step computes from its arguments and
+its settings (:func:`~lightning_pfl.methods.base.recordable`), all of it is recorded as one program.
+
+The client's state is in *registers* meanwhile: tensors that all clients use one after another, so
+that a program finds everything at the same place (``in_place.py``). A client's state is copied
+there when its phase begins, and what has changed is copied out when it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pfl.core.tree import Path, Tree
+from lightning_pfl.engine import trace
+from lightning_pfl.engine.in_place import Buffers, compile_in_place
+from lightning_pfl.engine.recording import Recorder, flatten, rebuild
+from lightning_pfl.engine.trace import agree, describe
+
+Logged = list[tuple[Any, ...]]
+"""What a step logs: arguments of :meth:`~lightning_pfl.engine.logs.ClientLogs.add`."""
+Step = Callable[[Tree], tuple[Tree, Logged]]
+"""A step of a state on some minibatches; returns the new state and what it logs."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The entries of a state, and their registers.
+
+    Attributes:
+        number: Another one for each layout.
+        tree: The state, whose leaves are registers.
+        registers: These leaves.
+        paths: Their paths.
+    """
+
+    number: int
+    tree: Tree
+    registers: list[Tensor]
+    paths: list[Path]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recorded step.
+
+    Attributes:
+        replay: Runs it on the leaves of the minibatches.
+        after: The layout of the state after it.
+        changes: Paths of the registers that it changes.
+        logged: What it logs, with tensors to be replaced.
+    """
+
+    replay: Callable[..., tuple[Tensor, ...]]
+    after: Layout
+    changes: frozenset[Path]
+    logged: Any
+
+
+class WholeSteps:
+    """Runs the steps of one client after another, and replays those that are known.
+
+    Attributes:
+        used: Number of replays.
+        recording: Whether a step is being recorded.
+    """
+
+    def __init__(self) -> None:
+        self.used, self.recording = 0, False
+        self._registers: dict[Any, Tensor] = {}
+        self._layouts: dict[Any, Layout] = {}
+        self._contexts: dict[Any, int] = {}
+        self._calls: dict[Any, int] = {}
+        self._programs: dict[Any, Program] = {}
+        self._refused: set[int] = set()
+        self._unchecked: set[Any] = set()
+        self._checked: set[int] = set()
+        self._buffers = Buffers()
+
+    def begin_round(self) -> None:
+        """Check one program of each phase again in this round."""
+        self._checked.clear()
+
+    def context(self, dependencies: Any) -> int | None:
+        """Return a number for what steps depend on besides state and minibatches.
+
+        None where steps can't be recorded.
+        """
+        known = self._contexts.setdefault(dependencies, len(self._contexts))
+        return None if known in self._refused else known
+
+    # --- a client's phase ---
+
+    def load(self, context: int, state: Tree) -> None:
+        """Begin a phase: copy a client's state to the registers."""
+        self._context, self._given = context, state
+        self._written, self._python = set[Path](), False
+        self._layout = self._layout_of(state)
+        for register, (_, leaf) in zip(self._layout.registers, _items(state), strict=True):
+            register.copy_(leaf)
+
+    def unload(self) -> Tree:
+        """End a phase: return the state, of which what hasn't changed is as it was given."""
+        given = dict(_items(self._given))
+
+        def end(path: Path, register: Tensor) -> Tensor:
+            old = given.get(path)
+            # A step that isn't replayed may write to any of them.
+            same = path not in self._written and (not self._python or _equal(register, old))
+            return register.clone() if old is None or not same else old
+
+        leaves = map(end, self._layout.paths, self._layout.registers)
+        new: Tree = rebuild(self._layout.tree, leaves)
+        return new
+
+    def step(self, function: Step, minibatches: list[Any]) -> Logged:
+        """Take a step, and return what it logs.
+
+        Args:
+            function: The step; may change leaves of the state in place.
+            minibatches: Those that it takes.
+        """
+        leaves: list[Tensor] = []
+        if self._context in self._refused:
+            return self._really(function)
+        try:
+            key = self._context, self._layout.number, describe(minibatches, leaves)
+        except TypeError:  # a minibatch with an object of the user's
+            return self._really(function)
+        program = self._programs.get(key)
+        if program is None:
+            return self._first_calls(key, function, leaves)
+        self.used += 1
+        if key in self._unchecked or self._context not in self._checked:
+            return self._check(key, program, function, leaves)
+        return self._replayed(program, leaves)
+
+    # --- how a step is taken ---
+
+    def _replayed(self, program: Program, leaves: list[Tensor]) -> Logged:
+        found = program.replay(*leaves)
+        self._layout = program.after
+        self._written |= program.changes
+        logged: Logged = rebuild(program.logged, iter(found))
+        return logged
+
+    def _really(self, function: Step) -> Logged:
+        """Run the step in Python, on the registers."""
+        before = self._layout
+        new, logged = function(rebuild(before.tree, iter(before.registers)))
+        return self._end(new, self._layout_of(new), logged)
+
+    def _end(self, new: Tree, after: Layout, logged: Logged) -> Logged:
+        """Copy to the registers what a step in Python has returned, and return what it logs."""
+        memory = {_memory(register) for register in (*self._layout.registers, *after.registers)}
+        values: list[Tensor] = []
+        flatten(logged, values)
+        # What is logged stays when registers change.
+        kept = [value.clone() if _memory(value) in memory else value for value in values]
+        moved = [
+            # What another copy changes is read before.
+            (register, leaf.clone() if _memory(leaf) in memory else leaf)
+            for (_, leaf), register in zip(_items(new), after.registers, strict=True)
+            if leaf is not register
+        ]
+        for register, leaf in moved:
+            register.copy_(leaf)
+        self._layout, self._python = after, True
+        own: Logged = rebuild(logged, iter(kept))
+        return own
+
+    def _first_calls(self, key: Any, function: Step, leaves: list[Tensor]) -> Logged:
+        """Run the step, and record it if it was taken often enough."""
+        calls = self._calls[key] = self._calls.get(key, 0) + 1
+        if calls <= trace.WARM_UP or not trace.LIMIT:
+            return self._really(function)
+        del self._calls[key]
+        if len(self._programs) >= trace.LIMIT:  # an optimizer's rate that changes in each round
+            self._programs.pop(next(iter(self._programs)))
+        layout, before = self._layout, [register.clone() for register in self._layout.registers]
+        try:
+            program, logged = self._record(function, leaves)
+        # Whatever a method or a user's layers raise under a dispatch mode; a true error recurs.
+        except Exception as error:
+            self._refuse(f"a step can't be recorded ({type(error).__name__}: {error})")
+            for register, old in zip(layout.registers, before, strict=True):
+                register.copy_(old)
+            return self._really(function)
+        self._programs[key] = program
+        # To be checked with other arguments, which a constant in their place doesn't fit.
+        self._unchecked.add(key)
+        return logged
+
+    def _record(self, function: Step, leaves: list[Tensor]) -> tuple[Program, Logged]:
+        """Take a step, and write the program that repeats it."""
+        before = self._layout
+        recorder = Recorder([*before.registers, *leaves])
+        self.recording = True
+        try:
+            with recorder:
+                new, logged = function(rebuild(before.tree, iter(before.registers)))
+        finally:
+            self.recording = False
+        values: list[Tensor] = []
+        flatten(logged, values)
+        after = self._layout_of(new)
+        given = dict(zip(recorder.arguments, before.registers, strict=False))
+        targets = [
+            (recorder.name(leaf), register)
+            for (_, leaf), register in zip(_items(new), after.registers, strict=True)
+        ]
+        results = [recorder.name(value) for value in values]
+        replay = compile_in_place(recorder, given, targets, results, self._buffers)
+        written = recorder.written()
+        changes = {p for name, p in zip(given, before.paths, strict=True) if name in written}
+        ends = zip(targets, after.paths, strict=True)
+        changes |= {path for (name, one), path in ends if given.get(name) is not one}
+        logged = self._end(new, after, logged)
+        hollow = rebuild(logged, repeat(torch.empty(0)))
+        return Program(replay, after, frozenset(changes), hollow), logged
+
+    def _check(self, key: Any, program: Program, function: Step, leaves: list[Tensor]) -> Logged:
+        """Compare a program with the step, which counts.
+
+        Each is checked when it is used first, and one of each phase in every round.
+        """
+        layout, before = self._layout, [register.clone() for register in self._layout.registers]
+        replayed: list[Tensor] = []
+        flatten(self._replayed(program, leaves), replayed)
+        replayed += [register.clone() for register in program.after.registers]
+        self._layout = layout
+        for register, old in zip(layout.registers, before, strict=True):
+            register.copy_(old)
+        real: list[Tensor] = []
+        logged = self._really(function)
+        flatten(logged, real)
+        self._unchecked.discard(key)
+        self._checked.add(self._context)
+        if self._layout is not program.after or not agree(replayed, real + self._layout.registers):
+            self._refuse(
+                "a step differs from its recording, so it reads something besides its batch, its "
+                "state and its settings"
+            )
+        return logged
+
+    def _refuse(self, why: str) -> None:
+        self._refused.add(self._context)
+        log.info("Whole steps are no longer recorded: %s.", why)
+
+    def _layout_of(self, state: Tree) -> Layout:
+        """Return the layout of a state, with registers for its leaves."""
+        paths, registers = [], []
+        for path, leaf in _items(state):
+            key = path, leaf.shape, leaf.dtype, leaf.device
+            if key not in self._registers:
+                # Contiguous, whether or not clients share the leaf.
+                self._registers[key] = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+            paths.append(path)
+            registers.append(self._registers[key])
+        # With what isn't a tensor, such as an optimizer's momentum of None.
+        known = flatten(state, []), *map(id, registers)
+        if known not in self._layouts:
+            tree = rebuild(state, iter(registers))
+            self._layouts[known] = Layout(len(self._layouts), tree, registers, paths)
+        return self._layouts[known]
+
+
+def _items(tree: Tree, root: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Iterate over the tensors of a tree, as ``flatten`` does, and their paths."""
+    for name, leaf in tree.items():
+        if isinstance(leaf, dict):
+            yield from _items(leaf, (*root, name))
+        elif isinstance(leaf, Tensor):
+            yield (*root, name), leaf
+
+
+def _equal(register: Tensor, old: Tensor | None) -> bool:
+    return old is not None and old.shape == register.shape and torch.equal(register, old)
+
+
+def _memory(leaf: Tensor) -> int:
+    return leaf.untyped_storage().data_ptr()

@@ -1,0 +1,320 @@
+"""Whole recorded steps: the same bits as the steps themselves, and only of steps that may be
+recorded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pfl.core.tree import Tree, tmap
+from lightning_pfl.engine import trace
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.in_place import Buffers, compile_in_place
+from lightning_pfl.engine.recording import Recorder
+from lightning_pfl.engine.sequential import SequentialEngine
+from lightning_pfl.engine.whole_steps import WholeSteps
+from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedMAP, FedRep, PFedMe
+from lightning_pfl.methods.base import LocalStep, Method, recordable
+from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.testing.rounds import LocalRound, assert_trees_equal, local_round
+from tests.engine.nets import CLASSES, cnn, image_clients
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record at the second call, so that short tests replay."""
+    monkeypatch.setattr(trace, "WARM_UP", 1)
+
+
+def run(method: Method, module: Any, limit: int = 99, **options: Any) -> LocalRound:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "LIMIT", limit)
+        data = image_clients((9, 0, 12, 13, 8))
+        return local_round(method, module, data, "sequential", record=True, **options)
+
+
+def replays(outcome: LocalRound) -> int:
+    assert isinstance(outcome.engine, SequentialEngine)
+    return outcome.engine.whole.used
+
+
+def assert_same(recorded: LocalRound, plain: LocalRound) -> None:
+    assert_trees_equal(recorded.result.uploads, plain.result.uploads)
+    assert_trees_equal(recorded.result.client_state, plain.result.client_state)
+    assert_trees_equal(recorded.result.logs, plain.result.logs)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        FedAvg(local_epochs=2),
+        FedRep(head_epochs=2),
+        Ditto(0.5, local_epochs=2),
+        Ditto(0.5, personal_epochs=2),
+        SCAFFOLD("I", local_epochs=2),
+        SCAFFOLD("II", local_epochs=2),
+        FedMAP(local_epochs=2),
+        FedMAP(data_term="sum", weighting="uniform", local_epochs=2),
+        PFedMe(local_epochs=2),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_replayed_steps_are_the_steps(method: Method) -> None:
+    recorded, plain = (run(method, cnn(), limit) for limit in (99, 0))
+    assert replays(recorded) > 10
+    assert replays(plain) == 0
+    assert_same(recorded, plain)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        pytest.param(None, EngineSettings(clip_value=0.1), id="SGD, clipped"),
+        pytest.param(torch.optim.Adam, EngineSettings(), id="Adam"),
+        pytest.param(
+            torch.optim.RMSprop,
+            EngineSettings(clip_value=0.01, clip_algorithm="value", accumulate=2),
+            id="RMSprop, accumulated, clipped by value",
+        ),
+    ],
+)
+def test_optimizers_and_flags(optimizer: Any, settings: EngineSettings) -> None:
+    def module() -> PersonalizedModule:
+        return (
+            cnn(momentum=0.0) if optimizer is None else cnn(optimizer=partial(optimizer, lr=0.01))
+        )
+
+    method = Ditto(0.5, local_epochs=2)
+    recorded, plain = (run(method, module(), limit, settings=settings) for limit in (99, 0))
+    assert replays(recorded) > 1
+    assert_same(recorded, plain)
+
+
+class Halved(Ditto):
+    """Another step than the one that may be recorded."""
+
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        state = super().client_step(state, minibatches, client)
+        return {**state, "personal": tmap(lambda leaf: leaf / 2, state["personal"])}
+
+
+def test_a_step_of_ones_own_is_not_recorded() -> None:
+    assert replays(run(Halved(local_epochs=2), cnn())) == 0
+
+
+class Shrinking(Method):
+    """Subtracts a share of the model, and noise if asked for."""
+
+    def __init__(self, noise: bool = False) -> None:
+        super().__init__(local_epochs=3)
+        self.share, self.noise = 0.1, noise
+
+    @recordable("share")
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        model = client.train(state["model"], minibatches)
+        drawn = client.noise(model) if self.noise else model
+        return {"model": tmap(lambda leaf, e: leaf - self.share * e, model, drawn)}
+
+
+def test_a_setting_that_changes_is_followed() -> None:
+    method = Shrinking()
+    first = run(method, cnn(norm=False))
+    engine = first.engine
+    assert isinstance(engine, SequentialEngine)
+    used = engine.whole.used
+    method.share = 0.3
+    work = {"server": first.server, "round": 1}
+    again = local_round(
+        method, cnn(norm=False), image_clients((9, 0, 12, 13, 8)), "sequential", **work
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_pfl.testing.rounds.SequentialEngine", lambda *_, **__: engine)
+        same = local_round(
+            method, engine.module, image_clients((9, 0, 12, 13, 8)), "sequential", **work
+        )
+    assert engine.whole.used > used
+    assert_trees_equal(same.result.uploads, again.result.uploads)
+
+
+def test_noise_is_not_recorded() -> None:
+    method = Shrinking(noise=True)
+    recorded, plain = (run(method, cnn(norm=False), limit) for limit in (99, 0))
+    assert replays(recorded) == 0
+    assert_same(recorded, plain)
+
+
+SCALE = [1.0]
+
+
+class Scaled(nn.Module):
+    """Reads a number from outside of the module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * SCALE[0]
+
+
+def test_a_step_that_reads_something_else_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    """The first round is recorded; in the next ones the number is another one."""
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 4), Scaled())
+    module = PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
+    SCALE[0] = 1.0
+    method, data = FedAvg(local_epochs=3), image_clients((9, 12, 13, 8))
+    first = local_round(method, module, data, "sequential", record=True)
+    engine = first.engine
+    assert isinstance(engine, SequentialEngine)
+    assert engine.whole.used > 3
+    SCALE[0] = 2.0
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO"):
+        patch.setattr("lightning_pfl.testing.rounds.SequentialEngine", lambda *_, **__: engine)
+        found = local_round(method, module, data, "sequential")
+    assert "a step differs from its recording" in caplog.text
+    plain = local_round(method, module, data, "sequential")
+    assert_trees_equal(found.models, plain.models)
+
+
+# --- states in registers --------------------------------------------------------------------------
+
+
+def swapped(state: Tree) -> Tree:
+    """Two entries change places, and one of them changes in place before."""
+    state["a"].mul_(2)
+    return {"a": state["b"], "b": state["a"], "kept": state["kept"]}
+
+
+def shifted(state: Tree) -> Tree:
+    """Results are views of other entries, and one is a constant."""
+    both = torch.stack([state["a"], state["b"]])
+    return {"a": both[1], "b": state["a"].flip(0) + torch.ones(3), "kept": state["kept"]}
+
+
+def grown(state: Tree) -> Tree:
+    """An entry gets another shape, another one is new in the second step."""
+    return {**state, "a": torch.cat([state["a"], state["b"]]), "new": state["b"] * 2}
+
+
+@pytest.mark.parametrize("function", [swapped, shifted, grown])
+def test_results_of_all_kinds(function: Callable[[Tree], Tree]) -> None:
+    steps = WholeSteps()
+    context = steps.context("any")
+    assert context is not None
+    for _ in range(4):
+        kept = torch.tensor([7.0])
+        given = {"a": torch.arange(3.0), "b": torch.arange(3.0) + 10, "kept": kept}
+        before = tmap(Tensor.clone, given)
+        expected = tmap(Tensor.clone, given)
+        steps.load(context, given)
+        for _ in range(3):
+            x = torch.rand(2)
+            expected = function(tmap(Tensor.clone, expected))
+            logged = steps.step(lambda state, x=x: (function(state), [x * 2]), [x])
+            assert torch.equal(logged[0], x * 2)
+        found = steps.unload()
+        assert_trees_equal(found, expected)
+        assert_trees_equal(given, before)
+        assert found["kept"] is kept
+    assert steps.used >= 6
+
+
+def test_what_is_logged_stays() -> None:
+    """It isn't the entry itself, which the next step changes."""
+    steps = WholeSteps()
+    steps.load(steps.context("any") or 0, {"a": torch.zeros(2)})
+
+    def step(state: Tree) -> tuple[Tree, list[Any]]:
+        new = state["a"] + 1
+        return {"a": new}, [new, state["a"]]
+
+    found = [[leaf.tolist() for leaf in steps.step(step, [])] for _ in range(6)]
+    late = [steps.step(step, []) for _ in range(2)]
+    assert steps.used >= 4
+    assert found == [[[n + 1.0] * 2, [float(n)] * 2] for n in range(6)]
+    assert [[leaf.tolist() for leaf in logged] for logged in late] == [
+        [[n + 1.0] * 2, [float(n)] * 2] for n in (6, 7)
+    ]
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Draw a function of four matrices that makes four, by operators of all kinds."""
+    draws = random.Random(seed)
+    kinds = [draws.randrange(12) for _ in range(12)]
+    picks = [(draws.randrange(99), draws.randrange(99)) for _ in kinds]
+    ends = [draws.randrange(99) for _ in range(4)]
+
+    def function(given: list[Tensor]) -> list[Tensor]:
+        held = list(given)
+        for kind, (first, second) in zip(kinds, picks, strict=True):
+            a, b = held[first % len(held)], held[second % len(held)]
+            made = [
+                lambda a, b: a + b,
+                lambda a, b: torch.sub(a, b, alpha=0.5),
+                lambda a, b: a @ b / 4,
+                lambda a, b: torch.relu(a),
+                lambda a, b: a.t(),
+                lambda a, b: a * torch.full((4, 4), 0.5),
+                lambda a, b: torch.cat([a[:2], b[2:]]),
+                lambda a, b: a[1:3].repeat(2, 1),
+                lambda a, b: (a * 2).add_(b),
+                lambda a, b: torch.zeros_like(a).addcmul_(a, b.sigmoid()),
+                lambda a, b: a.add_(torch.tanh(b)) if a.is_contiguous() else a,
+                lambda a, b: b.sum(0, keepdim=True).expand(4, 4) * a.clone(),
+            ][kind](a, b)
+            held.append(made)
+        return [held[end % len(held)] for end in ends]
+
+    return function
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_programs_of_all_kinds(seed: int) -> None:
+    """Three tensors are in place, of which the results are copied; one is an argument."""
+    function, generator = draw_program(seed), torch.Generator().manual_seed(seed)
+    buffers = Buffers()
+    placed = [torch.empty(4, 4) for _ in range(3)]
+
+    def fill() -> list[Tensor]:
+        for leaf in placed:
+            leaf.copy_(torch.randn(4, 4, generator=generator))
+        return [*placed, torch.randn(4, 4, generator=generator)]
+
+    arguments = fill()
+    with (recorder := Recorder(arguments)):
+        results = function(arguments)
+    names = [recorder.name(leaf) for leaf in results]
+    given = dict(zip(recorder.arguments, placed, strict=False))
+    targets = list(zip(names, placed, strict=False))
+    replay = compile_in_place(recorder, given, targets, names[3:], buffers)
+    for _ in range(3):
+        arguments = fill()
+        expected = [leaf.clone() for leaf in function([leaf.clone() for leaf in arguments])]
+        (found,) = replay(arguments[3].clone())
+        for leaf, want in zip([*placed, found], expected, strict=True):
+            assert torch.equal(leaf, want)
+
+
+def test_a_program_uses_its_memory_again() -> None:
+    """Ten sums after another need one buffer, and views and constants none."""
+    x = torch.zeros(8, 8)
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        for _ in range(10):
+            a = (a.t() @ b).view(64).view(8, 8) + torch.ones(8, 8)
+        return a
+
+    b = torch.randn(8, 8)
+    with (recorder := Recorder([x, b])):
+        result = function(x, b)
+    buffers = Buffers()
+    replay = compile_in_place(recorder, {"a0": x}, [(recorder.name(result), x)], [], buffers)
+    assert replay(b) == ()
+    assert torch.equal(x, result)
+    assert buffers.count() == 2
