@@ -8,6 +8,7 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback
 
+from lightning_pfl import methods
 from lightning_pfl.cli.command_line import PFLCLI
 from lightning_pfl.contract.known import Known
 from lightning_pfl.core.parameters import ParameterSplit
@@ -110,6 +111,15 @@ def test_fedmap_may_have_a_variance_for_each_layer() -> None:
     prior = "--method.prior.init_args.variance={head: 1.0, '*': 15}"
     (method,) = methods_of(compose(part, extra=(prior,)))
     assert repr(getattr(method, "prior", None)) == repr(GaussianPrior({"head": 1.0, "*": 15.0}))
+
+
+@pytest.mark.parametrize("part", (ROOT / "configs" / "method").glob("*.yaml"), ids=lambda p: p.stem)
+def test_a_method_under_another_name_is_in_the_table_of_names(part: Path) -> None:
+    name = yaml.safe_load(part.read_text())["method"]["class_path"]
+    module = getattr(methods, name).__module__.rpartition(".")[2]
+    if part.stem != module:
+        listed = f"`configs/method/{part.name}`"
+        assert listed in (ROOT / "docs" / "choosing.md").read_text()
 
 
 #: The rows of FedRep's Table 1, beside FedRep: with `+FT`, all of its fifteen.
