@@ -329,17 +329,71 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
     """Average a ``(clients, ...)`` tree over its client axis.
 
     Float leaves are averaged with ``weights`` (shape ``(clients,)``, summing to 1); integer and
-    bool leaves, such as BatchNorm's batch counters, take the maximum. Differences to the first
-    client are averaged, in double precision: equal rows have exactly their own mean.
+    bool leaves, such as BatchNorm's batch counters, take the maximum. Differences to the smallest
+    row are averaged, in double precision: equal rows have exactly their own mean. No order of the
+    clients changes a bit, see :func:`sum_above`.
     """
 
     def mean(leaf: Tensor) -> Tensor:
+        if is_expanded(leaf):
+            return leaf[0]
         if not leaf.is_floating_point():
             return leaf.amax(0)
-        first = leaf[0].double()
-        return (first + double_sum(leaf, weights, leaf[:1])).to(leaf.dtype)
+        low, total = sum_above(leaf, weights)
+        return (low.double() + total).to(leaf.dtype)
 
     return tmap(mean, tree)
+
+
+def sum_above(
+    leaf: Tensor, weights: Tensor, within: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum how far a leaf's rows are above the smallest entries, with weights that sum to 1.
+
+    Each term is rounded to a multiple of the spacing of doubles at the column's largest difference.
+    Sums of such multiples are exact, so that parts may be summed in any order and grouping: each
+    process can sum the rows that it has. The error is at most the number of clients times that
+    spacing, as for any sum in double precision.
+
+    Args:
+        leaf: Floats, ``(clients, ...)``.
+        weights: At least 0, ``(clients,)``; with ``within`` those of some clients alone.
+        within: The smallest and the largest entries of all clients, ``(...)``; None: these are all.
+
+    Returns:
+        The smallest entries, ``(...)`` in the dtype of the leaf, and the sums, float64 ``(...)``.
+
+    References:
+        Rump, Ogita, Oishi. Accurate floating-point summation. SIAM J. Sci. Comput. 2008, section 3.
+    """
+    flat = as_rows(leaf)
+    wide = weights.to(flat.device, torch.float64).unsqueeze(1)
+    bounds = None if within is None else [bound.flatten() for bound in within]
+    lowest, total = flat.new_empty(flat.shape[1]), wide.new_empty(flat.shape[1])
+    together = columns_at_once(flat)
+    # One buffer: a new one for each part costs as much as the arithmetic.
+    buffer = wide.new_empty(len(flat) * min(together, flat.shape[1]))
+    for first in range(0, flat.shape[1], together):
+        at = slice(first, first + together)
+        some = flat[:, at]
+        low, high = (some.amin(0), some.amax(0)) if bounds is None else [b[at] for b in bounds]
+        lowest[at] = low
+        terms = buffer[: some.numel()].view(some.shape).copy_(some)
+        terms.sub_(low).mul_(wide)
+        # Adding a power of two that is larger than any term, and subtracting it, rounds a term.
+        power = 2 * _power_of_two_below(high.double() - low)
+        total[at] = terms.add_(power).sub_(power).sum(0)
+    shape = leaf.shape[1:]
+    return lowest.view(shape), total.view(shape)
+
+
+def _power_of_two_below(numbers: Tensor) -> Tensor:
+    """Return the largest powers of two that aren't above numbers >= 0; 0 for those below 2^-1022.
+
+    Infinity and NaN give infinity.
+    """
+    exponents = numbers.view(torch.int64) & 0x7FF0000000000000
+    return exponents.view(torch.float64)
 
 
 def weighted_sum(tree: Tree, weights: Tensor, origin: Tree | None = None) -> Tree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from lightning_pfl.contract.records import (
     OptimizerState,
     as_positions_of,
 )
-from lightning_pfl.core.tree import Tree, merge, rows, split_rows, values
+from lightning_pfl.core.tree import Tree, expand, merge, rows, split_rows, values
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.data.public import PublicData
 from lightning_pfl.engine.base import LocalWork
@@ -63,6 +63,9 @@ class Cohort:
 
     Attributes:
         info: The cohort; after the gate the accepted clients.
+        shard: Those of them that this process trains; ``home``: those whose states it has.
+        trained: As ``shard``, of the whole cohort also after the gate.
+        gathered: Whether the uploads of all clients are in every process.
         exchanged: Bytes of all messages between clients so far.
     """
 
@@ -75,15 +78,61 @@ class Cohort:
     ) -> None:
         self.federation, self.received, self.phases = federation, received, phases
         self.info, self.exchanged = info, 0
-        self.shard = federation.shard(info.index)
+        self.gathered = False
+        self.home = federation.shard(info.index)
+        self.shard = self.trained = federation.deal(info, self.home)
         self.device = federation.settings.device
         self.mine = info.rows(self.shard.index)
+        guests = self._visit() if self._visiting.any() else None
         self.batches = [
             ArchitectureBatch(
-                architecture, at, architecture.gather(self.mine.index[at], self.device)
+                architecture,
+                at,
+                architecture.gather(self.mine.index[at], self.device) if guests is None else guests,
             )
             for architecture, at in federation.by_architecture(self.mine.index)
         ]
+
+    # --- states that visit another process --------------------------------------------------------
+
+    @property
+    def _visiting(self) -> Tensor:
+        """Clients that train in another process than the one that has their states, bool."""
+        if not self.federation.architectures[0].client_states.has_entries():
+            return torch.zeros(len(self.info), dtype=torch.bool)
+        return self.shard.owners != self.home.owners
+
+    def _visit(self) -> Tree:
+        """Return the states of this process's clients, of which some are in other processes."""
+        architecture, ids = self.federation.architecture_of(self.info.index), self.info.index
+        visiting, rank = self._visiting, self.shard.ranks.rank
+        leaving = ids[visiting & (self.home.owners == rank)]
+        guests = self.home.keep(visiting).all_gather(architecture.gather(leaving, self.device))
+        here, ours = self._parts(visiting)
+        arrived = (self.shard.owners[visiting] == rank).nonzero().flatten()
+        own = architecture.gather(self.mine.index[ours], self.device)
+        return merge([(ours, own), (here, rows(guests, arrived))], len(self.mine))
+
+    def _parts(self, visiting: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions of guests and of others among this process's clients."""
+        guest = visiting[self.shard.index]
+        return guest.nonzero().flatten(), (~guest).nonzero().flatten()
+
+    def _return(self, architecture: Architecture, client_state: Tree) -> None:
+        """Store the new states of this process's clients, those of guests in their processes."""
+        visiting = self._visiting
+        here, ours = self._parts(visiting)
+        returned = self.shard.keep(visiting).all_gather(rows(client_state, here))
+        ids, at_home = self.info.index[visiting], self.home.owners[visiting]
+        back = (at_home == self.shard.ranks.rank).nonzero().flatten()
+        for clients, states in (
+            (self.mine.index[ours], rows(client_state, ours)),
+            (ids[back], rows(returned, back)),
+        ):
+            if len(clients):
+                architecture.scatter(clients, states)
+
+    # --- a round ----------------------------------------------------------------------------------
 
     def train(
         self,
@@ -92,7 +141,7 @@ class Cohort:
         validation: FederatedDataset | None = None,
         public: PublicData | None = None,
     ) -> LocalResult:
-        """Train locally; return the uploads and logged values of the cohort.
+        """Train locally; return the logged values of the cohort, and this process's uploads.
 
         Args:
             data: The training split.
@@ -150,15 +199,35 @@ class Cohort:
             values([(at, {"": work.loss}) for at, work in done], count)[""],
         )
 
+    def gather_uploads(self, work: LocalResult) -> None:
+        """Gather the uploads of all clients in every process."""
+        work.uploads, self.gathered = self.shard.all_gather(work.uploads), True
+
     def accept_uploads(self, work: LocalResult, max_norm: MaxNorm) -> Verdict:
         """Reduce the cohort to accepted clients by ``gate.py``, and return its decisions."""
         if len(self.batches) == 1:
-            verdict = accept_cohort(self.shard, work, self.received, self.info, max_norm)
+            uploads = self.shard.slice(work.uploads) if self.gathered else work.uploads
+            mine = replace(work, uploads=uploads, loss=self.shard.slice({"": work.loss})[""])
+            verdict = accept_cohort(self.shard, mine, self.received, self.info, max_norm)
         else:
             verdict = self._accept_by_architecture(max_norm)
         if verdict.rejected:
             self._select(verdict.accepted)
         return verdict
+
+    def average_uploads(self, work: LocalResult, accepted: Tensor) -> Tree:
+        """Return the mean of the accepted uploads as that of each client, ``(clients, ...)``.
+
+        A collective call after :meth:`accept_uploads`, for a server that needs the mean alone.
+
+        Args:
+            work: This process's uploads.
+            accepted: The accepted clients of the whole cohort, bool ``(clients,)``.
+        """
+        if not accepted.any():  # nobody looks at the numbers
+            return expand(self.trained.mean(work.uploads, self.mine.weights[:0]), len(accepted))
+        mine = accepted[self.trained.index].nonzero().flatten()
+        return expand(self.shard.mean(rows(work.uploads, mine), self.mine.weights), len(accepted))
 
     def _accept_by_architecture(self, max_norm: MaxNorm) -> Verdict:
         """Compare clients of one architecture with each other; one process has all of them."""
@@ -189,7 +258,7 @@ class Cohort:
             if isinstance(batch.at, Tensor):
                 batch.at = position[batch.at[kept]]
         self.info = self.info.keep(accepted)
-        self.shard = self.federation.shard(self.info.index)
+        self.home, self.shard = self.home.keep(accepted), self.shard.keep(accepted)
         self.mine = self.info.rows(self.shard.index)
 
     def exchange(self, when: str) -> None:
@@ -229,6 +298,10 @@ class Cohort:
 
     def store(self) -> None:
         """Store the new states of the cohort's clients."""
+        if self._visiting.any():
+            (batch,) = self.batches
+            self._return(batch.architecture, batch.client_state)
+            return
         for batch in self.batches:
             clients = self.mine.index[batch.at]
             if len(clients):

@@ -95,29 +95,29 @@ def accept_uploads(
 
 
 def accept_cohort(
-    shard: RankShard, work: LocalResult, received: Tree, info: ClientInfo, max_norm: MaxNorm
+    shard: RankShard, mine: LocalResult, received: Tree, info: ClientInfo, max_norm: MaxNorm
 ) -> Verdict:
     """Decide about a cohort: every process about its shard, and all get all decisions.
 
     Args:
         shard: This process's shard of the cohort.
-        work: All clients' uploads, and the states and losses of this process's clients.
+        mine: Results of its clients.
         received: Trees that the cohort started from, ``(clients, ...)``.
         info: The cohort.
         max_norm: As in :func:`accept_uploads`; ``"auto"`` rejects the result of
             :func:`find_outliers`.
     """
-    mine = replace(work, uploads=shard.slice(work.uploads), loss=shard.slice({"": work.loss})[""])
     found = accept_uploads(mine, shard.slice(received), info.rows(shard.index), max_norm)
-    reasons = {
-        client: reason
-        for rejected in shard.ranks.all_gather_objects(found.rejected)
-        for client, reason in rejected.items()
-    }
-    known = shard.all_gather({"accepted": found.accepted, "norms": found.norms})
-    ordered = {client: reasons[client] for client in info.index.tolist() if client in reasons}
-    verdict = Verdict(known["accepted"].cpu(), ordered, known["norms"].cpu())
-    return find_outliers(verdict, received, info, max_norm)
+    if not shard.alone:
+        known = found.rejected, found.accepted.tolist(), found.norms.tolist()
+        rejected, accepted, norms = zip(*shard.ranks.all_gather_objects(known), strict=True)
+        reasons = {client: reason for part in rejected for client, reason in part.items()}
+        found = Verdict(
+            torch.tensor(shard.in_order(accepted), dtype=torch.bool),
+            {client: reasons[client] for client in info.index.tolist() if client in reasons},
+            torch.tensor(shard.in_order(norms), dtype=torch.float64),
+        )
+    return find_outliers(found, received, info, max_norm)
 
 
 def find_outliers(verdict: Verdict, received: Tree, info: ClientInfo, max_norm: MaxNorm) -> Verdict:

@@ -6,11 +6,14 @@ of a list of clients, ``shard.slice(tree)`` its rows, and ``shard.all_gather(tre
 processes in the order of the list.
 
 - Client states stay: process r holds those of the clients with id = r modulo the number of
-  processes, and trains and evaluates these clients. Without client states a cohort is split
-  evenly. All processes load all data.
-- The uploads of all clients reach every process before they are accepted. Each process decides
-  about its clients, the decisions are shared, and every process computes the same server update
-  on the same tensors. With the sequential engine the result has the bits of one process.
+  processes, and evaluates these clients. A cohort is dealt by what its clients cost, samples times
+  steps: where one process has too much to do, the states of some clients visit another one for the
+  round. All processes load all data.
+- Each process decides about the uploads of its clients, and the decisions are shared. Where the
+  server needs their weighted mean alone, each process adds up its own and the sums are added up:
+  what is sent doesn't grow with the cohort. Otherwise, or if a callback looks at them, the uploads
+  of all clients reach every process. Every process computes the same server update. Both ways give
+  the bits of one process with the sequential engine, as sums have the same bits in any order.
 - Evaluations and predictions are shared in the same way, so loggers, ``EarlyStopping`` and
   ``ModelCheckpoint`` decide alike everywhere.
 - A checkpoint holds all client states, and resumes with any number of processes.
@@ -27,17 +30,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, distributed, nn
 
 from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
-from lightning_pfl.core.tree import Tree, leaf_at, map_items, rows, tmap
+from lightning_pfl.core.tree import Path, Tree, items, leaf_at, map_items, rows, sum_above, tmap
 from lightning_pfl.engine.logs import LOSS
 from lightning_pfl.federation.presence import Presence
+
+BLOCK = 2**26
+"""Bytes that a process sends at once, if one leaf isn't more."""
+SLACK = 0.05
+"""Fraction of its part of the work that a process may have more, before states move."""
 
 
 class Ranks:
@@ -102,6 +111,24 @@ class Ranks:
         self.call(distributed.all_gather_object, found, value)
         return found
 
+    def all_reduce(self, parts: list[Tensor], operation: Any) -> list[Tensor]:
+        """Reduce tensors over all processes, those of one dtype in one call.
+
+        Args:
+            parts: The same shapes and dtypes in every process.
+            operation: ``ReduceOp.MAX`` or ``ReduceOp.SUM`` of ``torch.distributed``. A sum that
+                isn't exact depends on the number of processes.
+        """
+        reduced: list[Tensor] = [torch.empty(0)] * len(parts)
+        for dtype in dict.fromkeys(part.dtype for part in parts):
+            at = [number for number, part in enumerate(parts) if part.dtype == dtype]
+            flat = torch.cat([parts[number].flatten() for number in at])
+            self.call(distributed.all_reduce, flat, operation)
+            found = flat.split([parts[number].numel() for number in at])
+            for number, part in zip(at, found, strict=True):
+                reduced[number] = part.view(parts[number].shape)
+        return reduced
+
     def broadcast_module(self, module: nn.Module) -> None:
         """Send the parameters and buffers of process 0 to all processes."""
         if self.alone:
@@ -115,17 +142,26 @@ class Ranks:
 class RankShard:
     """A process's shard of a list of clients.
 
+    Args:
+        ranks: The processes.
+        keys: One number per client, int64 ``(clients,)``: modulo their number, the client's rank.
+
     Attributes:
         index: Positions in the list; a full slice with one process.
+        owners: The rank of each client, int64 ``(clients,)``.
     """
 
     def __init__(self, ranks: Ranks, keys: Tensor) -> None:
         self.ranks, self.total, self.alone = ranks, len(keys), ranks.alone
+        self.owners = keys.cpu() % (1 if self.alone else ranks.size)
         self.index: slice | Tensor = slice(None)
         if not self.alone:
-            owner = keys.cpu() % ranks.size
-            self._shards = [(owner == rank).nonzero().flatten() for rank in range(ranks.size)]
+            self._shards = [(self.owners == rank).nonzero().flatten() for rank in range(ranks.size)]
             self.index = self._shards[ranks.rank]
+
+    def keep(self, chosen: Tensor) -> RankShard:
+        """Return the shard of some of the clients, bool ``(clients,)``, each in its process."""
+        return RankShard(self.ranks, self.owners[chosen])
 
     def slice(self, tree: Tree) -> Tree:
         """Select this process's rows of a tree ``(clients, ...)``; views with one process."""
@@ -141,83 +177,239 @@ class RankShard:
         """
         if self.alone:
             return tree
-        # Names, shapes without the client axis, and dtypes.
-        form = tmap(lambda leaf: (tuple(leaf.shape[1:]), leaf.dtype), tree)
-        mine = form if len(self._shards[self.ranks.rank]) else None
-        known = [found for found in self.ranks.all_gather_objects(mine) if found is not None]
-        if not known:
+        form = self._agree_on_form(tree)
+        if form is None:
             return tree
-        return map_items(lambda path, kind: self._gather(leaf_at(tree, path), *kind), known[0])
+        found: dict[Path, Tensor] = {}
+        for block in _blocks(form, max(map(len, self._shards))):
+            found |= self._gather(tree, block)
+        return map_items(lambda path, _: found[path], form)
 
-    def all_gather_values(self, values: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-        """Gather logged values, float64 ``(clients,)``; NaN where a process has no such name.
+    def _agree_on_form(self, tree: Tree) -> Tree | None:
+        """Describe a client's rows in all processes; None if none has a client."""
+        mine = None
+        if len(self._shards[self.ranks.rank]):
+            mine = tmap(lambda leaf: Kind(tuple(leaf.shape[1:]), leaf.dtype), tree)
+        known = [form for form in self.ranks.all_gather_objects(mine) if form is not None]
+        return known[0] if known else None
+
+    def mean(self, tree: Tree, weights: Tensor) -> Tree:
+        """Average over the clients of all processes, with the bits of ``core.tree.weighted_mean``.
 
         Args:
-            values: This process's values, ``(count,)``.
-            count: Number of this process's clients.
-        """
-        if self.alone:
-            return dict(values)
-        names = dict.fromkeys(
-            name for found in self.ranks.all_gather_objects([*values]) for name in found
-        )
-        gap = torch.full((count,), torch.nan)
-        return self.all_gather({name: values.get(name, gap).double() for name in names})
+            tree: This process's rows; empty without clients.
+            weights: Their weights, ``(clients,)``; those of all processes sum to 1.
 
-    def all_gather_each(self, values: Sequence[Any]) -> list[Any]:
-        """Gather objects, one per client, in the order of the list."""
+        Returns:
+            A tree without client axis; empty if no process has a client.
+        """
+        form = self._agree_on_form(tree)
+        if form is None:
+            return {}
+        device, kinds = self.ranks.device, _kinds(form)
+        mine = {path: leaf_at(tree, path) for path in kinds}
+        floats = [path for path, kind in kinds.items() if kind.dtype.is_floating_point]
+        high = {path: _largest(mine[path], kind, device) for path, kind in kinds.items()}
+        below = [-_smallest(mine[path], kinds[path], device) for path in floats]
+        # Backends don't have every dtype, and these values change none of its numbers.
+        sent = [_widened(leaf) for leaf in (*high.values(), *below)]
+        reduced = self.ranks.all_reduce(sent, distributed.ReduceOp.MAX)
+        high = dict(zip(high, reduced, strict=False))
+        low = {path: -leaf for path, leaf in zip(floats, reduced[len(high) :], strict=True)}
+        sums = [
+            torch.zeros(kinds[path].shape, dtype=torch.float64, device=device)
+            if (leaf := mine[path]) is None
+            else sum_above(leaf, weights, (low[path], high[path]))[1]
+            for path in floats
+        ]
+        total = dict(
+            zip(floats, self.ranks.all_reduce(sums, distributed.ReduceOp.SUM), strict=True)
+        )
+        return map_items(
+            lambda path, kind: (
+                low[path].double() + total[path] if path in total else high[path]
+            ).to(kind.dtype),
+            form,
+        )
+
+    def in_order(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
+        """Join what all processes have found for their clients in the order of the list."""
         if self.alone:
-            return list(values)
+            return list(parts[0])
         found: list[Any] = [None] * self.total
-        for share, sent in zip(
-            self._shards, self.ranks.all_gather_objects(list(values)), strict=True
-        ):
-            for position, value in zip(share.tolist(), sent, strict=True):
+        for share, part in zip(self._shards, parts, strict=True):
+            for position, value in zip(share.tolist(), part, strict=True):
                 found[position] = value
         return found
 
-    def _gather(self, leaf: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Gather one leaf from all processes as bytes, since backends don't support every dtype."""
-        counts = [len(share) for share in self._shards]
-        width, numbers = max(counts), torch.Size(shape).numel()
-        device = self.ranks.device
-        # All processes must send equal sizes: short shards are padded.
-        sent = torch.zeros(width, numbers, dtype=dtype, device=device)
-        if leaf is not None and len(leaf):
-            sent[: len(leaf)] = leaf.detach().reshape(len(leaf), numbers)
-        received = sent.new_empty(len(counts) * width, numbers)
-        if numbers:
-            parts = [part.view(torch.uint8) for part in received.split(width)]
-            self.ranks.call(distributed.all_gather, parts, sent.view(torch.uint8))
-        place = torch.empty(self.total, dtype=torch.int64)
-        for rank, share in enumerate(self._shards):
-            place[share] = rank * width + torch.arange(len(share))
-        return received.index_select(0, place.to(device)).view(self.total, *shape)
+    def join_values(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Join values ``(clients,)`` of all processes; NaN where one has no such name.
+
+        Args:
+            parts: Each process's values, NumPy arrays, float64.
+
+        Returns:
+            float64 ``(clients,)`` in the order of the list, on this process's device.
+        """
+        names = dict.fromkeys(name for part in parts for name in part)
+        joined = torch.full((len(names), self.total), torch.nan, dtype=torch.float64)
+        for share, part in zip(self._shards, parts, strict=True):
+            for row, name in enumerate(names):
+                if name in part:
+                    joined[row, share] = torch.from_numpy(part[name])
+        return dict(zip(names, joined.to(self.ranks.device), strict=True))
+
+    def _gather(self, tree: Tree, block: Mapping[Path, Kind]) -> dict[Path, Tensor]:
+        """Gather leaves from all processes as bytes, since backends don't support every dtype."""
+        device, counts = self.ranks.device, [len(share) for share in self._shards]
+        # All processes must send equal sizes: short shards are padded. A leaf begins at a multiple
+        # of 8, as every dtype may.
+        sizes = [-(-max(counts) * kind.nbytes // 8) * 8 for kind in block.values()]
+        sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        for path, part in zip(block, sent.split(sizes), strict=True):
+            leaf = leaf_at(tree, path)
+            if leaf is not None and leaf.numel():
+                plain = leaf.detach().to(device).contiguous().flatten().view(torch.uint8)
+                part[: len(plain)] = plain
+        received = sent.new_empty(len(counts), len(sent))
+        if len(sent):
+            self.ranks.call(distributed.all_gather, [*received], sent)
+        found = {}
+        for (path, kind), part in zip(block.items(), received.split(sizes, 1), strict=True):
+            leaf = torch.empty(self.total, *kind.shape, dtype=kind.dtype, device=device)
+            for share, bytes_of in zip(self._shards, part, strict=True):
+                given = bytes_of[: len(share) * kind.nbytes].view(kind.dtype)
+                leaf.index_copy_(0, share.to(device), given.view(len(share), *kind.shape))
+            found[path] = leaf
+        return found
+
+
+class Kind(NamedTuple):
+    """The form of a client's row of a leaf.
+
+    Attributes:
+        shape: Its shape, without client axis.
+        dtype: Its dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _kinds(form: Tree) -> dict[Path, Kind]:
+    return cast("dict[Path, Kind]", dict(items(form)))
+
+
+def _blocks(form: Tree, width: int) -> Iterator[dict[Path, Kind]]:
+    """Group leaves so that those of ``width`` clients take at most :data:`BLOCK`, if one does."""
+    block: dict[Path, Kind] = {}
+    size = 0
+    for path, kind in _kinds(form).items():
+        if block and size + width * kind.nbytes > BLOCK:
+            yield block
+            block, size = {}, 0
+        block[path] = kind
+        size += width * kind.nbytes
+    if block:
+        yield block
+
+
+def _largest(leaf: Tensor | None, kind: Kind, device: torch.device) -> Tensor:
+    if leaf is not None:
+        return leaf.amax(0)
+    least = -torch.inf if kind.dtype.is_floating_point else _least(kind.dtype)
+    return torch.full(kind.shape, least, dtype=kind.dtype, device=device)
+
+
+def _least(dtype: torch.dtype) -> int:
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _smallest(leaf: Tensor | None, kind: Kind, device: torch.device) -> Tensor:
+    if leaf is not None:
+        return leaf.amin(0)
+    return torch.full(kind.shape, torch.inf, dtype=kind.dtype, device=device)
+
+
+def _widened(leaf: Tensor) -> Tensor:
+    if not leaf.is_floating_point():
+        return leaf.long()
+    return leaf.float() if leaf.dtype.itemsize < 4 else leaf
+
+
+def deal(costs: Sequence[float], size: int, homes: Sequence[int] | None = None) -> list[int]:
+    """Deal clients to processes so that each has about as much to do.
+
+    Most expensive clients come first. One stays at home while this process then has at most
+    :data:`SLACK` more than its part; the others go to the process with least to do.
+
+    Args:
+        costs: What each client costs, in any unit.
+        size: Number of processes.
+        homes: The processes that have the clients' states; None: no client has one.
+
+    Returns:
+        The rank of each client.
+
+    Example:
+        >>> deal([1.0, 1.0, 1.0, 1.0], 2, homes=[0, 0, 0, 1])
+        [0, 0, 1, 1]
+    """
+    load, count, owners = [0.0] * size, [0] * size, [0] * len(costs)
+
+    def take(client: int, rank: int) -> None:
+        owners[client] = rank
+        load[rank] += costs[client]
+        count[rank] += 1
+
+    part = (1 + SLACK) * max(sum(costs) / size, max(costs, default=0.0))
+    rest = []
+    for client in sorted(range(len(costs)), key=lambda client: -costs[client]):
+        if homes is not None and load[homes[client]] + costs[client] <= part:
+            take(client, homes[client])
+        else:
+            rest.append(client)
+    for client in rest:
+        take(client, min(range(size), key=lambda rank: (load[rank], count[rank])))
+    return owners
 
 
 # --- results --------------------------------------------------------------------------------------
 
 
 def gather_work(shard: RankShard, work: LocalResult) -> LocalResult:
-    """Gather the cohort's uploads and values on every process, but no client states."""
-    uploads = shard.all_gather(work.uploads)
-    logs = shard.all_gather_values({**work.logs, LOSS: work.loss}, len(work.loss))
+    """Gather the logged values of the cohort on every process, but no uploads and no states."""
+    if shard.alone:
+        return work
+    mine = {**work.logs, LOSS: work.loss}
+    found = shard.ranks.all_gather_objects((_as_arrays(mine), dict(work.options)))
+    logs = shard.join_values([values for values, _ in found])
     loss = logs.pop(LOSS)
-    return LocalResult(uploads, work.client_state, logs, _options(shard, work.options), loss)
+    return replace(work, logs=logs, loss=loss, options=_merged([options for _, options in found]))
 
 
 def gather_evaluation(shard: RankShard, found: Evaluation) -> Evaluation:
     """Gather the results of all clients on every process."""
-    values = shard.all_gather_values(found.values, len(found.counts))
-    counts = shard.all_gather({"counts": found.counts})["counts"].cpu()
+    if shard.alone:
+        return found
+    mine = (_as_arrays(found.values), found.counts.tolist(), found.options, found.predictions)
+    values, counts, options, predictions = zip(*shard.ranks.all_gather_objects(mine), strict=True)
     return Evaluation(
-        values, counts, _options(shard, found.options), shard.all_gather_each(found.predictions)
+        shard.join_values(values),
+        torch.tensor(shard.in_order(counts), dtype=torch.int64),
+        _merged(options),
+        shard.in_order(predictions) if any(predictions) else [],
     )
 
 
-def _options(shard: RankShard, options: Mapping[str, LogOptions]) -> dict[str, LogOptions]:
-    return {
-        name: o
-        for found in shard.ranks.all_gather_objects(dict(options))
-        for name, o in found.items()
-    }
+def _as_arrays(values: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: value.detach().double().cpu().numpy() for name, value in values.items()}
+
+
+def _merged(parts: Sequence[Mapping[str, LogOptions]]) -> dict[str, LogOptions]:
+    return {name: options for part in parts for name, options in part.items()}

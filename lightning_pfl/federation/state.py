@@ -41,7 +41,7 @@ from lightning_pfl.federation.checkpoint import (
 )
 from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.gate import MaxNorm, Verdict, refuse_step
-from lightning_pfl.federation.ranks import Ranks, RankShard
+from lightning_pfl.federation.ranks import Ranks, RankShard, deal
 from lightning_pfl.federation.sampling import check_participation
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.metrics.history import History
@@ -165,6 +165,22 @@ class FederationState:
         kept = client_states.has_entries() or self.keeps_optimizers
         keys = clients if kept else torch.arange(len(clients))
         return (Ranks() if client_states.complete else self.ranks).shard(keys)
+
+    def deal(self, info: ClientInfo, home: RankShard) -> RankShard:
+        """Return this process's shard of a cohort: those that it trains.
+
+        Args:
+            info: The cohort.
+            home: The shard of those whose states it has.
+        """
+        client_states = self.architectures[0].client_states
+        if home.alone or self.keeps_optimizers:  # whose states don't visit
+            return home
+        epoch = (Phase("all", epochs=1),)
+        per_epoch = self.count_steps(self.training_data(), info.index, epoch).clamp_min(1)
+        costs = (info.steps * info.num_samples / per_epoch).tolist()
+        homes = home.owners.tolist() if client_states.has_entries() else None
+        return self.ranks.shard(torch.tensor(deal(costs, self.ranks.size, homes)))
 
     def kept_optimizers(self, clients: Tensor) -> list[OptimizerState] | None:
         """Return the optimizer states of some clients; None if they begin with fresh ones."""

@@ -156,7 +156,8 @@ class Method(FederatedCallback):
         needs_label_counts: Whether ``known.label_counts`` is read: in a deployment the nodes are
             then asked for them, and sent those of all.
         averages_models: Whether an upload is ``{"model": ...}`` and nothing else, of which the
-            server uses the weighted mean alone: in a deployment noise can then be added to it.
+            server uses the weighted mean alone: in a deployment noise can then be added to it, and
+            several processes send each other sums.
         measures_client_states: Whether :meth:`measure` reads client states: in a deployment, in
             which they stay on the nodes, the method is refused.
         needs_public_data: Whether phases of the clients or the server have public samples. A
@@ -227,6 +228,15 @@ class Method(FederatedCallback):
         :class:`~lightning_pfl.core.parameters.ParameterSplit` says what each holds.
         """
         return self.known.parameter_split
+
+    @property
+    def needs_each_upload(self) -> bool:
+        """Whether :meth:`server_update` must have the uploads themselves.
+
+        False: their mean, rounded, in the place of each of them makes no difference to it. Default:
+        unless :attr:`averages_models`.
+        """
+        return not self.averages_models
 
     @property
     def num_clients(self) -> int:

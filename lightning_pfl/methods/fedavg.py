@@ -91,6 +91,11 @@ class FedAvg(Method):
             _check_optimizer(server_optimizer([torch.zeros(1, requires_grad=True)]))
         self.server_optimizer = server_optimizer
 
+    @property
+    def needs_each_upload(self) -> bool:
+        """Whether there is a server optimizer, for which a rounded mean isn't enough."""
+        return self.server_optimizer is not None
+
     def settings(self) -> dict[str, str]:
         """Return all settings, with the server optimizer's class and plain defaults."""
         if self.server_optimizer is None:

@@ -55,6 +55,13 @@ from lightning_pfl.trainer.client_loop import ClientLoop, ClientTraining
 from lightning_pfl.trainer.data import by_client, due_reload, move_to_device
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
+READERS = (
+    "on_local_training_end",
+    "on_aggregation_start",
+    "on_aggregation_end",
+    "on_round_end",
+)
+"""Hooks of callbacks that get the uploads of a round."""
 LOOK_AHEAD = 64
 """Number of rounds in which a method must train at least once."""
 # Progress of the current round, for a checkpoint written inside it. Before OPEN's end nothing of
@@ -124,6 +131,7 @@ class FederatedLoop(FitLoop):
     _prog_bar: tuple[str, ...] = ()
     _logger: tuple[str, ...] = ()
     _restored: dict[str, Any] | None = None
+    _uploads_are_read: bool = True
     _public: PublicData | None = None
     _warned: frozenset[str] = frozenset()
     _left_out: str | None = ""  # why the last round left out all clients; None once one did not
@@ -236,9 +244,23 @@ class FederatedLoop(FitLoop):
         if self._restored is not None:
             remember_metrics(self.trainer, without_summary(self._restored["callback_metrics"]))
         self._restored, self._left_out = None, ""
+        self._uploads_are_read = self._find_readers()
         updates = self.epoch_loop.global_step
         inside = self.stage in (TRAINED, VALIDATED)
         set_rounds(self, finished=updates - inside, begun=updates)
+
+    def _find_readers(self) -> bool:
+        """Whether a callback may look at the uploads of each client, in any process."""
+        ranks, method = self.federation.ranks, self.federation.method
+        if ranks.alone:
+            return True  # they are all here
+        found = any(
+            getattr(type(callback), hook) is not getattr(FederatedCallback, hook)
+            for callback in self.trainer.callbacks
+            if isinstance(callback, FederatedCallback) and callback is not method
+            for hook in READERS
+        )
+        return any(ranks.all_gather_objects(found))
 
     @_no_silent_end
     def on_advance_start(self) -> None:
@@ -319,23 +341,30 @@ class FederatedLoop(FitLoop):
     def _aggregate(self, round: Round, cohort: Cohort, work: LocalResult) -> None:
         """Update the server from the accepted uploads, and store the client states."""
         federation, method = self.federation, self.federation.method
-        round.uploads = work.uploads
+        each = self._uploads_are_read or method.needs_each_upload
+        each = each or bool(method.server_phases(round.number))
+        if each:
+            cohort.gather_uploads(work)
+            round.uploads = work.uploads
         self._hook("on_local_training_end", round)
 
         verdict = cohort.accept_uploads(work, federation.max_update_norm)
-        round.rejected = verdict.rejected
+        if not each:
+            work.uploads = cohort.average_uploads(work, verdict.accepted)
+        uploads, round.rejected = work.uploads, verdict.rejected
         self._report(round, work, verdict)
         if round.rejected:
             accepted = verdict.accepted.nonzero().flatten()
-            round.uploads = rows(work.uploads, accepted.to(cohort.device))
+            uploads = rows(uploads, accepted.to(cohort.device))
+        round.uploads = uploads
         self._hook("on_aggregation_start", round)
         server, refused = federation.server, ""
         if len(cohort.info):
             with self.trainer.profiler.profile("aggregation"):
-                server = method.server_update(server, round.uploads, cohort.info)
+                server = method.server_update(server, uploads, cohort.info)
                 if method.server_phases(round.number):
                     public = self._public_data()
-                    server = train_server(federation, server, round.uploads, cohort.info, public)
+                    server = train_server(federation, server, uploads, cohort.info, public)
                 refused = federation.refuse_step(server, verdict)
                 if not refused:
                     cohort.exchange("after")

@@ -217,6 +217,47 @@ class TestWeightedMean:
             exact = [float(w) * float(row[column]) for w, row in zip(weights, rows, strict=True)]
             assert mean[column] == torch.tensor(math.fsum(exact), dtype=torch.float64).to(dtype)
 
+    @pytest.mark.parametrize("together", [7, 2**18])
+    def test_sums_have_the_same_bits_in_any_order_and_grouping(
+        self, together: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tree, "DOUBLED", together)
+        generator = torch.Generator().manual_seed(1)
+        spread = torch.logspace(-200, 200, 40, dtype=torch.float64)
+        rows = torch.randn(60, 40, generator=generator, dtype=torch.float64) * spread
+        rows[:, 7] = 3.0
+        weights = torch.rand(60, generator=generator, dtype=torch.float64)
+        weights /= weights.sum()
+        low, total = tree.sum_above(rows, weights)
+        assert torch.equal(low, rows.amin(0))
+        assert total[7] == 0
+        for column in range(40):
+            terms = [
+                float(w) * (float(row[column]) - float(low[column]))
+                for w, row in zip(weights, rows, strict=True)
+            ]
+            largest = float(rows[:, column].amax() - low[column])
+            error = abs(math.fsum(terms) - float(total[column]))
+            assert error <= 60 * math.ulp(2 * largest)
+        order = torch.randperm(60, generator=generator)
+        assert torch.equal(tree.sum_above(rows[order], weights[order])[1], total)
+        within = (rows.amin(0), rows.amax(0))
+        for cut in (1, 17, 59):
+            parts = [
+                tree.sum_above(rows[at], weights[at], within)[1]
+                for at in (order[:cut], order[cut:])
+            ]
+            assert torch.equal(parts[1] + parts[0], total)
+        mean = tree.weighted_mean({"w": rows}, weights)["w"]
+        again = tree.weighted_mean({"w": rows[order]}, weights[order])["w"]
+        assert torch.equal(mean, again)
+
+    def test_only_a_column_with_nan_or_infinity_has_no_mean(self) -> None:
+        rows = torch.tensor([[1.0, torch.nan, torch.inf], [3.0, 1.0, 1.0]])
+        mean = tree.weighted_mean({"w": rows}, torch.tensor([0.5, 0.5]))["w"]
+        assert mean[0] == 2
+        assert not mean[1:].isfinite().any()
+
     def test_sums_of_differences_are_zero_where_nothing_moved(self) -> None:
         start = {"w": torch.randn(4).bfloat16(), "b": torch.randn(4)}
         moved = {"w": start["w"].repeat(9, 1), "b": start["b"].repeat(9, 1) + 2}

@@ -38,18 +38,19 @@ SILENCE = timedelta(seconds=2)
 """Time after which a process counts as stopped."""
 
 
-class Seeing(PersonalizedModule):
+class Seeing(L.Callback):
     """Notes the clients that hooks fire for."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(batch)
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, at: int
+    ) -> None:
+        self.seen.append(int(batch))
 
 
-class Counting(Seeing):
+class Counting(PersonalizedModule):
     """Logs a torchmetrics object too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -123,9 +124,18 @@ CASES: dict[str, dict[str, Any]] = {
         "callbacks": lambda: [HeadFineTuning(epochs=1, when="evaluation"), new_clients()],
     },
     # Sequential: the same bits.
-    "local": {"method": lambda: LocalOnly(), "engine": "sequential", "kind": Counting},
+    "local": {
+        "method": lambda: LocalOnly(),
+        "engine": "sequential",
+        "kind": Counting,
+        "callbacks": lambda: [Seeing()],
+    },
     # More processes than clients in a cohort.
-    "few": {"method": lambda: FedRep(head_epochs=1), "participation": 1, "kind": Seeing},
+    "few": {
+        "method": lambda: FedRep(head_epochs=1),
+        "participation": 1,
+        "callbacks": lambda: [Seeing()],
+    },
     "by hand": {"method": lambda: FedRep(head_epochs=2), "participation": 3, "kind": ByHand},
     # Client 3 belongs to process 1.
     "poisoned": {"method": lambda: FedRep(head_epochs=1), "poisoned": 3, "engine": "sequential"},
@@ -171,6 +181,7 @@ def run(name: str, folder: Path, devices: int, ckpt_path: Path | None = None) ->
 
 def facts(trainer: Any, strategy: FederatedStrategy, model: Any) -> dict[str, Any]:
     """What is known after a fit."""
+    seeing = [callback for callback in trainer.callbacks if isinstance(callback, Seeing)]
     return {
         "server": strategy.server,
         "client_states": strategy.federation.client_states.tree,
@@ -179,7 +190,7 @@ def facts(trainer: Any, strategy: FederatedStrategy, model: Any) -> dict[str, An
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
         "history": strategy.federation.history.state_dict(),
         "rounds": trainer.current_epoch,
-        "seen": getattr(model, "seen", []),
+        "seen": [client for callback in seeing for client in callback.seen],
         "best": Path(trainer.checkpoint_callback.best_model_path).name,
     }
 

@@ -1,0 +1,186 @@
+"""Clients dealt to processes, and what processes add up and gather, with threads for processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
+from lightning_pfl.core import tree
+from lightning_pfl.federation import ranks as module
+from lightning_pfl.federation.ranks import (
+    Ranks,
+    RankShard,
+    deal,
+    gather_evaluation,
+    gather_work,
+)
+
+
+class Line:
+    """What the threads of a test share."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.said, self.calls = Barrier(size, timeout=20), [None] * size, 0
+
+
+class ThreadRanks(Ranks):
+    """Processes that are threads."""
+
+    def __init__(self, rank: int, size: int, line: Line) -> None:
+        super().__init__(rank, size)
+        self.line = line
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        said: list[Any] = self.line.said
+        mine = {distributed.all_reduce: 0}.get(function, 1)
+        said[self.rank] = args[mine].clone() if isinstance(args[mine], Tensor) else args[mine]
+        self.line.calls += self.rank == 0
+        self.line.barrier.wait()
+        found = list(said)
+        self.line.barrier.wait()
+        if function is distributed.all_reduce:
+            largest = args[1] == distributed.ReduceOp.MAX
+            stacked = torch.stack(found)
+            args[0].copy_(stacked.amax(0) if largest else stacked.sum(0))
+        elif function is distributed.all_gather:
+            assert {len(each) for each in found} == {len(args[1])}  # as backends require
+            for place, value in zip(args[0], found, strict=True):
+                place.copy_(value)
+        else:
+            args[0][:] = found
+
+
+def everywhere(size: int, work: Callable[[ThreadRanks], Any]) -> tuple[list[Any], Line]:
+    """Do the work in all processes; return what each finds."""
+    line = Line(size)
+    with ThreadPoolExecutor(size) as pool:
+        runs = [pool.submit(work, ThreadRanks(rank, size, line)) for rank in range(size)]
+    return [run.result() for run in runs], line
+
+
+def trees(count: int, dtype: torch.dtype) -> tree.Tree:
+    generator = torch.Generator().manual_seed(count)
+    spread = torch.logspace(-9, 9, 35, dtype=torch.float64).view(5, 7)
+    drawn = torch.randn(count, 5, 7, generator=generator, dtype=torch.float64) * spread
+    return {
+        "model": {
+            "w": drawn.to(dtype),
+            "half": drawn[:, 0].bfloat16(),
+            "steps": torch.randint(-(2**60), 2**60, (count,), generator=generator),
+            "mask": torch.rand(count, 3, generator=generator) < 0.3,
+        },
+        "nothing": {},
+    }
+
+
+@pytest.mark.parametrize("owners", [[0] * 6, [0, 1, 0, 1, 1, 0], [2, 2, 0, 0, 2, 0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_processes_average_to_the_bits_of_one(dtype: torch.dtype, owners: list[int]) -> None:
+    uploads, weights = trees(6, dtype), torch.rand(6, dtype=torch.float64)
+    weights /= weights.sum()
+
+    def work(ranks: Ranks) -> tree.Tree:
+        shard = ranks.shard(torch.tensor(owners))
+        mine = shard.slice(uploads) if len(shard.slice({"": weights})[""]) else {}
+        return shard.mean(mine, shard.slice({"": weights})[""])
+
+    found, line = everywhere(3, work)
+    expected = tree.named_leaves(tree.weighted_mean(uploads, weights))
+    for one in found:
+        assert one.keys() == uploads.keys()
+        for name, leaf in tree.named_leaves(one).items():
+            assert leaf.dtype == expected[name].dtype
+            assert torch.equal(leaf, expected[name]), name
+    # The form, the range of each of three dtypes, and the sums.
+    assert line.calls <= 1 + 3 + 1
+
+
+def test_no_client_has_no_mean() -> None:
+    nobody = torch.tensor([], dtype=torch.int64)
+    found, _ = everywhere(2, lambda ranks: ranks.shard(nobody).mean({}, torch.empty(0)))
+    assert found == [{}, {}]
+
+
+@pytest.mark.parametrize("block", [1, 2**26])
+@pytest.mark.parametrize("owners", [[1] * 5, [0, 1, 0, 1, 1], [2, 2, 0, 1, 2]])
+def test_rows_are_gathered_in_the_order_of_the_clients(
+    owners: list[int], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BLOCK", block)
+    known = trees(5, torch.float32)
+
+    def work(ranks: Ranks) -> tree.Tree:
+        shard = ranks.shard(torch.tensor(owners))
+        return shard.all_gather(shard.slice(known) if owners.count(ranks.rank) else {})
+
+    found, line = everywhere(3, work)
+    for one in found:
+        assert one.keys() == known.keys()
+        for name, leaf in tree.named_leaves(known).items():
+            assert torch.equal(tree.named_leaves(one)[name], leaf), name
+    assert line.calls == (5 if block == 1 else 2)
+
+
+def test_logged_values_are_in_the_order_of_the_clients() -> None:
+    def work(ranks: Ranks) -> tuple[LocalResult, Evaluation]:
+        shard = ranks.shard(torch.tensor([1, 0, 1]))
+        at = shard.index
+        values = {"loss": torch.tensor([0.1, 0.2, 0.3])[at]}
+        if ranks.rank == 1:
+            values["only here"] = torch.tensor([7.0, 8.0])
+        work = LocalResult({}, {}, values, {"loss": LogOptions(True)}, torch.arange(3.0)[at])
+        counts = torch.tensor([5, 6, 7])[at]
+        each = [[f"client {k}"] for k in torch.arange(3)[at].tolist()]
+        return gather_work(shard, work), gather_evaluation(
+            shard, Evaluation(values, counts, {}, each)
+        )
+
+    for trained, found in everywhere(2, work)[0]:
+        assert trained.loss.tolist() == [0, 1, 2]
+        assert trained.options == {"loss": LogOptions(True)}
+        for values in (trained.logs, found.values):
+            expected = torch.tensor([0.1, 0.2, 0.3]).double()  # of the float32 that were logged
+            assert torch.equal(values["loss"], expected)
+            assert values["only here"].isnan().tolist() == [False, True, False]
+            assert values["only here"][[0, 2]].tolist() == [7, 8]
+        assert found.counts.tolist() == [5, 6, 7]
+        assert found.predictions == [["client 0"], ["client 1"], ["client 2"]]
+
+
+def test_a_shard_of_some_clients_leaves_them_where_they_are() -> None:
+    shard = RankShard(Ranks(1, 2), torch.tensor([4, 1, 3, 0]))
+    assert shard.owners.tolist() == [0, 1, 1, 0]
+    kept = shard.keep(torch.tensor([True, False, True, True]))
+    assert kept.owners.tolist() == [0, 1, 0]
+    assert torch.as_tensor(kept.index).tolist() == [1]
+
+
+class TestDeal:
+    def test_equal_clients_are_dealt_evenly(self) -> None:
+        owners = deal([2.0] * 10, 3)
+        assert sorted(owners.count(rank) for rank in range(3)) == [3, 3, 4]
+
+    def test_the_largest_clients_come_first(self) -> None:
+        # 6 | 5 | then 4 to the second, 3 to the first, 2 to both's 9: 9 + 2 and 9.
+        assert deal([4.0, 2.0, 6.0, 3.0, 5.0], 2) == [1, 0, 0, 0, 1]
+
+    def test_as_few_states_move_as_need_to(self) -> None:
+        assert deal([1.0] * 10, 2, homes=[0] * 7 + [1] * 3) == [0] * 5 + [1] * 5
+        even = [0, 1, 1, 0]
+        assert deal([1.0, 1.0, 1.0, 1.0], 2, homes=even) == even
+
+    def test_a_little_more_to_do_moves_no_state(self) -> None:
+        costs, homes = [52.0, 48.0], [0, 1]
+        assert deal(costs, 2, homes) == homes
+        assert deal([30.0, 30.0, 30.0, 31.0], 2, [0, 0, 1, 1]) == [0, 0, 1, 1]
+
+    def test_clients_without_work_are_dealt_evenly_too(self) -> None:
+        assert sorted(deal([0.0] * 4, 2)) == [0, 0, 1, 1]
+        assert deal([], 2) == []
