@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,14 +20,14 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pfl import __version__
-from lightning_pfl.cli.adapt import run_adapt
+from lightning_pfl.cli.adapt import adapt_parser, run_adapt
 from lightning_pfl.cli.catalogue import COMMANDS, run_catalogue
-from lightning_pfl.cli.compare import run_compare
-from lightning_pfl.cli.completion import run_completion
+from lightning_pfl.cli.compare import compare_parser, run_compare
+from lightning_pfl.cli.completion import completion_parser, run_completion
 from lightning_pfl.cli.parser import Parser, in_a_line, nearest
-from lightning_pfl.cli.partition import run_partition
+from lightning_pfl.cli.partition import partition_parser, run_partition
 from lightning_pfl.cli.results import print_results
-from lightning_pfl.cli.sweep import run_sweep
+from lightning_pfl.cli.sweep import run_sweep, sweep_parser
 from lightning_pfl.federation.log_folder import log_folder
 from lightning_pfl.methods.base import Method
 
@@ -190,17 +191,19 @@ class Completion(PFLCLI):
         options = {
             name: own.get_defaults().keys() for name, own in self._subcommand_parsers.items()
         }
-        run_completion(cast("list[str]", args), options)
+        others = {name: parser for name, (_, parser) in OTHER.items()}
+        run_completion(cast("list[str]", args), options, others)
         sys.exit()
 
 
-OTHER: dict[str, Callable[[list[str]], object]] = {
-    "compare": run_compare,
-    "sweep": run_sweep,
-    "partition": run_partition,
-    "adapt": run_adapt,
-    "completion": Completion,
+OTHER: dict[str, tuple[Callable[[list[str]], object], Callable[[], ArgumentParser]]] = {
+    "compare": (run_compare, compare_parser),
+    "sweep": (run_sweep, sweep_parser),
+    "partition": (run_partition, partition_parser),
+    "adapt": (run_adapt, adapt_parser),
+    "completion": (Completion, completion_parser),
 }
+"""Commands with a parser of their own: what runs them, and what makes the parser."""
 
 
 def main(args: ArgsType = None) -> None:
@@ -211,7 +214,8 @@ def main(args: ArgsType = None) -> None:
         run_catalogue(words)
         return
     if isinstance(words, list) and words and words[0] in OTHER:
-        OTHER[words[0]](words[1:])
+        run, _ = OTHER[words[0]]
+        run(words[1:])
         return
     if isinstance(words, list) and words and not words[0].startswith("-"):
         check_command(words[0])

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_pfl import methods, models
-from lightning_pfl.cli.adapt import adapt_parser
 from lightning_pfl.cli.catalogue import catalogue_parser, find_recipes
-from lightning_pfl.cli.compare import compare_parser
-from lightning_pfl.cli.partition import partition_parser
-from lightning_pfl.cli.sweep import sweep_parser
 
 SHELLS = ("bash", "zsh", "tcsh")
-OTHERS = {
-    "compare": compare_parser,
-    "sweep": sweep_parser,
-    "partition": partition_parser,
-    "adapt": adapt_parser,
-}
 FILES = {"--config", "--ckpt_path"}
 CHOICES = {"method": methods.__all__, "model": models.__all__}
 """Options of `fit` that name a class of the package."""
 
 
-def run_completion(words: Sequence[str], options: Mapping[str, Iterable[str]]) -> None:
+Parsers = Mapping[str, Callable[[], ArgumentParser]]
+"""Makers of the parsers of commands."""
+
+
+def run_completion(
+    words: Sequence[str], options: Mapping[str, Iterable[str]], others: Parsers
+) -> None:
     """Print a script that teaches a shell the command's words.
 
     Args:
         words: The command line after ``lightning-pfl completion``.
         options: Subcommands of the recipes, such as ``fit``, and their options without ``--``.
+        others: The commands that have a parser of their own, by name.
     """
     parser = completion_parser()
     shell = parser.parse_args(words).shell
@@ -43,7 +40,7 @@ def run_completion(words: Sequence[str], options: Mapping[str, Iterable[str]]) -
             "error: Expected the package shtab, but it isn't installed. Install it: "
             "pip install 'lightning-pfl[completion]'\n",
         )
-    print(shtab.complete(whole_parser(options), shell=shell))
+    print(shtab.complete(whole_parser(options, others), shell=shell))
 
 
 def completion_parser() -> ArgumentParser:
@@ -58,18 +55,19 @@ def completion_parser() -> ArgumentParser:
     return parser
 
 
-def whole_parser(options: Mapping[str, Iterable[str]]) -> ArgumentParser:
+def whole_parser(options: Mapping[str, Iterable[str]], others: Parsers) -> ArgumentParser:
     """Make one parser of all commands, as shtab reads it; it parses nothing.
 
     Jsonargparse's own scripts are no way: with the Trainer's arguments they take minutes to write.
 
     Args:
         options: As for :func:`run_completion`.
+        others: As for :func:`run_completion`.
     """
     import shtab
 
     parser, commands = catalogue_parser()
-    for name, make in {**OTHERS, "completion": completion_parser}.items():
+    for name, make in others.items():
         commands.add_parser(name, parents=[make()], add_help=False, help=name)
     for name, keys in options.items():
         add: Any = commands.add_parser(name, help=name).add_argument

@@ -41,6 +41,11 @@ OPTION = re.compile(
     r"[Uu]nrecognized arguments: --([\w.]+)|"
     r"does not accept (?:option|nested key) '([\w.]+)'"
 )
+TYPES = re.compile(
+    r"Subtypes: \[([^\n]*)\]\s+Errors:\n(?:\s+- Expected a <class[^\n]*\n)+"
+    r"\s+Given value type: [^\n]*\n\s+Given value: ([^\n]*)"
+    r"|Expected a (<class '\w+'>)\. Got value: ([^\n]*)"
+)
 HELP = re.compile(r'Parser key "(\w+)"(?s:.*)unrecognized arguments: --([\w.]+)\.help=([\w.]+)')
 OWN_WORDS = re.compile(r"Expected .+ but got .+")
 #: LaTeX commands that aren't their own text, unlike ``\lambda``.
@@ -177,8 +182,8 @@ def explain(message: str, keys: Iterable[str]) -> str:
         )
     if found := CLASS.search(message):
         name = found[1].rsplit(".", 1)[-1]
-        named = [a or b for a, b in KEY.findall(message[: found.start()])]
-        if named[-1:] == ["method"]:
+        key = _key(message, found)
+        if key == "method":
             near = nearest(name, methods.__all__)
             return (
                 f"Expected `method` to be one of {', '.join(methods.__all__)}, or the import path "
@@ -186,12 +191,34 @@ def explain(message: str, keys: Iterable[str]) -> str:
                 + (f"Did you mean {near!r}?" if near else "Choose one of them.")
             )
         near = nearest(name, CLASSES)
+        # Without one it may be a class of one's own, whose module has an error to show.
+        message = f"Expected `{key}` to be a class, but got {found[1]!r}." if near else message
     elif found := ARGUMENT.search(message):
-        near = nearest(found[2], arguments(found[1]))
+        called, known = found[1].rpartition(".")[2], arguments(found[1])
+        near = nearest(found[2], known)
+        message = f"Expected an argument of {called}, but got {found[2]!r}."
+        if not near:
+            return f"{message} Choose one of {', '.join(known)}."
+    elif found := TYPES.search(message):
+        *kinds, last = _kinds(found[1] or found[3])
+        kind = f"{', '.join(kinds)} or {last}" if kinds else last
+        return f"Expected `{_key(message, found)}` to be {kind}, but got {found[2] or found[4]!r}."
     elif found := OPTION.search(message):
         key, keys = found[1] or found[2], list(keys)
         near = nearest(key, keys) or nearest(key.split(".")[0], {k.split(".")[0] for k in keys})
     return f"{message}\nDid you mean {near!r}?" if near else message
+
+
+def _key(message: str, found: re.Match[str]) -> str:
+    """Return the whole key of a value that an error is about, such as ``method.head_epochs``."""
+    return ".".join(a or b for a, b in KEY.findall(message[: found.start()]))
+
+
+def _kinds(types: str) -> list[str]:
+    """Write types as people do: those of a recipe's YAML."""
+    names = re.sub(r"<class '([\w.]+)'>", r"\1", types).replace("NoneType", "null")
+    short = re.sub(r"\b(?:[a-z_]+\.)+(?=\w)", "", names)
+    return re.split(r", (?![^\[]*\])", short)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
@@ -209,7 +236,8 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 def arguments(class_path: str) -> list[str]:
     """List the arguments of a class, and of classes that it passes arguments on to."""
     bases = getattr(locate(class_path), "__mro__", ())
-    return [name for base in bases for name in inspect.signature(base.__init__).parameters]
+    names = (name for base in bases for name in inspect.signature(base.__init__).parameters)
+    return [name for name in dict.fromkeys(names) if name not in ("self", "args", "kwargs")]
 
 
 def in_a_line(error: Exception) -> str | None:

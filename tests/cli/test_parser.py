@@ -51,6 +51,36 @@ def test_the_nearest_name_is_suggested(
 
 
 @pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--method.head_epoch", "4"], "an argument of FedRep, but got 'head_epoch'."),
+        (["--data.source", "Digit"], "`data.source` to be a class, but got 'Digit'."),
+        (
+            ["--method.head_epochs", "x"],
+            "`method.head_epochs` to be int, Mapping[str, int] or null, but got 'x'.",
+        ),
+        (["--trainer.max_epochs", "x"], "`trainer.max_epochs` to be int or null, but got 'x'."),
+        (["--model.lr", "[1, 2]"], "`model.lr` to be float, but got '[1, 2]'."),
+        (
+            ["--trainer.strategy.participation", "many"],
+            "`trainer.strategy.participation` to be int or float, but got 'many'.",
+        ),
+        (
+            ["--data.partition.xyzzy", "1"],
+            "an argument of ClassesPerClient, but got 'xyzzy'. Choose one of classes_per_client",
+        ),
+    ],
+)
+def test_a_wrong_name_or_type_is_told_in_a_line(
+    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = refused(capsys, *wrong)
+    assert f"error: Expected {said}" in shown
+    assert "Union" not in shown
+    assert "Parser key" not in shown
+
+
+@pytest.mark.parametrize(
     ("text", "near"),
     [("trainer: {max_epoch: 3}", "trainer.max_epochs"), ("modle: {lr: 1.0}", "model")],
 )
