@@ -266,11 +266,21 @@ class Stored:
         runs = planned(seeds, rounds)
         self.found = {each: plan.stored(each.key, each.settings) for each in runs}
 
-    def values(self, line: str, point: Point) -> list[float]:
-        """Accuracies of a line at a point, one for each seed that is stored."""
+    def values(self, line: str, point: Point) -> dict[int, float]:
+        """Accuracies of a line at a point by seed, of the seeds that are stored."""
         name = "ft_acc" if line == TUNED else "acc"
-        outcomes = [self.found[cell(line, point, self.rounds, seed)] for seed in self.seeds]
-        return [float(outcome[name]) for outcome in outcomes if outcome is not None]
+        outcomes = {seed: self.found[cell(line, point, self.rounds, seed)] for seed in self.seeds}
+        return {
+            seed: float(outcome[name]) for seed, outcome in outcomes.items() if outcome is not None
+        }
+
+    def best(self, point: Point) -> str | None:
+        """The best line at a point, over the seeds that all lines have; None without such seeds."""
+        values = {line: self.values(line, point) for line in LINES}
+        shared = set(self.seeds).intersection(*values.values())
+        if not shared:
+            return None
+        return max(LINES, key=lambda line: statistics.mean(values[line][seed] for seed in shared))
 
     @property
     def share(self) -> tuple[int, int]:
@@ -281,21 +291,12 @@ class Stored:
 def table(stored: Stored, classes: int) -> str:
     """Accuracy against samples, the best of a column in bold, in Markdown."""
     columns: list[Point] = [(classes, samples, USUAL, True) for samples in SAMPLES]
-    means = {
-        (line, point): statistics.mean(values)
-        for line in LINES
-        for point in columns
-        if (values := stored.values(line, point))
-    }
+    best = [stored.best(point) for point in columns]
     lines = [f"| {classes} classes | " + " | ".join(map(str, SAMPLES)) + " |"]
     lines.append("|---" * (len(SAMPLES) + 1) + "|")
     for line in LINES:
-        cells = []
-        for point in columns:
-            text = spread(stored.values(line, point)) if (line, point) in means else "-"
-            best = max((means[key] for key in means if key[1] == point), default=None)
-            is_best = (line, point) in means and means[line, point] == best
-            cells.append(f"**{text}**" if is_best else text)
+        texts = [spread([*stored.values(line, point).values()]) for point in columns]
+        cells = [f"**{t}**" if line == b else t for t, b in zip(texts, best, strict=True)]
         lines.append(f"| {line} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -329,7 +330,7 @@ def draw(stored: Stored, path: Path) -> None:
 def draw_lines(axes: Axes, stored: Stored, points: Sequence[tuple[Point, float]]) -> None:
     """Draw each line's means over seeds with a band of one standard deviation."""
     for number, line in enumerate(LINES):
-        found = [(x, v) for point, x in points if (v := stored.values(line, point))]
+        found = [(x, [*v.values()]) for point, x in points if (v := stored.values(line, point))]
         x = [each[0] for each in found]
         means = np.array([100 * statistics.mean(values) for _, values in found])
         deviations = [100 * statistics.stdev(v) if len(v) > 1 else 0.0 for _, v in found]
@@ -347,14 +348,19 @@ def draw_lines(axes: Axes, stored: Stored, points: Sequence[tuple[Point, float]]
 def section(stored: Stored) -> str:
     """What stands in README.md."""
     done, whole = stored.share
-    state = "" if done == whole else f" {done} of {whole} runs are done; a dash: not yet."
+    state = (
+        ""
+        if done == whole
+        else f" {done} of {whole} runs are done; without ±: one seed; a dash: not yet."
+    )
     tables = "\n\n".join(table(stored, classes) for classes in CLASSES)
     return (
         f"**Fashion-MNIST**, {CLIENTS} clients, a tenth of them a round, {stored.rounds} rounds; "
         f"MLP 196-64-10 on images averaged over 2 x 2 pixels, lr {LR}, momentum {MOMENTUM}, "
         f"minibatches of {BATCH}. Test accuracy in percent against the training images of a "
         "client: mean over clients and the last fifth of the rounds, mean ± standard deviation "
-        f"over seeds {', '.join(map(str, stored.seeds))}; the best of a column in bold.{state}\n\n"
+        f"over seeds {', '.join(map(str, stored.seeds))}; the best of a column, over "
+        f"the seeds that all of it have, in bold.{state}\n\n"
         f"{tables}\n\n![Accuracy against samples and participation](figures/sharing.png)\n\n"
         f"{NOTE.strip()}"
     )
