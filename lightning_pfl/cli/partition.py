@@ -15,6 +15,7 @@ from rich.text import Text
 from lightning_pfl.cli.parser import in_a_line, read_sections
 from lightning_pfl.data.datamodule import FederatedDataModule
 from lightning_pfl.data.datasets import FederatedDataset, label_counts
+from lightning_pfl.data.partition.labels import ClassesPerClient
 
 MOST_CLASSES = 20
 """Largest number of classes with a column each."""
@@ -51,6 +52,11 @@ def run_partition(words: Sequence[str]) -> None:
         module.setup("fit" if given.split != "test" else "test")
         data = getattr(module, f"{given.split}_dataloader")()
         print_counts(data)
+        if isinstance(module.partition, ClassesPerClient):
+            print(
+                f"ClassesPerClient({module.partition.classes_per_client}) may draw a class twice "
+                "for a client, which then has fewer classes, and more samples of that one"
+            )
         if given.picture is not None:
             draw_partition(module, given.split, given.picture)
     except BrokenPipeError:

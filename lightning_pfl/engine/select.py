@@ -79,6 +79,7 @@ class SelectedEngine:
         settings: The Trainer's flags.
         loop: Lightning's own loop, for modules with code inside a step; None for others.
         found: What probes of an earlier run have found, of a checkpoint; None for nothing.
+        group: The clients' architecture, which messages name; empty where all have the same.
 
     Attributes:
         choices: Engine and reason per step (``"training_step"``, ...).
@@ -94,8 +95,10 @@ class SelectedEngine:
         settings: EngineSettings,
         loop: ModuleLoop | None = None,
         found: Mapping[str, str] | None = None,
+        group: str = "",
     ) -> None:
         check_engine(name)
+        self._whose = f"{group}: " if group else ""
         self.name, self.module, self.parameter_split = name, module, parameter_split
         self.settings, self.found = settings, dict(found or {})
         self.choices: dict[str, str] = {}
@@ -186,7 +189,7 @@ class SelectedEngine:
         except Exception as error:
             if self.name == "vectorized" or listener.failed or is_out_of_memory(error):
                 raise
-            why = f"{step} runs sequential here: {reason_of(error)}."
+            why = f"{self._whose}{step} runs sequential here: {reason_of(error)}."
             if why not in self._said:
                 self._said.add(why)
                 rank_zero_info(why)
@@ -361,7 +364,7 @@ class SelectedEngine:
         self._engines[step] = engine
         self.choices[step] = f"{engine.name} ({why})"
         if self.name != "sequential":
-            rank_zero_info(f"{step} runs {engine.name}: {why}.")
+            rank_zero_info(f"{self._whose}{step} runs {engine.name}: {why}.")
 
 
 SLOWER = "it could run for many clients at once, which is slower for a network of this size"

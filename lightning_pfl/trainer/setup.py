@@ -317,6 +317,7 @@ class StageSetup:
                 architecture.parameter_split,
                 settings,
                 found=found.get(architecture.name),
+                group=architecture.name if len(federation.architectures) > 1 else "",
             )
         if fitting:
             self.use(training)

@@ -33,6 +33,7 @@ def test_the_counts_are_those_of_the_run(
     for client, row in enumerate(counts.tolist()):
         assert rows[str(client)] == [str(sum(row)), *(str(n) if n else "." for n in row)]
     assert f"6 clients, {int(counts.sum())} samples" in out
+    assert "ClassesPerClient(5) may draw a class twice for a client" in out
     assert len({tuple(pixel) for pixel in imread(picture).reshape(-1, 4)[::7].tolist()}) > 10
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,13 @@ def test_each_architecture_has_its_own_learning_rate() -> None:
         start = both[architecture].state_dict()["head.weight"]
         moved = not torch.equal(run.strategy.client_state_dict(client)["head.weight"], start)
         assert moved == (architecture == "wide")
+
+
+def test_the_log_says_which_group_runs_how(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        fit(LocalOnly(), ClientModules(modules(), OF), max_epochs=1)
+    for name in WIDTHS:
+        assert f"{name}: training_step runs vectorized" in caplog.text
 
 
 def test_evaluation_prediction_and_modules_are_each_client_s_own() -> None:
