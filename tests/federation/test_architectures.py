@@ -120,7 +120,7 @@ def test_each_architecture_has_its_own_learning_rate() -> None:
 
 def test_the_log_says_which_group_runs_how(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        fit(LocalOnly(), ClientModules(modules(), OF), max_epochs=1)
+        fit(LocalOnly(), ClientModules(modules(), OF), engine="vectorized", max_epochs=1)
     for name in WIDTHS:
         assert f"{name}: training_step runs vectorized" in caplog.text
 
