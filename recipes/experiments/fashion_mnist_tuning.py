@@ -134,7 +134,7 @@ GRIDS: dict[str, tuple[str, dict[str, tuple[Any, ...]]]] = {
         {"method.server_steps,method.server_lr": ((20, 1e-4), (20, 1e-3), (5, 1e-3))},
     ),
     "PerAda": ("perada", {"method.prox_weight": (0.1, 0.5, 1.0)}),
-    "MatchedFedAvg": ("matched_fedavg", {"method.sweeps": (1, 10)}),
+    "MatchedFedAvg": ("matched_fedavg", {"method.sweeps": (10, 1)}),
     "NearestNeighbours": (
         "fedavg_knn",
         {"trainer.callbacks.init_args.share": (0.25, 0.5, 0.75, 0.9)},
