@@ -33,23 +33,24 @@ def permutation(length: int, key: int) -> Tensor:
 
 
 @contextmanager
-def seeded(key: int, everything: bool = False) -> Iterator[None]:
+def seeded(key: int | None, everything: bool = False) -> Iterator[None]:
     """Seed torch's global generators inside a ``with`` block, and restore their state after it.
 
     For user code that draws from the global generators: data sets, samplers and transforms.
 
     Args:
-        key: A key of :func:`derive`.
+        key: A key of :func:`derive`; None only restores their state.
         everything: Whether to seed Python's and NumPy's global generators too.
     """
     # Not `torch.manual_seed`, which records a stack trace each time while CUDA isn't in use.
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
     others = (random.getstate(), np.random.get_state()) if everything else None
-    torch.default_generator.manual_seed(key)
-    for device in devices:
-        torch.cuda.default_generators[device].manual_seed(key)
-    if everything:
+    if key is not None:
+        torch.default_generator.manual_seed(key)
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(key)
+    if everything and key is not None:
         random.seed(key)
         np.random.seed(key % 2**32)
     try:

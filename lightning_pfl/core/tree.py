@@ -255,6 +255,57 @@ def stack(trees: list[Tree]) -> Tree:
     return tmap(join, trees[0], *trees[1:])
 
 
+class Stacked:
+    """Trees of clients, ``(1, ...)`` each, copied to their rows one after another.
+
+    The result is that of :func:`stack`; nothing needs a client's tree after its :meth:`put`.
+
+    Args:
+        clients: Number of clients.
+    """
+
+    def __init__(self, clients: int) -> None:
+        self._clients, self._columns = clients, Tree()
+
+    def put(self, row: int, tree: Tree) -> None:
+        """Copy a client's tree; the first one comes first."""
+        if not self._columns:
+            self._columns = tmap(lambda _: _Column(self._clients), tree)
+        tmap(lambda column, leaf: column.put(row, leaf), self._columns, tree)
+
+    def tree(self) -> Tree:
+        """Return all rows, ``(clients, ...)``; a leaf that all share stays expanded."""
+        return tmap(lambda column: column.leaf(), self._columns)
+
+
+class _Column:
+    """One leaf of all clients."""
+
+    def __init__(self, clients: int) -> None:
+        self._clients = clients
+        self._rows: Tensor | None = None
+        self._shared: Tensor | None = None
+
+    def put(self, row: int, leaf: Tensor) -> None:
+        if self._rows is None:
+            shared = self._shared if row else leaf
+            assert shared is not None
+            if is_expanded(leaf) and leaf.data_ptr() == shared.data_ptr():
+                self._shared = leaf
+                return
+            self._rows = leaf.new_empty((self._clients, *leaf.shape[1:]))
+            self._rows[:row] = shared
+        self._rows[row] = leaf[0]
+
+    def leaf(self) -> Tensor:
+        if self._rows is not None:
+            return self._rows
+        assert self._shared is not None
+        leaf = self._shared
+        shape, strides = (self._clients, *leaf.shape[1:]), leaf.stride()
+        return leaf.as_strided(shape, strides, leaf.storage_offset())
+
+
 def per_client(scalar: Tensor, leaf: Tensor) -> Tensor:
     """Reshape a ``(clients,)`` tensor so that it broadcasts against a ``(clients, ...)`` leaf."""
     return scalar.to(leaf.dtype).view(-1, *[1] * (leaf.ndim - 1))
@@ -432,9 +483,34 @@ def double_sum(leaf: Tensor, weights: Tensor, origin: Tensor | None = None) -> T
     total = weights.new_empty((*weights.shape[:-1], flat.shape[1]))
     for first in range(0, flat.shape[1], together):
         at = slice(first, first + together)
-        some = flat[:, at].double()
-        total[..., at] = weights @ (some if start is None else some - start[:, at])
+        some = _doubled(flat, start, at)
+        total[..., at] = weights @ some
     return total.view((*weights.shape[:-1], *leaf.shape[1:]))
+
+
+def double_sqnorm(leaf: Tensor, origin: Tensor | None = None) -> Tensor:
+    """Compute the squared norm of each row in double precision, float64 ``(clients,)``.
+
+    Args:
+        leaf: Floats, ``(clients, ...)``.
+        origin: What is subtracted from the rows first, ``(clients, ...)``; None for 0.
+    """
+    flat = as_rows(leaf)
+    start = None if origin is None else as_rows(origin)
+    total = torch.zeros(len(flat), dtype=torch.float64, device=flat.device)
+    together = columns_at_once(flat)
+    for first in range(0, flat.shape[1], together):
+        at = slice(first, first + together)
+        some = _doubled(flat, start, at)
+        total += torch.linalg.vecdot(some, some)
+    return total
+
+
+def _doubled(flat: Tensor, start: Tensor | None, at: slice) -> Tensor:
+    """Copy some columns to double precision, less those of ``start``."""
+    if start is None:
+        return flat[:, at].double()
+    return flat[:, at].to(torch.float64, copy=True).sub_(start[:, at])
 
 
 def columns_at_once(flat: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,11 @@ class ActivePhase:
         self.names = parameter_split.match(trains, "train") if trains else frozenset()
         self.trainable = tuple(name for name in parameter_split.trainable if name in self.names)
         self.buffers = tuple(name for name in parameter_split.buffers if name in self.names)
+
+    @cached_property
+    def throwaway(self) -> tuple[str, ...]:
+        """Frozen buffers that a step may write to; to be read inside :meth:`modes`."""
+        return writable(self.parameter_split.module, self.names)
 
     @property
     def idle(self) -> bool:
@@ -91,10 +97,6 @@ class ActivePhase:
     def _trains(self, prefix: str, module: nn.Module) -> bool:
         names = [f"{prefix}.{name}" if prefix else name for name in module.state_dict()]
         return not names or any(name in self.names for name in names)
-
-    def throwaway(self) -> tuple[str, ...]:
-        """List frozen buffers that a step may write to."""
-        return writable(self.parameter_split.module, self.names)
 
 
 def writable(module: nn.Module, changing: frozenset[str] = frozenset()) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from lightning_pfl.core.errors import MisconfigurationException, naming_clients
 from lightning_pfl.core.mixture import is_mixed, shielded
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
-from lightning_pfl.core.tree import Model, Tree, materialize, select, separated, stack
+from lightning_pfl.core.tree import Model, Stacked, Tree, materialize, select, separated
 from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified, writable
@@ -108,6 +109,7 @@ class SequentialEngine:
         self._program: ClientProgram | None = None
         self._fingerprints: dict[int, tuple[Any, ...]] = {}
         self._contexts: dict[int, int | None] = {}
+        self._active: dict[int, ActivePhase] = {}
         self._evaluators: dict[str, ClientProgram] = {}
         self.quiet: dict[str, bool] = {}
         self.deterministic: bool | None = None
@@ -127,42 +129,42 @@ class SequentialEngine:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`.
 
         To intercept random functions costs as much as a small step, so clients train without it
-        where no step has drawn so far. Where steps draw after all, these clients are trained once
-        more, with keyed random functions.
+        where no step has drawn so far. A client whose steps draw after all is trained once more,
+        with keyed random functions.
         """
         self.traces.begin()
         self.whole.begin_round()
         self._fingerprints.clear()
         self._contexts.clear()
+        self._active.clear()
         results: list[LocalResult] = []
+        uploads, client_state = Stacked(len(work.info)), Stacked(len(work.info))
 
-        def train(row: int, keyed: bool) -> SequentialLocalStep:
+        for row in range(len(work.info)):
             one = work.rows(slice(row, row + 1))
-            local_step = SequentialLocalStep(self, one, keyed)
-            results.append(self._client(one, local_step))
-            if on_clients is not None:
-                on_clients([row], results[-1].loss)
-            return local_step
-
-        while (first := len(results)) < len(work.info):
+            if self.deterministic and self.loop is None:
+                # Replayed steps don't write to attributes.
+                before = {} if self.traces.enabled else snapshot(self.module)
+                with watch_global_rng(None) as found:
+                    result = self._client(one, SequentialLocalStep(self, one, keyed=False))
+                if found.moved or found.moved_torch:
+                    if before:
+                        restore(self.module, before)
+                    self.deterministic = False
             if not self.deterministic or self.loop is not None:
-                self._note_draws(train(first, keyed=True))
-                continue
-            # Replayed steps don't write to attributes.
-            before = {} if self.traces.enabled else snapshot(self.module)
-            with watch_global_rng(derive(self.settings.seed, "guard", work.info.round)) as found:
-                for row in range(first, len(work.info)):
-                    train(row, keyed=False)
-            if found.moved or found.moved_torch:
-                if before:
-                    restore(self.module, before)
-                self.deterministic, on_clients = False, None  # they have heard of these
-                del results[first:]
+                local_step = SequentialLocalStep(self, one, keyed=True)
+                result = self._client(one, local_step)
+                self._note_draws(local_step)
+            uploads.put(row, result.uploads)
+            client_state.put(row, result.client_state)
+            results.append(replace(result, uploads={}, client_state={}))
+            if on_clients is not None:
+                on_clients([row], result.loss)
         names = dict.fromkeys(name for result in results for name in result.logs)
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         return LocalResult(
-            stack([result.uploads for result in results]),
-            stack([result.client_state for result in results]),
+            uploads.tree(),
+            client_state.tree(),
             {name: torch.cat([r.logs.get(name, missing) for r in results]) for name in names},
             {name: option for result in results for name, option in result.options.items()},
             torch.cat([result.loss for result in results]),
@@ -240,7 +242,9 @@ class SequentialEngine:
         kept = None if work.kept is None else dict(work.kept[0])
         first_epoch = 0
         for number, phase in enumerate(work.phases):
-            active = ActivePhase(phase, self.parameter_split)
+            if number not in self._active:
+                self._active[number] = ActivePhase(phase, self.parameter_split)
+            active = self._active[number]
             budget = phase_budget(phase)
             order = (info.round, work.stream, first_epoch)
             minibatches = ClientMinibatches(
@@ -255,15 +259,15 @@ class SequentialEngine:
                 active.modes(),
                 local_step.program.capturing(),
                 local_step.program.plain(phase.data == "public"),
-                self._leaving_no_trace(phase),
             ):
-                local_step.program.throwaway = active.throwaway()
+                local_step.program.throwaway = active.throwaway
                 whole = self.whole_steps(work, number, active, local_step)
                 schedule = work.options(phase, len(minibatches.bounds))
                 local_step.begin(active, number, schedule, whole is None)
                 before = None if kept is None else kept.get(phase.name, {})
                 steps = () if active.idle else minibatches
                 with (
+                    self._leaving_no_trace(phase) if whole is None else nullcontext(),
                     local_step.keeping(before) as after,
                     local_step.in_loop(minibatches.per_epoch, after),
                     naming_clients("client_step", data.names, [client], info.round),
@@ -461,15 +465,8 @@ class SequentialLocalStep:
         self.active, self.number, self.phase = active, number, active.phase.name
         self.step = -1
         self._known: dict[tuple[Any, ...], tuple[list[Tensor], Given]] = {}
-        self.optimizer = ClientOptimizer(
-            self.template,
-            self.engine.parameter_split,
-            1,
-            active.phase.lr,
-            False,
-            schedule,
-            self.engine.optimizer_steps,
-        )
+        self._schedule = schedule
+        self._optimizer: ClientOptimizer | None = None
         if self.travel is not None and not active.phase.evaluate_only:
             self.travel.begin(self.template, active.phase.lr)
         if (traces := self.engine.traces).enabled:
@@ -477,6 +474,21 @@ class SequentialLocalStep:
             settings = self.engine.settings_in(number)
             context = (active.trainable, self.program, settings)
             traces.enter(context if recordable and alone else None)
+
+    @property
+    def optimizer(self) -> ClientOptimizer:
+        """The client's optimizer in this phase, which replayed steps don't need."""
+        if self._optimizer is None:
+            self._optimizer = ClientOptimizer(
+                self.template,
+                self.engine.parameter_split,
+                1,
+                self.active.phase.lr,
+                False,
+                self._schedule,
+                self.engine.optimizer_steps,
+            )
+        return self._optimizer
 
     def take_whole_steps(
         self, context: int, method: Method, state: Tree, steps: Iterable[list[tuple[int, Any]]]
@@ -490,7 +502,8 @@ class SequentialLocalStep:
             steps: Each step's minibatches.
         """
         whole, draws = self.engine.whole, self.active.phase.batches_per_step
-        whole.load(context, {"state": state, "optimizer": self.optimizer.placed()})
+        kept = {} if self._optimizer is None else self._optimizer.placed()
+        whole.load(context, {"state": state, "optimizer": kept})
 
         def take(step: list[tuple[int, Any]], tree: Tree) -> tuple[Tree, Any]:
             self.optimizer.place(tree["optimizer"])
@@ -508,7 +521,8 @@ class SequentialLocalStep:
             for values, size in logged:
                 self.logs.add(values, size, None, self.program.log.reductions)
         tree = whole.unload()
-        self.optimizer.place(tree["optimizer"])
+        if self._optimizer is not None:
+            self._optimizer.place(tree["optimizer"])
         new: Tree = tree["state"]
         return new
 
@@ -633,7 +647,8 @@ class SequentialLocalStep:
         """Start a step, whose first gradient logs, unless samples are public."""
         self._logged = self.active.phase.data == "public"
         self.step += 1
-        self.optimizer.at(self.step)
+        if self._schedule is not None:
+            self.optimizer.at(self.step)
         if not self.active.phase.evaluate_only:
             self.engine.draws_elsewhere = False
 

@@ -104,20 +104,24 @@ class WholeSteps:
     def load(self, context: int, state: Tree) -> None:
         """Begin a phase: copy a client's state to the registers."""
         self._context, self._given = context, state
-        self._written, self._python = set[Path](), False
+        self._written = set[Path]()
         self._layout = self._layout_of(state)
-        for register, (_, leaf) in zip(self._layout.registers, _items(state), strict=True):
-            register.copy_(leaf)
+        self._fill(self._layout, state)
 
     def unload(self) -> Tree:
-        """End a phase: return the state, of which what hasn't changed is as it was given."""
+        """End a phase: return the state, of which what hasn't changed is as it was given.
+
+        What has changed is in registers, until the next client's phase begins.
+        """
         given = dict(_items(self._given))
 
         def end(path: Path, register: Tensor) -> Tensor:
             old = given.get(path)
-            # A step that isn't replayed may write to any of them.
-            same = path not in self._written and (not self._python or _equal(register, old))
-            return register.clone() if old is None or not same else old
+            # A step in Python may write to any of them, and so do some of torch's operators, such
+            # as BatchNorm's, that don't say so.
+            if old is None or path in self._written or not _equal(register, old):
+                return register
+            return old
 
         leaves = map(end, self._layout.paths, self._layout.registers)
         new: Tree = rebuild(self._layout.tree, leaves)
@@ -162,22 +166,27 @@ class WholeSteps:
 
     def _end(self, new: Tree, after: Layout, logged: Logged) -> Logged:
         """Copy to the registers what a step in Python has returned, and return what it logs."""
-        memory = {_memory(register) for register in (*self._layout.registers, *after.registers)}
+        memory = {_memory(register) for register in self._layout.registers}
         values: list[Tensor] = []
         flatten(logged, values)
         # What is logged stays when registers change.
         kept = [value.clone() if _memory(value) in memory else value for value in values]
+        self._fill(after, new)
+        self._layout = after
+        own: Logged = rebuild(logged, iter(kept))
+        return own
+
+    def _fill(self, layout: Layout, state: Tree) -> None:
+        """Copy a state to its registers."""
+        memory = {_memory(register) for register in layout.registers}
         moved = [
             # What another copy changes is read before.
             (register, leaf.clone() if _memory(leaf) in memory else leaf)
-            for (_, leaf), register in zip(_items(new), after.registers, strict=True)
+            for (_, leaf), register in zip(_items(state), layout.registers, strict=True)
             if leaf is not register
         ]
         for register, leaf in moved:
             register.copy_(leaf)
-        self._layout, self._python = after, True
-        own: Logged = rebuild(logged, iter(kept))
-        return own
 
     def _first_calls(self, key: Any, function: Step, leaves: list[Tensor]) -> Logged:
         """Run the step, and record it if it was taken often enough."""
@@ -234,24 +243,25 @@ class WholeSteps:
 
         Each is checked when it is used first, and one of each phase in every round.
         """
-        layout, before = self._layout, [register.clone() for register in self._layout.registers]
-        replayed: list[Tensor] = []
-        flatten(self._replayed(program, leaves), replayed)
-        replayed += [register.clone() for register in program.after.registers]
-        self._layout = layout
-        for register, old in zip(layout.registers, before, strict=True):
-            register.copy_(old)
+        before = self._layout
+        # The step itself, on copies: where it agrees, the replay counts.
+        new, logged = function(rebuild(before.tree, iter([r.clone() for r in before.registers])))
         real: list[Tensor] = []
-        logged = self._really(function)
         flatten(logged, real)
+        real += [leaf for _, leaf in _items(new)]
+        replayed: list[Tensor] = []
+        found = self._replayed(program, leaves)
+        flatten(found, replayed)
+        replayed += self._layout.registers
         self._unchecked.discard(key)
         self._checked.add(self._context)
-        if self._layout is not program.after or not agree(replayed, real + self._layout.registers):
-            self._refuse(
-                "a step differs from its recording, so it reads something besides its batch, its "
-                "state and its settings"
-            )
-        return logged
+        if self._layout is self._layout_of(new) and agree(replayed, real):
+            return found
+        self._refuse(
+            "a step differs from its recording, so it reads something besides its batch, its "
+            "state and its settings"
+        )
+        return self._end(new, self._layout_of(new), logged)
 
     def _refuse(self, why: str) -> None:
         self._refused.add(self._context)
@@ -284,8 +294,8 @@ def _items(tree: Tree, root: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield (*root, name), leaf
 
 
-def _equal(register: Tensor, old: Tensor | None) -> bool:
-    return old is not None and old.shape == register.shape and torch.equal(register, old)
+def _equal(register: Tensor, old: Tensor) -> bool:
+    return old is register or (old.shape == register.shape and torch.equal(register, old))
 
 
 def _memory(leaf: Tensor) -> int:

@@ -14,8 +14,7 @@ from lightning_pfl.core.tree import (
     Model,
     Path,
     Tree,
-    as_rows,
-    columns_at_once,
+    double_sqnorm,
     finite,
     items,
     leaf_at,
@@ -180,12 +179,12 @@ def refuse_step(before: Tree, after: Tree, models: tuple[Model, Model], median: 
             broken[name] = ~leaf.isfinite().all() & held.to(leaf.device)
     old_model, new_model = models
     pairs = [
-        (old_model[name].double(), leaf.double())
+        (old_model[name].unsqueeze(0), leaf.unsqueeze(0))
         for name, leaf in new_model.items()
         if _is_float(leaf) and name in old_model
     ]
-    moved = [(new - old).square().sum() for old, new in pairs]
-    size = [old.square().sum() for old, _ in pairs]
+    moved = [double_sqnorm(new, old).sum() for old, new in pairs]
+    size = [double_sqnorm(old).sum() for old, _ in pairs]
     if not broken:
         return ""
     numbers = torch.stack([leaf.double() for leaf in (*broken.values(), *moved, *size)]).cpu()
@@ -215,18 +214,16 @@ def update_norm(uploads: Tree, received: Tree, like: Tensor) -> Tensor:
         like: A tensor ``(clients,)`` on the device, for uploads without entries.
     """
     total = torch.zeros(len(like), dtype=torch.float64, device=like.device)
-    for _, change in changes(uploads, received):
-        flat = as_rows(change)
-        for some in flat.split(columns_at_once(flat), 1):
-            doubled = some.double()
-            total += torch.linalg.vecdot(doubled, doubled)
+    for _, leaf, before in changes(uploads, received):
+        total += double_sqnorm(leaf, before)
     return total.sqrt()
 
 
-def changes(uploads: Tree, received: Tree) -> Iterator[tuple[Path, Tensor]]:
-    """Iterate over the paths and the changes of floating-point entries, ``(clients, ...)`` each.
+def changes(uploads: Tree, received: Tree) -> Iterator[tuple[Path, Tensor, Tensor | None]]:
+    """Iterate over the paths of floating-point entries, and what they are after and before.
 
-    An entry that wasn't received changes from zero; a number per client, such as a loss, is none.
+    An entry that wasn't received changes from zero, None; a number per client, such as a loss, is
+    none.
 
     Args:
         uploads: Trees that clients send, ``(clients, ...)``.
@@ -237,6 +234,6 @@ def changes(uploads: Tree, received: Tree) -> Iterator[tuple[Path, Tensor]]:
         if not leaf.is_floating_point():
             continue
         if before is not None and before.shape == leaf.shape:
-            yield path, leaf - before
+            yield path, leaf, before
         elif leaf.ndim > 1:
-            yield path, leaf
+            yield path, leaf, None

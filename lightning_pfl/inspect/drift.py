@@ -63,7 +63,7 @@ class DriftMonitor(RoundValues):
         buffers = frozenset(require_federation(trainer, self).parameter_split.buffers)
         uploads = _without(round.uploads or {}, buffers)
         at = accepted.nonzero().flatten()
-        device = next((leaf.device for _, leaf in changes(uploads, {})), None)
+        device = next((leaf.device for _, leaf, _ in changes(uploads, {})), None)
         if not len(info) or device is None:
             return
         received = rows(round.received or {}, at.to(device))
@@ -100,7 +100,8 @@ def drift(uploads: Tree, received: Tree, weights: Tensor) -> tuple[Tensor, Tenso
     squares = torch.zeros(len(weights), dtype=torch.float64)
     products, mean_square = torch.zeros_like(squares), 0.0
     # Leaf by leaf: one matrix of all updates would double the memory of a round.
-    for _, change in changes(uploads, received):
+    for _, leaf, before in changes(uploads, received):
+        change = leaf if before is None else leaf - before
         flat = as_rows(change).double()
         mean = weights.to(flat) @ flat
         squares += flat.square().sum(1).cpu()

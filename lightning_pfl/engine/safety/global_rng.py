@@ -29,14 +29,15 @@ class Elsewhere:
 
 
 @contextmanager
-def watch_global_rng(key: int) -> Iterator[Elsewhere]:
+def watch_global_rng(key: int | None) -> Iterator[Elsewhere]:
     """Seed all global generators by ``key`` inside a ``with`` block, and restore them after it.
 
     torch's generator serves random functions without keys (an LSTM's dropout, multinomial),
     Python's and NumPy's serve mixup and similar code.
 
     Args:
-        key: A key of :func:`~lightning_pfl.core.randomness.derive`.
+        key: A key of :func:`~lightning_pfl.core.randomness.derive`; None where a draw only has to
+            be noticed, which is faster.
 
     Yields:
         A record of draws, valid after the block.

@@ -238,7 +238,7 @@ class Chunk:
                 self._capturing(),
                 self.program.plain(phase.data == "public"),
             ):
-                self.program.throwaway = active.throwaway()
+                self.program.throwaway = active.throwaway
                 batches = self._batches(phase, active, first_epochs)
                 self.engine.prefix.attach(batches, active, state, self.program)
                 state = self._phase(state, active, batches, number)

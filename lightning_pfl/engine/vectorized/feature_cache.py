@@ -103,7 +103,7 @@ class PrefixCache:
             isinstance(batches, ResidentBatches)
             and self.expects(active, batches.data)
             and all(is_expanded(model[name]) for name in self._names if name in model)
-            and not any(name.startswith("backbone.") for name in active.throwaway())
+            and not any(name.startswith("backbone.") for name in active.throwaway)
             and max(batches.epochs_used) > 1
         )
 
