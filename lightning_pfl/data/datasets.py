@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -71,7 +71,8 @@ class FederatedTensorDataset:
             only. `gather` does not call it: the engine does, under keyed randomness.
 
     Attributes:
-        indices: Positions of each client in the pool, one ``(num_samples[k],)`` long tensor each.
+        indices: Positions of each client in the pool, a sequence of long tensors
+            ``(num_samples[k],)``.
         num_samples: Samples per client, ``(num_clients,)`` long, always on the CPU.
         pool_size: Number of samples in the pool.
         named: Whether names were given; clients are otherwise identified by position.
@@ -120,9 +121,9 @@ class FederatedTensorDataset:
         self.names, self.named = _as_names(names, len(rows)), names is not None
         self.num_samples = torch.tensor([len(row) for row in rows], dtype=torch.long)
         device = next(batch_leaves(fields)).device
-        # One flat tensor, and views into it: moving 100,000 clients to a device is one copy.
+        # One flat tensor: moving 100,000 clients to a device is one copy.
         self._flat = torch.cat(rows or [torch.empty(0, dtype=torch.long)]).to(device)
-        self.indices = _split(self._flat, self.num_samples)
+        self.indices = Positions(self._flat, self.num_samples)
         self._check_range()
 
     @property
@@ -212,6 +213,8 @@ class FederatedTensorDataset:
             rows: Which client comes where; None for a client without samples.
             names: Their names.
         """
+        if list(rows) == list(range(self.num_clients)):
+            return self._replace(self.fields, self.indices, names, flat=self._flat)
         nothing = self._flat[:0]
         return self._replace(
             self.fields, [nothing if row is None else self.indices[row] for row in rows], names
@@ -252,7 +255,7 @@ class FederatedTensorDataset:
             new.num_samples = torch.tensor([len(row) for row in rows], dtype=torch.long)
             flat = torch.cat([*rows, self._flat[:0]])
         new._flat = flat
-        new.indices = _split(new._flat, new.num_samples)
+        new.indices = Positions(new._flat, new.num_samples)
         return new
 
     def _check_range(self) -> None:
@@ -416,14 +419,39 @@ def label_counts(dataset: FederatedDataset) -> Tensor | None:
     if labels.dtype == torch.bool or labels.is_floating_point() or int(labels.min()) < 0:
         return None
     classes = int(labels.max()) + 1
-    held = labels[torch.cat(dataset.indices)] if dataset.indices else labels[:0]
+    held = labels[dataset._flat]
     owner = torch.arange(dataset.num_clients).repeat_interleave(dataset.num_samples)
     flat = owner * classes + held.cpu().long()
     return torch.bincount(flat, minlength=dataset.num_clients * classes).view(-1, classes)
 
 
-def _split(flat: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.split(flat, sizes.tolist())) if len(sizes) else ()
+class Positions(Sequence[Tensor]):
+    """Positions of each client's samples: views into one flat tensor, made when they are asked for.
+
+    A tensor takes 600 bytes besides its numbers, and 100,000 clients have few of these.
+
+    Args:
+        flat: The positions of all clients, int64 ``(positions,)``.
+        sizes: Their number for each client, int64 ``(clients,)``.
+    """
+
+    def __init__(self, flat: Tensor, sizes: Tensor) -> None:
+        self._flat = flat
+        self._bounds = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).numpy()
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Tensor, ...]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | tuple[Tensor, ...]:
+        """Return the positions of one client, or of several ones."""
+        if isinstance(index, slice):
+            return tuple(self[client] for client in range(*index.indices(len(self))))
+        client = range(len(self))[index]
+        return self._flat[int(self._bounds[client]) : int(self._bounds[client + 1])]
 
 
 def _pool_size(fields: Batch) -> int:

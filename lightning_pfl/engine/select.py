@@ -403,8 +403,12 @@ def _results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:
 def _first_batches(work: EvaluationWork) -> EvaluationWork:
     """Cut the work to one minibatch of two clients."""
     data = work.data
-    if isinstance(data, FederatedTensorDataset):
-        data = data.take(PROBED_SAMPLES, seed=0)
-    some = torch.argsort(work.data.num_samples[work.clients], descending=True, stable=True)
-    few = work.rows(together(data, work.clients, some[:PROBED_CLIENTS]))
-    return replace(few, data=data, limit=1)
+    order = torch.argsort(data.num_samples[work.clients], descending=True, stable=True)
+    if not isinstance(data, FederatedTensorDataset):
+        return replace(work.rows(together(data, work.clients, order[:PROBED_CLIENTS])), limit=1)
+    few = work.rows(order[:PROBED_CLIENTS])
+    # Of these alone, as there may be many others.
+    data, everyone = data.subset(few.clients.tolist()), torch.arange(len(few.clients))
+    data = data.take(PROBED_SAMPLES, seed=0)
+    probed = together(data, everyone, everyone)
+    return replace(few.rows(probed), data=data, clients=probed, limit=1)

@@ -31,7 +31,7 @@ from lightning_pfl.metrics.summary import summarize
 
 GLOBAL = "global/"
 """Prefix of the global model's values."""
-MEMORY = 2**28
+MEMORY = 2**26
 """Largest size in bytes of personal models that are built at once."""
 
 

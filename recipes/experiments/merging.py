@@ -117,7 +117,7 @@ def run(start: str, seed: int, rounds: int, data_dir: Path | None) -> Outcome:
     trainer.fit(network() if start == "equal" else own_starts, data)
     test, public = data.test_dataloader(), data.public_dataloader()
     assert public is not None
-    inputs, labels = test.gather(torch.cat(test.indices))
+    inputs, labels = test.gather(torch.cat([*test.indices]))
 
     def accuracy(network: nn.Module) -> float:
         with torch.no_grad():

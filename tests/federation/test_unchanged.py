@@ -71,7 +71,7 @@ def run(
     """Some rounds of two clients each, with an evaluation of all after each."""
     monkeypatch.setattr(UnchangedClients, "enabled", enabled)
     # A chunk of one client, or of two small ones.
-    monkeypatch.setattr(evaluation, "SAMPLES", max(SIZES))
+    monkeypatch.setattr(evaluation, "samples_at_once", lambda _: max(SIZES))
     data = settings.pop("data", None) or small_clients()
     given = {"rounds": ROUNDS, "participation": 2, "val_data": data, "module": small_module()}
     settings = {**given, **settings}

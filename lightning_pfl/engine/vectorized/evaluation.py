@@ -13,6 +13,7 @@ from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, rows
+from lightning_pfl.data.batch import batch_leaves
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import couples_samples, is_unmodified, writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
@@ -29,8 +30,12 @@ from lightning_pfl.engine.vectorized.ordered import OrderedBatches
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
 from lightning_pfl.models.base import PersonalizedModule
 
-SAMPLES = 768
-"""Samples per program on a CPU: enough for two cores, few enough for their caches."""
+SAMPLES, MOST = 768, 3072
+"""Samples per program on a CPU, of greyscale images of 28 x 28 numbers and at most: enough for two
+cores, few enough for their caches."""
+NUMBERS = SAMPLES * 28 * 28
+ON_GPU = 16
+"""How many times as many samples a GPU gets, whose programs take as long to start as to run."""
 ONE_BY_ONE = (
     "Run with FederatedStrategy(engine='sequential') to stop at the first client, or if the step "
     "can't run for many clients at once."
@@ -65,6 +70,20 @@ def evaluation_batches(
         return derive(settings.seed, "evaluation order", client, epoch)
 
     return LoaderBatches(data, clients.tolist(), Budget(1, None), limits, key, settings.device)
+
+
+def samples_at_once(data: FederatedDataset) -> int:
+    """Choose the samples per program on a CPU, by the size of one.
+
+    Activations are larger than inputs by a factor that is much the same for images and tables. Ids,
+    which an embedding makes larger, count as images.
+    """
+    if not isinstance(data, FederatedTensorDataset) or not data.pool_size:
+        return SAMPLES
+    inputs = next(batch_leaves(data.fields))
+    if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
+        return SAMPLES
+    return max(1, min(MOST, NUMBERS // max(1, inputs[0].numel())))
 
 
 class VectorizedEvaluation:
@@ -159,7 +178,7 @@ class VectorizedEvaluation:
         samples = work.data.num_samples[work.clients]
         order = torch.argsort(samples, descending=True, stable=True)
         # torch.split: the stubs leave the method untyped.
-        return torch.split(order, max(1, SAMPLES // width))
+        return torch.split(order, max(1, self._samples(work.data) // width))
 
     def _per_sample_alone(self, step: str) -> bool:
         """Whether values of samples are all that a step computes."""
@@ -177,8 +196,11 @@ class VectorizedEvaluation:
         # float 1.0.
         whole = isinstance(limit, float) and limit == 1.0 and not data.drop_last
         if per_sample and whole:
-            return max(1, min(SAMPLES, int(data.num_samples.max())))
+            return max(1, min(self._samples(data), int(data.num_samples.max())))
         return data.batch_size
+
+    def _samples(self, data: FederatedDataset) -> int:
+        return samples_at_once(data) * (ON_GPU if self.settings.device.type != "cpu" else 1)
 
     def _tick(
         self, models: Model, tick: Tick, step: str, per_sample: bool, metrics: ClientMetrics

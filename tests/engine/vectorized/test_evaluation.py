@@ -247,7 +247,7 @@ def test_a_torchmetrics_object_that_is_read_later_is_not_updated_for_many() -> N
 
 def test_a_large_split_is_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = evaluate("vectorized", cnn(), personal_models(cnn())).values
-    monkeypatch.setattr(evaluation, "SAMPLES", 6)
+    monkeypatch.setattr(evaluation, "samples_at_once", lambda _: 6)
     parts = evaluate("vectorized", cnn(), personal_models(cnn())).values
     assert_trees_close(parts, whole)
 

@@ -9,6 +9,7 @@ import torch
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.steps import Limits
+from lightning_pfl.engine.vectorized.evaluation import samples_at_once
 from lightning_pfl.engine.vectorized.ordered import OrderedBatches
 
 pytestmark = pytest.mark.quick
@@ -43,3 +44,20 @@ def test_minibatches_of_an_evaluation_are_the_clients_samples_in_order(drop_last
                 cut = [some for some in cut if len(some) >= least]
                 few = limit if isinstance(limit, int) else int(len(cut) * limit)
                 assert found[row] == cut[:few]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "count"),
+    [
+        ((1, 28, 28), torch.float32, 768),
+        ((3, 32, 32), torch.uint8, 768 * 784 // 3072),
+        ((60,), torch.float64, 3072),
+        ((32,), torch.int64, 768),
+        ((3, 1000, 1000), torch.float32, 1),
+    ],
+)
+def test_a_program_has_fewer_samples_of_larger_ones(
+    shape: tuple[int, ...], dtype: torch.dtype, count: int
+) -> None:
+    data = FederatedTensorDataset((torch.zeros(2, *shape, dtype=dtype), torch.zeros(2)), [[0, 1]])
+    assert samples_at_once(data) == count
