@@ -45,7 +45,7 @@ ROUNDS, SMALL_ROUNDS = 20, 3
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 #: The pages, and the sizes of the windows in which they are photographed.
 WINDOWS = {"compare.png": (1300, 1800), "compare_phone.png": (500, 1600)}
-BOARD_WINDOW = (1200, 900)
+BOARD_WINDOW = (1200, 1420)
 #: Each kept picture, and the run and the file that it is.
 KEPT = {
     "partition.png": ("FedRep", "partition-train-*.png"),

@@ -170,13 +170,16 @@ def draw_map(
     axes.margins(0.08)
     axes.autoscale_view()
     if 0 < len(names) <= NAMED:
-        # Clients with one model have one label.
-        together: dict[tuple[int, ...], list[int]] = {}
-        for row, place in enumerate((points / radius).round().astype(int).tolist()):
-            together.setdefault(tuple(place), []).append(row)
-        for rows in together.values():
+        middle = (points[:, 0].min() + points[:, 0].max()) / 2
+        for rows in touching(points, 2.5 * radius):
             label = ", ".join(names[row] for row in rows)
-            axes.annotate(label, points[rows[0]], (5, 4), textcoords="offset points", fontsize=7)
+            # Towards the middle, where no legend is.
+            right = points[rows, 0].mean() > middle
+            at = min(rows, key=lambda row: points[row, 0] * (1 if right else -1))
+            side, away = ("right", -5) if right else ("left", 5)
+            axes.annotate(
+                label, points[at], (away, 4), textcoords="offset points", fontsize=7, ha=side
+            )
     if (clusters is not None or mix is not None) and len(keys) <= KEYS:
         kind = "class" if clusters is None else "cluster"
         patches = [
@@ -189,6 +192,31 @@ def draw_map(
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     return figure
+
+
+def touching(points: np.ndarray, distance: float) -> list[list[int]]:
+    """Put points together that are near the first one of their group.
+
+    Args:
+        points: ``(points, 2)``.
+        distance: The largest distance.
+
+    Returns:
+        Groups of rows, each row in one.
+
+    Example:
+        >>> touching(np.array([[0.0, 0.0], [5.0, 0.0], [0.0, 1.0]]), 2.0)
+        [[0, 2], [1]]
+    """
+    groups: list[list[int]] = []
+    for row, point in enumerate(points):
+        near = (group for group in groups if np.hypot(*(points[group[0]] - point)) <= distance)
+        group = next(near, None)
+        if group is None:
+            groups.append([row])
+        else:
+            group.append(row)
+    return groups
 
 
 def slices(

@@ -66,7 +66,8 @@ def read_table(path: Path, only: str | None = None) -> DataFrame:
     # A client may be called 007 or NA, and a value that is missing differs from nan.
     wanted = None if only is None else {*FIXED_COLUMNS, only}.__contains__
     table = pd.read_csv(lines, dtype=str, keep_default_na=False, usecols=wanted)
-    table["client"] = table["client"].map(unguard_formula)
+    names = {name: unguard_formula(name) for name in table["client"].unique()}
+    table["client"] = table["client"].map(names)
     return table.astype({"round": int, "num_samples": int})
 
 

@@ -98,6 +98,13 @@ def test_with_clusters_a_client_has_the_colour_of_its_own() -> None:
     assert legend == ["unknown", "cluster 0", "cluster 2"]
 
 
+def test_labels_lie_towards_the_middle_and_clients_that_touch_share_one() -> None:
+    points = np.array([[0.0, 0.0], [9.0, 0.0], [9.2, 0.1], [10.0, 0.0]])
+    figure: Any = draw_map(points, AXES, "title", names=["a", "b", "c", "d"])
+    sides = {text.get_text(): (text.get_ha(), text.xy[0]) for text in figure.axes[0].texts}
+    assert sides == {"a": ("left", 0.0), "b, c": ("right", 9.0), "d": ("right", 10.0)}
+
+
 def test_without_classes_and_clusters_there_is_one_colour() -> None:
     keys, shares = slices(3, None, None)
     assert keys.tolist() == [-1, 0]
