@@ -62,7 +62,7 @@ REMEDIES = {
     r"Float can't be cast to the desired|Subtraction, the `-` operator, with two bool": (
         "If these are labels of a binary loss, use `labels.float()`."
     ),
-    r"(Target|index) -?\d+ is out of bounds": (
+    r"(Target|index) -?\d+ is out of bounds|Class values must be smaller than num_classes": (
         "If it is a label, number the classes from 0, and give the model an output for each."
     ),
     r"index out of range in self": (

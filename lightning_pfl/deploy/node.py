@@ -38,7 +38,7 @@ from lightning_pfl.federation.evaluate import GLOBAL
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.methods.base import Method
 from lightning_pfl.methods.fedavg import FedAvg
-from lightning_pfl.trainer.data import move_to_device
+from lightning_pfl.trainer.data import EvaluationSets, move_to_device
 from lightning_pfl.trainer.strategy import FederatedStrategy
 
 PROTOCOL = 1
@@ -205,7 +205,16 @@ class Node:
                 source = getattr(module, f"{split}_dataloader")()
             except MisconfigurationException:  # Lightning's way to say that there is none
                 continue
-            found[split] = as_federated(source, what=f"{split}_dataloader")
+            what = f"{split}_dataloader"
+            if split != "train":
+                sets = EvaluationSets.from_any(source, what)
+                if sets.further or sets.central:
+                    raise ValueError(
+                        f"Expected `{what}` to return one DataLoader per client, as a node "
+                        "evaluates one set of each split, but got several sets or central samples. "
+                        "Return the clients' own set; evaluate others after the run."
+                    )
+            found[split] = as_federated(source, what=what)
         return {**found, "train": count_ready_batches(found["train"])}
 
     def _find(self, data: FederatedDataset) -> dict[str, int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.checks import check_integer, check_number
+from lightning_pfl.core.checks import check_integer, check_number, check_used
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.methods.base import About, LocalStep, Method, Phase, Weighting
@@ -83,6 +83,8 @@ class FedDF(Method):
         check_integer("server_steps", server_steps, 0, "Use 0 for FedAvg.")
         check_number("server_lr", server_lr, "Use 1e-3, for example.", positive=True)
         check_number("temperature", temperature, "Use 1, for example.", positive=True)
+        given = {"server_lr": server_lr, "temperature": temperature}
+        check_used(FedDF.__init__, given, server_steps > 0, "server_steps=1 or more")
         self.server_steps, self.server_lr = server_steps, server_lr
         self.temperature = temperature
 

@@ -145,6 +145,12 @@ class FedMD(Method):
                 f"Expected a graph or clusters, but got graph={graph!r} and clusters={clusters}. "
                 "Use clusters=1 with a graph, as clusters are the server's."
             )
+        budget = digest_epochs if digest_steps is None else digest_steps
+        given: dict[str, object] = {"digest_weight": digest_weight} if not budget else {}
+        given |= {"digest_lr": digest_lr, "distance": distance, "temperature": temperature}
+        digests = bool(budget) and digest_weight > 0
+        condition = "epochs or steps on public samples, and digest_weight above 0"
+        check_used(FedMD.__init__, given, digests, condition)
         self.public_samples: int = public_samples
         self.clusters_wanted = clusters
         self.digest_epochs, self.digest_steps = digest_epochs, digest_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from lightning_pfl.core.checks import check_budget, check_number
+from lightning_pfl.core.checks import check_budget, check_number, check_used
 from lightning_pfl.core.parameters import ParameterSpec, ParameterSplit
 from lightning_pfl.methods.base import About, Method, PerClient, Phase, Weighting, say_split
 
@@ -87,6 +87,12 @@ class FedRep(Method):
             if lr is not None:
                 advice = "Use None for the learning rates of `configure_optimizers`."
                 check_number(name, lr, advice)
+        for name, lr, budget in (
+            ("head", head_lr, head_epochs if head_steps is None else head_steps),
+            ("body", body_lr, body_epochs if body_steps is None else body_steps),
+        ):
+            condition = f"{name}_epochs or {name}_steps of 1 or more"
+            check_used(FedRep.__init__, {f"{name}_lr": lr}, budget != 0, condition)
         super().__init__(weighting=weighting)
         self.personal = personal
         self.head_epochs, self.head_steps, self.head_lr = head_epochs, head_steps, head_lr

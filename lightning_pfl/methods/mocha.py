@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_pfl.contract.callback import FederationView
 from lightning_pfl.contract.records import ClientInfo, FitPlan, Round
-from lightning_pfl.core.checks import check_choice, check_integer, check_number
+from lightning_pfl.core.checks import check_choice, check_integer, check_number, check_used
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.methods.base import PER_CLIENT, About, Known, LocalStep, Method, Phase
@@ -152,6 +152,8 @@ class MOCHA(Method):
         check_integer("outer_iterations", outer_iterations, 0, "Use 0 to keep the clients apart.")
         check_integer("inner_iterations", inner_iterations, 1, "Use 10, for example.")
         check_choice("bound", bound, get_args(Bound), "Use 'own' where clients differ in size.")
+        given = {"inner_iterations": inner_iterations, "bound": bound}
+        check_used(MOCHA.__init__, given, outer_iterations > 0, "outer_iterations=1 or more")
         self.bound: Bound = bound
         self.regularization, self.local_fraction = regularization, local_fraction
         self.outer_iterations, self.inner_iterations = outer_iterations, inner_iterations

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from lightning_pfl.contract.records import ClientInfo
-from lightning_pfl.core.checks import check_integer, check_number
+from lightning_pfl.core.checks import check_integer, check_number, check_used
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree
 from lightning_pfl.methods.base import (
@@ -112,6 +112,16 @@ class PerAda(Method):
         check_number("temperature", temperature, "Use 1, for example.", positive=True)
         if distil_rounds is not None:
             check_integer("distil_rounds", distil_rounds, 0, "Use None for all rounds.")
+        given: dict[str, object] = {"distil_rounds": distil_rounds} if server_steps == 0 else {}
+        given |= {"server_steps": server_steps} if distil_rounds == 0 else {}
+        given |= {
+            "server_lr": server_lr,
+            "server_weight_decay": server_weight_decay,
+            "temperature": temperature,
+        }
+        distils = server_steps > 0 and distil_rounds != 0
+        condition = "server_steps=1 or more, and distil_rounds=1 or more"
+        check_used(PerAda.__init__, given, distils, condition)
         self.prox_weight, self.temperature = prox_weight, temperature
         self.server_steps, self.server_lr = server_steps, server_lr
         self.server_weight_decay, self.distil_rounds = server_weight_decay, distil_rounds

@@ -8,12 +8,15 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl import methods
 from lightning_pfl.contract.callback import FederatedCallback
@@ -281,6 +284,18 @@ def test_a_node_joins_no_other_federation(
     meta = {"federation": "0" * 16, "names": ["0"], "seed": 0, "digest": node.digest}
     answer = Packet.from_bytes(node.handle(Packet("join", meta | change).to_bytes()))
     assert (answer.kind, reason in answer.meta["reason"]) == ("refused", True)
+
+
+def test_a_node_refuses_several_sets_of_a_split() -> None:
+    class Sets(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return [DataLoader(TensorDataset(torch.zeros(2, 1)))]
+
+        def val_dataloader(self) -> Any:
+            return {"own": self.train_dataloader(), "shifted": self.train_dataloader()}
+
+    with pytest.raises(ValueError, match=r"`val_dataloader` .* evaluates one set of each split"):
+        Node._load(SimpleNamespace(datamodule=Sets()))
 
 
 @pytest.mark.parametrize("method", [*REFUSED, "FedU"])

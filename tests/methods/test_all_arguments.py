@@ -56,6 +56,14 @@ OTHER: dict[str, Any] = {
     "step": 0.3,
     "sweeps": 0,
 }
+#: Of 0 of these a part of a method is off. With 0 epochs of what is shared nothing is left.
+LENGTHS = {
+    "server_steps",
+    "distil_rounds",
+    "digest_epochs",
+    "head_epochs",
+    "outer_iterations",
+}
 #: By method, where an argument of the name is another in each.
 OWN: dict[tuple[str, str], Any] = {
     ("ClusterOracle", "clusters"): [0, 1, 0, 1, 0],
@@ -103,6 +111,8 @@ def switches(name: str) -> Iterator[dict[str, Any]]:
             for value in choices(hints[key]):
                 if value != parameter.default and value != "given":
                     yield {key: value}
+            if key in LENGTHS:
+                yield {key: 0}
     if name == "IFCA":
         yield {"restarts": 1, "trial_rounds": 1}
     if name == "FedASA":
@@ -154,7 +164,9 @@ def test_an_argument_changes_a_run_or_is_refused(name: str) -> None:
     needed = dict(zip(parameters, ALL[name].needed, strict=False))
     idle: list[Any] = []
     for switch in switches(name):
-        settings = {**BASE.get(name, {}), **switch}
+        off = LENGTHS & switch.keys()
+        base = BASE.get(name, {}).items()
+        settings = {k: v for k, v in base if not off or k == "public_samples"} | switch
         reference = outcome(name, settings)
         for key, parameter in parameters.items():
             skipped = key == "local_epochs" and "local_steps" in parameters

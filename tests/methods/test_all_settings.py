@@ -56,6 +56,24 @@ def test_the_log_says_what_a_method_has_become(
     assert sum(record.getMessage().startswith(note) for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (partial(methods.FedDF, server_steps=0, server_lr=0.1), "server_lr"),
+        (partial(methods.PerAda, server_steps=0, temperature=2.0), "temperature"),
+        (partial(methods.PerAda, distil_rounds=0, server_steps=3), "server_steps"),
+        (partial(methods.FedMD, digest_epochs=0, digest_weight=2.0), "digest_weight"),
+        (partial(methods.FedMD, digest_weight=0.0, distance="l2"), "distance"),
+        (partial(methods.FedRep, head_epochs=0, head_lr=0.1), "head_lr"),
+        (partial(methods.FedRep, body_steps=0, body_lr=0.1), "body_lr"),
+        (partial(methods.MOCHA, outer_iterations=0, inner_iterations=3), "inner_iterations"),
+    ],
+)
+def test_settings_of_a_part_that_is_off_are_refused(make: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"Expected `{name}` with .* only, as it has no effect"):
+        make()
+
+
 WITH_STEPS = [
     name
     for name in methods.__all__
