@@ -10,9 +10,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_pfl.contract.known import Known
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.federation.new_clients import starting_models
 from lightning_pfl.methods import FedAvg, HeteroFL
-from lightning_pfl.models import Scaler
+from lightning_pfl.models import MLP, Scaler
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import (
     QuadraticModule,
@@ -140,6 +142,17 @@ def test_a_narrow_network_inside_of_the_full_one_trains_as_if_alone(engine: str)
     x = data.fields[0]
     wide, small = run.strategy.client_module(1).eval(), alone.strategy.client_module(1).eval()
     torch.testing.assert_close(wide(x), small(x))
+
+
+def test_half_of_the_hidden_units_are_75_of_179_numbers() -> None:
+    """9 x 8 + 8 + 8 x 8 + 8 + 8 x 3 + 3, and with fours in the place of eights."""
+    full, half = MLP([9, 8, 8, 3]), MLP([9, 4, 4, 3])
+    method = HeteroFL({"half": half}, masked_classes=False)
+    method.bind(Known.of(ParameterSplit(full), 2))
+    for client, numbers in ((0, 179), (1, 75)):
+        cut = method.narrow_state_dict(full.state_dict(), client, 0)
+        assert sum(leaf.numel() for leaf in cut.values()) == numbers
+    half.load_state_dict(cut)
 
 
 def test_the_full_network_for_all_is_fedavg(engine: str) -> None:

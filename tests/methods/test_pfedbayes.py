@@ -16,7 +16,7 @@ from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree, tmap
 from lightning_pfl.engine.sequential import SequentialLocalStep
 from lightning_pfl.engine.vectorized.local import VectorizedLocalStep
-from lightning_pfl.methods import PFedBayes
+from lightning_pfl.methods import LocalOnly, PFedBayes
 from lightning_pfl.testing import QuadraticModule, fit, quadratic_clients
 from lightning_pfl.testing.conformance import SIZES, small_clients
 from tests.methods.case import Bytes, Case, D
@@ -190,6 +190,16 @@ def test_a_heavy_divergence_holds_the_clients_at_the_common_model(engine: str) -
     module = QuadraticModule(lr=1e-10)
     run = fit(method, quadratic_clients(), module, 1, engine)
     assert run.models["w"].abs().max() < 1e-6
+
+
+def test_without_divergence_and_spread_every_client_trains_alone(engine: str) -> None:
+    """The deviation is softplus(-30) = 1e-13."""
+    method = PFedBayes(1e-60, inner_steps=1, copy_steps=None, initial_rho=-30.0)
+    run = fit(method, small_clients(), plain_module(), 2, engine)
+    alone = fit(LocalOnly(), small_clients(), plain_module(), 2, engine)
+    seen = run.recorder.rounds[0].info.index
+    for name, leaf in alone.models.items():
+        np.testing.assert_allclose(run.models[name][seen], leaf[seen], rtol=1e-9, atol=1e-12)
 
 
 def test_predictions_may_average_drawn_models() -> None:
