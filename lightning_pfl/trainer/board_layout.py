@@ -25,10 +25,13 @@ Layout = dict[str, dict[str, list[Any]]]
 def add_layout(trainer: L.Trainer, results: ClientResults) -> None:
     """Write "Custom Scalars" and "HParams" to every TensorBoard logger, at the first evaluation."""
     names = dict.fromkeys(key for found in results.evaluations.values() for key in found.values)
+    pairs = [
+        (prefix, name) for prefix, found in results.evaluations.items() for name in found.values
+    ]
     values = [
         f"{prefix}{name}{statistic}"
-        for prefix, found in results.evaluations.items()
-        for name in found.values
+        # A window shows the first columns alone.
+        for prefix, name in sorted(pairs, key=lambda pair: not higher_is_better(pair[1]))
         for statistic in ("", "/worst_decile")
     ]
     for logger in _boards(trainer):

@@ -53,10 +53,10 @@ class Board:
         tensor = self.events.Tensors(f"{name}/text_summary")[-1].tensor_proto
         return str(tensor.string_val[0].decode())
 
-    def values_beside_settings(self) -> set[str]:
-        """Names of the values in the table of settings."""
+    def values_beside_settings(self) -> list[str]:
+        """Names of the values in the table of settings, in its order."""
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
         plugin = self.events.SummaryMetadata("_hparams_/experiment").plugin_data.content
         experiment = HParamsPluginData.FromString(plugin).experiment
-        return {info.name.tag for info in experiment.metric_infos}
+        return [info.name.tag for info in experiment.metric_infos]

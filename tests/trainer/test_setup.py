@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import lightning as L
+import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from lightning_pfl.contract.records import ClientResults, Evaluation
 from lightning_pfl.data import ClassesPerClient, Digits, FederatedDataModule
 from lightning_pfl.methods import FedRep
 from lightning_pfl.models import MLP
 from lightning_pfl.results.scalars import read_scalars
 from lightning_pfl.results.settings import read_settings
+from lightning_pfl.trainer.board_layout import add_layout
 from tests.inspect.board import Board
 from tests.trainer.setting import Quadratic, points, trainer
 
@@ -61,5 +65,19 @@ def test_tensorboard_has_curves_alone_and_settings_beside_their_newest_values(
     last10 = float(run.callback_metrics["last10/val_loss"])
     assert f"| last10/val_loss | {last10:.4g} |" in board.text("summary")
     names = {"val_loss", "val_loss/worst_decile"}
-    assert board.values_beside_settings() == names | {f"global/{name}" for name in names}
+    shown = board.values_beside_settings()
+    assert set(shown) == names | {f"global/{name}" for name in names}
     assert read_scalars(Path(logger.log_dir)).ended
+
+
+def test_accuracies_stand_before_losses_beside_the_settings(tmp_path: Path) -> None:
+    """A window shows the first columns alone."""
+    logger = TensorBoardLogger(tmp_path)
+    run = L.Trainer(logger=logger, accelerator="cpu")
+    values = {"val_loss": torch.zeros(1), "val_acc": torch.zeros(1)}
+    found = {prefix: Evaluation(values, torch.ones(1)) for prefix in ("", "global/")}
+    add_layout(run, ClientResults("val", 0, ("a",), found))
+    logger.experiment.close()
+    shown = Board(run).values_beside_settings()
+    pairs = [f"{prefix}{name}" for name in ("val_acc", "val_loss") for prefix in found]
+    assert shown == [each + end for each in pairs for end in ("", "/worst_decile")]
