@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,18 +23,19 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.engine.operators import inner_call
-from lightning_pfl.engine.recording import Call, Recorder, compiled, needed, written
+from lightning_pfl.engine.recording import (
+    Call,
+    Recorder,
+    compiled,
+    is_constant,
+    layout,
+    needed,
+    same,
+    written,
+)
 
 aten = torch.ops.aten
 COPIES = (aten.clone.default, aten._to_copy.default)
-MAKES = frozenset(
-    getattr(aten, name).default
-    for name in (
-        *("ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros"),
-        *("full", "full_like", "new_full", "scalar_tensor", "arange"),
-    )
-)
-"""Operators whose results depend on no number in a tensor."""
 EMPTY = (aten.empty_like.default, aten.new_empty.default, aten.empty.memory_format)
 
 
@@ -133,7 +133,7 @@ class _Program:
         self.space: dict[str, Any] = {**recorder.constants, **given}
         self.arguments = [name for name in recorder.arguments if name not in given]
         wanted = [*(name for name, _ in targets), *results]
-        self.calls = needed(map(self._as_view, recorder.calls), wanted)
+        self.calls = needed(map(recorder.at_once, recorder.calls), wanted)
         self.changed = recorder.written()
         # With tensors of the module that no argument has; the user may change their numbers.
         self.placed = {*given, *(name for name in recorder.constants if name in self.tensors)}
@@ -142,22 +142,6 @@ class _Program:
         self.last = self._last_uses(wanted)
         self.last_read = {name: n for n, call in enumerate(self.calls) for name in call.reads}
         self.lines: list[str] = []
-
-    def _as_view(self, call: Call) -> Call:
-        """Take a view out of its memory at once, whatever views are in between."""
-        name = call.makes[0]
-        root = self.roots.get(name, name)
-        if call.several or name == root:
-            return call
-        view, whole = self.tensors[name], self.tensors[root]
-        # Without an offset, as that of an argument isn't known.
-        if view.dtype != whole.dtype or view.storage_offset() != whole.storage_offset():
-            return call
-        if view.is_conj() or view.is_neg():
-            return call
-        text = f"{root}, {list(view.shape)}, {list(view.stride())}"
-        operator = _same if _layout(view) == _layout(whole) else aten.as_strided.default
-        return replace(call, operator=operator, text=text, reads=frozenset({root}))
 
     def _last_uses(self, wanted: Sequence[str]) -> dict[str, int]:
         """Return for each memory the number of the last call that reads or writes it."""
@@ -190,7 +174,7 @@ class _Program:
         name = call.makes[0]
         root = self.roots[name]
         fresh = root == name and root not in self.changed and root not in self.escaping
-        known = call.operator in MAKES or (call.reads and call.reads <= self.constant)
+        known = is_constant(call, self.tensors) or (call.reads and call.reads <= self.constant)
         if fresh and known and not _is_random(call.operator):
             self._place(name, self.tensors[name].detach())
             self.constant.add(name)
@@ -266,7 +250,7 @@ class _Program:
     def _is_free(self, target: Tensor, number: int, call: Call, like: Tensor) -> bool:
         """Whether a result can be written where it is to be in the end."""
         names = [name for name in self.recorder.arguments if self.space.get(name) is target]
-        if _layout(target) != _layout(like):
+        if layout(target) != layout(like):
             return False
         if not names:  # no operator reads it
             return True
@@ -277,7 +261,7 @@ class _Program:
     def _by_entry(self, call: Call, names: list[str], like: Tensor) -> bool:
         """Whether an operator reads some tensors at the entry that it writes, and nowhere else."""
         pointwise = torch.Tag.pointwise in call.operator.tags
-        return pointwise and all(_layout(self.tensors[name]) == _layout(like) for name in names)
+        return pointwise and all(layout(self.tensors[name]) == layout(like) for name in names)
 
     def _dying(self, number: int, call: Call, like: Tensor) -> list[str]:
         """Return the arguments whose memory an operator may write its result to."""
@@ -295,7 +279,7 @@ class _Program:
         self, operator: Any, text: str, made: str, also: Mapping[str, Tensor] | None = None
     ) -> None:
         function = f"f{len(self.lines)}"
-        if operator is _same:
+        if operator is same:
             self.lines.append(f"{made} = {text.split(', ')[0]}")
             return
         self.space[function] = inner_call(operator)
@@ -327,15 +311,6 @@ class _Program:
 
 def _is_random(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
-
-
-def _same(tensor: Tensor, shape: list[int], strides: list[int]) -> Tensor:
-    """Return the tensor, in the place of a view that has its shape."""
-    return tensor
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -274,25 +274,22 @@ class MaxPool2x2(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """Take maxima by rows, then by columns, in contiguous memory."""
         a, b, c, d = quadrants(x)
-        out = torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
-        ctx.save_for_backward(x, out)
-        return out
+        top, bottom = torch.maximum(a, b), torch.maximum(c, d)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(x, a >= b, c >= d, top >= bottom)
+        return torch.maximum(top, bottom)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Route each window's gradient to its first maximum."""
-        x, out = ctx.saved_tensors
-        result = torch.zeros_like(x)
-        a, b, c, _ = quadrants(x)
+        x, left_above, left_below, above = ctx.saved_tensors
+        odd = x.shape[-2] % 2 or x.shape[-1] % 2
+        result = torch.zeros_like(x) if odd else torch.empty_like(x)
         to_a, to_b, to_c, to_d = quadrants(result)
-        first = a == out
-        second = (b == out).logical_and_(~first)
-        taken = first | second
-        third = (c == out).logical_and_(~taken)
-        torch.mul(grad, first, out=to_a)
-        torch.mul(grad, second, out=to_b)
-        torch.mul(grad, third, out=to_c)
-        torch.mul(grad, ~taken.logical_or_(third), out=to_d)
+        top = grad * above
+        bottom = grad - top
+        torch.sub(top, torch.mul(top, left_above, out=to_a), out=to_b)
+        torch.sub(bottom, torch.mul(bottom, left_below, out=to_c), out=to_d)
         return result
 
 

@@ -5,15 +5,15 @@ A replay runs the same operators, with the same bits, without the rest of Python
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pfl.engine.operators import OperatorMode
+from lightning_pfl.engine.operators import OperatorMode, inner_call
 
 Function = Callable[..., Any]
 
@@ -223,22 +223,74 @@ class Recorder(OperatorMode):
         """Return the first names of the memory that operators have changed."""
         return {self.roots[name] for call in self.calls for name in call.writes}
 
+    def at_once(self, call: Call) -> Call:
+        """Take a view out of its memory at once, whatever views are in between."""
+        name = call.makes[0]
+        root = self.roots.get(name, name)
+        if call.several or name == root:
+            return call
+        view, whole = self.tensors[name], self.tensors[root]
+        if view.dtype != whole.dtype or view.is_conj() or view.is_neg():
+            return call
+        text = f"{root}, {list(view.shape)}, {list(view.stride())}"
+        if view.storage_offset() != whole.storage_offset():
+            if not root.startswith("v"):  # another argument may have another offset
+                return call
+            text += f", {view.storage_offset()}"
+        operator = same if layout(view) == layout(whole) else torch.ops.aten.as_strided.default
+        return replace(call, operator=operator, text=text, reads=frozenset({root}))
+
     def program(self, results: list[Tensor]) -> tuple[str, dict[str, Any]]:
         """Write what is needed for some tensors and what writes to any, with its constants."""
         names = [self.name(result) for result in results]
         lines: list[str] = []
         operators: dict[str, Any] = {}
+        calls = needed(map(self.at_once, self.calls), names)
+        constants = self._constants_made(calls, names)
+        calls = needed((call for call in calls if constants.isdisjoint(call.makes)), names)
+        operators |= {name: self.tensors[name].detach() for name in constants}
         # Backwards: what reads a tensor last is met first, and sets it free.
         wanted = set(names)
-        for number, call in reversed(list(enumerate(needed(self.calls, names)))):
-            free = sorted(name for name in call.reads - wanted if name.startswith("v"))
+        for number, call in reversed(list(enumerate(calls))):
+            free = sorted(
+                name
+                for name in call.reads - wanted
+                if name.startswith("v") and name not in constants
+            )
             wanted |= call.reads
             made = [name if name in wanted else "_" for name in call.makes]
             target = "".join(f"{name}, " for name in made) if call.several else made[0]
-            operators[f"f{number}"] = call.operator
-            line = f"{target or '_'} = f{number}({call.text})"
+            if call.operator is same:
+                line = f"{target} = {call.text.split(', ')[0]}"
+            else:
+                operators[f"f{number}"] = inner_call(call.operator)
+                line = f"{target or '_'} = f{number}({call.text})"
             lines.append(f"{line}; del {', '.join(free)}" if free else line)
         return written(self.arguments, lines[::-1], names), {**operators, **self.constants}
+
+    def _constants_made(self, calls: Iterable[Call], results: Iterable[str]) -> set[str]:
+        """Return names of tensors of zeros, ones and the like, which nothing changes."""
+        changed = {*self.written(), *(self.roots[name] for name in results)}
+        return {
+            call.makes[0]
+            for call in calls
+            if is_constant(call, self.tensors) and call.makes[0] not in changed
+        }
+
+
+def is_constant(call: Call, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether an operator makes small tensors whose numbers are always the same."""
+    return call.operator in MAKES and tensors[call.makes[0]].numel() <= KEPT
+
+
+def same(tensor: Tensor, *view: Any) -> Tensor:
+    """Return the tensor, in the place of a view that has its shape."""
+    return tensor
+
+
+def layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the type and the geometry of a tensor."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def needed(calls: Iterable[Call], names: Iterable[str]) -> list[Call]:
@@ -257,6 +309,16 @@ def written(arguments: Iterable[str], lines: Iterable[str], results: Iterable[st
     return f"def replay({', '.join(arguments)}):\n    " + "\n    ".join(body)
 
 
+MAKES = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *("ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros"),
+        *("full", "full_like", "new_full", "scalar_tensor", "arange"),
+    )
+)
+"""Operators whose results depend on no number in a tensor."""
+KEPT = 2**14
+"""Largest number of entries of a constant that a recording keeps."""
 _VIEWS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("alias", "detach", "expand", "permute", "view")
