@@ -5,6 +5,7 @@ A recipe names classes and their arguments, as in Python.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from argparse import ArgumentParser
@@ -101,7 +102,7 @@ class PFLCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Make the objects; a refused setting ends the program with a line of explanation.
 
-        With ``JSONARGPARSE_DEBUG`` set it is the complete traceback.
+        With ``JSONARGPARSE_DEBUG=true`` it is the complete traceback.
         """
         try:
             super().instantiate_classes()
@@ -221,9 +222,10 @@ def main(args: ArgsType = None) -> None:
         check_command(words[0])
     try:
         PFLCLI(args)
-    except FileNotFoundError as error:
-        # Of a source whose data are neither here nor to be had from the network.
-        if in_a_line(error) is None:
+    except (FileNotFoundError, MisconfigurationException) as error:
+        # Of a source whose data are neither here nor to be had from the network, or of settings
+        # that don't go together, such as another strategy.
+        if in_a_line(error) is None or "JSONARGPARSE_DEBUG" in os.environ:
             raise
         sys.exit(f"error: {error}")
 

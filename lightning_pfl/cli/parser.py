@@ -48,6 +48,8 @@ TYPES = re.compile(
 )
 HELP = re.compile(r'Parser key "(\w+)"(?s:.*)unrecognized arguments: --([\w.]+)\.help=([\w.]+)')
 OWN_WORDS = re.compile(r"Expected .+ but got .+")
+#: Lightning's, about a strategy or a profiler by name.
+LIGHTNINGS_WORDS = re.compile(r"You selected an invalid .+")
 #: LaTeX commands that aren't their own text, unlike ``\lambda``.
 SYMBOLS = {
     "ge": ">=",
@@ -253,7 +255,7 @@ def in_a_line(error: Exception) -> str | None:
         >>> in_a_line(ValueError("Errors:\n  - Expected `a` to be 1, but got a=2. Use 1.\n - b"))
         'Expected `a` to be 1, but got a=2. Use 1.'
     """
-    if found := OWN_WORDS.search(str(error)):
+    if found := OWN_WORDS.search(str(error)) or LIGHTNINGS_WORDS.match(str(error)):
         return found[0]
     return str(error) if isinstance(error, MisconfigurationException) else None
 

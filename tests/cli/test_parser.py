@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pfl import methods
 from lightning_pfl.cli.command_line import PFLCLI, main
@@ -133,6 +134,10 @@ def test_a_method_that_is_like_none_has_no_suggestion(capsys: pytest.CaptureFixt
         ),
         (["--trainer.strategy.participation", "-0.5"], "Expected `participation` to be a fraction"),
         (["--data.partition.classes_per_client", "0"], "Expected `classes_per_client` to be a pos"),
+        (
+            ["--trainer.strategy", "federatd"],
+            "You selected an invalid strategy name: `strategy='fed",
+        ),
         (["--trainer.max_epochs", "-7"], "`max_epochs` must be a non-negative integer or -1."),
     ],
 )
@@ -143,6 +148,15 @@ def test_a_value_out_of_range_is_one_line_without_a_traceback(
     assert shown.splitlines()[-1].startswith(f"error: {said}")
     assert "Traceback" not in shown
     assert "Union" not in shown
+
+
+def test_a_strategy_that_is_not_federated_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["fit", "--config", RECIPE, *CPU, "--trainer.strategy", "auto"]
+    with pytest.raises(SystemExit, match=r"^error: Expected a federated run, but .* SingleDev"):
+        main(words)
+    monkeypatch.setenv("JSONARGPARSE_DEBUG", "true")
+    with pytest.raises(MisconfigurationException, match="Expected a federated run"):
+        main(words)
 
 
 def test_a_bug_in_a_class_of_ones_own_keeps_its_traceback(
