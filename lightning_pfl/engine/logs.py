@@ -302,3 +302,47 @@ def _reduce(reduction: str, old: Tensor, value: Tensor, weights: Tensor) -> Tens
     if reduction == "sum":
         return old + value
     return torch.minimum(old, value) if reduction == "min" else torch.maximum(old, value)
+
+
+# --- a step's values, for one client ---
+
+
+class ListedLogs:
+    """Takes the place of ``ClientLogs`` in a step that may be recorded.
+
+    Attributes:
+        listed: The values and the number of samples of each minibatch.
+    """
+
+    def __init__(self) -> None:
+        self.listed: list[tuple[dict[str, Tensor], Tensor | int]] = []
+
+    def add(self, values: dict[str, Tensor], sizes: Tensor | int, *others: Any) -> None:
+        """Add one minibatch's values."""
+        self.listed.append((values, sizes))
+
+
+def sorted_out(
+    loss: Tensor | None, logged: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Metric]]:
+    """Split what a step logs, with its loss, into values ``(1,)`` and torchmetrics objects."""
+    values = plain_values(logged)
+    if loss is not None:
+        values[LOSS] = loss.detach().view(1)
+    return values, {name: value for name, value in logged.items() if isinstance(value, Metric)}
+
+
+def plain_values(logged: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that a step logs, ``(1,)`` each."""
+    return {
+        name: value.detach().view(1) for name, value in logged.items() if isinstance(value, Tensor)
+    }
+
+
+def computed_metrics(metrics: dict[str, Metric]) -> dict[str, Tensor]:
+    """Compute and reset the torchmetrics objects that a client's steps have filled."""
+    results = {}
+    for name, metric in metrics.items():
+        results[name] = one_number(name, metric.compute()).view(1)
+        metric.reset()
+    return results

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -27,13 +26,12 @@ from lightning_pfl.contract.records import (
 from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.draws import mix, noise, random_keys
 from lightning_pfl.core.errors import MisconfigurationException, naming_clients
-from lightning_pfl.core.mixture import is_mixed, shielded
+from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, Stacked, Tree, materialize, select, separated
 from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
 from lightning_pfl.data.datasets import FederatedDataset
-from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified, writable
+from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
 from lightning_pfl.engine.base import (
     EngineSettings,
     EvaluationWork,
@@ -43,8 +41,8 @@ from lightning_pfl.engine.base import (
 )
 from lightning_pfl.engine.bound import BoundModule
 from lightning_pfl.engine.kernels import LargeProducts
-from lightning_pfl.engine.logs import LOSS, ClientLogs, one_number
-from lightning_pfl.engine.minibatches import ClientMinibatches, evaluation_minibatches
+from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs, computed_metrics, sorted_out
+from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.optimizer import (
     ClientOptimizer,
     Recordings,
@@ -55,13 +53,13 @@ from lightning_pfl.engine.optimizer import (
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import attributes, restore, snapshot
+from lightning_pfl.engine.sequential_evaluation import SequentialEvaluation
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase_steps, split_draws
 from lightning_pfl.engine.terms import Term, split_terms
 from lightning_pfl.engine.trace import Given, Same, Traces, fingerprint, of_object
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.whole_steps import WholeSteps
 from lightning_pfl.methods.base import Method, Phase
-from lightning_pfl.models.base import PersonalizedModule
 
 MEASURED = "measured loss"
 """Marks recordings of the loss alone."""
@@ -112,6 +110,9 @@ class SequentialEngine:
         self._active: dict[int, ActivePhase] = {}
         self._evaluators: dict[str, ClientProgram] = {}
         self.quiet: dict[str, bool] = {}
+        self._evaluation = SequentialEvaluation(
+            module, settings, self.traces, self.fast, self.quiet
+        )
         self.deterministic: bool | None = None
         self.random_calls = 0
         self.draws_elsewhere = False
@@ -309,15 +310,8 @@ class SequentialEngine:
 
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
-        if self._replays(work):
-            key = derive(self.settings.seed, "guard", work.step)
-            with watch_global_rng(key) as found:
-                evaluation = self._replayed(work, on_clients)
-            if not (found.moved or found.moved_torch):
-                return evaluation
-            on_clients = None  # they have heard of it
-        evaluation, moved = self._watched(work, on_clients)
-        self.quiet[work.step] = not moved and self.quiet.get(work.step, True)
+        evaluation = self._evaluation.run(work, on_clients)
+        self.draws_elsewhere = self._evaluation.draws_elsewhere
         return evaluation
 
     def groups(self, work: EvaluationWork) -> Tensor:
@@ -325,104 +319,8 @@ class SequentialEngine:
         return torch.arange(len(work.clients))
 
     def may_replay(self, step: str) -> bool:
-        """Whether steps of an evaluation may be recorded: those of ``PersonalizedModule`` alone."""
-        return (
-            self.traces.enabled
-            and self.settings.batch_hooks is None
-            and step in ("validation_step", "test_step")
-            and getattr(type(self.module), step) is getattr(PersonalizedModule, step)
-        )
-
-    def _replays(self, work: EvaluationWork) -> bool:
-        drawn = not self.quiet.get(work.step, False)
-        return self.may_replay(work.step) and not drawn and not is_mixed(work.models)
-
-    def _replayed(self, work: EvaluationWork, on_clients: OnClients | None) -> Evaluation:
-        """Evaluate without watching random generators, by replayed steps."""
-        program = self._evaluator(work)
-        self.traces.begin()
-        self.traces.enter((work.step, program, fingerprint(self.module)))
-        logs = ClientLogs(len(work.clients), self.settings.device)
-        counts = torch.zeros(len(work.clients), dtype=torch.int64)
-        # By the minibatch's number, so that all clients' values of one are added at once.
-        found: dict[int, list[tuple[int, int, dict[str, Tensor]]]] = {}
-
-        def run(number: int, model: Model, batch: Any) -> dict[str, Tensor]:
-            return program.evaluation_step(model, work.step, batch, number)[1]
-
-        with torch.no_grad(), program.capturing():
-            for row, client in enumerate(work.clients.tolist()):
-                model = Given({name: leaf[row] for name, leaf in work.models.items()})
-                for number, batch in evaluation_minibatches(
-                    work.data, client, Limits(1, work.limit), self.settings
-                ):
-                    size = batch_length(batch)
-                    with naming_clients(work.step, work.data.names, [client], work.round):
-                        values = self.traces.run(partial(run, number), model, batch)
-                    counts[row] += size
-                    found.setdefault(number, []).append((row, size, values))
-                if on_clients is not None:
-                    on_clients([row])
-        for results in found.values():
-            at, sizes, values = zip(*results, strict=True)
-            stacked = {name: torch.stack([one[name] for one in values]) for name in values[0]}
-            logs.add(stacked, torch.tensor(sizes), torch.tensor(at), program.log.reductions)
-        # Steps are replayed in evaluations alone, where nothing is predicted.
-        return Evaluation(logs.compute(), counts, dict(program.log.options))
-
-    def _evaluator(self, work: EvaluationWork) -> ClientProgram:
-        """Return the user's step, cached where it is replayed, without its calls of ``log``."""
-        known = self._evaluators.get(work.step)
-        if known is None or not self.may_replay(work.step):
-            kernels = LargeProducts if self.fast else nullcontext
-            known = ClientProgram(self.module, self.settings, kernels=kernels)
-            self._evaluators[work.step] = known
-        known.throwaway, known.predict = writable(self.module), work.predict
-        known.dataloader_idx = work.dataloader_idx
-        return known
-
-    def _watched(
-        self, work: EvaluationWork, on_clients: OnClients | None
-    ) -> tuple[Evaluation, bool]:
-        """Evaluate with the global generators seeded for each minibatch; whether any drew."""
-        clients, data, step = work.clients, work.data, work.step
-        program = self._evaluator(work)
-        logs = ClientLogs(len(clients), self.settings.device)
-        counts = torch.zeros(len(clients), dtype=torch.int64)
-        predicts = range(len(clients)) if step == "predict_step" else ()
-        predictions: list[list[Any]] = [[] for _ in predicts]
-        limits = Limits(1, work.limit)
-        self.draws_elsewhere = moved = False
-        with torch.no_grad(), program.capturing():
-            for row, client in enumerate(clients.tolist()):
-                model = {name: leaf[row] for name, leaf in work.models.items()}
-                metrics: dict[str, Metric] = {}
-                at = torch.tensor([row])
-                minibatches = evaluation_minibatches(data, client, limits, self.settings)
-                for number, batch in minibatches:
-                    size = torch.tensor([batch_length(batch)])
-                    with (
-                        watch_global_rng(
-                            derive(self.settings.seed, step, client, number)
-                        ) as elsewhere,
-                        naming_clients(step, data.names, [client], work.round),
-                    ):
-                        out, logged = program.evaluation_step(model, step, batch, number)
-                    self.draws_elsewhere |= elsewhere.moved
-                    moved |= elsewhere.moved or elsewhere.moved_torch
-                    counts[row] += size[0]
-                    metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
-                    logs.add(_values(logged), size, at, program.log.reductions)
-                    if step == "predict_step":
-                        predictions[row].append(
-                            apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
-                        )
-                with naming_clients(step, data.names, [client], work.round):
-                    logs.add(_computed(metrics), torch.ones(1), at)
-                if on_clients is not None:
-                    on_clients([row])
-        options = dict(program.log.options)
-        return Evaluation(logs.compute(), counts, options, predictions), moved
+        """Whether steps of an evaluation may be recorded."""
+        return self._evaluation.may_replay(step)
 
 
 def take_step(method: Method, state: Tree, batch: Any, local_step: SequentialLocalStep) -> Tree:
@@ -602,7 +500,7 @@ class SequentialLocalStep:
             yield self.program.prepared(minibatch), found
         logged = self.program.log.take()
         if not self._logged:
-            self._log(*_sorted_out(found[0], logged), batch_length(minibatch))
+            self._log(*sorted_out(found[0], logged), batch_length(minibatch))
 
     def _log(self, values: dict[str, Tensor], metrics: dict[str, Metric], size: int) -> None:
         self.logs.add(values, size, None, self.program.log.reductions)
@@ -748,7 +646,7 @@ class SequentialLocalStep:
         loss, logged = self.program.training_loss(
             {**fixed, **leaves}, minibatch, key, number, None, None, backward, term
         )
-        return grads, *_sorted_out(loss, logged)
+        return grads, *sorted_out(loss, logged)
 
     def _backward(self, loss: Tensor, leaves: Model) -> Model:
         if self.engine.traces.recording or self.engine.whole.recording:
@@ -873,47 +771,4 @@ class SequentialLocalStep:
     def finish(self) -> dict[str, Tensor]:
         """Return the client's logged values, ``(1,)`` each."""
         assert isinstance(self.logs, ClientLogs)
-        return {**self.logs.compute(), **_computed(self.metrics)}
-
-
-# --- logged values ---
-
-
-class ListedLogs:
-    """Takes the place of ``ClientLogs`` in a step that may be recorded.
-
-    Attributes:
-        listed: The values and the number of samples of each minibatch.
-    """
-
-    def __init__(self) -> None:
-        self.listed: list[tuple[dict[str, Tensor], Tensor | int]] = []
-
-    def add(self, values: dict[str, Tensor], sizes: Tensor | int, *others: Any) -> None:
-        """Add one minibatch's values."""
-        self.listed.append((values, sizes))
-
-
-def _sorted_out(
-    loss: Tensor | None, logged: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Metric]]:
-    """Split what a step logs, with its loss, into values ``(1,)`` and torchmetrics objects."""
-    values = _values(logged)
-    if loss is not None:
-        values[LOSS] = loss.detach().view(1)
-    return values, {name: value for name, value in logged.items() if isinstance(value, Metric)}
-
-
-def _values(logged: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        name: value.detach().view(1) for name, value in logged.items() if isinstance(value, Tensor)
-    }
-
-
-def _computed(metrics: dict[str, Metric]) -> dict[str, Tensor]:
-    """Compute and reset the torchmetrics objects that a client's steps have filled."""
-    results = {}
-    for name, metric in metrics.items():
-        results[name] = one_number(name, metric.compute()).view(1)
-        metric.reset()
-    return results
+        return {**self.logs.compute(), **computed_metrics(self.metrics)}

@@ -1,0 +1,171 @@
+"""Evaluation of one client after another, by replayed steps where they may be recorded."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pfl.contract.records import Evaluation, OnClients
+from lightning_pfl.core.errors import naming_clients
+from lightning_pfl.core.mixture import is_mixed
+from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.tree import Model
+from lightning_pfl.data.batch import batch_length
+from lightning_pfl.engine.active_phase import writable
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork
+from lightning_pfl.engine.kernels import LargeProducts
+from lightning_pfl.engine.logs import ClientLogs, computed_metrics, plain_values
+from lightning_pfl.engine.minibatches import evaluation_minibatches
+from lightning_pfl.engine.program import ClientProgram
+from lightning_pfl.engine.safety.global_rng import watch_global_rng
+from lightning_pfl.engine.steps import Limits
+from lightning_pfl.engine.trace import Given, Traces, fingerprint
+from lightning_pfl.models.base import PersonalizedModule
+
+
+class SequentialEvaluation:
+    """Runs evaluation steps.
+
+    Args:
+        module: The user's module.
+        settings: The Trainer's flags.
+        traces: Where steps are recorded.
+        fast: Whether large products are oneDNN's, as in steps that are replayed.
+        quiet: Filled with whether a step has never drawn, by its name.
+
+    Attributes:
+        draws_elsewhere: Whether a step of the last evaluation used Python's or NumPy's global
+            generator.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        settings: EngineSettings,
+        traces: Traces,
+        fast: bool,
+        quiet: dict[str, bool],
+    ) -> None:
+        self.module, self.settings, self.traces, self.fast = module, settings, traces, fast
+        self.draws_elsewhere = False
+        self._evaluators: dict[str, ClientProgram] = {}
+        self.quiet = quiet
+
+    def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
+        """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
+        if self._replays(work):
+            key = derive(self.settings.seed, "guard", work.step)
+            with watch_global_rng(key) as found:
+                evaluation = self._replayed(work, on_clients)
+            if not (found.moved or found.moved_torch):
+                return evaluation
+            on_clients = None  # they have heard of it
+        evaluation, moved = self._watched(work, on_clients)
+        self.quiet[work.step] = not moved and self.quiet.get(work.step, True)
+        return evaluation
+
+    def may_replay(self, step: str) -> bool:
+        """Whether steps of an evaluation may be recorded: those of ``PersonalizedModule`` alone."""
+        return (
+            self.traces.enabled
+            and self.settings.batch_hooks is None
+            and step in ("validation_step", "test_step")
+            and getattr(type(self.module), step) is getattr(PersonalizedModule, step)
+        )
+
+    def _replays(self, work: EvaluationWork) -> bool:
+        drawn = not self.quiet.get(work.step, False)
+        return self.may_replay(work.step) and not drawn and not is_mixed(work.models)
+
+    def _replayed(self, work: EvaluationWork, on_clients: OnClients | None) -> Evaluation:
+        """Evaluate without watching random generators, by replayed steps."""
+        program = self._evaluator(work)
+        self.traces.begin()
+        self.traces.enter((work.step, program, fingerprint(self.module)))
+        logs = ClientLogs(len(work.clients), self.settings.device)
+        counts = torch.zeros(len(work.clients), dtype=torch.int64)
+        # By the minibatch's number, so that all clients' values of one are added at once.
+        found: dict[int, list[tuple[int, int, dict[str, Tensor]]]] = {}
+
+        def run(number: int, model: Model, batch: Any) -> dict[str, Tensor]:
+            return program.evaluation_step(model, work.step, batch, number)[1]
+
+        with torch.no_grad(), program.capturing():
+            for row, client in enumerate(work.clients.tolist()):
+                model = Given({name: leaf[row] for name, leaf in work.models.items()})
+                for number, batch in evaluation_minibatches(
+                    work.data, client, Limits(1, work.limit), self.settings
+                ):
+                    size = batch_length(batch)
+                    with naming_clients(work.step, work.data.names, [client], work.round):
+                        values = self.traces.run(partial(run, number), model, batch)
+                    counts[row] += size
+                    found.setdefault(number, []).append((row, size, values))
+                if on_clients is not None:
+                    on_clients([row])
+        for results in found.values():
+            at, sizes, values = zip(*results, strict=True)
+            stacked = {name: torch.stack([one[name] for one in values]) for name in values[0]}
+            logs.add(stacked, torch.tensor(sizes), torch.tensor(at), program.log.reductions)
+        # Steps are replayed in evaluations alone, where nothing is predicted.
+        return Evaluation(logs.compute(), counts, dict(program.log.options))
+
+    def _evaluator(self, work: EvaluationWork) -> ClientProgram:
+        """Return the user's step, cached where it is replayed, without its calls of ``log``."""
+        known = self._evaluators.get(work.step)
+        if known is None or not self.may_replay(work.step):
+            kernels = LargeProducts if self.fast else nullcontext
+            known = ClientProgram(self.module, self.settings, kernels=kernels)
+            self._evaluators[work.step] = known
+        known.throwaway, known.predict = writable(self.module), work.predict
+        known.dataloader_idx = work.dataloader_idx
+        return known
+
+    def _watched(
+        self, work: EvaluationWork, on_clients: OnClients | None
+    ) -> tuple[Evaluation, bool]:
+        """Evaluate with the global generators seeded for each minibatch; whether any drew."""
+        clients, data, step = work.clients, work.data, work.step
+        program = self._evaluator(work)
+        logs = ClientLogs(len(clients), self.settings.device)
+        counts = torch.zeros(len(clients), dtype=torch.int64)
+        predicts = range(len(clients)) if step == "predict_step" else ()
+        predictions: list[list[Any]] = [[] for _ in predicts]
+        limits = Limits(1, work.limit)
+        self.draws_elsewhere = moved = False
+        with torch.no_grad(), program.capturing():
+            for row, client in enumerate(clients.tolist()):
+                model = {name: leaf[row] for name, leaf in work.models.items()}
+                metrics: dict[str, Metric] = {}
+                at = torch.tensor([row])
+                minibatches = evaluation_minibatches(data, client, limits, self.settings)
+                for number, batch in minibatches:
+                    size = torch.tensor([batch_length(batch)])
+                    with (
+                        watch_global_rng(
+                            derive(self.settings.seed, step, client, number)
+                        ) as elsewhere,
+                        naming_clients(step, data.names, [client], work.round),
+                    ):
+                        out, logged = program.evaluation_step(model, step, batch, number)
+                    self.draws_elsewhere |= elsewhere.moved
+                    moved |= elsewhere.moved or elsewhere.moved_torch
+                    counts[row] += size[0]
+                    metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
+                    logs.add(plain_values(logged), size, at, program.log.reductions)
+                    if step == "predict_step":
+                        predictions[row].append(
+                            apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
+                        )
+                with naming_clients(step, data.names, [client], work.round):
+                    logs.add(computed_metrics(metrics), torch.ones(1), at)
+                if on_clients is not None:
+                    on_clients([row])
+        options = dict(program.log.options)
+        return Evaluation(logs.compute(), counts, options, predictions), moved
