@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import BestModel, ClientInfo, ClientResults, OptimizerState
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.tree import Model, Tree, expand, select, tmap, total_nbytes
+from lightning_pfl.core.tree import (
+    Model,
+    Tree,
+    expand,
+    named_leaves,
+    select,
+    tmap,
+    total_nbytes,
+)
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import learning_rates
@@ -217,8 +225,16 @@ class FederationState:
 
     def refuse_step(self, server: Tree, verdict: Verdict) -> str:
         """Return why the server must not become ``server``; empty if it may."""
-        models = self.shared_model(), self.shared_model(server)
+        models = self._moved_models(self.server), self._moved_models(server)
         return refuse_step(self.server, server, models, verdict.median)
+
+    def _moved_models(self, server: Tree) -> Model:
+        """Return the entries of the server's model, or of its models where it has several."""
+        several = {"models": server["models"]} if "models" in server else {}
+        # A model of infinities, which no client chooses, says nothing about the others.
+        return self.shared_model(server) or {
+            name: leaf.nan_to_num(0.0, 0.0, 0.0) for name, leaf in named_leaves(several).items()
+        }
 
     def changed_outside(self) -> list[str]:
         """Find parameters of the modules that other code has changed since the last round."""

@@ -22,7 +22,7 @@ from lightning_pfl.federation.gate import (
     refuse_step,
     update_norm,
 )
-from lightning_pfl.methods import FedAvg, FedPer, LocalOnly
+from lightning_pfl.methods import IFCA, FedAvg, FedPer, LocalOnly
 from tests.trainer.setting import (
     BATCH,
     CENTRES,
@@ -295,6 +295,23 @@ def test_a_server_that_would_be_useless_stays_as_it_was(size: float) -> None:
         want = mean([trained(want, k) for k in range(4)], list(SIZES))
     torch.testing.assert_close(module.w.data, want, rtol=0, atol=1e-12)
     assert run.global_step == 3
+
+
+def test_a_step_that_ruins_one_of_several_models_is_refused() -> None:
+    """Everybody is nearer to the first one, which stays what round 0 has made of it."""
+    starts = [{"w": ZERO}, {"w": ZERO + 1e4}]
+    run = trainer(
+        IFCA(2, initial=starts, weighting="samples"), max_epochs=2, callbacks=[Sends(1e9)]
+    )
+    with (
+        pytest.warns(UserWarning, match="Round 1 has clients with far too large updates: '2'"),
+        pytest.warns(UserWarning, match="Round 1: the server refused its step .* that of '2'"),
+    ):
+        run.fit(Quadratic(), points())
+    first, second = run.strategy.federation.server["models"]["w"]
+    want = mean([trained(ZERO, k) for k in range(4)], list(SIZES))
+    torch.testing.assert_close(first, want, rtol=0, atol=1e-12)
+    assert torch.equal(second, starts[1]["w"])
 
 
 @pytest.mark.parametrize("further", [1e12, torch.nan])
