@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+FEW, FEWEST = 200, 2**15
+"""Draw few positions one by one if there are this many times as many, and at least so many."""
+
 
 def derive(seed: int, *keys: int | str) -> int:
     """Derive an independent 63-bit key, e.g. ``derive(seed, "order", round, client)``."""
@@ -30,6 +33,32 @@ def generator(key: int) -> torch.Generator:
 def permutation(length: int, key: int) -> Tensor:
     """Draw a random permutation of ``length`` positions, int64 ``(length,)`` on the CPU."""
     return torch.randperm(length, generator=generator(key))
+
+
+def first_of_permutation(length: int, count: int, key: int) -> Tensor:
+    """Draw the first positions of :func:`permutation`, without the others where they are few.
+
+    torch shuffles from the front: place ``i`` takes what is at ``i`` plus a 32-bit number modulo
+    the places left. NumPy's generator of the same seed draws the same numbers.
+
+    Args:
+        length: Number of positions, below 2^32.
+        count: How many of them, at most ``length``.
+        key: A key of :func:`derive`.
+
+    Returns:
+        int64 ``(count,)``.
+    """
+    if length < FEW * count or length < FEWEST:
+        return permutation(length, key)[:count]
+    drawn = np.random.RandomState(key % 2**32).bytes(4 * count)
+    moved: dict[int, int] = {}
+    chosen = []
+    for place, number in enumerate(np.frombuffer(drawn, "<u4").tolist()):
+        at = place + number % (length - place)
+        chosen.append(moved.get(at, at))
+        moved[at] = moved.get(place, place)
+    return torch.tensor(chosen, dtype=torch.int64)
 
 
 @contextmanager

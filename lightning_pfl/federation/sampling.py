@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.checks import share_of
-from lightning_pfl.core.randomness import derive, permutation
+from lightning_pfl.core.randomness import derive, first_of_permutation
 
 
 def cohort_size(participation: float | int, num_clients: int) -> int:
@@ -62,5 +62,5 @@ def sample_cohort(seed: int, round: int, eligible: Tensor, participation: float 
     size = cohort_size(participation, len(eligible))
     if size == len(eligible):
         return eligible
-    order = permutation(len(eligible), derive(seed, "cohort", round))
-    return torch.sort(eligible[order[:size]]).values
+    drawn = first_of_permutation(len(eligible), size, derive(seed, "cohort", round))
+    return torch.sort(eligible[drawn]).values

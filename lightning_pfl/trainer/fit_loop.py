@@ -218,7 +218,9 @@ class FederatedLoop(FitLoop):
         return "take part without local steps" if idle else "are never sampled"
 
     def _check_reloaded(self, data: FederatedDataset) -> None:
-        if tuple(data.names) != self.federation.client_names:
+        names = self.federation.client_names
+        # They usually are the same object; to compare many names in every round takes time.
+        if data.names is not names and tuple(data.names) != names:
             raise MisconfigurationException(
                 f"Expected reloaded training data to hold the same {self.federation.num_clients} "
                 f"clients, but got {data.num_clients} clients or other names. Return the same "

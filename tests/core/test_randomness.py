@@ -12,6 +12,7 @@ import torch
 
 from lightning_pfl.core.randomness import (
     derive,
+    first_of_permutation,
     generator,
     permutation,
     seeded,
@@ -54,6 +55,23 @@ def test_a_permutation_is_torch_randperm_of_the_key() -> None:
     assert sorted(order.tolist()) == list(range(10))
     assert not torch.equal(order, permutation(10, 6))
     assert permutation(0, 5).shape == (0,)
+
+
+@pytest.mark.parametrize("key", [0, 5, 2**32 - 1, 2**32 + 7, 2**63 - 1])
+@pytest.mark.parametrize(("length", "count"), [(2**15, 1), (70_001, 300), (10**6, 40)])
+def test_few_positions_are_the_first_of_the_permutation(
+    length: int, count: int, key: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.randperm(length, generator=torch.Generator().manual_seed(key))
+    with monkeypatch.context() as patch:
+        patch.delattr(torch, "randperm")  # no other position is drawn
+        found = first_of_permutation(length, count, key)
+    assert torch.equal(found, whole[:count])
+
+
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (10, 3), (10, 10), (40_000, 400)])
+def test_many_positions_are_the_first_of_the_permutation_too(length: int, count: int) -> None:
+    assert torch.equal(first_of_permutation(length, count, 9), permutation(length, 9)[:count])
 
 
 def test_generators_of_equal_keys_agree() -> None:
