@@ -188,7 +188,8 @@ class FederationState:
         per_epoch = self.count_steps(self.training_data(), info.index, epoch).clamp_min(1)
         costs = (info.steps * info.num_samples / per_epoch).tolist()
         homes = home.owners.tolist() if client_states.has_entries() else None
-        return self.ranks.shard(torch.tensor(deal(costs, self.ranks.size, homes)))
+        owners = deal(costs, self.ranks.size, homes)
+        return self.ranks.shard(torch.tensor(owners, dtype=torch.int64))
 
     def kept_optimizers(self, clients: Tensor) -> list[OptimizerState] | None:
         """Return the optimizer states of some clients; None if they begin with fresh ones."""

@@ -11,23 +11,28 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from lightning_pfl import FederatedStrategy
 from lightning_pfl._lightning import notice_termination
 from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
 from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.ranks import Ranks, gather_evaluation, gather_work
 from lightning_pfl.trainer import checks as flags
+from lightning_pfl.trainer import processes
 from lightning_pfl.trainer.processes import keep_metrics_apart, not_distributed
 from tests.methods.cases import CASES as METHODS
 from tests.trainer.run_in_processes import CASES, RESUMED, ROUNDS, ends, run
@@ -396,3 +401,37 @@ def test_requeueing_in_the_middle_of_a_round_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"Pass .*auto_requeue=False"):
         flags.check_shared_run(shared([], SLURMEnvironment(auto_requeue=True)))
     flags.check_shared_run(shared([], SLURMEnvironment(auto_requeue=False)))
+
+
+# --- NCCL -----------------------------------------------------------------------------------------
+
+
+def test_with_nccl_its_own_timeout_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls return before the others have come, so that nobody can look at them meanwhile."""
+    made: list[dict[str, Any]] = []
+    barriers: list[dict[str, Any]] = []
+
+    def connect(environment: Any, backend: str, **settings: Any) -> None:
+        made.append({"backend": backend, **settings})
+
+    monkeypatch.setattr(processes, "connect_processes", connect)
+    monkeypatch.setattr(processes.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(processes.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(processes.distributed, "barrier", lambda **given: barriers.append(given))
+    environment = LightningEnvironment()
+    environment.set_world_size(2)
+    strategy = FederatedStrategy(
+        parallel_devices=[torch.device("meta", 0), torch.device("meta", 1)],
+        cluster_environment=environment,
+        accelerator=CPUAccelerator(),
+        process_group_backend="nccl",
+        timeout=timedelta(minutes=7),
+    )
+    monkeypatch.setattr(strategy.accelerator, "setup_device", lambda device: None)
+    strategy.setup_environment()
+    assert made == [{"backend": "nccl", "timeout": timedelta(minutes=7)}]
+    assert strategy.ranks.presence is None
+    assert (strategy.ranks.size, strategy.ranks.device) == (2, torch.device("meta", 0))
+    strategy.barrier()
+    assert barriers == [{"device_ids": [0]}]
