@@ -145,6 +145,10 @@ def test_the_page_on_choosing_says_what_is_stored() -> None:
             for line in (sharing.PASSES, sharing.EQUAL_ROUNDS)
         )
         assert all(abs(rounds[seed] - passes[seed]) < 0.005 for seed in rounds)
+        point = classes, samples, USUAL, True
+        for seed, value in rounds.items():
+            others = [stored.values(line, point) for line in lines]
+            assert value < max(values[seed] for values in others if seed in values)
     few, every = (means((5, 50, participation, False)) for participation in (USUAL, 1.0))
     assert all(every[line] <= few[line] for line in lines)
     gone = few[sharing.TUNED] - every[sharing.TUNED]
