@@ -3,6 +3,7 @@ that dies takes the others with it."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import signal
@@ -23,7 +24,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from torch import Tensor
+from torch import Tensor, distributed
 from torchmetrics import MeanMetric
 
 from lightning_pfl import FederatedStrategy
@@ -415,10 +416,10 @@ def test_with_nccl_its_own_timeout_ends_a_wait(monkeypatch: pytest.MonkeyPatch) 
         made.append({"backend": backend, **settings})
 
     monkeypatch.setattr(processes, "connect_processes", connect)
-    monkeypatch.setattr(processes.atexit, "register", lambda *_: None)
-    monkeypatch.setattr(processes.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(processes.distributed, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(processes.distributed, "barrier", lambda **given: barriers.append(given))
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(distributed, "barrier", lambda **given: barriers.append(given))
     environment = LightningEnvironment()
     environment.set_world_size(2)
     strategy = FederatedStrategy(
