@@ -93,7 +93,7 @@ def naming_clients(
         names: The names of all clients.
         clients: Positions there of those at work; a tensor is read only if there is an error.
         round: As in :class:`ClientError`.
-        advice: What to do; empty where the cause says it.
+        advice: What else to do, after what is known about the cause; may be empty.
 
     Raises:
         ClientError: For one of :data:`FAILURES`.
@@ -111,7 +111,7 @@ def naming_clients(
     except FAILURES as cause:
         # A key alone is no sentence.
         text = f"{type(cause).__name__}: {cause}" if isinstance(cause, KeyError) else str(cause)
-        advice = advice or _remedy(text)
+        advice = " ".join(filter(None, (_remedy(text), advice)))
         text = f"{text.rstrip('. ')}. {advice}" if advice else text
         at_work = clients.tolist() if isinstance(clients, Tensor) else clients
         raise ClientError(stage, format_names(names, at_work), round, text) from cause

@@ -51,6 +51,14 @@ def test_ids_beyond_an_embedding() -> None:
         nn.Embedding(3, 2)(torch.tensor([2, 3]))
 
 
+def test_advice_about_the_engine_comes_after_what_to_do() -> None:
+    with (
+        pytest.raises(ClientError, match=r"an output for each\. Run with another engine\."),
+        naming_clients("training_step", ["ann"], [0], 0, "Run with another engine."),
+    ):
+        F.cross_entropy(SCORES, torch.tensor([0, 3]))
+
+
 @pytest.mark.parametrize("engine", ["sequential", "auto"])
 def test_a_sparse_gradient_of_the_functional_embedding(engine: Any) -> None:
     class Words(Quadratic):
