@@ -84,8 +84,8 @@ class ParameterSplit:
         modules of that type. A tied parameter matches by any of its names.
 
         Raises:
-            ValueError: If a string matches nothing. A type may match nothing: FedBN without
-                normalisation layers is FedAvg.
+            ValueError: If a string matches nothing, or only what is frozen. A type may match
+                nothing: FedBN without normalisation layers is FedAvg.
             TypeError: If it is something else.
         """
         if spec is None:
@@ -105,6 +105,12 @@ class ParameterSplit:
         for item in items:
             matched = self._of_type(item) if isinstance(item, type) else self._of_pattern(item)
             if not matched and isinstance(item, str):
+                if frozen := [name for name in self.static if picks(item, name)]:
+                    raise ValueError(
+                        f"Expected `{argument}` to match a parameter that trains, but got "
+                        f"{argument}={item!r}, of which all are frozen: {', '.join(frozen[:5])}. "
+                        "Set requires_grad, or name another part."
+                    )
                 known = sorted(
                     {part for name in self._all_names() for part in _ancestors(name)[:2]}
                 )

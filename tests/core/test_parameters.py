@@ -140,6 +140,9 @@ def test_frozen_parameters_are_static_and_scratch_buffers_belong_to_nobody() -> 
     assert not {"bnb.weight", "scratch"} & set(parameter_split.names)
     with pytest.raises(ValueError, match="personal='scratch'"):
         ParameterSplit(net, "scratch")
+    match = r"a parameter that trains, but got personal='bnb', of which all are frozen: bnb.weight"
+    with pytest.raises(ValueError, match=match):
+        ParameterSplit(net, "bnb")
 
 
 def test_tied_weights_appear_once() -> None:
