@@ -106,7 +106,8 @@ def naming_clients(
     """
     try:
         yield
-    except torch.OutOfMemoryError:  # it isn't about one client
+    # The first isn't about one client, the second names its own.
+    except (torch.OutOfMemoryError, ClientError):
         raise
     except FAILURES as cause:
         # A key alone is no sentence.

@@ -140,8 +140,7 @@ def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterato
         client: The client's name.
 
     Raises:
-        ValueError: If the loader has fewer batches than its length.
-        ClientError: If reading a batch fails.
+        ClientError: If reading a batch fails, or the loader has fewer batches than its length.
     """
     iterator: Iterator[Any] | None = None
     for within in range(count):
@@ -152,10 +151,12 @@ def fetch(loader: DataLoader[Any], key: int, count: int, client: str) -> Iterato
             try:
                 batch = next(iterator)
             except StopIteration:
-                raise ValueError(
-                    f"Expected the DataLoader of client {client!r} to give {len(loader)} batches, "
-                    f"as its length says, but got {within}. Correct the `__len__` of its dataset "
-                    "or sampler."
+                raise ClientError(
+                    "reading a batch",
+                    client,
+                    None,
+                    f"Expected the DataLoader to give {len(loader)} batches, as its length says, "
+                    f"but got {within}. Correct the `__len__` of its dataset or sampler.",
                 ) from None
             except torch.OutOfMemoryError:  # it isn't about one client
                 raise
