@@ -66,7 +66,7 @@ docs: env  ## Build the documentation's site in build/docs, without a network; a
 tables: env  ## Write the registry and the tables of methods from their classes
 	$(BIN)/python -m docs.tables
 
-bench: env  ## Time rounds of six methods against a plain loop, on networks of several kinds
+bench: env  ## Time rounds against a plain loop; measure memory and the time to begin
 	$(BIN)/python -m benchmarks.table $(BENCH_ARGS)
 
 # Where a recipe fails the experiments still run, and the failure is what make reports.

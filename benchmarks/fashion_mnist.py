@@ -77,7 +77,15 @@ def load_clients(
 
     Client 10 q + a has the classes a and a + 1 + (q modulo 9), modulo 10, so each class has equally
     many holders for any multiple of 10 clients.
+
+    Raises:
+        FileNotFoundError: If the files aren't there.
     """
+    if not data_dir.is_dir():
+        raise FileNotFoundError(
+            f"Expected the files of Fashion-MNIST in {str(data_dir)!r}, but there is no such "
+            "folder. Install Debian's package dataset-fashion-mnist, or leave this workload out."
+        )
     client_classes = [
         (i % NUM_CLASSES, (i % NUM_CLASSES + 1 + i // NUM_CLASSES % 9) % NUM_CLASSES)
         for i in range(num_clients)

@@ -1,21 +1,36 @@
 #!/usr/bin/env bash
 # Measures and tests everything that needs a GPU, in under ten minutes on one card, and writes one JSON file.
-#   bash benchmarks/gpu.sh [FILE]     FILE is build/gpu.json by default; PYTHON names the interpreter
+#   bash benchmarks/gpu.sh [--accelerator cpu] [FILE]
+# FILE is build/gpu.json by default; PYTHON names the interpreter. With `--accelerator cpu` it is a trial of the script
+# without a GPU: the tests are skipped, and one small cell is measured.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+ACCELERATOR=gpu
+if [ "${1:-}" = --accelerator ]; then
+    ACCELERATOR=${2:-}
+    shift $(($# < 2 ? $# : 2))
+fi
 FILE=${1:-build/gpu.json}
-"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
-    echo "Expected a GPU that torch can use, but torch.cuda.is_available() is False. Run it on a machine with one." >&2
-    exit 1
-}
+ROUNDS=(--workloads w1 w3 w4 --methods FedAvg FedRep)
+case $ACCELERATOR in
+gpu)
+    "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+        echo "Expected a GPU that torch can use, but torch.cuda.is_available() is False. Run it on a machine with one." >&2
+        exit 1
+    } ;;
+cpu) ROUNDS=(--workloads logistic --methods FedAvg --rounds 1) ;;
+*)
+    echo "Expected --accelerator to be gpu or cpu, but got '$ACCELERATOR'. Leave it out for a GPU." >&2
+    exit 2 ;;
+esac
 mkdir -p "$(dirname "$FILE")"
 PARTS=$(mktemp -d)
 trap 'rm -rf "$PARTS"' EXIT
 
 timeout 240 "$PYTHON" -m pytest -m gpu -q --junitxml "$PARTS/tests.xml"
 TESTS=$?
-timeout 330 "$PYTHON" -m benchmarks.table --accelerator gpu --workloads w1 w3 w4 --methods FedAvg FedRep --json "$PARTS/cells.json"
+timeout 330 "$PYTHON" -m benchmarks.table --parts rounds --no-check --accelerator "$ACCELERATOR" "${ROUNDS[@]}" --json "$PARTS/cells.json"
 CELLS=$?
 "$PYTHON" - "$PARTS" "$FILE" "$TESTS" "$CELLS" <<'PYTHON_END'
 import json, sys
@@ -28,7 +43,7 @@ parts, file, tests, cells = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.
 report, table = parts / "tests.xml", parts / "cells.json"
 suite = next(ElementTree.parse(report).iter("testsuite")).attrib if report.is_file() else {}
 file.write_text(json.dumps({
-    "device": torch.cuda.get_device_name(),
+    "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     "torch": torch.__version__,
     "lightning": lightning.__version__,
     "tests": {"status": tests, **{key: suite[key] for key in ("tests", "failures", "errors", "skipped", "time") if key in suite}},

@@ -1,4 +1,4 @@
-"""A careful plain-PyTorch loop over clients for six methods, the baseline of the table.
+"""A careful plain-PyTorch loop over clients for ten methods, the baseline of the table.
 
 It does what a good programmer does without batching over clients: data in memory as tensors, no
 DataLoader, one module that every client trains in turn, torch's fused SGD, whole-model operations
@@ -7,6 +7,7 @@ of samples are those of the package, so that both end with the same model.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lightning_pfl.engine.steps import order_key
 from lightning_pfl.federation.sampling import sample_cohort
 
 Weights = list[Tensor]
-DITTO, PFEDME, INNER_RATE, INNER_STEPS, VARIANCE = 1.0, 15.0, 0.05, 5, 15.0
+DITTO, PROX, PFEDME, INNER_RATE, INNER_STEPS, VARIANCE = 1.0, 0.1, 15.0, 0.05, 5, 15.0
 """The methods' settings: the package's defaults."""
 
 
@@ -35,6 +36,7 @@ class PlainLoop:
         method: A key of :data:`METHODS`.
         seed: The run's seed.
         device: Where models and samples lie.
+        onednn: Whether torch may use oneDNN, its default; small batches can be faster without.
 
     Attributes:
         server: The server's parameters and buffers, in the order of ``names``.
@@ -49,12 +51,13 @@ class PlainLoop:
         method: str,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        onednn: bool = True,
     ) -> None:
-        self.workload, self.train = workload, train
+        self.workload, self.train, self.onednn = workload, train, onednn
         self.seed, self.number, self.device = seed, 0, torch.device(device)
         self.fields, self.positions = self._placed(train)
         self.test_fields, self.test_positions = self._placed(test)
-        self.module, self.second = workload.make().to(device), workload.make().to(device)
+        self.module, self.second = workload.module().to(device), workload.module().to(device)
         self.module.load_state_dict(model)
         self.names = list(model)
         self.server = [leaf.clone().to(device) for leaf in model.values()]
@@ -73,22 +76,69 @@ class PlainLoop:
         cohort = sample_cohort(self.seed, self.number, clients, self.workload.cohort).tolist()
         self.module.train()
         self.second.train()
-        self._round(self, cohort)
-        self.number += 1
-        self.evaluate()
+        with _onednn(self.onednn):
+            self._round(self, cohort)
+            self.number += 1
+            self.evaluate()
 
     # --- methods ---
 
     def fedavg(self, cohort: list[int]) -> None:
         """Average the clients' models, weighted by samples."""
+        self.server = _mean(self._train_from(cohort, self._shared), self._samples(cohort))
+
+    def fedprox(self, cohort: list[int]) -> None:
+        """Average models that are held near the server's."""
+        anchor = self._parameters(self.server)
         uploads = []
         for client in cohort:
             self._load(self.leaves, self.server)
+            optimizer, own = self._optimizer(self.module), self._parameters(self.leaves)
+            for inputs, labels in self._epoch(client, 0):
+                optimizer.zero_grad()
+                F.cross_entropy(self.module(inputs), labels).backward()
+                pull = torch._foreach_sub(_data(own), anchor)
+                torch._foreach_add_(_grads(own), pull, alpha=PROX)
+                optimizer.step()
+            uploads.append(_copy(self.leaves))
+        self.server = _mean(uploads, self._samples(cohort))
+
+    def local(self, cohort: list[int]) -> None:
+        """Train every client alone, whoever was drawn."""
+        everyone = list(range(self.workload.clients))
+        self._keep(everyone, self._train_from(everyone, self._own))
+
+    def fedper(self, cohort: list[int]) -> None:
+        """Train body and head together, and average the body."""
+        uploads = self._train_from(cohort, self._evaluated)
+        self._keep(cohort, uploads)
+        self.server = _mean(uploads, self._samples(cohort))
+
+    def lg_fedavg(self, cohort: list[int]) -> None:
+        """Train body and head together, and average the head."""
+        uploads = self._train_from(cohort, self._evaluated)
+        self._keep(cohort, uploads)
+        self.server = _mean(uploads, [1] * len(cohort))
+
+    def _train_from(self, cohort: list[int], start: Callable[[int], Weights]) -> list[Weights]:
+        """Train models of clients for an epoch."""
+        uploads = []
+        for client in cohort:
+            self._load(self.leaves, start(client))
             optimizer = self._optimizer(self.module)
             for inputs, labels in self._epoch(client, 0):
                 _step(optimizer, self.module(inputs), labels)
             uploads.append(_copy(self.leaves))
-        self.server = _mean(uploads, self._samples(cohort))
+        return uploads
+
+    def _keep(self, clients: list[int], models: list[Weights]) -> None:
+        self.personal |= dict(zip(clients, models, strict=True))
+
+    def _shared(self, client: int) -> Weights:
+        return self.server
+
+    def _own(self, client: int) -> Weights:
+        return self.personal.get(client, self.initial)
 
     def fedrep(self, cohort: list[int], cached: bool = False) -> None:
         """Train the head on the frozen body, then the body; average the body."""
@@ -96,7 +146,7 @@ class PlainLoop:
         body, head = module.backbone, module.head
         uploads = []
         for client in cohort:
-            self._load(self.leaves, self._with_head(self.personal.get(client, self.initial)))
+            self._load(self.leaves, self._with_head(self._own(client)))
             body.eval()
             optimizer = self._optimizer(head)
             images, labels = self._all(client)
@@ -246,7 +296,7 @@ class PlainLoop:
         """Evaluate each client's model, and the global one where both exist; return a mean."""
         self.module.eval()
         hits = []
-        if not self.method.startswith("FedRep"):
+        if self.method not in WITHOUT_GLOBAL:
             self._load(self.leaves, self.server)
             hits = [self._accuracy(client) for client in range(self.workload.clients)]
         if self.personal:
@@ -267,16 +317,23 @@ class PlainLoop:
 
     def _evaluated(self, client: int) -> Weights:
         """Return a client's personal model, or what stands for it before its first round."""
-        if self.method.startswith("FedRep"):
-            return self._with_head(self.personal.get(client, self.initial))
+        if self.method in ("FedRep", "FedRep, cached", "FedPer"):
+            return self._with_head(self._own(client))
+        if self.method == "LGFedAvg":
+            return self._with_head(self.server, self._own(client))
         unseen = self.server if self.method == "FedMAP" else self.initial
         return self.personal.get(client, unseen)
 
-    def _with_head(self, state: Weights) -> Weights:
-        """Put a client's head on the server's body."""
-        mine = [name.startswith("head") for name in self.names]
-        pairs = zip(state, self.server, mine, strict=True)
-        return [own if personal else shared for own, shared, personal in pairs]
+    def personal_model(self, client: int) -> dict[str, Tensor]:
+        """Return the model that a client is evaluated with, by name."""
+        own = self._evaluated(client) if self.personal else self.server
+        return dict(zip(self.names, own, strict=True))
+
+    def _with_head(self, head: Weights, body: Weights | None = None) -> Weights:
+        """Put the head of a model on the body of another, by default the server's."""
+        top = [name.startswith("head") for name in self.names]
+        pairs = zip(head, self.server if body is None else body, top, strict=True)
+        return [one if above else other for one, other, above in pairs]
 
     # --- parts ---
 
@@ -365,7 +422,7 @@ def _step(optimizer: torch.optim.Optimizer, output: Tensor, labels: Tensor) -> N
 def _mean(uploads: list[Weights], weights: list[float]) -> Weights:
     """Average float leaves by weight; take the maximum of others."""
     share = torch.tensor(weights, dtype=torch.float64)
-    share = (share / share.sum()).float().to(uploads[0][0].device)
+    share = (share / share.sum()).to(uploads[0][0])
     return [
         torch.tensordot(share, torch.stack(leaves), 1)
         if leaves[0].is_floating_point()
@@ -374,8 +431,26 @@ def _mean(uploads: list[Weights], weights: list[float]) -> Weights:
     ]
 
 
+@contextmanager
+def _onednn(enabled: bool) -> Iterator[None]:
+    """Allow torch oneDNN or not; `mkldnn.flags()` would also set a flag of other hardware."""
+    backend: Any = torch.backends.mkldnn
+    before = backend.enabled
+    backend.enabled = before and enabled
+    try:
+        yield
+    finally:
+        backend.enabled = before
+
+
+WITHOUT_GLOBAL = ("FedRep", "FedRep, cached", "FedPer", "LGFedAvg", "LocalOnly")
+"""Methods without a global model to evaluate."""
 METHODS: dict[str, Callable[[PlainLoop, list[int]], None]] = {
     "FedAvg": PlainLoop.fedavg,
+    "FedProx": PlainLoop.fedprox,
+    "LocalOnly": PlainLoop.local,
+    "FedPer": PlainLoop.fedper,
+    "LGFedAvg": PlainLoop.lg_fedavg,
     "FedRep": PlainLoop.fedrep,
     "FedRep, cached": PlainLoop.fedrep_cached,
     "Ditto": PlainLoop.ditto,

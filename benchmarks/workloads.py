@@ -1,7 +1,8 @@
-"""The workloads of the table: a module and synthetic data of the right shapes, so nothing is read.
+"""The workloads of the table: a module and synthetic data of the right shapes.
 
 Samples are noise with labels of a fixed random rule, which a network can learn. Clients, samples
 and rounds are few enough for seconds a cell; the networks and the batch sizes are the real ones.
+One workload, which isn't among the default ones, has real images.
 """
 
 import math
@@ -14,6 +15,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from benchmarks.fashion_mnist import Split, load_clients
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.models import MLP, LeNet
 from lightning_pfl.models.base import PersonalizedModule
@@ -37,6 +39,8 @@ class Workload:
         head_epochs: Passes of FedRep's head phase.
         sigma: Of the logarithm of the clients' sizes; 0 for equal sizes.
         words: Whether samples are sequences of words instead of numbers.
+        read: Reads the training and the test split from files, for other data than noise.
+        dtype: Of the parameters and of samples that are numbers.
     """
 
     about: str
@@ -50,6 +54,12 @@ class Workload:
     head_epochs: int = 10
     sigma: float = 0.0
     words: bool = False
+    read: Callable[[], tuple[Split, Split]] | None = None
+    dtype: torch.dtype = torch.float32
+
+    def module(self) -> L.LightningModule:
+        """Make the module."""
+        return self.make().to(self.dtype)
 
     def sizes(self) -> list[int]:
         """Return the training samples of each client."""
@@ -59,6 +69,12 @@ class Workload:
 
     def data(self) -> tuple[FederatedTensorDataset, FederatedTensorDataset]:
         """Return the training and the test split."""
+        if self.read is not None:
+            train, test = self.read()
+            return (
+                _pooled(train, self.batch_size, True, self.dtype),
+                _pooled(test, self.test_samples, False, self.dtype),
+            )
         generator = torch.Generator().manual_seed(0)
         rule = torch.randn(math.prod(self.shape), 10, generator=generator)
         tests = [self.test_samples] * self.clients
@@ -82,10 +98,21 @@ class Workload:
         else:
             inputs = torch.randn(total, *self.shape, generator=generator)
             labels = (inputs.flatten(1) @ rule).argmax(1)
+            inputs = inputs.to(self.dtype)
         positions = list(torch.arange(total).split(sizes))
         return FederatedTensorDataset(
             (inputs, labels), positions, batch_size=batch_size, shuffle=shuffle
         )
+
+
+def _pooled(
+    split: Split, batch_size: int, shuffle: bool, dtype: torch.dtype
+) -> FederatedTensorDataset:
+    """Put all clients' samples in one pool; client k has a contiguous part."""
+    clients, samples = split.labels.shape
+    positions = torch.arange(clients * samples).view(clients, samples)
+    fields = split.images.flatten(0, 1).to(dtype), split.labels.flatten()
+    return FederatedTensorDataset(fields, list(positions), batch_size=batch_size, shuffle=shuffle)
 
 
 # --- networks that the package doesn't have -------------------------------------------------------
@@ -191,6 +218,8 @@ class OwnModule(L.LightningModule):
 
 IMAGE = (1, 28, 28)
 LARGE = (3, 32, 32)
+FROM_FILES = "w1-fashion"
+"""The workload that reads files, which not every machine has."""
 WORKLOADS: dict[str, Workload] = {
     "w1": Workload("LeNet, batch 10", LeNet, IMAGE),
     "w1-ragged": Workload("LeNet, log-normal sizes, sigma 0.8", LeNet, IMAGE, sigma=0.8),
@@ -220,5 +249,9 @@ WORKLOADS: dict[str, Workload] = {
     "logistic": Workload(
         "logistic regression, 1,000 clients", lambda: MLP([60, 10]), (60,), clients=1000,
         samples=50, cohort=100, test_samples=10,
+    ),
+    FROM_FILES: Workload(
+        "LeNet, Fashion-MNIST, 100 clients of 2 classes", LeNet, IMAGE, clients=100, samples=600,
+        test_samples=100, read=load_clients,
     ),
 }  # fmt: skip

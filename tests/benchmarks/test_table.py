@@ -1,6 +1,7 @@
 """The plain loop of the table and the package train the same models."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import lightning as L
 import pytest
 import torch
 
-from benchmarks import table
+from benchmarks import fashion_mnist, memory, plain, table
 from benchmarks.plain import METHODS, PlainLoop
 from benchmarks.workloads import WORKLOADS, Workload
+from lightning_pfl import methods
 from lightning_pfl.models import MLP
 from tests.engine.pretended_device import NAME, PretendedDevice, pretended_accelerator
 
@@ -37,18 +39,57 @@ esac
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_both_sides_end_with_the_same_model(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_end_with_the_same_models(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WORKLOADS, "tiny", TINY)
-    monkeypatch.setattr(table, "APART", 1e-4)
-    cell = table.measure("tiny", method, "sequential", rounds=1, threads=1)
+    assert table.check("tiny", method, "sequential") < table.SAME
+
+
+@pytest.mark.parametrize(("name", "method"), [("DITTO", "Ditto"), ("PFEDME", "PFedMe")])
+def test_a_loop_that_trains_otherwise_is_refused(
+    name: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WORKLOADS, "tiny", TINY)
+    monkeypatch.setattr(f"benchmarks.plain.{name}", 0.999 * getattr(plain, name))
+    with pytest.raises(AssertionError, match=f"tiny, {method}, sequential: after 3 rounds in doub"):
+        table.check("tiny", method, "sequential")
+
+
+def test_a_cell_has_both_sides_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WORKLOADS, "tiny", TINY)
+    cell = table.measure("tiny", "LocalOnly", "sequential", rounds=1, threads=1)
     assert cell.apart < 1e-4
+    assert cell.cpu > 0 < cell.wall
+    assert cell.choice.startswith("sequential")
 
 
-def test_a_loop_that_trains_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_without_a_loop_has_the_packages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WORKLOADS, "tiny", TINY)
-    monkeypatch.setattr("benchmarks.plain.PFEDME", 3.0)
-    with pytest.raises(AssertionError, match="tiny, PFedMe, sequential: the models differ"):
-        table.measure("tiny", "PFedMe", "sequential", rounds=1, threads=1)
+    cell = table.measure("tiny", "ClusterOracle", "sequential", rounds=1, threads=1)
+    assert math.isnan(cell.cpu)
+    assert cell.cpu_seconds > 0
+
+
+def test_every_method_has_a_cell_or_a_reason() -> None:
+    assert {*table.NAMES, *table.NOT_HERE} == {*methods.__all__, "FedRep, cached"}
+
+
+def test_workloads_from_files_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match="Install Debian's package dataset-fashion-mnist"):
+        fashion_mnist.load_clients(tmp_path / "nowhere")
+
+
+def test_memory_is_compared_with_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of 5 + 1 numbers and positions; models of 6 * 5 + 5 * 10 + 15 numbers."""
+    monkeypatch.setitem(WORKLOADS, "tiny", TINY)
+    found = memory.measure("tiny", "Ditto", rounds=2)
+    samples = int(TINY.data()[0].num_samples.sum()) + 2 * TINY.clients
+    model = 4 * (6 * 5 + 5 + 5 * 10 + 10)
+    data = samples * (6 * 4 + 8 + 8)
+    expected = data + 2 * TINY.clients * model / 2 + (1 + TINY.cohort + memory.STATES) * model
+    assert found["needed"] == pytest.approx(expected / 2**20)
+    assert found["ratio"] == found["peak"] / found["needed"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -77,6 +118,31 @@ def test_without_a_gpu_its_script_says_so() -> None:
     )
     assert ended.returncode == 1
     assert "Expected a GPU" in ended.stderr
+
+
+@pytest.mark.slow
+def test_the_script_of_the_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
+    """All of it but the GPU: the tests are skipped, and one cell is measured."""
+    script, file = Path(table.__file__).parent / "gpu.sh", tmp_path / "cpu.json"
+    ended = subprocess.run(
+        ["bash", script, "--accelerator", "cpu", file],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    written = json.loads(file.read_text())
+    assert written["device"] == "cpu"
+    assert written["tests"]["failures"] == written["tests"]["errors"] == "0"
+    assert [cell["workload"] for cell in written["cells"]["measured"]] == ["logistic"]
+
+
+def test_the_script_of_the_gpu_refuses_other_accelerators() -> None:
+    script = Path(table.__file__).parent / "gpu.sh"
+    command = ["bash", str(script), "--accelerator", "tpu"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "Expected --accelerator to be gpu or cpu, but got 'tpu'" in ended.stderr
 
 
 @pytest.mark.slow
