@@ -21,8 +21,8 @@ CALL_TOGETHER = 7.0
 """A client's share of the calls in a gradient of many clients."""
 BATCHED = 1.5
 """Cost of a million operations for many clients at once."""
-CALL_REPLAYED = 22.0
-"""Cost of the calls in a gradient of one client, if the step is recorded and replayed."""
+CALL_REPLAYED = 12.0
+"""Cost of the calls in a gradient of one client, if whole steps are recorded and replayed."""
 REPLAYED = 0.75
 """Cost of a million operations of matrix products in a replayed step, of which oneDNN runs the
 large ones (``kernels.py``)."""

@@ -167,15 +167,17 @@ class Recorder(OperatorMode):
         )
         several = isinstance(result, (tuple, list))
         makes = tuple(map(self._new, result if several else [result]))
-        writes = self._changed(func, args, kwargs) if func._schema.is_mutable else set[str]()
-        self.calls.append(Call(func, text, frozenset(reads), makes, several, frozenset(writes)))
+        writes = frozenset(self._changed(func, args, kwargs))
+        self.calls.append(Call(func, text, frozenset(reads), makes, several, writes))
         return result
 
     def _changed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> set[str]:
         """Return the names of the tensors that an operator has changed."""
         changed: set[str] = set()
         for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            # BatchNorm's operators don't say that they write to their running statistics.
+            statistics = argument.name in ("running_mean", "running_var")
+            if statistics or (argument.alias_info is not None and argument.alias_info.is_write):
                 given = args[number] if number < len(args) else kwargs.get(argument.name)
                 self._text(given, changed)
         return changed

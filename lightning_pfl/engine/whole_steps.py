@@ -12,7 +12,7 @@ there when its phase begins, and what has changed is copied out when it ends.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.tree import Path, Tree
+from lightning_pfl.core.tree import Path, Tree, is_expanded
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import Recorder, flatten, rebuild
@@ -86,10 +86,13 @@ class WholeSteps:
         self._unchecked: set[Any] = set()
         self._checked: set[int] = set()
         self._buffers = Buffers()
+        # By register what clients of a round share and no step has changed there.
+        self._shared: dict[int, Tensor] = {}
 
     def begin_round(self) -> None:
         """Check one program of each phase again in this round."""
         self._checked.clear()
+        self._shared.clear()
 
     def context(self, dependencies: Any) -> int | None:
         """Return a number for what steps depend on besides state and minibatches.
@@ -104,9 +107,15 @@ class WholeSteps:
     def load(self, context: int, state: Tree) -> None:
         """Begin a phase: copy a client's state to the registers."""
         self._context, self._given = context, state
-        self._written = set[Path]()
-        self._layout = self._layout_of(state)
-        self._fill(self._layout, state)
+        self._written, self._python = set[Path](), False
+        self._layout = layout = self._layout_of(state)
+        pairs = [
+            (register, leaf)
+            for register, (_, leaf) in zip(layout.registers, _items(state), strict=True)
+            if not _is_same(self._shared.get(id(register)), leaf)
+        ]
+        _fill(pairs, layout)
+        self._shared |= {id(register): leaf for register, leaf in pairs if is_expanded(leaf)}
 
     def unload(self) -> Tree:
         """End a phase: return the state, of which what hasn't changed is as it was given.
@@ -117,11 +126,12 @@ class WholeSteps:
 
         def end(path: Path, register: Tensor) -> Tensor:
             old = given.get(path)
-            # A step in Python may write to any of them, and so do some of torch's operators, such
-            # as BatchNorm's, that don't say so.
-            if old is None or path in self._written or not _equal(register, old):
-                return register
-            return old
+            # A step in Python may write to any of them.
+            same = path not in self._written and (not self._python or _equal(register, old))
+            if old is not None and same:
+                return old
+            self._shared.pop(id(register), None)
+            return register
 
         leaves = map(end, self._layout.paths, self._layout.registers)
         new: Tree = rebuild(self._layout.tree, leaves)
@@ -171,22 +181,11 @@ class WholeSteps:
         flatten(logged, values)
         # What is logged stays when registers change.
         kept = [value.clone() if _memory(value) in memory else value for value in values]
-        self._fill(after, new)
-        self._layout = after
+        ends = zip(after.registers, (leaf for _, leaf in _items(new)), strict=True)
+        _fill(ends, after)
+        self._layout, self._python = after, True
         own: Logged = rebuild(logged, iter(kept))
         return own
-
-    def _fill(self, layout: Layout, state: Tree) -> None:
-        """Copy a state to its registers."""
-        memory = {_memory(register) for register in layout.registers}
-        moved = [
-            # What another copy changes is read before.
-            (register, leaf.clone() if _memory(leaf) in memory else leaf)
-            for (_, leaf), register in zip(_items(state), layout.registers, strict=True)
-            if leaf is not register
-        ]
-        for register, leaf in moved:
-            register.copy_(leaf)
 
     def _first_calls(self, key: Any, function: Step, leaves: list[Tensor]) -> Logged:
         """Run the step, and record it if it was taken often enough."""
@@ -294,8 +293,28 @@ def _items(tree: Tree, root: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield (*root, name), leaf
 
 
-def _equal(register: Tensor, old: Tensor) -> bool:
-    return old is register or (old.shape == register.shape and torch.equal(register, old))
+def _fill(pairs: Iterable[tuple[Tensor, Tensor]], layout: Layout) -> None:
+    """Copy leaves to their registers, which are among those of a layout."""
+    memory = {_memory(register) for register in layout.registers}
+    moved = [
+        # What another copy changes is read before.
+        (register, leaf.clone() if _memory(leaf) in memory else leaf)
+        for register, leaf in pairs
+        if leaf is not register
+    ]
+    for register, leaf in moved:
+        register.copy_(leaf)
+
+
+def _equal(register: Tensor, old: Tensor | None) -> bool:
+    if old is None or old is register:
+        return old is register
+    return old.shape == register.shape and torch.equal(register, old)
+
+
+def _is_same(known: Tensor | None, leaf: Tensor) -> bool:
+    """Whether a leaf that clients share is one that is known."""
+    return known is not None and is_expanded(leaf) and known.data_ptr() == leaf.data_ptr()
 
 
 def _memory(leaf: Tensor) -> int:

@@ -118,13 +118,15 @@ class Architecture:
                 )
 
     def gather(
-        self, clients: Tensor, device: torch.device | str | None = None, edges: bool = True
+        self, clients: Tensor, device: torch.device | str | None = None, evaluated: bool = False
     ) -> Tree:
         """Copy the states of some of its clients, ``(clients, ...)``.
 
-        ``edges=False`` leaves out entries that only messages use (``edge_state``).
+        ``evaluated=True`` leaves out what only messages and training use (``edge_state``,
+        ``training_state``).
         """
-        without = () if edges else self.method.edge_state
+        method = self.method
+        without = (*method.edge_state, *method.training_state) if evaluated else ()
         return self.client_states.gather(self.positions(clients), device, without)
 
     def scatter(self, clients: Tensor, client_state: Tree) -> None:

@@ -117,7 +117,7 @@ def _models_of_shard(federation: FederationState, clients: Tensor) -> Model:
     method = architecture.method
     device = next(architecture.module.parameters()).device
     info = federation.info(clients, max(federation.rounds - 1, 0))
-    client_state = architecture.gather(clients, device, edges=False)
+    client_state = architecture.gather(clients, device, evaluated=True)
     received = federation.download(info)
     models = method.personal_model(received, client_state, info)
     phases = method.evaluation_phases()

@@ -116,7 +116,7 @@ def own_parts(
     method = architecture.method
     if method.evaluation_phases() or not architecture.client_states.has_entries():
         return None
-    client_state = architecture.gather(client, federation.settings.device, edges=False)
+    client_state = architecture.gather(client, federation.settings.device, evaluated=True)
     info = federation.info(client, max(federation.rounds - 1, 0))
     model = method.personal_model(federation.download(info), client_state, info)
     places = {id(leaf): path for path, leaf in items(client_state)}

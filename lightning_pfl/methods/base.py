@@ -176,6 +176,8 @@ class Method(FederatedCallback):
         edge_state: Entries of a client's memory about its edges, leaves ``(clients, slots, ...)``.
             Only :meth:`send` and :meth:`receive` see them: local training and personal models do
             without, as these entries may be large.
+        training_state: Entries of a client's memory that :meth:`personal_model` doesn't read, so
+            that evaluations of many clients don't copy them.
         graph: Who is whose neighbour, for methods over a graph; set by them in :meth:`bind`.
         known: What there is to know of the federation; set by :meth:`bind` before the first round.
             ``parameter_split``, ``num_clients`` and so on are its fields.
@@ -196,6 +198,7 @@ class Method(FederatedCallback):
     fresh_optimizer: ClassVar[str] = ""
     fixed_clients: ClassVar[str] = ""
     edge_state: ClassVar[tuple[str, ...]] = ()
+    training_state: ClassVar[tuple[str, ...]] = ()
     public_samples: int | None = None
 
     known: Known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -84,6 +84,8 @@ class SCAFFOLD(Method):
         paper="Karimireddy et al. 2020",
     )
 
+    training_state: ClassVar[tuple[str, ...]] = ("control",)
+
     def __init__(
         self,
         option: Option = "II",
@@ -123,9 +125,10 @@ class SCAFFOLD(Method):
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         """Start at the received model, with the correction ``c - c_k`` for the round."""
         control = client_state["control"]
+        start = {"start": received["model"]} if self.option == "I" else {}
         return {
             "model": dict(received["model"]),
-            "start": received["model"],
+            **start,
             "correction": sub(received["control"], control),
             **no_gradients(control, info),
         }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pfl.core.tree import Tree, tmap
+from lightning_pfl.core.tree import Tree, expand, tmap
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
@@ -318,3 +318,24 @@ def test_a_program_uses_its_memory_again() -> None:
     assert replay(b) == ()
     assert torch.equal(x, result)
     assert buffers.count() == 2
+
+
+def test_a_leaf_that_clients_share_and_a_step_changes() -> None:
+    """Each client begins with it as it was, also where the one before has changed it."""
+    steps, shared = WholeSteps(), torch.tensor([1.0, 2.0])
+    context = steps.context("any")
+    assert context is not None
+    given = expand({"a": shared, "anchor": shared}, 1)
+
+    def step(state: Tree) -> tuple[Tree, list[Any]]:
+        return {"a": state["a"].add_(1), "anchor": state["anchor"]}, []
+
+    for _ in range(6):
+        steps.load(context, given)
+        for _ in range(2):
+            steps.step(step, [])
+        found = steps.unload()
+        assert found["a"].tolist() == [[3.0, 4.0]]
+        assert found["anchor"] is given["anchor"]
+    assert steps.used >= 8
+    assert shared.tolist() == [1.0, 2.0]
