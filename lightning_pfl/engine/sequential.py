@@ -52,7 +52,7 @@ from lightning_pfl.engine.optimizer import (
 )
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
-from lightning_pfl.engine.safety.snapshot import attributes, restore, snapshot
+from lightning_pfl.engine.safety.snapshot import attributes, changed, restore, snapshot
 from lightning_pfl.engine.sequential_evaluation import SequentialEvaluation
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase_steps, split_draws
 from lightning_pfl.engine.terms import Term, split_terms
@@ -82,7 +82,8 @@ class SequentialEngine:
             first one.
         random_calls: Random calls in the last training step; 0 shows that the step is
             deterministic.
-        quiet: Steps of evaluations so far, and whether they have never drawn.
+        quiet: Steps of evaluations so far, and whether they have never drawn, nor, the first time,
+            written to an attribute of the module.
         draws_elsewhere: Whether the last training step, or a step of the last evaluation, used
             Python's or NumPy's global generator, which can't differ between clients of a batched
             program.
@@ -154,8 +155,11 @@ class SequentialEngine:
                     self.deterministic = False
             if not self.deterministic or self.loop is not None:
                 local_step = SequentialLocalStep(self, one, keyed=True)
+                before = snapshot(self.module) if self.traces.enabled else {}
                 result = self._client(one, local_step)
                 self._note_draws(local_step)
+                if before and (name := changed(self.module, before)) is not None:
+                    self.traces.stop(f"a step writes to {name!r}, which a recording wouldn't")
             uploads.put(row, result.uploads)
             client_state.put(row, result.client_state)
             results.append(replace(result, uploads={}, client_state={}))
@@ -371,6 +375,8 @@ class SequentialLocalStep:
             recordable = self.program.augment is None and self.program.hooks is None
             settings = self.engine.settings_in(number)
             context = (active.trainable, self.program, settings)
+            # The first client shows whether its steps write to attributes.
+            recordable &= self.engine.deterministic is not None
             traces.enter(context if recordable and alone else None)
 
     @property

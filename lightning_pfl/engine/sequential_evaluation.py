@@ -24,6 +24,7 @@ from lightning_pfl.engine.logs import ClientLogs, computed_metrics, plain_values
 from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
+from lightning_pfl.engine.safety.snapshot import changed, snapshot
 from lightning_pfl.engine.steps import Limits
 from lightning_pfl.engine.trace import Given, Traces, fingerprint
 from lightning_pfl.models.base import PersonalizedModule
@@ -37,7 +38,8 @@ class SequentialEvaluation:
         settings: The Trainer's flags.
         traces: Where steps are recorded.
         fast: Whether large products are oneDNN's, as in steps that are replayed.
-        quiet: Filled with whether a step has never drawn, by its name.
+        quiet: Filled with whether a step has never drawn nor, the first time, written to an
+            attribute, by its name.
 
     Attributes:
         draws_elsewhere: Whether a step of the last evaluation used Python's or NumPy's global
@@ -66,7 +68,10 @@ class SequentialEvaluation:
             if not (found.moved or found.moved_torch):
                 return evaluation
             on_clients = None  # they have heard of it
+        # Where steps write to attributes, they differ from their recordings.
+        before = {} if work.step in self.quiet else snapshot(self.module)
         evaluation, moved = self._watched(work, on_clients)
+        moved |= bool(before) and changed(self.module, before) is not None
         self.quiet[work.step] = not moved and self.quiet.get(work.step, True)
         return evaluation
 

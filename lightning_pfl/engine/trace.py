@@ -7,6 +7,9 @@ To record takes about as long as three steps.
 from __future__ import annotations
 
 import logging
+from collections import deque
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -14,12 +17,13 @@ from torch import Tensor, nn
 
 from lightning_pfl.core.tree import is_expanded
 from lightning_pfl.engine.recording import Function, Recording, flatten, record
-from lightning_pfl.engine.safety.snapshot import attributes
+from lightning_pfl.engine.safety.snapshot import DEPTH, MEMBERS, attributes, is_plain
 
 WARM_UP = 2
 """Calls without recording."""
 LIMIT = 256
 """Largest number of recordings; many different batch sizes would fill the memory."""
+COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
 log = logging.getLogger(__name__)
 
 
@@ -39,11 +43,12 @@ class Same:
 def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     """Collect every setting of a module and its submodules, which recordings treat as constants.
 
-    Plain values are compared by value, collections by ``repr``, other objects, such as a loss
-    function or a tensor that is no parameter, by identity.
+    Plain values are compared by value, collections and objects of users by what they hold, others,
+    such as a tensor that is no parameter, by identity.
     """
+    registered = frozenset(map(id, module.modules()))
     found: list[Any] = [(name, type(part)) for name, part in module.named_modules()]
-    found += [(name, key, _setting(value)) for name, key, value in attributes(module)]
+    found += [(name, key, _setting(value, registered)) for name, key, value in attributes(module)]
     found += [(name, part.training) for name, part in module.named_modules()]
     persistent = set(module.state_dict())
     for name, buffer in module.named_buffers():
@@ -53,12 +58,39 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _setting(value: Any) -> Any:
+def _setting(value: Any, above: frozenset[int] = frozenset(), depth: int = DEPTH) -> Any:
+    """Describe a value.
+
+    Args:
+        value: The value.
+        above: Ids of what holds it, and of what is described elsewhere.
+        depth: How deep contents are followed.
+    """
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
-        return repr(value)
-    return Same(value)
+    held = _held(value)
+    if held is None or id(value) in above or not depth or len(held) > MEMBERS:
+        return repr(value) if isinstance(value, COLLECTIONS) else Same(value)
+    above |= {id(value)}
+    # Collections are compared by what they hold alone.
+    same = type(value) if isinstance(value, COLLECTIONS) else Same(value)
+    return same, tuple((key, _setting(one, above, depth - 1)) for key, one in held)
+
+
+def _held(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return what a value holds, by name or number; None for what recordings don't follow."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, COLLECTIONS):
+        return list(enumerate(value))
+    if isinstance(value, MethodType):
+        return [("__func__", value.__func__), ("__self__", value.__self__)]
+    if isinstance(value, partial):
+        return list(enumerate((value.func, *value.args))) + list(value.keywords.items())
+    if isinstance(value, FunctionType):
+        cells = (cell for cell in value.__closure__ or () if cell != CellType())  # not yet bound
+        return list(enumerate(cell.cell_contents for cell in cells))
+    return list(vars(value).items()) if is_plain(value) else None
 
 
 def of_object(value: Any) -> Any:
@@ -181,7 +213,7 @@ class Traces:
             result, self._recorded[key] = record(function, args, leaves)
         # Whatever a user's layers raise under a dispatch mode; a true error recurs.
         except Exception as error:
-            self._stop(f"a step can't be recorded ({type(error).__name__}: {error})")
+            self.stop(f"a step can't be recorded ({type(error).__name__}: {error})")
             with torch.no_grad():
                 for leaf, old in zip(leaves, before, strict=True):
                     if not is_expanded(leaf):
@@ -208,13 +240,14 @@ class Traces:
         self._unchecked.discard(key)
         self._checked.add(self._context)
         if not agree(replayed, real):
-            self._stop(
+            self.stop(
                 "a step differs from its recording, so it reads something besides its batch, its "
                 "parameters and its settings"
             )
         return result
 
-    def _stop(self, why: str) -> None:
+    def stop(self, why: str) -> None:
+        """Record and replay nothing any more."""
         self.enabled = False
         log.info("Steps are no longer recorded: %s.", why)
 

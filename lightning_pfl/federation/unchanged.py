@@ -2,7 +2,8 @@
 
 Where a client's personal model is a part of its state, as with ``LocalOnly``, ``Ditto`` or methods
 over a graph, it changes in the client's own rounds alone. The others' results are taken from the
-last evaluation: what would be computed again has the same bits.
+last evaluation: what would be computed again has the same bits. Each time some of them are
+evaluated all the same, and if these have other values, all are: a layer may read anything.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class UnchangedClients:
 
     def __init__(self) -> None:
         self._known: dict[Any, Known] = {}
+        self._turn = 0
 
     def evaluate(
         self,
@@ -80,25 +82,43 @@ class UnchangedClients:
         if source is None:
             return run(everyone)
         writes = architecture.client_states.written(architecture.positions(clients))
+        groups = architecture.engine.groups(work)
+        before = None if groups is None else _conditions(architecture, clients, work, source)
         evaluation = None
-        if known is not None:
-            groups = architecture.engine.groups(work)
-            same = groups is not None and known.conditions == _conditions(
-                architecture, clients, work, source
-            )
-            if groups is not None and same:
-                changed = known.writes != writes
-                # At least one, as it is seen in the models whether they are the global one.
-                changed[0] |= not changed.any()
-                stale = torch.isin(groups, groups[changed]).nonzero().flatten()
-                evaluation = _updated(known.evaluation, stale, run(stale))
+        if known is not None and groups is not None and known.conditions == before:
+            again = self._to_evaluate(groups, known.writes == writes)
+            at = again.nonzero().flatten()
+            evaluation = _updated(known.evaluation, at, run(at))
+            # A layer or a loss may read what no key shows: an object, a global name, the epoch.
+            if not _same_bits(known.evaluation, evaluation, again & (known.writes == writes)):
+                rest = (~again).nonzero().flatten()
+                evaluation = _updated(evaluation, rest, run(rest)) if len(rest) else evaluation
         if evaluation is None:
             evaluation = run(everyone)
         # Only now an engine knows whether a step draws, or can run at all.
         if architecture.engine.groups(work) is not None:
             conditions = _conditions(architecture, clients, work, source)
-            self._known[key] = Known(conditions, writes, evaluation)
+            # A step that changes a setting may give other values when it runs again.
+            if before is None or before == conditions:
+                self._known[key] = Known(conditions, writes, evaluation)
         return evaluation
+
+    def _to_evaluate(self, groups: Tensor, same: Tensor) -> Tensor:
+        """Choose the clients to evaluate, whole groups, bool ``(clients,)``.
+
+        Besides clients whose models have changed, there is at least one other, to compare its
+        values with those of before.
+
+        Args:
+            groups: Number of each client's group, int64 ``(clients,)``.
+            same: The clients whose models are those of before, bool ``(clients,)``.
+        """
+        again = torch.isin(groups, groups[~same])
+        if not (again & same).any() and not again.all():
+            rest = groups[~again].unique()
+            self._turn += 1
+            again |= groups == rest[self._turn % len(rest)]
+        return again
 
 
 def own_parts(
@@ -144,6 +164,16 @@ def _conditions(
         Same(data.transform),
         tuple((Same(leaf), leaf._version) for leaf in (*held, *batch_leaves(data.fields))),
         fingerprint(module),
+    )
+
+
+def _same_bits(before: Evaluation, after: Evaluation, at: Tensor) -> bool:
+    """Whether some clients, bool ``(clients,)``, have the same values in both evaluations."""
+    a, b = before.values, after.values
+    return a.keys() == b.keys() and all(
+        torch.equal(a[name].cpu()[at].nan_to_num(), b[name].cpu()[at].nan_to_num())
+        and torch.equal(a[name].cpu()[at].isnan(), b[name].cpu()[at].isnan())
+        for name in a
     )
 
 

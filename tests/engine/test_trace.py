@@ -104,7 +104,7 @@ def test_a_step_that_reads_numbers_is_not_recorded(layer: type[nn.Module]) -> No
         backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 4), layer())
         return PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
 
-    method = FedAvg(local_epochs=2)
+    method = FedProx(0.5, local_epochs=2)  # whose gradients are recorded alone
     tried = run(module(), method, "sequential", record=True)
     assert replays(tried) == 0
     assert isinstance(tried.engine, SequentialEngine)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import Recorder
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.whole_steps import WholeSteps
-from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedMAP, FedRep, PFedMe
+from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedMAP, FedProx, FedRep, PFedMe
 from lightning_pfl.methods.base import LocalStep, Method, recordable
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_equal, local_round
@@ -177,6 +177,72 @@ def test_a_step_that_reads_something_else_is_found(caplog: pytest.LogCaptureFixt
     assert "a step differs from its recording" in caplog.text
     plain = local_round(method, module, data, "sequential")
     assert_trees_equal(found.models, plain.models)
+
+
+class Object:
+    """What a layer may hold."""
+
+    scale = 1.0
+
+
+class Annealed(nn.Module):
+    """Reads a number from an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"inner": Object()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.held["inner"].scale
+
+
+class Remembering(nn.Module):
+    """Keeps its last inputs, and adds them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.calls = torch.zeros(0), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last, self.calls = x.detach().clone(), self.calls + 1
+        return x
+
+
+def small(layer: nn.Module) -> PersonalizedModule:
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 4), layer)
+    return PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
+
+
+@pytest.mark.parametrize("method", [FedAvg(local_epochs=3), FedProx(0.5, local_epochs=3)])
+def test_a_number_in_an_object_is_followed_however_little_it_changes(method: Method) -> None:
+    """A difference below the tolerance of a comparison with the recording."""
+    data, module = image_clients((9, 12, 13, 8)), small(Annealed())
+    engine = local_round(method, module, data, "sequential", record=True).engine
+    assert isinstance(engine, SequentialEngine)
+    assert engine.whole.used + engine.traces.used > 3
+    layer: Any = module.backbone.get_submodule("2")
+    layer.held["inner"].scale = 1 + 1e-6
+    plain = local_round(method, module, data, "sequential")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_pfl.testing.rounds.SequentialEngine", lambda *_, **__: engine)
+        found = local_round(method, module, data, "sequential")
+    assert_trees_equal(found.models, plain.models)
+
+
+@pytest.mark.parametrize("method", [FedAvg(local_epochs=3), FedProx(0.5, local_epochs=3)])
+def test_steps_that_write_to_attributes_are_not_replayed(method: Method) -> None:
+    data = image_clients((9, 12, 13, 8))
+    recorded, plain = small(Remembering()), small(Remembering())
+    first = local_round(method, recorded, data, "sequential", record=True)
+    assert isinstance(first.engine, SequentialEngine)
+    assert first.engine.whole.used + first.engine.traces.used == 0
+    local_round(method, plain, data, "sequential")
+    one, other = (
+        cast("Remembering", module.backbone.get_submodule("2")) for module in (recorded, plain)
+    )
+    assert one.calls == other.calls > 0
+    assert torch.equal(one.last, other.last)
 
 
 # --- states in registers --------------------------------------------------------------------------

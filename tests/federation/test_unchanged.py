@@ -153,8 +153,9 @@ def test_where_nobody_changes_the_common_model_is_still_told_from_the_own(
     again = Again()
     found, _ = run(Ditto(), monkeypatch, callbacks=[again], engine="sequential")
     assert again.results == [{"", "global/"}] * ROUNDS
-    # One client with its own model, all with the common one, and then a round of two.
-    assert found.evaluated[2:] == [1 + WITH_SAMPLES + 2 + WITH_SAMPLES] * (ROUNDS - 2)
+    # One client with its own model, all with the common one, and then a round of two and one to
+    # compare.
+    assert found.evaluated[2:] == [1 + WITH_SAMPLES + 3 + WITH_SAMPLES] * (ROUNDS - 2)
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,12 +185,50 @@ class Own(PersonalizedModule):
         self.log("val_round", float(self.current_epoch))
 
 
+class Held:
+    """An object that a layer, or a loss, reads."""
+
+    scale = 1.0
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Scale the cross entropy."""
+        return self.scale * nn.functional.cross_entropy(output, target, reduction="none")
+
+
+class Reading(nn.Module):
+    """Reads what a key of settings may not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.tensor = Held(), torch.ones(3)
+        self.owners: list[Any] = []
+        self.frozen = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scale by all of them."""
+        epoch = 1 + sum(owner.current_epoch for owner in self.owners)
+        scaled: Tensor = features * self.held.scale * self.tensor[1] * self.frozen * epoch
+        return scaled
+
+
+class Stepwise(nn.Module):
+    """Counts its calls in evaluations, and reads the count."""
+
+    calls = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scale by the count."""
+        self.calls += not self.training
+        return features * (1 + 1e-5 * self.calls)
+
+
 def network(**layers: Any) -> PersonalizedModule:
     kind = layers.get("kind", PersonalizedModule)
     torch.manual_seed(0)
     more = [layers["layer"]] if "layer" in layers else []
+    loss = layers.get("loss", "cross_entropy")
     module: PersonalizedModule = kind(
-        nn.Sequential(nn.Flatten(), *more), nn.Linear(25, 3, dtype=torch.float64), lr=0.05
+        nn.Sequential(nn.Flatten(), *more), nn.Linear(25, 3, dtype=torch.float64), loss, lr=0.05
     )
     return module
 
@@ -270,6 +309,66 @@ def test_a_change_by_other_code_is_seen(
     expected, _ = run(FedMTL(), monkeypatch, enabled=False, **settings())
     assert found.evaluated[-1] == WITH_SAMPLES
     assert_same_bits(found.values, expected.values)
+
+
+def set_object(trainer: L.Trainer, module: Any) -> None:
+    module.backbone[1].held.scale = 1.5
+
+
+def write_tensor(trainer: L.Trainer, module: Any) -> None:
+    module.backbone[1].tensor[1] = 1.5
+
+
+def write_frozen(trainer: L.Trainer, module: Any) -> None:
+    module.backbone[1].frozen.data.fill_(1.5)  # as those who average a teacher do
+
+
+def read_epoch(trainer: L.Trainer, module: Any) -> None:
+    """Change nothing: the layer reads the epoch."""
+
+
+def set_loss(trainer: L.Trainer, module: Any) -> None:
+    module.loss.__self__.scale = 1.5
+
+
+def set_outside(trainer: L.Trainer, module: Any) -> None:
+    Held.scale = 1.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [set_object, write_tensor, write_frozen, read_epoch, set_loss, set_outside],
+    ids=lambda one: one.__name__,
+)
+def test_a_change_that_no_setting_shows_is_seen_in_values(
+    change: Callable[[L.Trainer, Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Held, "scale", 1.0)
+
+    def values(enabled: bool) -> list[dict[str, Tensor]]:
+        Held.scale = 1.0
+        module: Any = network(layer=Reading(), loss=Held().loss)
+        module.backbone[1].owners += [module] if change is read_epoch else []
+        settings: dict[str, Any] = {"module": module, "engine": "sequential"}
+        settings["callbacks"] = [Change(change)]
+        return run(FedMTL(), monkeypatch, enabled, **settings)[0].values
+
+    assert_same_bits(values(True), values(False))
+
+
+def test_layers_that_an_evaluation_changes_are_evaluated_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ends(engine: str, enabled: bool) -> tuple[list[dict[str, Tensor]], int]:
+        layer = Stepwise()
+        settings: dict[str, Any] = {"module": network(layer=layer), "engine": engine}
+        return run(FedMTL(), monkeypatch, enabled, **settings)[0].values, layer.calls
+
+    expected, count = ends("sequential", enabled=False)
+    for engine in ("sequential", "auto"):
+        found, calls = ends(engine, enabled=True)
+        assert_same_bits(found, expected)
+        assert calls == count > 0
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedRep])

@@ -57,7 +57,7 @@ def snapshot(module: nn.Module) -> Snapshot:
 def _reachable(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
     """Iterate over a value and what it holds, as far as a step may change their contents."""
     if id(value) in seen or not (
-        isinstance(value, (Tensor, *COLLECTIONS, nn.Module)) or _is_plain(value)
+        isinstance(value, (Tensor, *COLLECTIONS, nn.Module)) or is_plain(value)
     ):
         return
     seen.add(id(value))
@@ -67,7 +67,8 @@ def _reachable(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
             yield from _reachable(one, seen, depth + 1)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value is an object of a user's class, whose contents may change."""
     return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in FOREIGN
 
 
