@@ -192,6 +192,10 @@ class LocalStep(Protocol):
 
         Returns:
             ``(clients, samples)`` in the order of :meth:`samples`, 0 for samples that fill up.
+
+        Raises:
+            TypeError: If the module has no ``per_sample`` that ``training_step`` calls once.
+            ValueError: If ``training_step`` returns something else than the mean of these losses.
         """
 
     def sample_grads(self, model: Model, batch: Any) -> Model:

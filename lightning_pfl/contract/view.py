@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_pfl.core.tree import Tree
@@ -29,11 +30,12 @@ class StepView:
     _losses: Tensor | None = None
     _outputs: tuple[Any, ...] = ()
     _features: tuple[Any, ...] = ()
+    _mean: Tensor | None = None
 
     @property
     def losses(self) -> Tensor:
         """The loss of each sample, ``(samples,)``; unweighted."""
-        return require_losses(self._losses)
+        return require_losses(self._losses, self._mean)
 
     @property
     def outputs(self) -> Any:
@@ -74,17 +76,34 @@ under ``vmap``, so it must not use other tensors that differ between clients.
 """
 
 
-def require_losses(losses: Tensor | None) -> Tensor:
-    """Return the samples' losses, or raise TypeError without them.
+def require_losses(losses: Tensor | None, loss: Tensor | None = None) -> Tensor:
+    """Return the samples' losses, or raise without them.
+
+    Args:
+        losses: The samples' losses, ``(samples,)``; None if they aren't known.
+        loss: What ``training_step`` returned, which must be their mean up to rounding; None if
+            that is known, or not to be read.
 
     Raises:
-        TypeError: If the loss isn't known to be a mean over samples.
+        TypeError: If the module doesn't give each sample's loss.
+        ValueError: If ``loss`` isn't the mean.
     """
     if losses is None:
         raise TypeError(
             "Expected a module whose loss is the mean over samples of `per_sample(batch)['loss']`, "
-            "as the method needs the loss of each sample, but got another `training_step`. Use "
-            "PersonalizedModule and override `per_sample` alone."
+            "as the method needs the loss of each sample, but got another `training_step`. Let it "
+            "call `self.per_sample(batch)` once and return that mean, or use PersonalizedModule."
+        )
+    if loss is None:
+        return losses
+    mean = losses.detach().double().mean()
+    rounding = 1e-4 if min(loss.element_size(), losses.element_size()) >= 4 else 0.05
+    found = loss.detach().double()
+    if not torch.isclose(found, mean, rtol=rounding, atol=rounding**2, equal_nan=True):
+        raise ValueError(
+            "Expected `training_step` to return the mean of `per_sample(batch)['loss']`, as the "
+            f"method needs the loss of each sample, but it returns {float(found):.6g} and the mean "
+            f"is {float(mean):.6g}. Put weights of samples and other terms into `per_sample`."
         )
     return losses
 

@@ -24,7 +24,7 @@ from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.logs import LogCapture, Reduction
 from lightning_pfl.engine.terms import Term
-from lightning_pfl.engine.watching import in_mode, replaced_forward, watching
+from lightning_pfl.engine.watching import Seen, in_mode, replaced, watching
 
 
 class NotVectorizableError(RuntimeError):
@@ -216,7 +216,10 @@ class ClientProgram:
         """
 
         def run() -> Tensor | None:
-            loss = _read_loss(step()) if term is None else self._objective(term, batch, step, mask)
+            if term is None:
+                loss = _read_loss(step())
+            else:
+                loss = self._objective(term, batch, step, mask, checked=backward is not None)
             if loss is None:
                 excuse(self.module)
             elif backward is not None:
@@ -267,9 +270,17 @@ class ClientProgram:
         return logged
 
     def _objective(
-        self, term: Term, batch: Any, step: Callable[[], Any], mask: Tensor | None
+        self,
+        term: Term,
+        batch: Any,
+        step: Callable[[], Any],
+        mask: Tensor | None,
+        checked: bool,
     ) -> Tensor | None:
-        """Compute a method's objective on one client's minibatch; None if it is skipped."""
+        """Compute a method's objective on one client's minibatch; None if it is skipped.
+
+        ``checked``: as in :meth:`sample_losses`.
+        """
         losses: Tensor | None = None
         with watching(self.module) as seen:
             if self.sample_wise:
@@ -279,10 +290,12 @@ class ClientProgram:
                 loss: Tensor | None = means["loss"]
             else:
                 loss = _read_loss(step())
+                losses = _losses_of(seen)
         if loss is None:
             return None
+        mean = loss if checked and not self.sample_wise else None
         if term.weights is not None:
-            weighted = {"loss": term.weights.to(loss) * require_losses(losses)}
+            weighted = {"loss": term.weights.to(loss) * require_losses(losses, mean)}
             loss = _means(weighted, mask)["loss"]
         if term.objective is None:
             return loss
@@ -294,6 +307,7 @@ class ClientProgram:
             losses,
             tuple(seen.outputs),
             tuple(seen.features),
+            mean,
         )
         return term.objective(view, term.given)
 
@@ -337,6 +351,7 @@ class ClientProgram:
         key: Tensor | None,
         mask: Tensor | None,
         training: bool = False,
+        checked: bool = False,
     ) -> Tensor:
         """Losses of one client's samples, ``(batch,)``, 0 for those that fill up.
 
@@ -346,12 +361,22 @@ class ClientProgram:
             key: As in :meth:`training_loss`.
             mask: As in :meth:`training_loss`.
             training: Whether as in :meth:`training_loss`; else in eval mode, without augmentation.
+            checked: Whether to compare the loss with their mean, which reads its value.
         """
-        if not self.sample_wise:
-            return require_losses(None)
+
+        def run() -> Tensor:
+            if self.sample_wise:
+                losses: Tensor = self.module.per_sample(batch)["loss"]
+                return losses
+            with watching(self.module) as seen:
+                loss = _read_loss(call_step(self.module.training_step, batch, 0)())
+            return require_losses(_losses_of(seen), loss if checked else None)
+
+        self.log.begin(batch)
         with self._randomness(key), nullcontext() if training else in_mode(self.module, False):
             batch = self.prepared(batch, augmented=training)
-            losses: Tensor = self.call(model, self.module.per_sample, batch)["loss"]
+            losses = self.call(model, run)
+        self.log.take()
         return losses if mask is None else losses.where(mask > 0, 0)
 
     def evaluation_step(
@@ -377,7 +402,7 @@ class ClientProgram:
         if features is None:
             yield
             return
-        with replaced_forward(self.module.backbone, lambda *_, **__: features):
+        with replaced(self.module.backbone, "forward", lambda *_, **__: features):
             yield
 
     def prefix_features(self, model: Model, batch: Any) -> Tensor:
@@ -388,7 +413,7 @@ class ClientProgram:
         def stop(*args: Any, **kwargs: Any) -> Any:
             raise _PrefixReachedError(original(*args, **kwargs))
 
-        with replaced_forward(backbone, stop):
+        with replaced(backbone, "forward", stop):
             try:
                 self.call(model, call_step(self.module.training_step, batch, 0))
             except _PrefixReachedError as reached:
@@ -413,9 +438,14 @@ class ClientProgram:
 
         key = torch.zeros((), dtype=torch.int64, device=self._device(model))
         self.log.begin(batch)
-        with KeyedRandomness(key) as mode, replaced_forward(backbone, count):
+        with KeyedRandomness(key) as mode, replaced(backbone, "forward", count):
             self.call(model, call_step(self.module.training_step, batch, 0))
         return seen[0], seen[1]
+
+
+def _losses_of(seen: Seen) -> Tensor | None:
+    """Return the losses that a step's only call of ``per_sample`` gave; else None."""
+    return seen.losses[0] if len(seen.losses) == 1 else None
 
 
 def sample_gradient(loss: Tensor, trained: Model) -> Model:

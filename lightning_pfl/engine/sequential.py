@@ -708,7 +708,7 @@ class SequentialLocalStep:
         found = []
         for number, minibatch in batch:
             with torch.no_grad(), self._randomness(number) as key:
-                found.append(self.program.sample_losses(one, minibatch, key, None))
+                found.append(self.program.sample_losses(one, minibatch, key, None, checked=True))
         return torch.cat(found).unsqueeze(0)
 
     def sample_grads(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
@@ -720,7 +720,7 @@ class SequentialLocalStep:
         for number, minibatch in batch:
             with self._randomness(number) as key:
                 losses = self.program.sample_losses(
-                    {**one, **trained}, minibatch, key, None, training=True
+                    {**one, **trained}, minibatch, key, None, training=True, checked=True
                 )
             found += [sample_gradient(loss, trained) for loss in losses]
         return {n: torch.stack([grads[n] for grads in found]).unsqueeze(0) for n in trained}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +17,17 @@ class Seen:
     Attributes:
         outputs: What the module returned.
         features: What entered its submodule ``head``.
+        losses: The ``"loss"`` of what its ``per_sample`` returned, if it has that function.
     """
 
     outputs: list[Any] = field(default_factory=list)
     features: list[Any] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
 
 
 @contextmanager
 def watching(module: nn.Module) -> Iterator[Seen]:
-    """Collect the outputs of the module and the inputs of its head in a step."""
+    """Collect the module's outputs, the inputs of its head and its samples' losses in a step."""
     seen = Seen()
     forward, depth = module.forward, 0
 
@@ -40,8 +42,15 @@ def watching(module: nn.Module) -> Iterator[Seen]:
             seen.outputs.append(result)
         return result
 
-    head = getattr(module, "head", None)
-    with replaced_forward(module, watched):
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        values = per_sample(*args, **kwargs)
+        if isinstance(values, Mapping) and "loss" in values:  # a function of that name may be else
+            seen.losses.append(values["loss"])
+        return values
+
+    head, per_sample = getattr(module, "head", None), getattr(module, "per_sample", None)
+    measuring = nullcontext() if per_sample is None else replaced(module, "per_sample", measured)
+    with replaced(module, "forward", watched), measuring:
         if not isinstance(head, nn.Module):
             yield seen
             return
@@ -51,7 +60,7 @@ def watching(module: nn.Module) -> Iterator[Seen]:
             seen.features.append(args[0])
             return original(*args, **kwargs)
 
-        with replaced_forward(head, entered):
+        with replaced(head, "forward", entered):
             yield seen
 
 
@@ -68,14 +77,14 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Replace the ``forward`` of one module object inside a ``with`` block."""
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
+def replaced(module: nn.Module, name: str, function: Any) -> Iterator[None]:
+    """Replace a function of one module object, such as ``forward``, inside a ``with`` block."""
+    before = module.__dict__.get(name)
+    module.__dict__[name] = function
     try:
         yield
     finally:
         if before is None:
-            del module.__dict__["forward"]
+            del module.__dict__[name]
         else:
-            module.__dict__["forward"] = before
+            module.__dict__[name] = before

@@ -291,6 +291,8 @@ class FederatedLoop(FitLoop):
                 with profile(profiled("training_step")):
                     validation = self._validation_data(cohort.phases)
                     public = self._public_data()
+                    if any(phase.data == "public" for phase in self._all_phases(round, cohort)):
+                        require_public(public, self.federation.method)
                     work = cohort.train(self.require_data(), clients.finished, validation, public)
                 clients.finish(work.loss)
                 self._aggregate(round, cohort, work)
@@ -322,6 +324,10 @@ class FederatedLoop(FitLoop):
                 public = PublicData(source, seed, method.public_samples, names)
                 self._public = public.to(self.federation.settings.device)
         return self._public
+
+    def _all_phases(self, round: Round, cohort: Cohort) -> tuple[Phase, ...]:
+        """Return the phases of a round's clients, and those of the server after them."""
+        return (*cohort.phases, *self.federation.method.server_phases(round.number))
 
     def _begin_round(self) -> tuple[Round, Cohort]:
         """Draw the clients and send them the server's trees."""

@@ -322,6 +322,40 @@ def test_gradients_of_samples_are_those_of_each_alone(engine: Any, chunk: int | 
 # --- what can't work ------------------------------------------------------------------------------
 
 
+class Penalised(PersonalizedModule):
+    """A step that calls ``per_sample`` and returns the mean of its losses and a penalty."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        penalty = sum(leaf.square().sum() for leaf in self.parameters())
+        loss: Tensor = self.per_sample(batch)["loss"].mean() + penalty
+        return loss
+
+
+@engines
+def test_a_step_with_a_penalty_serves_objectives_that_read_no_losses(
+    engine: Any, chunk: int | None
+) -> None:
+    def step(state: Tree, minibatches: Any, client: LocalStep) -> Model:
+        grads = client.grad(
+            state["model"],
+            minibatches,
+            objective=lambda view, _: 2 * view.loss + view.outputs.sum(),
+        )
+        return client.update(state["model"], grads)
+
+    def reference(module: Any, x: Tensor, y: Tensor, client: int) -> Any:
+        penalty = sum(leaf.square().sum() for leaf in module.parameters())
+        return 2 * (squares(module, x, y).mean() + penalty) + module(x).sum()
+
+    module = regression()
+    module.__class__ = Penalised
+    found = uploads(Local(step), engine, chunk, module, clients())
+    assert_trees_close(found, descend(reference))
+    read = Local(lambda state, batch, client: client.losses(state["model"], batch) and None)
+    with pytest.raises(ClientError, match=r"to return the mean of .* but it returns"):
+        uploads(read, "sequential", chunk, module, clients())
+
+
 class OwnStep(PersonalizedModule):
     """A step that isn't the mean of ``per_sample`` for certain, and calls the module twice."""
 

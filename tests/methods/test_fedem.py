@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -168,11 +169,42 @@ class TestSixPoints:
         assert others == [100.0, -90.0]
 
 
+class Own(L.LightningModule):
+    """The network of ``softmax_module`` in a module that isn't a PersonalizedModule.
+
+    Args:
+        factor: What ``training_step`` returns is this times the mean of the samples' losses.
+    """
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor, self.head = factor, softmax_module().head
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(x.flatten(1))
+
+    def per_sample(self, batch: Any) -> dict[str, Tensor]:
+        x, y = batch
+        return {"loss": nn.functional.cross_entropy(self(x), y, reduction="none")}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.factor * self.per_sample(batch)["loss"].mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.per_sample(batch)["loss"].mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
 class TestNetworks:
-    def test_a_classifier_trains_as_the_reference(self, engine: str) -> None:
+    @pytest.mark.parametrize("make_module", [softmax_module, Own])
+    def test_a_classifier_trains_as_the_reference(self, make_module: Any, engine: str) -> None:
         data = small_clients(shuffle=True)
         method = FedEM(2, local_epochs=2, weight_step=0.7)
-        run = fit(method, data, softmax_module(), 3, engine, participation=3, val_data=data)
+        run = fit(method, data, make_module(), 3, engine, participation=3, val_data=data)
         models = [softmax.as_numpy(m) for m in run.recorder.servers[0]["models"].values()]
         pi = np.full((5, 2), 0.5)
         for number, cohort in enumerate(cohorts(3, 3)):
@@ -328,6 +360,9 @@ def test_equal_models_are_refused() -> None:
 def test_a_loss_that_is_no_mean_over_samples_is_refused() -> None:
     with pytest.raises(Exception, match="whose loss is the mean over samples"):
         fit(FedEM(2), quadratic_clients(), QuadraticModule(start=1.0), 1, "sequential")
+    for input_size in (None, 25):  # the losses themselves, and gradients weighted by samples
+        with pytest.raises(Exception, match=r"it returns [\d.]+ and the mean is [\d.]+\. Put"):
+            fit(FedEM(2, input_size=input_size), small_clients(), Own(2.0), 1, "sequential")
 
 
 @pytest.mark.parametrize(
