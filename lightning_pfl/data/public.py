@@ -37,9 +37,10 @@ class PublicData:
         self.data, self.seed, self.names = data, seed, names
         found = int(data.num_samples)
         if found < (samples or 1):
+            fewer = f", or draw fewer in a round: the method's `public_samples={found}`"
             raise MisconfigurationException(
-                f"Expected at least {samples or 1} public samples, but got {found}. Give more, or "
-                "draw fewer in a round."
+                f"Expected at least {samples or 1} public samples, but got {found}. Give more"
+                f"{fewer if found else ''}."
             )
         self.samples = samples or found
         self._drawn: dict[int, FederatedTensorDataset] = {}

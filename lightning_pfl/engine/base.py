@@ -44,7 +44,7 @@ from lightning_pfl.contract.records import (
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.mixture import Prediction
 from lightning_pfl.core.tree import Model, Tree, rows
-from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.data.public import PublicData
 from lightning_pfl.methods.base import Method, Phase
 
@@ -86,6 +86,10 @@ class EngineSettings:
     default_dtype: torch.dtype | None = None
     feature_cache: bool = True
     batch_hooks: BatchHooks | None = None
+
+
+SERVER = "server"
+"""The random stream of a server's own training, on public samples."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,19 @@ class LocalWork:
                 "rounds, but got none. Pass `val_dataloaders`, or a positive `val_fraction`."
             )
         return self.validation
+
+    def missing_labels(self, phase: Phase) -> str:
+        """Return what to do where a step fails on public samples without labels; else nothing."""
+        if phase.data != "public" and self.stream != SERVER:
+            return ""
+        data = self.split(phase)
+        if not isinstance(data, FederatedTensorDataset) or len(data.fields) != 1:
+            return ""
+        return (
+            "Public samples pass through `training_step` like others, and these are one tensor. If "
+            "the step wants labels, give them some, of which nothing is learned: "
+            "TensorDataset(inputs, torch.zeros(len(inputs), dtype=torch.long))."
+        )
 
     def options(self, phase: Phase, steps: int) -> Sequence[Sequence[Mapping[str, Any]]] | None:
         """Return the optimizer's options at each step of a phase; None if they stay.

@@ -275,7 +275,13 @@ class SequentialEngine:
                     self._leaving_no_trace(phase) if whole is None else nullcontext(),
                     local_step.keeping(before) as after,
                     local_step.in_loop(minibatches.per_epoch, after),
-                    naming_clients("client_step", data.names, [client], info.round),
+                    naming_clients(
+                        "client_step",
+                        data.names,
+                        [client],
+                        info.round,
+                        work.missing_labels(phase),
+                    ),
                 ):
                     if whole is None:
                         for step in steps:

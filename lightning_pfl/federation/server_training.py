@@ -11,7 +11,7 @@ import torch
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Tree, expand, repeat, tmap
 from lightning_pfl.data.public import PublicData
-from lightning_pfl.engine.base import LocalWork, require_public
+from lightning_pfl.engine.base import SERVER, LocalWork, require_public
 from lightning_pfl.engine.watching import in_mode
 from lightning_pfl.federation.architectures import one_architecture
 from lightning_pfl.federation.state import FederationState
@@ -97,7 +97,7 @@ def train_server(
             data,
             phases,
             optimizer,
-            "server",
+            SERVER,
             schedule=None if own is None else schedule,
         )
         trained = architecture.engine.train(work).uploads

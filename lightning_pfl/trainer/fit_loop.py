@@ -36,6 +36,7 @@ from lightning_pfl.contract.records import LocalResult, Round
 from lightning_pfl.core.tree import Tree, nbytes, rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
 from lightning_pfl.data.public import PublicData
+from lightning_pfl.engine.base import require_public
 from lightning_pfl.engine.minibatches import count_ready_batches
 from lightning_pfl.federation.cohort import Cohort
 from lightning_pfl.federation.eligibility import (
@@ -291,8 +292,10 @@ class FederatedLoop(FitLoop):
                 with profile(profiled("training_step")):
                     validation = self._validation_data(cohort.phases)
                     public = self._public_data()
-                    if any(phase.data == "public" for phase in self._all_phases(round, cohort)):
-                        require_public(public, self.federation.method)
+                    method = self.federation.method
+                    own = any(phase.data == "public" for phase in cohort.phases)
+                    if own or method.server_phases(round.number):
+                        require_public(public, method)  # before the clients train in vain
                     work = cohort.train(self.require_data(), clients.finished, validation, public)
                 clients.finish(work.loss)
                 self._aggregate(round, cohort, work)
@@ -324,10 +327,6 @@ class FederatedLoop(FitLoop):
                 public = PublicData(source, seed, method.public_samples, names)
                 self._public = public.to(self.federation.settings.device)
         return self._public
-
-    def _all_phases(self, round: Round, cohort: Cohort) -> tuple[Phase, ...]:
-        """Return the phases of a round's clients, and those of the server after them."""
-        return (*cohort.phases, *self.federation.method.server_phases(round.number))
 
     def _begin_round(self) -> tuple[Round, Cohort]:
         """Draw the clients and send them the server's trees."""

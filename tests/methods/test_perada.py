@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pfl.core.errors import ClientError
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.methods import Ditto, FedAvg, PerAda
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.methods import Ditto, FedAvg, FedMD, PerAda
 from lightning_pfl.models import Adapter, LowRank
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import (
@@ -24,7 +26,7 @@ from lightning_pfl.testing import (
 from lightning_pfl.testing.conformance import small_clients, small_module
 from tests.methods.case import Bytes, Case, D
 from tests.methods.networks import cohorts, plain_module
-from tests.methods.public import with_public
+from tests.methods.public import pictures, with_public
 from tests.methods.quadratics import LR, SAMPLES, STEPS, A, C, close, closed_form, mean, ragged
 from tests.methods.references import softmax
 from tests.methods.references.distillation import distilled
@@ -142,8 +144,19 @@ def test_adapters_alone_are_sent_and_distilled(engine: str) -> None:
 
 
 def test_public_samples_are_needed() -> None:
+    """Before anything trains."""
+    module = plain_module()
+    module.training_step = lambda *_: pytest.fail("a client trains")
     with pytest.raises(Exception, match="public samples, on which PerAda compares models, but got"):
-        fit(PerAda(), small_clients(), plain_module(), 1)
+        fit(PerAda(), small_clients(), module, 1)
+
+
+@pytest.mark.parametrize("method", [PerAda(server_steps=1), FedMD(9)])
+def test_labels_that_the_step_wants_are_asked_for(method: Any) -> None:
+    module, nine = plain_module().double(), torch.arange(9)
+    module.public_dataloader = lambda: FederatedTensorDataset((pictures(),), [nine], batch_size=3)
+    with pytest.raises(ClientError, match=r"these are one tensor\. If the step wants labels, give"):
+        fit(method, small_clients(), module, 1)
 
 
 @pytest.mark.parametrize(

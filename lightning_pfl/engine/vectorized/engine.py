@@ -287,7 +287,8 @@ class Chunk:
         name = active.phase.name
         if self.kept is not None:
             local_step.optimizer.load([state.get(name, {}) for state in self.kept])
-        at_work = (self.data.names, self.clients, self.info.round)
+        advice = self.work.missing_labels(active.phase) or ONE_BY_ONE
+        at_work = (self.data.names, self.clients, self.info.round, advice)
         for step in range(steps):
             local_step.optimizer.new_tick()
             local_step.optimizer.at(step)
@@ -295,7 +296,7 @@ class Chunk:
                 local_step.begin(tick, step)
                 batch = split_draws(tick.minibatches, draws)
                 part = state if tick.rows is None else rows(state, tick.rows)
-                with naming_clients("client_step", *at_work, ONE_BY_ONE):
+                with naming_clients("client_step", *at_work):
                     new = self.method.client_step(part, batch, local_step)
                     require_same_entries(self.method, part, new)
                 state = new if tick.rows is None else _write(state, part, new, tick.rows)
