@@ -366,8 +366,8 @@ class ClientProgram:
 
         def run() -> Tensor:
             if self.sample_wise:
-                losses: Tensor = self.module.per_sample(batch)["loss"]
-                return losses
+                found: Tensor = self.module.per_sample(batch)["loss"]
+                return found
             with watching(self.module) as seen:
                 loss = _read_loss(call_step(self.module.training_step, batch, 0)())
             return require_losses(_losses_of(seen), loss if checked else None)
@@ -375,7 +375,7 @@ class ClientProgram:
         self.log.begin(batch)
         with self._randomness(key), nullcontext() if training else in_mode(self.module, False):
             batch = self.prepared(batch, augmented=training)
-            losses = self.call(model, run)
+            losses: Tensor = self.call(model, run)
         self.log.take()
         return losses if mask is None else losses.where(mask > 0, 0)
 

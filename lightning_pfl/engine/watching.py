@@ -48,7 +48,8 @@ def watching(module: nn.Module) -> Iterator[Seen]:
             seen.losses.append(values["loss"])
         return values
 
-    head, per_sample = getattr(module, "head", None), getattr(module, "per_sample", None)
+    head = getattr(module, "head", None)
+    per_sample: Any = getattr(module, "per_sample", None)
     measuring = nullcontext() if per_sample is None else replaced(module, "per_sample", measured)
     with replaced(module, "forward", watched), measuring:
         if not isinstance(head, nn.Module):

@@ -145,7 +145,7 @@ def test_adapters_alone_are_sent_and_distilled(engine: str) -> None:
 
 def test_public_samples_are_needed() -> None:
     """Before anything trains."""
-    module = plain_module()
+    module: Any = plain_module()
     module.training_step = lambda *_: pytest.fail("a client trains")
     with pytest.raises(Exception, match="public samples, on which PerAda compares models, but got"):
         fit(PerAda(), small_clients(), module, 1)
@@ -153,7 +153,8 @@ def test_public_samples_are_needed() -> None:
 
 @pytest.mark.parametrize("method", [PerAda(server_steps=1), FedMD(9)])
 def test_labels_that_the_step_wants_are_asked_for(method: Any) -> None:
-    module, nine = plain_module().double(), torch.arange(9)
+    module: Any = plain_module().double()
+    nine = torch.arange(9)
     module.public_dataloader = lambda: FederatedTensorDataset((pictures(),), [nine], batch_size=3)
     with pytest.raises(ClientError, match=r"these are one tensor\. If the step wants labels, give"):
         fit(method, small_clients(), module, 1)
