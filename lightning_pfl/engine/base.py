@@ -41,9 +41,15 @@ from lightning_pfl.contract.records import (
     OptimizerState,
     SlotStates,
 )
+from lightning_pfl.contract.returned import (
+    require_pair,
+    require_tree,
+    require_unwritten,
+    versions,
+)
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.mixture import Prediction
-from lightning_pfl.core.tree import Model, Tree, rows
+from lightning_pfl.core.tree import Model, Tree, rows, separated
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.data.public import PublicData
 from lightning_pfl.methods.base import Method, Phase
@@ -330,12 +336,44 @@ class Engine(Protocol):
         """Run a step of the user's module on the data of every client."""
 
 
+def begin(method: Method, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
+    """Run ``client_init``; the result shares no memory with what it was given.
+
+    Raises:
+        TypeError: If it returns no tree.
+        ValueError: If a tensor has another number of rows, or it writes to what it was given.
+    """
+    before = versions(received, client_state)
+    state = method.client_init(received, client_state, info)
+    require_unwritten(before, "client_init", method, received, client_state)
+    state = require_tree(state, "client_init", method, len(info))
+    return separated(state, received, client_state)
+
+
+def end(
+    method: Method, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
+) -> tuple[Tree, Tree]:
+    """Run ``client_final``, and return the upload and the new client state.
+
+    Raises:
+        TypeError: If it returns something else.
+        ValueError: As :func:`begin`.
+    """
+    before = versions(received, client_state)
+    pair = method.client_final(received, client_state, state, info)
+    require_unwritten(before, "client_final", method, received, client_state)
+    return require_pair(pair, method, len(info))
+
+
 def require_same_entries(method: Method, before: Tree, after: Tree) -> None:
     """Require ``client_step`` to return the entries that it got.
 
     Raises:
+        TypeError: If it returns no dict.
         ValueError: If it adds or removes some: clients without a step wouldn't have them.
     """
+    if not isinstance(after, dict):
+        require_tree(after, "client_step", method)
     if before.keys() != after.keys():
         raise ValueError(
             f"Expected `client_step` of {type(method).__name__} to return a state with the entries "

@@ -28,7 +28,7 @@ from lightning_pfl.core.draws import mix, noise, random_keys
 from lightning_pfl.core.errors import MisconfigurationException, naming_clients
 from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.tree import Model, Stacked, Tree, materialize, select, separated
+from lightning_pfl.core.tree import Model, Stacked, Tree, materialize, select
 from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
@@ -37,6 +37,8 @@ from lightning_pfl.engine.base import (
     EvaluationWork,
     LocalWork,
     ModuleLoop,
+    begin,
+    end,
     require_same_entries,
 )
 from lightning_pfl.engine.bound import BoundModule
@@ -242,8 +244,7 @@ class SequentialEngine:
         method, info, data = work.method, work.info, work.data
         client = int(info.index)
         received, client_state = work.received, work.client_state
-        state = method.client_init(received, client_state, info)
-        state = separated(state, received, client_state)
+        state = begin(method, received, client_state, info)
         kept = None if work.kept is None else dict(work.kept[0])
         first_epoch = 0
         for number, phase in enumerate(work.phases):
@@ -297,7 +298,7 @@ class SequentialEngine:
                 first_epoch += minibatches.epochs_used
         if local_step.travel is not None:
             info.travel = local_step.travel.total
-        upload, client_state = method.client_final(work.received, client_state, state, info)
+        upload, client_state = end(method, work.received, client_state, state, info)
         with naming_clients("training_step", data.names, [client], info.round):
             logs = local_step.finish()
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)

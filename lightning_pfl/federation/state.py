@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pfl.contract.known import Known
 from lightning_pfl.contract.records import BestModel, ClientInfo, ClientResults, OptimizerState
+from lightning_pfl.contract.returned import require_tree
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import (
     Model,
@@ -214,7 +215,8 @@ class FederationState:
 
     def download(self, info: ClientInfo) -> Tree:
         """Make the trees that clients receive, ``(clients, ...)``; views if all get the same."""
-        received = expand(self.method.download(self.server, info), len(info))
+        sent = require_tree(self.method.download(self.server, info), "download", self.method)
+        received = expand(sent, len(info))
         return _merge(received, self.method.download_rows(self.server, info))
 
     def shared_model(self, server: Tree | None = None) -> Model:
@@ -287,7 +289,9 @@ class FederationState:
         self.optimizer_states, self.best = {}, {}
         methods = self._bind()
         trees = [
-            method.init_server(architecture.parameter_split.model())
+            require_tree(
+                method.init_server(architecture.parameter_split.model()), "init_server", method
+            )
             for method, architecture in zip(methods, architectures, strict=True)
         ]
         check_server_trees(self.method, architectures, trees)
@@ -299,7 +303,9 @@ class FederationState:
         nothing = torch.zeros(count, dtype=torch.int64)
         everyone = ClientInfo(torch.arange(count), num_samples, nothing, nothing.double(), 0, count)
         begun = [
-            m.init_client_state(architecture.parameter_split.model())
+            require_tree(
+                m.init_client_state(architecture.parameter_split.model()), "init_client_state", m
+            )
             for m, architecture in zip(methods, architectures, strict=True)
         ]
         held = [-(-architecture.count(count) // self.ranks.size) for architecture in architectures]

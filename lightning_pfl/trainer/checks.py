@@ -87,6 +87,11 @@ def check_strategy(
             f"Expected `method` to be a federated method, but got method={method!r}. Pass an "
             "instance, such as FedAvg()."
         )
+    if method is not None and not hasattr(method, "weighting"):
+        raise TypeError(
+            f"Expected `__init__` of {type(method).__name__} to call `super().__init__(...)`, "
+            "which takes `local_epochs`, `local_steps` and `weighting`, but it does not. Add it."
+        )
     check_engine(engine)
     check_choice(
         "client_state_device", client_state_device, ("auto", "device", "host"), "Use 'auto'."

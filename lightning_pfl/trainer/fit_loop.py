@@ -33,6 +33,7 @@ from lightning_pfl._lightning import (
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.local import Phase
 from lightning_pfl.contract.records import LocalResult, Round
+from lightning_pfl.contract.returned import require_same_tree
 from lightning_pfl.core.tree import Tree, nbytes, rows
 from lightning_pfl.data.datasets import FederatedDataset, as_federated, label_counts
 from lightning_pfl.data.public import PublicData
@@ -368,7 +369,8 @@ class FederatedLoop(FitLoop):
         server, refused = federation.server, ""
         if len(cohort.info):
             with self.trainer.profiler.profile("aggregation"):
-                server = method.server_update(server, uploads, cohort.info)
+                updated = method.server_update(server, uploads, cohort.info)
+                server = require_same_tree(federation.server, updated, method)
                 if method.server_phases(round.number):
                     public = self._public_data()
                     server = train_server(federation, server, uploads, cohort.info, public)

@@ -28,7 +28,6 @@ from lightning_pfl.core.tree import (
     is_expanded,
     leaves,
     rows,
-    separated,
     stack,
     tmap,
     total_nbytes,
@@ -44,6 +43,8 @@ from lightning_pfl.engine.base import (
     EngineSettings,
     EvaluationWork,
     LocalWork,
+    begin,
+    end,
     require_same_entries,
 )
 from lightning_pfl.engine.kernels import FastKernels
@@ -227,8 +228,7 @@ class Chunk:
     def run(self) -> LocalResult:
         """Run ``client_init``, every phase and ``client_final``."""
         info, received, client_state = self.info, self.work.received, self.work.client_state
-        state = self.method.client_init(received, client_state, info)
-        state = separated(state, received, client_state)
+        state = begin(self.method, received, client_state, info)
         first_epochs = [0] * len(self.clients)
         for number, phase in enumerate(self.work.phases):
             active = ActivePhase(phase, self.engine.parameter_split)
@@ -248,7 +248,7 @@ class Chunk:
             first_epochs = [first + epochs for first, epochs in used]
         if self.travel is not None:
             info.travel = self.travel.total
-        upload, client_state = self.method.client_final(received, client_state, state, info)
+        upload, client_state = end(self.method, received, client_state, state, info)
         logs = {**self.logs.compute(), **self.metrics.compute()}
         missing = torch.full(
             (len(self.clients),), torch.nan, dtype=torch.float64, device=self.device
