@@ -6,6 +6,7 @@ On every machine the device is pretended; with ``-m gpu`` the same runs go to th
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.callbacks import HeadFineTuning, NewClientAdaptation
-from lightning_pfl.data.datasets import FederatedLoaders
+from lightning_pfl.data.datasets import FederatedLoaders, FederatedTensorDataset
 from lightning_pfl.inspect import (
     ClientGraph,
     ClientHistogram,
@@ -185,6 +186,58 @@ def test_no_step_waits_for_the_device(name: str, engine: str) -> None:
     many = elsewhere(EPOCHS[name](2), engine=engine).waits
     assert few == many
     assert few.total() > 0  # the gate and the metrics of a round
+
+
+def twice(data: FederatedTensorDataset) -> FederatedTensorDataset:
+    """Each client with every sample twice, and so with more steps in an epoch."""
+    rows = [torch.cat([positions, positions]) for positions in data.indices]
+    return FederatedTensorDataset(
+        data.fields, rows, batch_size=data.batch_size, shuffle=data.shuffle
+    )
+
+
+#: Not FedMAP's closed form, which looks after each sweep whether it ends.
+COUNTED = """
+AcceleratedL2GD APFL CFL ClusterOracle ConvexClustering Ditto FedASA FedAvg FedBN FedDANE FedDF
+FedEM FedMD FedMTL FedPer FedProx FedRep FedSplit FedU GTVMin HeteroFL IFCA L2GD LGFedAvg
+LinearFedRep LocalOnly LpProj PerAda PerFedAvg PFedMe
+""".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTED)
+def test_no_step_of_any_method_waits_for_the_device(name: str) -> None:
+    """With twice as many steps in a round, a round waits as often."""
+    problem = PROBLEMS.get(name, {})
+
+    def waits(more: bool) -> Counter[str]:
+        data = problem.get("make_data", small_clients)(torch.float64)
+        module = problem.get("make_module", small_module)(torch.float64)
+        data = twice(data) if more else data
+        return elsewhere(CASES[name](), engine="vectorized", module=module, data=data).waits
+
+    assert waits(more=True) == waits(more=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(partial(torch.optim.SGD, momentum=0.9, nesterov=True), id="SGD"),
+        torch.optim.Adam,
+        partial(torch.optim.AdamW, amsgrad=True),
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.Adamax,
+    ],
+)
+def test_no_step_of_an_optimizer_waits_for_the_device(optimizer: Any) -> None:
+    def waits(epochs: int) -> Counter[str]:
+        module = cnn(optimizer=lambda parameters: optimizer(parameters, lr=0.01))
+        data = image_clients()
+        return elsewhere(FedAvg(local_epochs=epochs), module=module, data=data).waits
+
+    assert waits(1) == waits(2)
 
 
 def loaders(clients: Any) -> FederatedLoaders:
