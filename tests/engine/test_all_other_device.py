@@ -197,11 +197,38 @@ def twice(data: FederatedTensorDataset) -> FederatedTensorDataset:
 
 
 #: Not FedMAP's closed form, which looks after each sweep whether it ends.
-COUNTED = """
-AcceleratedL2GD APFL CFL ClusterOracle ConvexClustering Ditto FedASA FedAvg FedBN FedDANE FedDF
-FedEM FedMD FedMTL FedPer FedProx FedRep FedSplit FedU GTVMin HeteroFL IFCA L2GD LGFedAvg
-LinearFedRep LocalOnly LpProj PerAda PerFedAvg PFedMe
-""".split()
+COUNTED = [
+    "AcceleratedL2GD",
+    "APFL",
+    "CFL",
+    "ClusterOracle",
+    "ConvexClustering",
+    "Ditto",
+    "FedASA",
+    "FedAvg",
+    "FedBN",
+    "FedDANE",
+    "FedDF",
+    "FedEM",
+    "FedMD",
+    "FedMTL",
+    "FedPer",
+    "FedProx",
+    "FedRep",
+    "FedSplit",
+    "FedU",
+    "GTVMin",
+    "HeteroFL",
+    "IFCA",
+    "L2GD",
+    "LGFedAvg",
+    "LinearFedRep",
+    "LocalOnly",
+    "LpProj",
+    "PerAda",
+    "PerFedAvg",
+    "PFedMe",
+]
 
 
 @pytest.mark.slow
