@@ -228,6 +228,7 @@ COUNTED = [
     "PerAda",
     "PerFedAvg",
     "PFedMe",
+    "SCAFFOLD",
 ]
 
 
