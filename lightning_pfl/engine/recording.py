@@ -142,11 +142,15 @@ class Recorder(OperatorMode):
         # Names are by id, which mustn't be taken by another tensor: all stay alive.
         self.tensors: dict[str, Tensor] = {}
         self.roots: dict[str, str] = {}
+        # Arguments in one memory may be in several when they are replayed.
+        self._shared: set[str] = set()
         self._names: dict[int, str] = {}
         self._memory: dict[int, str] = {}
         self._same: list[Tensor] = []
         for name, leaf in zip(self.arguments, leaves, strict=True):
             self._keep(leaf, name)
+            if self.roots[name] != name:
+                self._shared.add(self.roots[name])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -229,7 +233,7 @@ class Recorder(OperatorMode):
         """Take a view out of its memory at once, whatever views are in between."""
         name = call.makes[0]
         root = self.roots.get(name, name)
-        if call.several or name == root:
+        if call.several or name == root or root in self._shared:
             return call
         view, whole = self.tensors[name], self.tensors[root]
         if view.dtype != whole.dtype or view.is_conj() or view.is_neg():

@@ -253,8 +253,12 @@ class Traces:
 
 
 def _copy(leaf: Tensor) -> Tensor:
-    # Expanded leaves are shared by all clients, and no step writes to them.
-    return leaf if is_expanded(leaf) else leaf.clone(memory_format=torch.preserve_format)
+    # No step writes to a leaf whose entries share memory, as expanded ones of all clients do.
+    if any(stride == 0 for stride in leaf.stride()):
+        return leaf
+    # A recording has the strides of its arguments, which clone() keeps of dense ones alone.
+    copy = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return copy.copy_(leaf)
 
 
 def agree(replayed: list[Tensor], real: list[Tensor]) -> bool:

@@ -21,9 +21,9 @@ def log_densities(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         float64 ``(clients, samples, components)``.
 
     Example:
-        >>> x, mean = torch.tensor([[[1.0]]]), torch.tensor([[[0.0], [1.0]]])
+        >>> x, mean = torch.tensor([[[1.0]]]), torch.tensor([[[0.0], [3.0]]])
         >>> log_densities(x, mean, torch.ones(1, 2, 1))
-        tensor([[[-0.5000,  0.0000]]], dtype=torch.float64)
+        tensor([[[-0.5000, -2.0000]]], dtype=torch.float64)
     """
     x = x.double()
     found = []

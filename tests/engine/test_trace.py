@@ -271,3 +271,35 @@ def test_views_at_an_offset_of_what_a_step_made_and_of_its_arguments() -> None:
         x = base[start : start + 6].view(2, 3)
         for leaf, expected in zip(found([x]), function(x), strict=True):
             assert torch.equal(leaf, expected)
+
+
+def test_arguments_that_were_one_when_they_were_recorded() -> None:
+    """A client's model is the received one before its first step, and another one after it."""
+
+    def function(model: Tensor, received: Tensor) -> Tensor:
+        return model.view(6)[:4].view(2, 2) - received.view(3, 2)[1:]
+
+    base = torch.arange(6.0)
+    model, received = base.view(2, 3), base.view(2, 3)
+    _, found = recording.record(function, (model, received), [model, received])
+    model = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+    assert found([model, received]).tolist() == [[-1.0, -1.0], [0.0, 3.0]]
+    assert found([received, model]).tolist() == [[-4.0, -7.0], [-14.0, -29.0]]
+
+
+def test_a_recording_is_checked_on_arguments_with_gaps() -> None:
+    """Rows of a flat tensor lie further apart than they are long; an expanded one has one row."""
+    flat = torch.arange(16.0).view(2, 8)
+    traces = trace.Traces(enabled=True)
+
+    def function(x: Tensor, row: Tensor) -> Tensor:
+        return x.view(2, 2, 3)[:, 1].transpose(0, 1) * row
+
+    traces.enter("phase")
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        row = torch.full((1,), scale).expand(3, 2)
+        found = traces.run(function, flat[:, 1:7], row)
+        assert found.tolist() == [[4 * scale, 12 * scale], [5 * scale, 13 * scale],
+                                  [6 * scale, 14 * scale]]  # fmt: skip
+    assert traces.enabled
+    assert traces.used == 2

@@ -129,7 +129,7 @@ def test_a_setting_that_changes_is_followed() -> None:
     assert isinstance(engine, SequentialEngine)
     used = engine.whole.used
     method.share = 0.3
-    work = {"server": first.server, "round": 1}
+    work: dict[str, Any] = {"server": first.server, "round": 1}
     again = local_round(
         method, cnn(norm=False), image_clients((9, 0, 12, 13, 8)), "sequential", **work
     )
@@ -265,6 +265,10 @@ def grown(state: Tree) -> Tree:
     return {**state, "a": torch.cat([state["a"], state["b"]]), "new": state["b"] * 2}
 
 
+def with_log(function: Callable[[Tree], Tree], x: Tensor, state: Tree) -> tuple[Tree, list[Any]]:
+    return function(state), [x * 2]
+
+
 @pytest.mark.parametrize("function", [swapped, shifted, grown])
 def test_results_of_all_kinds(function: Callable[[Tree], Tree]) -> None:
     steps = WholeSteps()
@@ -279,7 +283,7 @@ def test_results_of_all_kinds(function: Callable[[Tree], Tree]) -> None:
         for _ in range(3):
             x = torch.rand(2)
             expected = function(tmap(Tensor.clone, expected))
-            logged = steps.step(lambda state, x=x: (function(state), [x * 2]), [x])
+            logged: Any = steps.step(partial(with_log, function, x), [x])
             assert torch.equal(logged[0], x * 2)
         found = steps.unload()
         assert_trees_equal(found, expected)
@@ -297,8 +301,11 @@ def test_what_is_logged_stays() -> None:
         new = state["a"] + 1
         return {"a": new}, [new, state["a"]]
 
-    found = [[leaf.tolist() for leaf in steps.step(step, [])] for _ in range(6)]
-    late = [steps.step(step, []) for _ in range(2)]
+    def run_step() -> list[Any]:
+        return list(steps.step(step, []))
+
+    found = [[leaf.tolist() for leaf in run_step()] for _ in range(6)]
+    late = [run_step() for _ in range(2)]
     assert steps.used >= 4
     assert found == [[[n + 1.0] * 2, [float(n)] * 2] for n in range(6)]
     assert [[leaf.tolist() for leaf in logged] for logged in late] == [
@@ -320,7 +327,7 @@ def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
         held = list(given)
         for kind, (first, second) in zip(kinds, picks, strict=True):
             a, b = held[first % len(held)], held[second % len(held)]
-            made = [
+            operators: list[Callable[[Tensor, Tensor], Tensor]] = [
                 lambda a, b: a + b,
                 lambda a, b: torch.sub(a, b, alpha=0.5),
                 lambda a, b: a @ b / 4,
@@ -333,8 +340,8 @@ def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
                 lambda a, b: torch.zeros_like(a).addcmul_(a, b.sigmoid()),
                 lambda a, b: a.add_(torch.tanh(b)) if a.is_contiguous() else a,
                 lambda a, b: b.sum(0, keepdim=True).expand(4, 4) * a.clone(),
-            ][kind](a, b)
-            held.append(made)
+            ]
+            held.append(operators[kind](a, b))
         return [held[end % len(held)] for end in ends]
 
     return function
