@@ -67,10 +67,10 @@ class UploadsTheHead(Method):
 
 
 class WritesToWhatItReceived(Method):
-    """Moves the server's own tensor."""
+    """Moves the server's own tensor, past the counter of its changes."""
 
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
-        received["model"]["head.bias"][0].add_(1.0)
+        received["model"]["head.bias"][0].data.add_(1.0)
         return super().client_init(received, client_state, info)
 
 
@@ -168,12 +168,12 @@ class HidesItsClients(RemembersClients):
 
 
 class WritesToItsRow(RemembersClients):
-    """Moves what was sent to the client alone, at the end of its round."""
+    """Moves what was sent to the client alone, at the end of its round, past that counter."""
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> Any:
-        received["model"]["head.bias"].add_(1.0)
+        received["model"]["head.bias"].data.add_(1.0)
         return super().client_final(received, client_state, state, info)
 
 
