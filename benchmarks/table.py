@@ -396,7 +396,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
     print(f"torch {torch.__version__}, lightning {L.__version__}, {machine}, ", end="")
     print(f"{options.rounds} rounds after {WARM_UP}; the loop's time over ours")
     if "rounds" in options.parts:
-        print_rounds(options)
+        try:
+            print_rounds(options)
+        except FileNotFoundError as missing:
+            parser.exit(1, f"{missing}\n")
     if "memory" in options.parts:
         memory.print_rows()
     if "start" in options.parts:

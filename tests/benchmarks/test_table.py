@@ -5,6 +5,8 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -13,7 +15,7 @@ import torch
 
 from benchmarks import fashion_mnist, memory, plain, table
 from benchmarks.plain import METHODS, PlainLoop
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import FROM_FILES, WORKLOADS, Workload
 from lightning_pfl import methods
 from lightning_pfl.models import MLP
 from tests.engine.pretended_device import NAME, PretendedDevice, pretended_accelerator
@@ -74,10 +76,16 @@ def test_every_method_has_a_cell_or_a_reason() -> None:
 
 
 def test_workloads_from_files_say_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(FileNotFoundError, match="Install Debian's package dataset-fashion-mnist"):
-        fashion_mnist.load_clients(tmp_path / "nowhere")
+    nowhere = replace(
+        WORKLOADS[FROM_FILES], read=partial(fashion_mnist.load_clients, tmp_path / "nowhere")
+    )
+    monkeypatch.setitem(WORKLOADS, FROM_FILES, nowhere)
+    with pytest.raises(SystemExit) as ended:
+        table.main(["--parts", "rounds", "--workloads", FROM_FILES, "--methods", "FedAvg"])
+    assert ended.value.code == 1
+    assert "Install Debian's package dataset-fashion-mnist" in capsys.readouterr().err
 
 
 def test_memory_is_compared_with_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
