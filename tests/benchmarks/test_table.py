@@ -1,6 +1,7 @@
 """The plain loop of the table and the package train the same models."""
 
 import json
+import logging
 import math
 import os
 import subprocess
@@ -82,8 +83,12 @@ def test_workloads_from_files_say_what_to_install(
         WORKLOADS[FROM_FILES], read=partial(fashion_mnist.load_clients, tmp_path / "nowhere")
     )
     monkeypatch.setitem(WORKLOADS, FROM_FILES, nowhere)
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
     with pytest.raises(SystemExit) as ended:
         table.main(["--parts", "rounds", "--workloads", FROM_FILES, "--methods", "FedAvg"])
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)  # which the command has raised
     assert ended.value.code == 1
     assert "Install Debian's package dataset-fashion-mnist" in capsys.readouterr().err
 
