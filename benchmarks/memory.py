@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.workloads import WORKLOADS, Workload
 from lightning_pfl import FederatedStrategy, methods
+from lightning_pfl.testing.fitting import quiet_trainer
 
 MANY = 100_000
 CASES = (("w4", "FedAvg"), ("w4-1000", "FedAvg"), ("many", "FedAvg"), ("many", "Ditto"))
@@ -60,17 +61,7 @@ def fit(
     """Train; return the strategy, and MiB of the samples."""
     train, test = workload.data()
     strategy = FederatedStrategy(getattr(methods, method)(), workload.cohort, seed=0)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=rounds,
-        strategy=strategy,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = quiet_trainer(strategy, rounds, callbacks=list(callbacks), num_sanity_val_steps=0)
     trainer.fit(workload.module(), train, test)
     leaves = [leaf for data in (train, test) for leaf in (*data.fields, torch.cat([*data.indices]))]
     return strategy, sum(leaf.nbytes for leaf in leaves) / 2**20

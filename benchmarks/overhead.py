@@ -23,6 +23,7 @@ from lightning_pfl import FederatedDataModule, FederatedStrategy
 from lightning_pfl.data import ClassesPerClient, Digits, FederatedTensorDataset
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.models import MLP, DigitsCNN
+from lightning_pfl.testing.fitting import quiet_trainer
 from lightning_pfl.trainer.progress import profiled
 
 CLIENTS, COHORT, SAMPLES = 100, 10, 20
@@ -76,17 +77,13 @@ def overhead(rounds: int, logger: str) -> float:
             "csv": CSVLogger(folder),
             "tensorboard": TensorBoardLogger(folder),
         }
-        trainer = L.Trainer(
-            accelerator="cpu",
-            max_epochs=rounds + 3,
-            strategy=FederatedStrategy(FedAvg(), participation=COHORT, seed=0),
+        trainer = quiet_trainer(
+            FederatedStrategy(FedAvg(), participation=COHORT, seed=0),
+            rounds + 3,
             callbacks=[clock],
             logger=loggers[logger],
             profiler=profiler,
             log_every_n_steps=1,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             num_sanity_val_steps=0,
         )
         trainer.fit(MLP([16, 8, 4]), train_dataloaders=train, val_dataloaders=train)
@@ -121,16 +118,8 @@ def first_round(rounds: int = 8) -> tuple[float, float, float]:
     clock = RoundClock(time.process_time)
     L.seed_everything(0, verbose=False)
     data = FederatedDataModule(Digits(), ClassesPerClient(5), num_clients=40, val_fraction=0.2)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=rounds,
-        strategy=FederatedStrategy(FedRep(head_epochs=10, body_epochs=1), participation=0.5),
-        callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = FederatedStrategy(FedRep(head_epochs=10, body_epochs=1), participation=0.5)
+    trainer = quiet_trainer(strategy, rounds, callbacks=[clock])
     begin = time.process_time()
     trainer.fit(DigitsCNN(lr=0.05), data)
     return clock.ends[0] - begin, clock.rounds[0], median(clock.rounds[2:])

@@ -28,6 +28,7 @@ from benchmarks.table import WARM_UP, make_method
 from benchmarks.workloads import WORKLOADS, Workload
 from lightning_pfl import FederatedStrategy
 from lightning_pfl.federation.ranks import Ranks
+from lightning_pfl.testing.fitting import quiet_trainer
 
 SIZES: dict[str, dict[str, Any]] = {
     "w1": {"clients": 100, "samples": 600, "test_samples": 100},
@@ -87,16 +88,11 @@ def fit(name: str, method: str, processes: int, rounds: int, folder: Path) -> No
     train, test = workload.data()
     L.seed_everything(0, verbose=False)
     strategy = FederatedStrategy(make_method(method, workload), workload.cohort, seed=0)
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy,
+        WARM_UP + rounds,
         devices=processes,
-        max_epochs=WARM_UP + rounds,
-        strategy=strategy,
         callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
     )
     with clock.watching():

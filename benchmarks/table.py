@@ -37,6 +37,7 @@ from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.methods.base import Method
+from lightning_pfl.testing.fitting import quiet_trainer
 
 WARM_UP = 3
 """Rounds before the clock counts: the engine's probe and its recordings."""
@@ -198,16 +199,12 @@ def run(
         make_method(method, workload), workload.cohort, engine=engine, seed=0, **settings
     )
     clock = InTurns(compared)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
+        strategy,
+        rounds,
         accelerator=accelerator,
         devices=1,
-        max_epochs=rounds,
-        strategy=strategy,
         callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
     )
     if method in LOOPS:

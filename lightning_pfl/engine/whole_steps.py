@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.tree import Path, Tree, is_expanded
+from lightning_pfl.core.tree import Path, Tree, is_expanded, items
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import Recorder, flatten, rebuild
@@ -111,7 +111,7 @@ class WholeSteps:
         self._layout = layout = self._layout_of(state)
         pairs = [
             (register, leaf)
-            for register, (_, leaf) in zip(layout.registers, _items(state), strict=True)
+            for register, (_, leaf) in zip(layout.registers, _tensors(state), strict=True)
             if not _is_same(self._shared.get(id(register)), leaf)
         ]
         _fill(pairs, layout)
@@ -122,7 +122,7 @@ class WholeSteps:
 
         What has changed is in registers, until the next client's phase begins.
         """
-        given = dict(_items(self._given))
+        given = dict(_tensors(self._given))
 
         def end(path: Path, register: Tensor) -> Tensor:
             old = given.get(path)
@@ -181,7 +181,7 @@ class WholeSteps:
         flatten(logged, values)
         # What is logged stays when registers change.
         kept = [value.clone() if _memory(value) in memory else value for value in values]
-        ends = zip(after.registers, (leaf for _, leaf in _items(new)), strict=True)
+        ends = zip(after.registers, (leaf for _, leaf in _tensors(new)), strict=True)
         _fill(ends, after)
         self._layout, self._python = after, True
         own: Logged = rebuild(logged, iter(kept))
@@ -225,7 +225,7 @@ class WholeSteps:
         given = dict(zip(recorder.arguments, before.registers, strict=False))
         targets = [
             (recorder.name(leaf), register)
-            for (_, leaf), register in zip(_items(new), after.registers, strict=True)
+            for (_, leaf), register in zip(_tensors(new), after.registers, strict=True)
         ]
         results = [recorder.name(value) for value in values]
         replay = compile_in_place(recorder, given, targets, results, self._buffers)
@@ -247,7 +247,7 @@ class WholeSteps:
         new, logged = function(rebuild(before.tree, iter([r.clone() for r in before.registers])))
         real: list[Tensor] = []
         flatten(logged, real)
-        real += [leaf for _, leaf in _items(new)]
+        real += [leaf for _, leaf in _tensors(new)]
         replayed: list[Tensor] = []
         found = self._replayed(program, leaves)
         flatten(found, replayed)
@@ -269,7 +269,7 @@ class WholeSteps:
     def _layout_of(self, state: Tree) -> Layout:
         """Return the layout of a state, with registers for its leaves."""
         paths, registers = [], []
-        for path, leaf in _items(state):
+        for path, leaf in _tensors(state):
             key = path, leaf.shape, leaf.dtype, leaf.device
             if key not in self._registers:
                 # Contiguous, whether or not clients share the leaf.
@@ -284,13 +284,9 @@ class WholeSteps:
         return self._layouts[known]
 
 
-def _items(tree: Tree, root: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Iterate over the tensors of a tree, as ``flatten`` does, and their paths."""
-    for name, leaf in tree.items():
-        if isinstance(leaf, dict):
-            yield from _items(leaf, (*root, name))
-        elif isinstance(leaf, Tensor):
-            yield (*root, name), leaf
+def _tensors(tree: Tree) -> Iterator[tuple[Path, Tensor]]:
+    """Iterate over the paths and the tensors of a tree, in the order of ``flatten``."""
+    return ((path, leaf) for path, leaf in items(tree) if isinstance(leaf, Tensor))
 
 
 def _fill(pairs: Iterable[tuple[Tensor, Tensor]], layout: Layout) -> None:

@@ -171,8 +171,7 @@ def _same_bits(before: Evaluation, after: Evaluation, at: Tensor) -> bool:
     """Whether some clients, bool ``(clients,)``, have the same values in both evaluations."""
     a, b = before.values, after.values
     return a.keys() == b.keys() and all(
-        torch.equal(a[name].cpu()[at].nan_to_num(), b[name].cpu()[at].nan_to_num())
-        and torch.equal(a[name].cpu()[at].isnan(), b[name].cpu()[at].isnan())
+        torch.allclose(a[name].cpu()[at], b[name].cpu()[at], rtol=0.0, atol=0.0, equal_nan=True)
         for name in a
     )
 

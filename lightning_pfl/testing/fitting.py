@@ -146,24 +146,30 @@ def fit(
     module = QuadraticModule() if module is None else module
     strategy = FederatedStrategy(method, participation, engine, seed, **(options or {}))  # type: ignore[arg-type]
     recorder = Recorder()
+    flags = {"num_sanity_val_steps": 0, **flags}
+    with quiet():
+        trainer = quiet_trainer(strategy, rounds, callbacks=[recorder, *callbacks], **flags)
+        trainer.fit(module, data, val_data, ckpt_path=ckpt_path)
+    return Fit(trainer, module, strategy, recorder)
+
+
+def quiet_trainer(strategy: FederatedStrategy, rounds: int, **flags: Any) -> L.Trainer:
+    """Make a Trainer on the CPU that writes no file and prints nothing.
+
+    Args:
+        strategy: The federated strategy.
+        rounds: Communication rounds.
+        **flags: Flags of the Trainer, which override these.
+    """
     settings: dict[str, Any] = {
+        "accelerator": "cpu",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "accelerator": "cpu",
         **flags,
     }
-    with quiet():
-        trainer = L.Trainer(
-            max_epochs=rounds,
-            strategy=strategy,
-            callbacks=[recorder, *callbacks],
-            **settings,
-        )
-        trainer.fit(module, data, val_data, ckpt_path=ckpt_path)
-    return Fit(trainer, module, strategy, recorder)
+    return L.Trainer(max_epochs=rounds, strategy=strategy, **settings)
 
 
 @contextmanager

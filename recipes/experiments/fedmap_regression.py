@@ -29,7 +29,8 @@ from lightning_pfl.core.tree import Tree
 from lightning_pfl.data import ShiftedLines
 from lightning_pfl.methods import FedMAP
 from lightning_pfl.priors import DiagonalGaussianPrior
-from recipes.experiments.setting import parser, quiet_trainer
+from lightning_pfl.testing.fitting import quiet_trainer
+from recipes.experiments.setting import parser
 from recipes.plan import Plan
 
 SIZES = (60, 1, 2, 3, 50)

@@ -32,8 +32,9 @@ from lightning_pfl.methods import (
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import FedMAPMLP
 from lightning_pfl.priors import GaussianPrior
+from lightning_pfl.testing.fitting import quiet_trainer
 from recipes.experiments.fedmap_tables import Choices, Curve, Curves, Found, Line, draw, section
-from recipes.experiments.setting import parser, quiet_trainer
+from recipes.experiments.setting import parser
 from recipes.plan import Plan
 
 #: Scenarios in the order of the paper's tables 1, 5 and 6.

@@ -19,7 +19,8 @@ from lightning_pfl.data import LinearRepresentation
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import LinearRepresentation as Model
 from lightning_pfl.solvers.least_squares import least_squares
-from recipes.experiments.setting import parser, quiet_trainer
+from lightning_pfl.testing.fitting import quiet_trainer
+from recipes.experiments.setting import parser
 
 #: The penalty on heads and on local models that the authors' notebook has.
 RIDGE = 1e-5

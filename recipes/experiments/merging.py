@@ -28,7 +28,8 @@ from lightning_pfl.data import Dirichlet, FashionMNIST
 from lightning_pfl.merging import BetaPredictive, matched
 from lightning_pfl.methods import LocalOnly
 from lightning_pfl.models import MLP
-from recipes.experiments.setting import parser, quiet_trainer
+from lightning_pfl.testing.fitting import quiet_trainer
+from recipes.experiments.setting import parser
 from recipes.plan import Plan
 from recipes.results_table import spread
 

@@ -1,4 +1,4 @@
-"""What the experiments share: their command lines, and Trainers that keep quiet."""
+"""The command line that experiments share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-
-from lightning_pfl import FederatedStrategy
 from recipes.outcome import RECIPES
 from recipes.plan import README
 
@@ -63,23 +60,3 @@ def parser(
     for name in options:
         made.add_argument(f"--{name}", **OPTIONS[name])
     return made
-
-
-def quiet_trainer(strategy: FederatedStrategy, rounds: int, **flags: Any) -> L.Trainer:
-    """A Trainer on the CPU that writes no file and prints nothing.
-
-    Args:
-        strategy: The federated strategy.
-        rounds: Communication rounds.
-        flags: Further flags of the Trainer.
-    """
-    return L.Trainer(
-        max_epochs=rounds,
-        strategy=strategy,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **flags,
-    )

@@ -33,7 +33,8 @@ from lightning_pfl.methods import APFL, Ditto, FedAvg, FedMAP, FedPer, FedRep, L
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models import MLP
 from lightning_pfl.priors import GaussianPrior
-from recipes.experiments.setting import parser, quiet_trainer
+from lightning_pfl.testing.fitting import quiet_trainer
+from recipes.experiments.setting import parser
 from recipes.plan import Plan
 from recipes.results_table import spread
 
