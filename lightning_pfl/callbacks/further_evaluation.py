@@ -124,7 +124,7 @@ class FurtherEvaluation(FederatedCallback):
         shown = summaries(replace(found, values=logged), prefix)
         log_at_end(trainer, shown | {f"last10/{name}": mean[name] for name in headlines(shown)})
         before = federation.client_results.get("val")
-        kept = before.evaluations if before is not None and before.round == round else {}
+        kept = before.among(names) if before is not None and before.round == round else {}
         loop.record(ClientResults("val", round, names, {**kept, prefix: found}), further=prefix)
 
     def _training_data(self, federation: Federation) -> FederatedDataset:

@@ -12,9 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pfl.metrics import STATISTICS
+from lightning_pfl.metrics.summary import STANDARD_ERROR
 
 #: Columns of the results table, with the suffix of the value's name.
-COLUMNS = {statistic or "mean": f"/{statistic}" if statistic else "" for statistic in STATISTICS}
+COLUMNS = {
+    statistic or "mean": f"/{statistic}" if statistic else ""
+    for statistic in (*STATISTICS, STANDARD_ERROR)
+}
 #: Values of ClusterMonitor, shown below the table.
 CLUSTERS = ("clusters/number", "clusters/ari")
 DIGITS = re.compile(r"(\d+)")
@@ -55,7 +59,9 @@ def print_results(metrics: Mapping[str, SupportsFloat], title: str = "After trai
     if not rows:
         return
     clusters = ", ".join(f"{k} {float(v):.4g}" for k, v in metrics.items() if k in CLUSTERS)
-    table = Table("over clients", *COLUMNS, title=title, caption=clusters or None)
+    estimated = any(name.endswith(f"/{STANDARD_ERROR}") for name in metrics)
+    columns = [name for name in COLUMNS if estimated or name != STANDARD_ERROR]
+    table = Table("over clients", *columns, title=title, caption=clusters or None)
     for name, statistics in rows.items():
-        table.add_row(name, *(f"{value:.4f}" for value in statistics.values()))
+        table.add_row(name, *(f"{statistics[column]:.4f}" for column in columns))
     Console().print(table)

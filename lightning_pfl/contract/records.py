@@ -227,6 +227,18 @@ class ClientResults:
     names: Sequence[str]
     evaluations: dict[str, Evaluation]
 
+    def among(self, names: Sequence[str]) -> dict[str, Evaluation]:
+        """Return the evaluations for more clients, of which the others have no samples.
+
+        Args:
+            names: Names of all, with those of the evaluated clients.
+        """
+        if list(names) == list(self.names):
+            return self.evaluations
+        position = {name: at for at, name in enumerate(names)}
+        at = torch.tensor([position[name] for name in self.names], dtype=torch.int64)
+        return {prefix: one.spread(at, len(names)) for prefix, one in self.evaluations.items()}
+
     def columns(self, only: str | None = None) -> dict[str, list[float]]:
         """Return each value's list over clients, by its name with prefix.
 

@@ -243,12 +243,18 @@ def is_global(models: Model, shared: Model) -> bool:
     )
 
 
-def summaries(evaluation: Evaluation, prefix: str = "") -> dict[str, float]:
-    """Compute statistics over clients: ``val_acc`` is the mean, and ``val_acc/std`` and so on."""
+def summaries(evaluation: Evaluation, prefix: str = "", share: float = 1.0) -> dict[str, float]:
+    """Compute statistics over clients: ``val_acc`` is the mean, and ``val_acc/std`` and so on.
+
+    Args:
+        evaluation: The clients' results.
+        prefix: Prefix of the names.
+        share: Share of the clients that was drawn, in (0, 1].
+    """
     found = {}
     for key, values in evaluation.values.items():
         better = direction(key, evaluation)
-        for name, number in summarize(values, evaluation.counts, better).items():
+        for name, number in summarize(values, evaluation.counts, better, share).items():
             found[f"{prefix}{key}/{name}" if name else f"{prefix}{key}"] = number
     return found
 

@@ -1,4 +1,4 @@
-"""Sampling of cohorts, a pure function of seed and round."""
+"""Sampling of the clients that train or are evaluated, a pure function of seed and round."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.checks import share_of
-from lightning_pfl.core.randomness import derive, first_of_permutation
+from lightning_pfl.core.randomness import derive, first_of_permutation, permutation
 
 
-def cohort_size(participation: float | int, num_clients: int) -> int:
+def cohort_size(participation: float | int, num_clients: int, name: str = "participation") -> int:
     """Compute the size of a cohort.
 
     It is ``max(1, floor(participation * num_clients))``, or the count itself.
@@ -17,6 +17,7 @@ def cohort_size(participation: float | int, num_clients: int) -> int:
     Args:
         participation: A fraction in (0, 1] (float) or a number of clients (int).
         num_clients: Number of clients that can take part.
+        name: Name of the setting, for an error.
 
     Raises:
         ValueError: If a count exceeds the number of clients.
@@ -24,15 +25,15 @@ def cohort_size(participation: float | int, num_clients: int) -> int:
     if isinstance(participation, int):
         if participation > num_clients:
             raise ValueError(
-                f"Expected `participation` to be at most the {num_clients} clients that can "
-                f"take part, but got participation={participation!r}. Use a smaller count, or a "
+                f"Expected `{name}` to be at most the {num_clients} clients that can "
+                f"take part, but got {name}={participation!r}. Use a smaller count, or a "
                 "fraction such as 0.1."
             )
         return participation
     return max(1, share_of(participation, num_clients))
 
 
-def check_participation(participation: float | int) -> float | int:
+def check_participation(participation: float | int, name: str = "participation") -> float | int:
     """Raise ValueError unless the value is a fraction in (0, 1] or a positive count."""
     number = isinstance(participation, (int, float)) and not isinstance(participation, bool)
     valid = number and (
@@ -40,8 +41,8 @@ def check_participation(participation: float | int) -> float | int:
     )
     if not valid:
         raise ValueError(
-            "Expected `participation` to be a fraction in (0, 1] (a float) or a number of clients "
-            f">= 1 (an int), but got participation={participation!r}. Use 0.1 for a tenth of the "
+            f"Expected `{name}` to be a fraction in (0, 1] (a float) or a number of clients "
+            f">= 1 (an int), but got {name}={participation!r}. Use 0.1 for a tenth of the "
             "clients, 10 for ten of them."
         )
     return participation
@@ -64,3 +65,29 @@ def sample_cohort(seed: int, round: int, eligible: Tensor, participation: float 
         return eligible
     drawn = first_of_permutation(len(eligible), size, derive(seed, "cohort", round))
     return torch.sort(eligible[drawn]).values
+
+
+def sample_evaluated(seed: int, turn: int, clients: int, share: float | int) -> Tensor:
+    """Sample the clients of a validation, in turns that see all of them.
+
+    Clients are shuffled for each pass over them, and each turn takes the next ones; the last turn
+    of a pass takes the last ones, of which some had their turn, so that all turns have equally
+    many. Places in a random order are fixed, so that each turn alone is a uniform sample without
+    replacement.
+
+    Args:
+        seed: The run's seed.
+        turn: Number of the validation, from 0.
+        clients: Number of clients that can be evaluated.
+        share: A fraction of them in (0, 1] or a count.
+
+    Returns:
+        Positions in ascending order, int64 ``(evaluated,)``.
+    """
+    size = cohort_size(share, clients, "evaluated_clients")
+    if size == clients:
+        return torch.arange(clients)
+    number, place = divmod(turn, -(-clients // size))
+    first = min(place * size, clients - size)
+    order = permutation(clients, derive(seed, "evaluated clients", number))
+    return torch.sort(order[first : first + size]).values

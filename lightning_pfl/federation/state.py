@@ -94,7 +94,7 @@ class FederationState:
 
     def __init__(self) -> None:
         self.ranks = Ranks()
-        self.participation = 1.0
+        self.participation = self.evaluated_clients = 1.0
         self.rounds = 0
         self.history = History()
         self.client_results: dict[str, ClientResults] = {}
@@ -164,6 +164,15 @@ class FederationState:
     @participation.setter
     def participation(self, participation: int | float) -> None:
         self._participation = check_participation(participation)
+
+    @property
+    def evaluated_clients(self) -> int | float:
+        """Clients that a validation of a fit evaluates: a fraction or a count."""
+        return self._evaluated_clients
+
+    @evaluated_clients.setter
+    def evaluated_clients(self, share: int | float) -> None:
+        self._evaluated_clients = check_participation(share, "evaluated_clients")
 
     def shard(self, clients: Tensor) -> RankShard:
         """Return this process's shard of some clients: those whose states it has.

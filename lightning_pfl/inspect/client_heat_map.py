@@ -34,9 +34,9 @@ class ClientHeatMap(FederatedCallback):
     """Draws every client's value after every evaluated round, a row for each client.
 
     Under ``clients/<name>/map`` in TensorBoard, in every ``every_n_rounds`` th round and after the
-    last one. The rows are sorted by the last value, the worst client at the bottom: it shows who
-    learns late, who forgets, and whether the worst clients are always the same. A client without
-    samples, or whose value is NaN, is grey.
+    last one. The rows are sorted by each client's newest value, the worst client at the bottom: it
+    shows who learns late, who forgets, and whether the worst clients are always the same. A client
+    that wasn't evaluated in a round, or whose value is NaN, is grey.
 
     Args:
         metrics: Validated values, such as ``"val_acc"`` or ``"global/val_acc"``.
@@ -77,11 +77,13 @@ class ClientHeatMap(FederatedCallback):
         """Take note of a validation of a fit, and draw if the round is due."""
         if trainer.state.fn != "fit" or not takes_pictures(trainer):
             return
-        self._take_names(results.names)
+        at = self._take_names(results.names)
         for name in evaluated(self.metrics, results):
             values, counts, self._better[name] = client_values(results, name)
             unseen = counts.cpu() == 0
-            self.rounds.setdefault(name, {})[results.round] = values.masked_fill(unseen, torch.nan)
+            everyone = torch.full((len(self.names),), torch.nan, dtype=torch.float64)
+            everyone[at] = values.masked_fill(unseen, torch.nan)
+            self.rounds.setdefault(name, {})[results.round] = everyone
         # What is added after the last round is drawn at the end.
         if trainer.validating and (results.round + 1) % self.every_n_rounds == 0:
             self._draw(trainer)
@@ -101,16 +103,15 @@ class ClientHeatMap(FederatedCallback):
         self.rounds = {name: dict(history) for name, history in state_dict["rounds"].items()}
         self.names, self._better = tuple(state_dict["names"]), dict(state_dict["better"])
 
-    def _take_names(self, names: Sequence[str]) -> None:
-        """Give rows to clients that have joined a run that goes on; none lose theirs."""
-        if self.names == tuple(names):
-            return
-        place = {name: row for row, name in enumerate(self.names)}
-        for history in self.rounds.values():
+    def _take_names(self, names: Sequence[str]) -> Tensor:
+        """Give rows to clients that had none yet, and return the rows of all, int64."""
+        place = {name: row for row, name in enumerate(dict.fromkeys((*self.names, *names)))}
+        added = len(place) - len(self.names)
+        for history in self.rounds.values() if added else ():
             for round, values in history.items():
-                found = [float(values[place[n]]) if n in place else torch.nan for n in names]
-                history[round] = torch.tensor(found, dtype=torch.float64)
-        self.names = tuple(names)
+                history[round] = torch.cat([values, values.new_full((added,), torch.nan)])
+        self.names = tuple(place)
+        return torch.tensor([place[name] for name in names], dtype=torch.int64)
 
     def _draw(self, trainer: L.Trainer) -> None:
         last = max((max(history) for history in self.rounds.values()), default=-1)
@@ -135,9 +136,13 @@ def draw_heat_map(
     """
     rounds = sorted(history)
     matrix = torch.stack([history[round] for round in rounds], 1)
-    # Best at the top; who has no last value is at the bottom.
+    # By the newest value, as a round may have evaluated some clients alone.
+    latest = torch.full((len(clients),), torch.nan, dtype=torch.float64)
+    for values in matrix.unbind(1):
+        latest = values.where(~values.isnan(), latest)
+    # Best at the top; who has no value is at the bottom.
     worst = -torch.inf if better else torch.inf
-    order = matrix[:, -1].nan_to_num(worst).argsort(descending=better, stable=True)
+    order = latest.nan_to_num(worst).argsort(descending=better, stable=True)
     few = len(clients) <= NAMED
     figure, axes = new_figure(8.0, max(3.0, 0.19 * len(clients) + 1.2) if few else 5.0)
     image = axes.pcolormesh(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lightning_pfl.metrics.summary import LEFT_OUT, STATISTICS
+from lightning_pfl.metrics.summary import LEFT_OUT, STANDARD_ERROR, STATISTICS
 
 AT_END = ("last10/", "best/")
 """Prefixes of the values in a run's summary."""
@@ -183,7 +183,7 @@ def headlines(names: Collection[str]) -> list[str]:
 
     def is_further(name: str) -> bool:
         value, _, statistic = name.rpartition("/")
-        return value in names and statistic in (*STATISTICS, LEFT_OUT)
+        return value in names and statistic in (*STATISTICS, STANDARD_ERROR, LEFT_OUT)
 
     return [name for name in names if not is_further(name)]
 

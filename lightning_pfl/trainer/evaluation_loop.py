@@ -34,6 +34,7 @@ from lightning_pfl.federation.evaluate import (
 )
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.log_folder import log_folder
+from lightning_pfl.federation.sampling import cohort_size, sample_evaluated
 from lightning_pfl.metrics.summary import LEFT_OUT
 from lightning_pfl.trainer.board_layout import add_layout
 from lightning_pfl.trainer.client_table import ClientTable
@@ -50,6 +51,8 @@ from lightning_pfl.trainer.progress import ClientProgress, profiled
 
 class FederatedEvaluationLoop(EvaluationLoop):
     """Validates (inside a fit or alone) and tests all clients that have samples in the split.
+
+    Inside a fit ``evaluated_clients`` says how many of them, in turns.
 
     ``on_validation_batch_start`` and ``on_validation_batch_end`` (or ``on_test_...``) fire once per
     client, with its id as ``batch``. The sanity check runs ``num_sanity_val_steps`` batches of as
@@ -134,6 +137,8 @@ class FederatedEvaluationLoop(EvaluationLoop):
             self._combined_loader = None
             self._last_val_dl_reload_epoch = due_reload(trainer)
         self.rows, self.clients = self.evaluable()
+        if fitting and len(self.rows):  # before the first round
+            cohort_size(self.federation.evaluated_clients, len(self.rows), "evaluated_clients")
         central = self.sets.central
         self._max_batches = [len(self.rows) or len(central)]
         if central and self.federation.global_model() is None:
@@ -155,11 +160,13 @@ class FederatedEvaluationLoop(EvaluationLoop):
         self.setup_data()
         if self.skip:
             return []
+        drawn = self._draw()
+        self._max_batches = [len(drawn) or len(self.sets.central)]
         self.reset()
         self.on_run_start()
         # Random numbers in validation steps must not change later results.
         with seeded(derive(self.federation.seed, "evaluation", self.federation.rounds)):
-            self._evaluate()
+            self._evaluate(drawn)
         self._store_dataloader_outputs()
         logged: list[dict[str, Any]] = self.on_run_end()
         return logged
@@ -170,10 +177,21 @@ class FederatedEvaluationLoop(EvaluationLoop):
         self._logged_outputs = []
         self.batch_progress.reset_on_run()
 
-    def _evaluate(self) -> None:
+    def _draw(self) -> Tensor:
+        """Choose the clients to evaluate: their positions, ascending, int64 ``(evaluated,)``."""
         trainer, federation = self.trainer, self.federation
-        count = int(self.max_batches[0])
-        rows, clients, data = self.rows[:count], self.clients[:count], self.load()
+        if self._trainer_fn != TrainerFn.FITTING or trainer.sanity_checking or not len(self.rows):
+            return torch.arange(len(self.rows))
+        every = trainer.check_val_every_n_epoch or int(trainer.val_check_interval)
+        # A function of the round, so that a resumed run goes on with the next clients.
+        turn = max(federation.rounds // every - 1, 0)
+        share = federation.evaluated_clients
+        return sample_evaluated(federation.seed, turn, len(self.rows), share)
+
+    def _evaluate(self, drawn: Tensor) -> None:
+        trainer, federation = self.trainer, self.federation
+        drawn = drawn[: int(self.max_batches[0])]
+        rows, clients, data = self.rows[drawn], self.clients[drawn], self.load()
         step = "test_step" if trainer.testing else "validation_step"
         limit = evaluation_limit(trainer)
         stage = "test" if trainer.testing else "validation"
@@ -252,11 +270,12 @@ class FederatedEvaluationLoop(EvaluationLoop):
             names: The clients' names.
         """
         round = self.federation.rounds - 1
+        share = len(names) / len(self.rows) if names else 1.0
         values: dict[str, float] = {}
         directions: dict[str, bool] = {}
         shown, logged = set(), set()
         for prefix, evaluation in (*results.items(), *central.items()):
-            found = summaries(evaluation, prefix)
+            found = summaries(evaluation, prefix, share)
             if central.get(prefix) is evaluation:  # one value has no statistics
                 found = {f"{prefix}{key}": float(v[0]) for key, v in evaluation.values.items()}
             values |= found

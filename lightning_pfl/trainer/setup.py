@@ -199,6 +199,8 @@ class StageSetup:
             "trainer.strategy.seed": federation.seed,
             "data.num_clients": federation.num_clients,
         }
+        if federation.evaluated_clients != 1.0:
+            found["trainer.strategy.evaluated_clients"] = federation.evaluated_clients
         if isinstance(data, FederatedDataModule):
             found |= {f"data.{name}": value for name, value in data.settings().items()}
         return found
@@ -227,6 +229,7 @@ class StageSetup:
         data = fit_loop(trainer).data
         known: dict[str, object] = {
             "participation": self.federation.participation,
+            "evaluated_clients": self.federation.evaluated_clients,
             "max_update_norm": self.federation.max_update_norm,
             "keep_optimizer_state": self.federation.keeps_optimizers,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,

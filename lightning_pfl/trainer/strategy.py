@@ -83,6 +83,10 @@ class FederatedStrategy(ProcessesStrategy):
             as momentum, at the end of its last one; it is part of checkpoints. False: with a fresh
             one, as in the papers. With True, only clients that have taken equally many steps run
             as one program.
+        evaluated_clients: Clients that a validation of a fit evaluates: a fraction in (0, 1]
+            (float), or a count (int), in turns that see all of them. Logged statistics are then
+            estimates, with ``val_acc/standard_error``. ``trainer.validate`` and ``trainer.test``
+            evaluate all.
         client_state_device: Where the client states live: on the ``"device"``, on the ``"host"``,
             or ``"auto"``: on the device if they take at most a quarter of it.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
@@ -118,6 +122,7 @@ class FederatedStrategy(ProcessesStrategy):
         max_update_norm: MaxNorm = None,
         feature_cache: bool = True,
         keep_optimizer_state: bool = False,
+        evaluated_clients: int | float = 1.0,
         client_state_device: ClientStateDevice = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -150,7 +155,7 @@ class FederatedStrategy(ProcessesStrategy):
         self.federation.client_optimizer = self._client_optimizer
         self.federation.max_update_norm = max_update_norm
         self.federation.keeps_optimizers = keep_optimizer_state
-        self.participation = participation
+        self.participation, self.evaluated_clients = participation, evaluated_clients
         self._stage = StageSetup(
             self.federation, engine, seed, chunk_size, feature_cache, client_state_device
         )
@@ -174,6 +179,15 @@ class FederatedStrategy(ProcessesStrategy):
     @participation.setter
     def participation(self, participation: int | float) -> None:
         self.federation.participation = participation
+
+    @property
+    def evaluated_clients(self) -> int | float:
+        """Clients that a validation evaluates: a fraction or a count; can be set between fits."""
+        return self.federation.evaluated_clients
+
+    @evaluated_clients.setter
+    def evaluated_clients(self, share: int | float) -> None:
+        self.federation.evaluated_clients = share
 
     @property
     def method(self) -> Method:

@@ -183,17 +183,22 @@ def test_evaluated_picks_what_has_a_worst_decile() -> None:
     picked = summary_rows(logged)
     assert list(picked) == ["val_acc"]
     assert math.isnan(picked["val_acc"].pop("std"))
+    assert math.isnan(picked["val_acc"].pop("standard_error"))
     assert picked["val_acc"] == {"mean": 0.9, "weighted": 0.8, "worst_decile": 0.5, "worst": 0.25}
 
 
 def test_the_table_after_fit_names_model_and_statistics(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    print_results({"ft/val_acc": 0.75, "ft/val_acc/worst_decile": 0.5})
+    values = {"ft/val_acc": 0.75, "ft/val_acc/worst_decile": 0.5}
+    print_results(values)
     shown = capsys.readouterr().out
     assert "ft/val_acc" in shown
     assert "0.7500" in shown
     assert "0.5000" in shown
+    assert "standard_error" not in shown
+    print_results({**values, "ft/val_acc/standard_error": 0.0625})
+    assert "0.0625" in capsys.readouterr().out
 
 
 @UNTRAINED

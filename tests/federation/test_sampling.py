@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 
-from lightning_pfl.federation.sampling import check_participation, cohort_size, sample_cohort
+from lightning_pfl.federation.sampling import (
+    check_participation,
+    cohort_size,
+    sample_cohort,
+    sample_evaluated,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -100,3 +107,36 @@ def test_pairs_are_drawn_together_as_often_as_independence_says() -> None:
     )
     p = size * (size - 1) / (n * (n - 1))
     assert abs(together - rounds * p) < 5 * (rounds * p * (1 - p)) ** 0.5
+
+
+@pytest.mark.parametrize(("clients", "share", "turns"), [(10, 0.3, 4), (10, 5, 2), (7, 6, 2)])
+def test_turns_of_an_evaluation_see_every_client(clients: int, share: float, turns: int) -> None:
+    """In ceil(clients / size) turns; each pass over the clients has another order."""
+    size = cohort_size(share, clients)
+    passes = [
+        [tuple(sample_evaluated(2, first + turn, clients, share).tolist()) for turn in range(turns)]
+        for first in (0, turns)
+    ]
+    for each in passes:
+        assert {client for turn in each for client in turn} == set(range(clients))
+        assert all(len(set(turn)) == size and list(turn) == sorted(turn) for turn in each)
+    assert passes[0] != passes[1]
+    assert torch.equal(sample_evaluated(2, 5, clients, 1.0), torch.arange(clients))
+
+
+@pytest.mark.parametrize("turn", [0, 2])
+def test_each_turn_of_an_evaluation_alone_is_a_uniform_sample(turn: int) -> None:
+    """All ten pairs of five clients are equally likely, also in the last turn of a pass, which
+    sees a client again. Five standard deviations of a binomial fail once in 10^5 runs."""
+    seeds = 4000
+    counts = dict.fromkeys(combinations(range(5), 2), 0)
+    for seed in range(seeds):
+        counts[tuple(sample_evaluated(seed, turn, 5, 2).tolist())] += 1
+    p = 1 / len(counts)
+    bound = 5 * (seeds * p * (1 - p)) ** 0.5
+    assert all(abs(count - seeds * p) < bound for count in counts.values())
+
+
+def test_more_evaluated_clients_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="`evaluated_clients` to be at most the 3 clients"):
+        sample_evaluated(0, 0, 3, 4)

@@ -64,25 +64,41 @@ def test_a_client_that_joins_has_no_value_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("better", "order"), [(True, ["b", "c", "a", "d"]), (False, ["a", "c", "b", "d"])]
+    ("better", "order"), [(True, ["b", "c", "d", "a", "e"]), (False, ["a", "d", "c", "b", "e"])]
 )
-def test_rows_go_from_the_best_last_value_to_the_worst(better: bool, order: list[str]) -> None:
-    """Who has no last value is below, in grey."""
+def test_rows_go_from_the_best_newest_value_to_the_worst(better: bool, order: list[str]) -> None:
+    """Who has no value is below, in grey."""
     history = {
-        0: torch.tensor([0.9, NAN, 0.3, 0.4]),
-        4: torch.tensor([0.1, 0.8, 0.5, NAN]),
+        0: torch.tensor([0.9, NAN, 0.3, 0.4, NAN]),
+        4: torch.tensor([0.1, 0.8, 0.5, NAN, NAN]),
     }
-    figure: Any = draw_heat_map(history, "val_acc", ["a", "b", "c", "d"], better)
+    figure: Any = draw_heat_map(history, "val_acc", ["a", "b", "c", "d", "e"], better)
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == order
     low, high = axes.get_ylim()
     assert low > high  # the first row is on top
-    drawn = axes.collections[0].get_array().reshape(4, 2)
+    drawn = axes.collections[0].get_array().reshape(5, 2)
     columns = torch.stack([history[0], history[4]], 1)
-    rows = torch.stack([columns["abcd".index(client)] for client in order])
+    rows = torch.stack([columns["abcde".index(client)] for client in order])
     np.testing.assert_allclose(drawn.filled(NAN), rows)
     assert axes.get_xlim() == (-2, 6)  # columns reach halfway to the next round
     assert figure.axes[1].get_ylabel() == "val_acc"
+
+
+def test_clients_keep_their_rows_where_each_round_evaluates_others(tmp_path: Path) -> None:
+    """Two of five clients a round: a round has numbers for the clients of its rows in the table."""
+    callback = ClientHeatMap(every_n_rounds=9)
+    run = run_with(callback, tmp_path, 3)
+    run.strategy.evaluated_clients = 2
+    run.fit(network(), *classes())
+    with (Path(run.log_dir) / "clients_val.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(callback.names) == [str(client) for client in range(5)]
+    for round, values in callback.rounds["val_acc"].items():
+        table = {r["client"]: float(r["val_acc"]) for r in rows if r["round"] == str(round)}
+        assert len(table) == 2
+        expected = [table.get(client, NAN) for client in callback.names]
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
 def test_many_clients_are_counted() -> None:

@@ -1,6 +1,7 @@
 """Summaries over clients, against NumPy expressions."""
 
 import math
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -61,7 +62,38 @@ def test_order_of_clients_does_not_matter() -> None:
     )
 
 
+@pytest.mark.parametrize("drawn", [2, 5, 6])
+def test_estimates_of_some_clients_are_right_on_average_over_all_draws(drawn: int) -> None:
+    """All ways to draw some of seven clients: the mean of the estimates is the full mean, and the
+    mean of the squared standard errors is the estimates' variance, both exactly."""
+    values, weights = RNG.random(7), RNG.integers(1, 50, 7)
+    estimates, errors = [], []
+    for some in combinations(range(7), drawn):
+        part, counts = (torch.from_numpy(each[list(some)]) for each in (values, weights))
+        got = summarize(part, counts, share=drawn / 7)
+        # Of these seven, n = drawn: NumPy's variance with n - 1, and the share that isn't seen.
+        expected = np.sqrt((1 - drawn / 7) * values[list(some)].var(ddof=1) / drawn)
+        assert got["standard_error"] == pytest.approx(expected, rel=1e-12)
+        estimates.append(got[""])
+        errors.append(got["standard_error"])
+    assert len(estimates) == math.comb(7, drawn)
+    assert np.mean(estimates) == pytest.approx(values.mean(), rel=1e-12)
+    assert np.square(errors).mean() == pytest.approx(np.var(estimates), rel=1e-10)
+
+
+def test_all_clients_leave_nothing_to_chance_and_one_client_shows_no_spread() -> None:
+    assert "standard_error" not in summarize(torch.rand(3), torch.ones(3), share=1.0)
+    assert math.isnan(summarize(torch.rand(1), torch.ones(1), share=0.5)["standard_error"])
+    nothing = summarize(torch.tensor([math.nan]), torch.ones(1), share=0.5)
+    assert math.isnan(nothing["standard_error"])
+
+
 class TestGuards:
+    @pytest.mark.parametrize("bad", [0.0, -0.5, 1.5, math.nan])
+    def test_share(self, bad: float) -> None:
+        with pytest.raises(ValueError, match=r"Expected `share` to be in \(0, 1\], but got share="):
+            summarize(torch.rand(2), torch.ones(2), share=bad)
+
     @pytest.mark.parametrize("values", [torch.rand(3), torch.rand(2, 2), torch.tensor(1.0)])
     def test_shapes(self, values: torch.Tensor) -> None:
         with pytest.raises(ValueError, match=r"Expected `values` and `weights` to be vectors of"):

@@ -130,10 +130,11 @@ CASES: dict[str, dict[str, Any]] = {
         "kind": Counting,
         "callbacks": lambda: [Seeing()],
     },
-    # More processes than clients in a cohort.
+    # More processes than clients in a cohort; validations of some clients in turns.
     "few": {
         "method": lambda: FedRep(head_epochs=1),
         "participation": 1,
+        "evaluated_clients": 2,
         "callbacks": lambda: [Seeing()],
     },
     "by hand": {"method": lambda: FedRep(head_epochs=2), "participation": 3, "kind": ByHand},
@@ -152,6 +153,7 @@ def run(name: str, folder: Path, devices: int, ckpt_path: Path | None = None) ->
         seed=5,
         engine=case.get("engine", "auto"),
         participation=case.get("participation", 1.0),
+        evaluated_clients=case.get("evaluated_clients", 1.0),
     )
     trainer: Any = L.Trainer(
         max_epochs=ROUNDS,
