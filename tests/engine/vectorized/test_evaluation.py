@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
@@ -250,6 +251,35 @@ def test_a_large_split_is_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(evaluation, "samples_at_once", lambda _: 6)
     parts = evaluate("vectorized", cnn(), personal_models(cnn())).values
     assert_trees_close(parts, whole)
+
+
+class Products(TorchDispatchMode):
+    """Records the shapes of convolutions' inputs and of products' factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if name in ("convolution", "mm", "bmm"):
+            self.found.append((name, *(tuple(leaf.shape) for leaf in args[:2])))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_shared_backbone_runs_once_for_all_clients_and_each_head_for_its_own() -> None:
+    """As with FedRep or FedPer: one batch of all samples, 3 x 4 of them, for the backbone."""
+    module, data = cnn(norm=False), image_clients((4, 4, 4))
+    models = {name: leaf[:3] for name, leaf in personal_models(module).items()}
+    with Products() as products:
+        evaluate("vectorized", module, models, data, clients=[0, 1, 2])
+    assert products.found == [
+        ("convolution", (12, 1, 5, 5), (3, 1, 3, 3)),
+        ("mm", (12, 27), (27, 4)),
+        ("bmm", (3, 4, 4), (3, 4, CLASSES)),
+    ]
 
 
 def test_a_padded_sample_may_be_anything() -> None:
