@@ -2,10 +2,11 @@
 
 Results equal those of torch's operators but for rounding. Measured on two x86 cores with LeNet at
 batch size 10: ``vmap`` turns the convolutions of ten clients into one grouped convolution, which
-oneDNN runs two to four times faster on channels-last memory; and torch's 2 x 2 max pooling takes
-ten to twenty times longer than three elementwise maxima. The gradient of a linear layer's weights
-has their memory layout, which the fused optimizers need, instead of the transposed one. The
-correction is for embeddings.
+oneDNN runs two to four times faster on channels-last memory; its gradient of the biases takes
+fifteen times longer than a sum. So does torch's max pooling, longer than three elementwise maxima,
+unless it runs on channels-last memory, too, where it takes half of their time. The gradient of a
+linear layer's weights has their memory layout, which the fused optimizers need, instead of the
+transposed one. The correction is for embeddings.
 """
 
 from __future__ import annotations
@@ -102,8 +103,36 @@ class _ClientConvolution(torch.autograd.Function):
         grouped = x.flatten(1, 2).contiguous(memory_format=torch.channels_last)
         kernel = w.flatten(0, 1).contiguous(memory_format=torch.channels_last)
         stride, padding, dilation = settings
-        out = F.conv2d(grouped, kernel, b, stride, padding, dilation, clients)
+        if b is None or torch.is_autocast_enabled("cpu"):
+            out = F.conv2d(grouped, kernel, b, stride, padding, dilation, clients)
+        else:
+            out = GroupedConvolution.apply(grouped, kernel, b, settings, clients)
         return out.unflatten(1, (clients, -1)), 1
+
+
+class GroupedConvolution(torch.autograd.Function):
+    """A grouped convolution on ``(batch, channels, h, w)`` with a fast gradient of its biases."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor, settings: Any, groups: int) -> Tensor:
+        """Run torch's convolution."""
+        ctx.save_for_backward(x, w)
+        ctx.settings = settings, groups
+        stride, padding, dilation = settings
+        out: Tensor = F.conv2d(x, w, b, stride, padding, dilation, groups)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Let oneDNN compute all gradients but that of the biases."""
+        x, w = ctx.saved_tensors
+        (stride, padding, dilation), groups = ctx.settings
+        for_x, for_w, for_b = ctx.needs_input_grad[:3]
+        to_x, to_w, _ = torch.ops.aten.convolution_backward(
+            grad, x, w, None, stride, padding, dilation, False, (0, 0), groups,
+            [for_x, for_w, False],
+        )  # fmt: skip
+        return to_x, to_w, grad.sum((0, 2, 3)) if for_b else None, None, None
 
 
 # --- linear layers ---
@@ -225,34 +254,43 @@ def _max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    size, step = _pair(kernel_size), _pair(kernel_size if stride in (None, []) else stride)
-    plain = (_pair(padding), _pair(dilation)) == ((0, 0), (1, 1))
-    if size != (2, 2) or step != (2, 2) or not plain or ceil_mode or return_indices:
+    # Without a rule, `vmap` would merge clients into the batch, and copy channels-last memory.
+    sides = kernel_size, kernel_size if stride in (None, []) else stride, padding, dilation
+    settings = tuple(map(_pair, sides))
+    if None in settings or input.ndim < 3 or return_indices or input.device.type != "cpu":
         return NotImplemented
-    if input.device.type != "cpu" or not input.is_floating_point() or min(input.shape[-2:]) < 2:
-        return NotImplemented
-    return _ClientPooling.apply(input)
+    return _ClientPooling.apply(input, *settings, ceil_mode)
 
 
 class _ClientPooling(torch.autograd.Function):
-    """A 2 x 2 max pooling of each client's images."""
+    """A max pooling of each client's images."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor, *settings: Any) -> Tensor:
         """Run torch's pooling, without a client axis."""
-        return F.max_pool2d(x, 2)
+        out: Tensor = F.max_pool2d(x, *settings)
+        return out
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: Any, output: Any) -> None:
-        """Save nothing: gradients are those of :class:`MaxPool2x2`."""
+        """Save nothing: gradients are those of the operators in ``vmap``."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
-        """Pool the last two axes, with the client axis anywhere."""
+    def vmap(info: Any, in_dims: Any, x: Tensor, *settings: Any) -> tuple[Tensor, int]:
+        """Pool all clients' channels at once where they are last in memory."""
         dim = in_dims[0]
-        last = dim >= x.ndim - 2
-        x = x.movedim(dim, 0) if last else x
-        return MaxPool2x2.apply(x), 0 if last else dim
+        if dim == 1 and x.ndim == 5:
+            merged = x.flatten(1, 2)  # a view of what a convolution of all clients returns
+            if merged.is_contiguous(memory_format=torch.channels_last):
+                return F.max_pool2d(merged, *settings).unflatten(1, x.shape[1:3]), 1
+        plain = settings == ((2, 2), (2, 2), (0, 0), (1, 1), False)
+        if plain and x.is_floating_point() and min(x.shape[-2:]) >= 2:
+            last = dim >= x.ndim - 2
+            x = x.movedim(dim, 0) if last else x
+            return MaxPool2x2.apply(x), 0 if last else dim
+        x = x.movedim(dim, 0)
+        out = F.max_pool2d(x.flatten(0, 1), *settings)
+        return out.unflatten(0, x.shape[:2]), 0
 
 
 def quadrants(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -137,6 +137,16 @@ def test_pooling(settings: dict[str, Any], size: tuple[int, int]) -> None:
     check(lambda x: F.max_pool2d(x, **settings), [draw(CLIENTS, 2, 3, *size)], (0,))
 
 
+@pytest.mark.parametrize("settings", POOLS.values(), ids=POOLS)
+def test_pooling_of_what_a_convolution_of_all_clients_returns(settings: dict[str, Any]) -> None:
+    def both(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        out: Tensor = F.max_pool2d(F.conv2d(x, w, b), **settings)
+        return out
+
+    shapes = (2, 3, 7, 6), (4, 3, 3, 2), (4,)
+    check(both, [draw(CLIENTS, *shape) for shape in shapes], (0, 0, 0))
+
+
 @pytest.mark.parametrize("dim", range(5))
 def test_the_clients_of_a_pooling_may_be_on_any_axis(dim: int) -> None:
     shape = [2, 4, 7, 6]
@@ -150,7 +160,13 @@ def test_of_equal_maxima_the_first_has_the_gradient() -> None:
     check(lambda x: F.max_pool2d(x, 2), [x], (0,))
 
 
-def test_the_kernels_are_the_ones_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("convolved", "expected"), [(True, ["GroupedConvolution"]), (False, ["MaxPool2x2"])]
+)
+def test_the_kernels_are_the_ones_that_run(
+    monkeypatch: pytest.MonkeyPatch, convolved: bool, expected: list[str]
+) -> None:
+    """Torch's own pooling runs where channels are last, as behind a convolution."""
     calls: list[str] = []
 
     def counted(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,16 +176,17 @@ def test_the_kernels_are_the_ones_that_run(monkeypatch: pytest.MonkeyPatch) -> N
 
         return run
 
-    for name in ("_ClientConvolution", "MaxPool2x2"):
+    for name in ("GroupedConvolution", "MaxPool2x2"):
         kernel = getattr(kernels, name)
         monkeypatch.setattr(kernel, "apply", counted(name, kernel.apply))
+    x, w, b = draw(CLIENTS, 2, 1, 6, 6), draw(CLIENTS, 4, 1, 3, 3), draw(CLIENTS, 4)
 
-    def both(x: Tensor, w: Tensor) -> Tensor:
+    def layers(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         with FastKernels():
-            return F.max_pool2d(F.conv2d(x, w), 2)
+            return F.max_pool2d(F.conv2d(x, w, b) if convolved else x, 2)
 
-    torch.vmap(both)(draw(CLIENTS, 2, 1, 6, 6), draw(CLIENTS, 4, 1, 3, 3))
-    assert calls == ["_ClientConvolution", "MaxPool2x2"]
+    torch.vmap(layers)(x, w, b)
+    assert calls == expected
 
 
 # --- products of one client -----------------------------------------------------------------------
