@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.kept_memory import KeptMemory
+
 
 def merge(parts: Sequence[tuple[slice | Tensor, Tree]], count: int) -> Tree:
     """Merge trees of several architectures into one ``(count, ...)`` in client order.
@@ -262,15 +264,16 @@ class Stacked:
 
     Args:
         clients: Number of clients.
+        memory: Where the rows are made.
     """
 
-    def __init__(self, clients: int) -> None:
-        self._clients, self._columns = clients, Tree()
+    def __init__(self, clients: int, memory: KeptMemory) -> None:
+        self._clients, self._memory, self._columns = clients, memory, Tree()
 
     def put(self, row: int, tree: Tree) -> None:
         """Copy a client's tree; the first one comes first."""
         if not self._columns:
-            self._columns = tmap(lambda _: _Column(self._clients), tree)
+            self._columns = tmap(lambda _: _Column(self._clients, self._memory), tree)
         tmap(lambda column, leaf: column.put(row, leaf), self._columns, tree)
 
     def tree(self) -> Tree:
@@ -281,8 +284,8 @@ class Stacked:
 class _Column:
     """One leaf of all clients."""
 
-    def __init__(self, clients: int) -> None:
-        self._clients = clients
+    def __init__(self, clients: int, memory: KeptMemory) -> None:
+        self._clients, self._memory = clients, memory
         self._rows: Tensor | None = None
         self._shared: Tensor | None = None
 
@@ -293,7 +296,7 @@ class _Column:
             if is_expanded(leaf) and leaf.data_ptr() == shared.data_ptr():
                 self._shared = leaf
                 return
-            self._rows = leaf.new_empty((self._clients, *leaf.shape[1:]))
+            self._rows = self._memory.empty((self._clients, *leaf.shape[1:]), leaf)
             self._rows[:row] = shared
         self._rows[row] = leaf[0]
 
@@ -489,21 +492,29 @@ def double_sum(leaf: Tensor, weights: Tensor, origin: Tensor | None = None) -> T
 
 
 def double_sqnorm(leaf: Tensor, origin: Tensor | None = None) -> Tensor:
-    """Compute the squared norm of each row in double precision, float64 ``(clients,)``.
+    """Compute the squared norm of each row, summed in double precision, float64 ``(clients,)``.
 
     Args:
         leaf: Floats, ``(clients, ...)``.
-        origin: What is subtracted from the rows first, ``(clients, ...)``; None for 0.
+        origin: What is subtracted from the rows first, ``(clients, ...)``; None for 0. Differences
+            have the precision of the leaf, at least single.
     """
     flat = as_rows(leaf)
-    start = None if origin is None else as_rows(origin)
+    if origin is None:
+        return _sqnorm(flat)
+    start, wide = as_rows(origin), torch.promote_types(leaf.dtype, torch.float32)
     total = torch.zeros(len(flat), dtype=torch.float64, device=flat.device)
     together = columns_at_once(flat)
     for first in range(0, flat.shape[1], together):
         at = slice(first, first + together)
-        some = _doubled(flat, start, at)
-        total += torch.linalg.vecdot(some, some)
+        total += _sqnorm(flat[:, at].to(wide) - start[:, at])
     return total
+
+
+def _sqnorm(rows: Tensor) -> Tensor:
+    # Reads single precision as double, where a copy would cost more than the sum.
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return norms.square()
 
 
 def _doubled(flat: Tensor, start: Tensor | None, at: slice) -> Tensor:

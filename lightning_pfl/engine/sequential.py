@@ -26,6 +26,7 @@ from lightning_pfl.contract.records import (
 from lightning_pfl.contract.view import Objective
 from lightning_pfl.core.draws import mix, noise, random_keys
 from lightning_pfl.core.errors import MisconfigurationException, naming_clients
+from lightning_pfl.core.kept_memory import KeptMemory
 from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Stacked, Tree, materialize, select
@@ -42,6 +43,7 @@ from lightning_pfl.engine.base import (
     require_same_entries,
 )
 from lightning_pfl.engine.bound import BoundModule
+from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.kernels import LargeProducts
 from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs, computed_metrics, sorted_out
 from lightning_pfl.engine.minibatches import ClientMinibatches
@@ -105,7 +107,8 @@ class SequentialEngine:
         self.loop = loop
         self.fast = record and is_unmodified(module)
         self.traces = Traces(enabled=self.fast)
-        self.whole = WholeSteps()
+        self.whole, self.checks = WholeSteps(), Checks(module)
+        self._memory = KeptMemory()
         self.optimizer_steps: Recordings | None = {} if record else None
         self._program: ClientProgram | None = None
         self._fingerprints: dict[int, tuple[Any, ...]] = {}
@@ -136,13 +139,15 @@ class SequentialEngine:
         where no step has drawn so far. A client whose steps draw after all is trained once more,
         with keyed random functions.
         """
-        self.traces.begin()
-        self.whole.begin_round()
+        check = self.checks.due((work.method, *recorded_settings(work.method).values()))
+        self.traces.begin(check)
+        self.whole.begin_round(check)
         self._fingerprints.clear()
         self._contexts.clear()
         self._active.clear()
         results: list[LocalResult] = []
-        uploads, client_state = Stacked(len(work.info)), Stacked(len(work.info))
+        self._memory.begin_round()
+        uploads, client_state = (Stacked(len(work.info), self._memory) for _ in range(2))
 
         for row in range(len(work.info)):
             one = work.rows(slice(row, row + 1))
@@ -212,15 +217,16 @@ class SequentialEngine:
     def _find_context(
         self, work: LocalWork, number: int, active: ActivePhase, program: ClientProgram
     ) -> int | None:
-        names = getattr(type(work.method).client_step, "recorded_settings", None)
-        known = names is not None and why_not_elementwise(work.optimizer) is None
+        recordable = hasattr(type(work.method).client_step, "recorded_settings")
+        known = recordable and why_not_elementwise(work.optimizer) is None
         plain = work.schedule is None and not work.method.measures_travel
         if not (known and plain and self.records(work)):
             return None
+        settings = recorded_settings(work.method)
         return self.whole.context(
             (
                 type(work.method),
-                *((name, of_object(getattr(work.method, name))) for name in names or ()),
+                *((name, of_object(value)) for name, value in settings.items()),
                 (active.trainable, active.phase.name, active.phase.lr, active.phase.data),
                 (Same(program), self.settings_in(number)),
                 options_of(work.optimizer),
@@ -332,6 +338,12 @@ class SequentialEngine:
     def may_replay(self, step: str) -> bool:
         """Whether steps of an evaluation may be recorded."""
         return self._evaluation.may_replay(step)
+
+
+def recorded_settings(method: Method) -> dict[str, Any]:
+    """Return the settings that a method's recordable step reads."""
+    names = getattr(type(method).client_step, "recorded_settings", ())
+    return {name: getattr(method, name) for name in names}
 
 
 def take_step(method: Method, state: Tree, batch: Any, local_step: SequentialLocalStep) -> Tree:

@@ -19,6 +19,7 @@ from lightning_pfl.core.tree import Model
 from lightning_pfl.data.batch import batch_length
 from lightning_pfl.engine.active_phase import writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
+from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.kernels import LargeProducts
 from lightning_pfl.engine.logs import ClientLogs, computed_metrics, plain_values
 from lightning_pfl.engine.minibatches import evaluation_minibatches
@@ -58,6 +59,7 @@ class SequentialEvaluation:
         self.draws_elsewhere = False
         self._evaluators: dict[str, ClientProgram] = {}
         self.quiet = quiet
+        self._checks: dict[str, Checks] = {}
 
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
@@ -91,7 +93,7 @@ class SequentialEvaluation:
     def _replayed(self, work: EvaluationWork, on_clients: OnClients | None) -> Evaluation:
         """Evaluate without watching random generators, by replayed steps."""
         program = self._evaluator(work)
-        self.traces.begin()
+        self.traces.begin(self._checks.setdefault(work.step, Checks(self.module)).due())
         self.traces.enter((work.step, program, fingerprint(self.module)))
         logs = ClientLogs(len(work.clients), self.settings.device)
         counts = torch.zeros(len(work.clients), dtype=torch.int64)

@@ -175,8 +175,8 @@ def refuse_step(before: Tree, after: Tree, models: tuple[Model, Model], median: 
         if _is_float(leaf):
             old = known.get(name)
             # A method may have infinities on purpose, as initial values.
-            held = torch.ones((), dtype=torch.bool) if old is None else old.isfinite().all()
-            broken[name] = ~leaf.isfinite().all() & held.to(leaf.device)
+            held = torch.ones((), dtype=torch.bool) if old is None else _is_finite(old)
+            broken[name] = ~_is_finite(leaf) & held.to(leaf.device)
     old_model, new_model = models
     pairs = [
         (old_model[name].unsqueeze(0), leaf.unsqueeze(0))
@@ -199,6 +199,14 @@ def refuse_step(before: Tree, after: Tree, models: tuple[Model, Model], median: 
             "median update"
         )
     return ""
+
+
+def _is_finite(leaf: Tensor) -> Tensor:
+    """Whether all entries are finite, a bool scalar."""
+    if leaf.dtype == torch.float64:
+        return leaf.isfinite().all()
+    # Squares of the other types are finite in double precision, and a sum reads the leaf once.
+    return double_sqnorm(leaf.unsqueeze(0))[0].isfinite()
 
 
 def _is_float(leaf: Tensor) -> bool:

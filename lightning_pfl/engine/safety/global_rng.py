@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lightning_pfl.core.randomness import seeded
 
@@ -43,20 +42,45 @@ def watch_global_rng(key: int | None) -> Iterator[Elsewhere]:
         A record of draws, valid after the block.
     """
     found = Elsewhere()
+    if key is None:
+        before = _States()
+        try:
+            yield found
+        finally:
+            before.compare(found)
+            if found.moved or found.moved_torch:
+                before.restore()
+        return
     with seeded(key, everything=True):
-        before, torch_before = _positions(), _torch_states()
+        before = _States()
         yield found
-        found.moved = _positions() != before
-        found.moved_torch = not all(map(torch.equal, torch_before, _torch_states()))
+        before.compare(found)
 
 
-def _torch_states() -> list[Tensor]:
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *devices]
+class _States:
+    """The states of all global generators."""
 
+    def __init__(self) -> None:
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self.torch = [torch.get_rng_state(), *devices]
+        self.python, self.numpy = random.getstate(), np.random.get_state()
 
-def _positions() -> tuple[Any, ...]:
-    """Return positions of both Mersenne twisters: a word, the index, a spare normal."""
-    _, words, spare = random.getstate()
-    state: Any = np.random.get_state()
-    return words[0], words[-1], spare, int(state[1][0]), *state[2:]
+    def compare(self, found: Elsewhere) -> None:
+        """Note whether a generator was used since."""
+        now = _States()
+        found.moved = self._positions() != now._positions()
+        found.moved_torch = not all(map(torch.equal, self.torch, now.torch))
+
+    def restore(self) -> None:
+        """Restore the states."""
+        torch.set_rng_state(self.torch[0])
+        if len(self.torch) > 1:
+            torch.cuda.set_rng_state_all(self.torch[1:])
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def _positions(self) -> tuple[Any, ...]:
+        """Return positions of both Mersenne twisters: a word, the index, a spare normal."""
+        _, words, spare = self.python
+        state: Any = self.numpy
+        return words[0], words[-1], spare, int(state[1][0]), *state[2:]

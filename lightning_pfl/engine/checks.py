@@ -1,0 +1,73 @@
+"""The choice of rounds in which recordings are compared with the steps that they replay.
+
+A layer of a user's may read anything: a global name, a file, the time. So a recording is compared
+with the step in every round. torch's layers read what they have as attributes, which recordings
+know; where a step runs nothing else, a few comparisons are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from lightning_pfl.engine.active_phase import is_unmodified
+from lightning_pfl.models.losses import LOSSES
+
+RARELY = 16
+"""Every which round recordings of torch's layers are compared, the first one included."""
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    "_forward_hooks_always_called",
+)
+OURS = ("lightning_pfl", "lightning", "torch", "builtins", "abc", "typing")
+
+
+class Checks:
+    """Counts rounds, and chooses those in which recordings are compared.
+
+    Args:
+        module: The user's module, whose steps are recorded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._rounds = module, 0
+
+    def due(self, others: Iterable[Any] = ()) -> bool:
+        """Count a round, and return whether its recordings are compared.
+
+        Args:
+            others: What a step runs besides the module: the method, and objects that it holds.
+        """
+        self._rounds += 1
+        known = runs_torch_alone(self.module) and all(map(_is_ours, others))
+        return self._rounds % RARELY == 1 or not known
+
+
+def runs_torch_alone(module: Any) -> bool:
+    """Whether a step runs functions of torch and of this package alone.
+
+    That is no layer, loss or hook of a user's, and no function that is replaced on an object.
+    """
+    own = {"forward", "per_sample", "training_step", "validation_step", "test_step", "_step"}
+    return (
+        is_unmodified(module)
+        and _is_ours(module)
+        and own.isdisjoint(vars(module))
+        and module.loss is LOSSES.get(module.loss_name)
+        and all(part is module or _is_known(part) for part in module.modules())
+        and not any(getattr(part, name) for part in module.modules() for name in HOOKS)
+    )
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether no class of a value is a user's."""
+    return all(cls.__module__.partition(".")[0] in OURS for cls in type(value).__mro__)
+
+
+def _is_known(layer: nn.Module) -> bool:
+    where = ("torch.nn.modules.", "lightning_pfl.models.")
+    forward = getattr(type(layer).forward, "__module__", None) or ""
+    known = type(layer).__module__.startswith(where) and forward.startswith(where)
+    return known and "forward" not in vars(layer)
