@@ -80,6 +80,8 @@ class SelectedEngine:
         loop: Lightning's own loop, for modules with code inside a step; None for others.
         found: What probes of an earlier run have found, of a checkpoint; None for nothing.
         group: The clients' architecture, which messages name; empty where all have the same.
+        agree: Gets the place of a choice and what this process has found there, and returns what
+            the first process has found; None with one process.
 
     Attributes:
         choices: Engine and reason per step (``"training_step"``, ...).
@@ -96,8 +98,10 @@ class SelectedEngine:
         loop: ModuleLoop | None = None,
         found: Mapping[str, str] | None = None,
         group: str = "",
+        agree: Callable[[str, str], str] | None = None,
     ) -> None:
         check_engine(name)
+        self._agree = agree
         self._whose = f"{group}: " if group else ""
         self.name, self.module, self.parameter_split = name, module, parameter_split
         self.settings, self.found = settings, dict(found or {})
@@ -133,7 +137,7 @@ class SelectedEngine:
             if work.kept is not None and any(not p.ndim for p in self.module.parameters()):
                 why_not = why_not or "optimizer states are kept, and a parameter has no axes"
             first = self._first_steps(work)
-            self._choose(first, partial(self._training_pays, work, first), why_not)
+            self._choose_together(first, partial(self._training_pays, work, first), why_not)
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
@@ -145,7 +149,7 @@ class SelectedEngine:
         """Run a validation, test or prediction step for each client."""
         if work.step not in self._engines:
             first = _first_batches(work)
-            self._choose(first, partial(self._evaluation_pays, work, first))
+            self._choose_together(first, partial(self._evaluation_pays, work, first))
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
@@ -203,11 +207,31 @@ class SelectedEngine:
 
     # --- the probe ---
 
+    def _choose_together(
+        self,
+        work: LocalWork | EvaluationWork,
+        pays: Callable[[VectorizedEngine, FlopCounterMode], bool],
+        why_not: str | None = None,
+    ) -> None:
+        """Choose, and if another process has found something else before, choose that."""
+        self._choose(work, pays, why_not)
+        if self._agree is None or self.name == "sequential":
+            return
+        place = self._place(work.step)
+        mine = self.found.get(place, self._sequential.name)
+        if (first := self._agree(place, mine)) != mine:
+            self.found[place] = first
+            self._choose(work, pays, why_not, "another process")
+
+    def _place(self, step: str) -> str:
+        return f"{self.settings.device.type} {step}"
+
     def _choose(
         self,
         work: LocalWork | EvaluationWork,
         pays: Callable[[VectorizedEngine, FlopCounterMode], bool],
         why_not: str | None = None,
+        finder: str = "the checkpoint's run",
     ) -> None:
         """Settle which engine runs a step, by running it on a short piece of work.
 
@@ -216,15 +240,16 @@ class SelectedEngine:
             pays: Estimates whether the whole work is faster vectorized, from the engine and the
                 operations that it has run for ``work``.
             why_not: Why the vectorized engine can't run it, if that is known.
+            finder: Who has found what is known of the step before.
         """
         step = work.step
         if self.name == "sequential":
             self._settle(step, self._sequential, "as asked")
             return
-        place = f"{self.settings.device.type} {step}"
+        place = self._place(step)
         before = self.found.get(place)
         if before == self._sequential.name and self.name == "auto":
-            self._settle(step, self._sequential, "as in the checkpoint's run")
+            self._settle(step, self._sequential, f"as in {finder}")
             return
         reasons = []
         if why_not is not None:

@@ -31,12 +31,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import chain
+from functools import cache, partial
+from itertools import chain, count
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
 from lightning_pfl.core.tree import Path, Tree, items, leaf_at, map_items, rows, sum_above, tmap
@@ -45,6 +46,8 @@ from lightning_pfl.federation.presence import Presence
 
 BLOCK = 2**26
 """Bytes that a process sends at once, if one leaf isn't more."""
+_AGREEMENTS = count()
+"""Numbers of agreements, which processes count alike."""
 SLACK = 0.05
 """Fraction of its part of the work that a process may have more, before states move."""
 
@@ -57,6 +60,7 @@ class Ranks:
         size: Number of processes.
         device: Device of this process, used for communication.
         presence: Signs of life of the processes; None without.
+        store: Opens the store that all processes read and write; None with one process.
     """
 
     def __init__(
@@ -65,9 +69,10 @@ class Ranks:
         size: int = 1,
         device: torch.device | str = "cpu",
         presence: Presence | None = None,
+        store: Callable[[], Store] | None = None,
     ) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
-        self.presence = presence
+        self.presence, self.store = presence, store
         self._without_communication = False
 
     @property
@@ -110,6 +115,24 @@ class Ranks:
         found: list[Any] = [None] * self.size
         self.call(distributed.all_gather_object, found, value)
         return found
+
+    def agreement(self) -> Callable[[str, str], str]:
+        """Return a function by which all processes take the choice of the first one to make it.
+
+        It gets the name of the choice and this process's, and returns the first one's; it isn't
+        collective, as some process may have nothing to choose. Processes make agreements in the
+        same order.
+        """
+        if self.size == 1 or self.store is None:
+            return lambda name, mine: mine
+        store, number = cache(self.store), next(_AGREEMENTS)
+
+        def agree(name: str, mine: str) -> str:
+            key = f"lightning_pfl/choice/{number}/{name}"
+            first: bytes = store().compare_set(key, "", f"={mine}")  # "": nobody has said anything
+            return first.decode().removeprefix("=")
+
+        return agree
 
     def all_reduce(self, parts: list[Tensor], operation: Any) -> list[Tensor]:
         """Reduce tensors over all processes, those of one dtype in one call.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, distributed, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchmetrics import Metric
 
 from lightning_pfl._lightning import (
@@ -119,12 +121,13 @@ class ProcessesStrategy(ParallelStrategy):
             # Lightning does so for nccl only; running gloo threads can abort the exit.
             atexit.unregister(leave_processes)
             atexit.register(leave_processes)
+            where = self.cluster_environment.main_address, self.cluster_environment.main_port
+            store = partial(TCPStore, *where, is_master=False, wait_for_workers=False)
             presence = None
             if backend == "gloo":
-                where = self.cluster_environment.main_address, self.cluster_environment.main_port
                 presence = Presence(*where, self.global_rank, self.world_size, self.silence)
                 atexit.register(presence.end)  # before the connections close
-            self.ranks = Ranks(self.global_rank, self.world_size, self.root_device, presence)
+            self.ranks = Ranks(self.global_rank, self.world_size, self.root_device, presence, store)
 
     def setup(self, trainer: L.Trainer) -> None:
         """Set up the module and its optimizers."""

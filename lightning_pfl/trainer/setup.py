@@ -321,6 +321,7 @@ class StageSetup:
                 settings,
                 found=found.get(architecture.name),
                 group=architecture.name if len(federation.architectures) > 1 else "",
+                agree=federation.ranks.agreement(),
             )
         if fitting:
             self.use(training)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_pfl.engine import cost
 from lightning_pfl.engine.cost import (
@@ -21,6 +22,7 @@ from lightning_pfl.engine.cost import (
 )
 from lightning_pfl.engine.safety.compare import OTHER_NUMBERS
 from lightning_pfl.engine.select import SelectedEngine
+from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import fit
@@ -141,3 +143,26 @@ def test_large_networks_train_one_client_after_another_and_a_resumed_run_repeats
     assert choice("auto", 1).startswith("sequential (it could run for many clients at once")
     monkeypatch.undo()
     assert choice("auto", 2, resume=path).startswith("sequential")
+
+
+@pytest.mark.parametrize("first", ["vectorized (vmap", "sequential (it could"])
+def test_a_process_takes_the_choice_that_another_has_made_before(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs in a line, which share what processes share."""
+    store = HashStore()
+
+    def agreement(_: Ranks) -> Any:
+        return lambda name, mine: store.compare_set(name, "", mine).decode()
+
+    monkeypatch.setattr(Ranks, "agreement", agreement)
+    data, choices = image_clients((8, 8), batch_size=4), []
+    usual, large = cost.BATCHED, 1e9
+    for factor in (usual, large) if first.startswith("vectorized") else (large, usual):
+        monkeypatch.setattr(cost, "BATCHED", factor)
+        made = trainer(FedAvg(), engine="auto", max_epochs=1, limit_val_batches=0)
+        made.fit(network(), data, data)
+        choices.append(made.strategy.federation.engine.choices["training_step"])
+    assert choices[0].startswith(first)
+    expected = choices[0] if first.startswith("vect") else "sequential (as in another process)"
+    assert choices[1] == expected

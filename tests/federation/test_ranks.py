@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
 from lightning_pfl.core import tree
@@ -184,3 +185,15 @@ class TestDeal:
     def test_clients_without_work_are_dealt_evenly_too(self) -> None:
         assert sorted(deal([0.0] * 4, 2)) == [0, 0, 1, 1]
         assert deal([], 2) == []
+
+
+def test_processes_take_the_choice_that_was_made_first() -> None:
+    store = HashStore()
+    one, other = (Ranks(rank, 2, store=lambda: store).agreement() for rank in (1, 0))
+    assert one("cpu training_step", "forward") == "forward"
+    assert one("cpu training_step", "grad") == "forward"
+    assert one("cpu validation_step", "") == ""
+    assert one("cpu validation_step", "grad") == ""
+    # Another fit agrees anew.
+    assert other("cpu training_step", "sequential") == "sequential"
+    assert Ranks().agreement()("cpu training_step", "grad") == "grad"
