@@ -92,6 +92,7 @@ class Architecture:
         device: torch.device,
         ranks: Ranks,
         info: ClientInfo,
+        owners: Tensor,
     ) -> None:
         """Fill the store with the clients' states before round 0.
 
@@ -102,15 +103,15 @@ class Architecture:
             device: Device of the store.
             ranks: The processes that share the clients.
             info: All clients of the federation.
+            owners: The rank of each client's process, int64 ``(num_clients,)``.
         """
         self.method = method
         model = self.parameter_split.model()
-        self.client_states = ClientStateStore(row, self.count(num_clients), device, ranks)
+        mine = torch.arange(num_clients) if self.clients is None else self.clients
+        self.client_states = ClientStateStore(row, len(mine), device, ranks, owners[mine])
         if type(method).init_client_state_rows is Method.init_client_state_rows:
             return
-        mine = torch.arange(num_clients) if self.clients is None else self.clients
-        for some in mine.split(INITIAL_ROWS):
-            some = some[ranks.shard(some).index]
+        for some in mine[self.client_states.own_ids()].split(INITIAL_ROWS):
             if len(some):
                 client_state = self.gather(some, device)
                 self.scatter(

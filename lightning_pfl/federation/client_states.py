@@ -42,8 +42,7 @@ def _versions(tree: Tree) -> tuple[int, ...] | None:
 class ClientStateStore:
     """The states of all clients: one tensor ``(clients, *shape)`` per leaf.
 
-    With several processes each has the states of the clients whose id, modulo the number of
-    processes, is its rank.
+    With several processes each has the states of its own clients.
 
     Args:
         row: One client's initial state; every client starts with a copy.
@@ -51,6 +50,7 @@ class ClientStateStore:
         device: Device of the store. A cohort's rows are copied to the training device and back, so
             a store on the host costs one transfer of the cohort per round.
         ranks: The processes that share the clients; None for this one alone.
+        owners: The rank of each client's process, int64 ``(clients,)``; None: dealt by id.
 
     Attributes:
         complete: Whether this process has the states of all clients.
@@ -62,14 +62,18 @@ class ClientStateStore:
         num_clients: int,
         device: torch.device | str = "cpu",
         ranks: Ranks | None = None,
+        owners: Tensor | None = None,
     ) -> None:
         self.num_clients = num_clients
         self.device = torch.device(device)
         self.ranks = Ranks() if ranks is None else ranks
+        self.owners = torch.arange(num_clients) % self.ranks.size if owners is None else owners
         self.complete = self.ranks.size == 1
         self._number = 0
-        held = len(self._ids_of_shard())
-        self.tree = repeat(tmap(lambda leaf: leaf.to(self.device), row), held)
+        own = self.own_ids()
+        self._rows = torch.zeros(num_clients, dtype=torch.int64)
+        self._rows[own] = torch.arange(len(own))
+        self.tree = repeat(tmap(lambda leaf: leaf.to(self.device), row), len(own))
 
     @property
     def tree(self) -> Tree:
@@ -175,7 +179,7 @@ class ClientStateStore:
         for stored, saved in zip(
             leaves(self.tree), leaves(tmap(lambda _, new: new, self.tree, tree)), strict=True
         ):
-            mine = saved if self.complete else saved[self.ranks.rank :: self.ranks.size]
+            mine = saved if self.complete else saved[self.own_ids(len(saved))]
             stored[: len(mine)].copy_(mine)
 
     # --- several processes ------------------------------------------------------------------------
@@ -190,32 +194,34 @@ class ClientStateStore:
     def keep_shard(self) -> None:
         """Undo :meth:`gather_to_all_ranks`, for a run that continues."""
         if self.complete and self.ranks.size > 1:
-            self.tree = rows(self.tree, self._ids_of_shard().to(self.device))
+            self.tree = rows(self.tree, self.own_ids().to(self.device))
             self.complete = False
 
-    def _ids_of_shard(self) -> Tensor:
-        return torch.arange(self.ranks.rank, self.num_clients, self.ranks.size)
+    def own_ids(self, first: int | None = None) -> Tensor:
+        """Return the ids of this process's clients, ascending, among the first ones or all."""
+        if self.ranks.size == 1:
+            return torch.arange(self.num_clients if first is None else first)
+        return (self.owners[:first] == self.ranks.rank).nonzero().flatten()
 
     def _held(self, clients: Tensor) -> Tensor:
         """Find the rows of some clients in this process, on the host."""
         if self.complete or not self.has_entries():
             return clients
-        holder = clients % self.ranks.size
-        if len(foreign := clients[holder != self.ranks.rank]):
+        if len(foreign := clients[self.owners[clients] != self.ranks.rank]):
             raise RuntimeError(
                 f"Expected clients whose states are in process {self.ranks.rank}, but that of "
-                f"client {int(foreign[0])} is in process {int(foreign[0]) % self.ranks.size} of "
+                f"client {int(foreign[0])} is in process {int(self.owners[foreign[0]])} of "
                 f"{self.ranks.size}. Load the checkpoint in one process, or call "
                 "`personal_models(federation, clients)` in all processes."
             )
-        return clients // self.ranks.size
+        return self._rows[clients]
 
     def _collect(self, keep: bool) -> Tree:
         if self.complete or not self.has_entries():
             return self.tree
         pieces, size = [], max(1, BLOCK // max(self.row_nbytes(), 1))
         for clients in torch.arange(self.num_clients).split(size):
-            shard = self.ranks.shard(clients)
+            shard = self.ranks.shard(self.owners[clients])
             piece = shard.all_gather(self.gather(clients[shard.index], self.ranks.device))
             if keep:
                 pieces.append(tmap(lambda leaf: leaf.cpu(), piece))

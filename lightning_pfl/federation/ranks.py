@@ -5,8 +5,8 @@ asks no question about the number of processes. ``federation.shard(clients)`` is
 of a list of clients, ``shard.slice(tree)`` its rows, and ``shard.all_gather(tree)`` the rows of all
 processes in the order of the list.
 
-- Client states stay: process r holds those of the clients with id = r modulo the number of
-  processes, and evaluates these clients. A cohort is dealt by what its clients cost, samples times
+- Each process owns clients, dealt once by their numbers of samples: it holds their states, which
+  stay, and evaluates them. A cohort is dealt by what its clients cost, samples times
   steps: where one process has too much to do, the states of some clients visit another one for the
   round. All processes load all data.
 - Each process decides about the uploads of its clients, and the decisions are shared. Where the
@@ -363,6 +363,29 @@ def _widened(leaf: Tensor) -> Tensor:
     if not leaf.is_floating_point():
         return leaf.long()
     return leaf.float() if leaf.dtype.itemsize < 4 else leaf
+
+
+def deal_evenly(num_samples: Tensor, size: int) -> Tensor:
+    """Deal all clients to processes so that each has about as many clients and samples.
+
+    From most samples to fewest, back and forth: 0, 1, 1, 0, 0, 1, ...
+
+    Args:
+        num_samples: Samples of each client, int64 ``(clients,)``.
+        size: Number of processes.
+
+    Returns:
+        The rank of each client, int64 ``(clients,)``.
+
+    Example:
+        >>> deal_evenly(torch.tensor([5, 9, 1, 7]), 2)
+        tensor([1, 0, 0, 1])
+    """
+    order = torch.argsort(num_samples, descending=True, stable=True)
+    turn = torch.arange(len(order)) % (2 * size)
+    owners = torch.empty_like(order)
+    owners[order] = turn.minimum(2 * size - 1 - turn)
+    return owners
 
 
 def deal(costs: Sequence[float], size: int, homes: Sequence[int] | None = None) -> list[int]:

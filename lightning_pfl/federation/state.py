@@ -50,7 +50,7 @@ from lightning_pfl.federation.checkpoint import (
 )
 from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.gate import MaxNorm, Verdict, refuse_step
-from lightning_pfl.federation.ranks import Ranks, RankShard, deal
+from lightning_pfl.federation.ranks import Ranks, RankShard, deal, deal_evenly
 from lightning_pfl.federation.sampling import check_participation
 from lightning_pfl.methods.base import Method, Phase
 from lightning_pfl.metrics.history import History
@@ -73,6 +73,7 @@ class FederationState:
         client_results: The last evaluation of each split, client by client.
         settings: The engines' settings.
         ranks: The processes that share the clients.
+        owners: The rank of each client's process, int64 ``(clients,)``.
         seed: Seed of every random choice of the run.
         client_optimizer: Makes the template of an architecture's optimizers outside of a fit.
         training_data: Loads the training data.
@@ -99,7 +100,7 @@ class FederationState:
         self.history = History()
         self.client_results: dict[str, ClientResults] = {}
         self.client_names: tuple[str, ...] = ()
-        self.num_samples = torch.zeros(0, dtype=torch.int64)
+        self.num_samples = self.owners = torch.zeros(0, dtype=torch.int64)
         self.module: L.LightningModule | None = None
         self.fitting = self.keeps_best = False
         self.best: dict[int, BestModel] = {}
@@ -181,7 +182,7 @@ class FederationState:
         """
         client_states = self.architectures[0].client_states  # several ones run in one process
         kept = client_states.has_entries() or self.keeps_optimizers
-        keys = clients if kept else torch.arange(len(clients))
+        keys = self.owners[clients] if kept else torch.arange(len(clients))
         return (Ranks() if client_states.complete else self.ranks).shard(keys)
 
     def deal(self, info: ClientInfo, home: RankShard) -> RankShard:
@@ -309,6 +310,7 @@ class FederationState:
             self._load_shared()
         self._keep_own()
         count = len(names)
+        self.owners = deal_evenly(num_samples, self.ranks.size)
         nothing = torch.zeros(count, dtype=torch.int64)
         everyone = ClientInfo(torch.arange(count), num_samples, nothing, nothing.double(), 0, count)
         begun = [
@@ -332,7 +334,8 @@ class FederationState:
         everyone: ClientInfo,
     ) -> None:
         """Make the client states of an architecture before round 0."""
-        architecture.begin(method, row, self.num_clients, device, self.ranks, everyone)
+        ranks, owners = self.ranks, self.owners
+        architecture.begin(method, row, self.num_clients, device, ranks, everyone, owners)
 
     def _bind(self, num_samples: Tensor | None = None) -> list[Method]:
         samples = self.num_samples if num_samples is None else num_samples
@@ -445,7 +448,7 @@ class FederationState:
             self.optimizer_states = {
                 client: states[name]
                 for client, name in enumerate(self.client_names)
-                if name in states and client % self.ranks.size == self.ranks.rank
+                if name in states and int(self.owners[client]) == self.ranks.rank
             }
             self._move_optimizers(device)
         if not self.num_samples.any():
@@ -468,7 +471,7 @@ class FederationState:
             known = architecture.clients
             clients = torch.arange(self.num_clients) if known is None else known
             clients = clients[clients >= first]
-            clients = clients[self.ranks.shard(clients).index]
+            clients = clients[self.ranks.shard(self.owners[clients]).index]
             client_state = architecture.gather(clients, "cpu")
             server, client_state = architecture.method.admit(saved, begun, client_state)
             if len(clients):

@@ -19,6 +19,7 @@ from lightning_pfl.federation.ranks import (
     Ranks,
     RankShard,
     deal,
+    deal_evenly,
     gather_evaluation,
     gather_work,
 )
@@ -185,6 +186,20 @@ class TestDeal:
     def test_clients_without_work_are_dealt_evenly_too(self) -> None:
         assert sorted(deal([0.0] * 4, 2)) == [0, 0, 1, 1]
         assert deal([], 2) == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 7, 100])
+def test_owned_clients_and_samples_are_about_as_many(size: int, count: int) -> None:
+    sizes = torch.distributions.LogNormal(4.0, 0.8)
+    torch.manual_seed(count)
+    samples = sizes.sample((count,)).long()
+    owners = deal_evenly(samples, size)
+    clients = torch.bincount(owners, minlength=size)
+    held = torch.bincount(owners, samples.double(), minlength=size)
+    assert clients.max() - clients.min() <= 1
+    # Neighbours in the order differ by at most the largest client all together.
+    assert held.max() - held.min() <= samples.max()
 
 
 def test_processes_take_the_choice_that_was_made_first() -> None:
