@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +15,6 @@ SMALLEST = 2**16
 """Bytes from which a tensor's memory is kept; less than this the allocator keeps by itself."""
 LIMIT = 2**27
 """Largest number of bytes that are kept."""
-UNHELD = 3
-"""References to an array in a list, in a loop over it, and in the call that counts them."""
 NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -24,31 +22,56 @@ class KeptMemory:
     """Makes tensors in memory of earlier ones that nothing holds any more, no view either.
 
     A tensor over a NumPy array holds the array for as long as anything holds the tensor's memory.
+    So each tensor gets an array of its own, a view of the memory that is kept.
     """
 
     def __init__(self) -> None:
-        self._arrays: list[np.ndarray[Any, Any]] = []
-        self._used: set[int] = set()
+        self._pieces: list[_Piece] = []
 
     def begin_round(self) -> None:
         """Keep the memory that was used since the last call, and no other."""
-        self._arrays = [array for array in self._arrays if id(array) in self._used]
-        self._used = set()
+        self._pieces = [piece for piece in self._pieces if piece.used]
+        for piece in self._pieces:
+            piece.used = False
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a contiguous tensor with the type and the device of another, not initialised."""
         length = math.prod(shape)
-        size, kept = length * like.element_size(), sum(array.nbytes for array in self._arrays)
+        size = length * like.element_size()
         if like.device.type != "cpu" or like.dtype not in NUMPY or size < SMALLEST:
             return like.new_empty(shape)
-        kind = NUMPY[like.dtype]
-        for array in self._arrays:
-            if array.dtype == kind and len(array) == length and sys.getrefcount(array) == UNHELD:
+        kind = np.dtype(NUMPY[like.dtype])
+        for piece in self._pieces:
+            if piece.is_free() and piece.memory.dtype == kind and len(piece.memory) == length:
                 break
         else:
-            if kept + size > LIMIT:
+            if sum(piece.memory.nbytes for piece in self._pieces) + size > LIMIT:
                 return like.new_empty(shape)
-            array = np.empty(length, kind)
-            self._arrays.append(array)
-        self._used.add(id(array))
-        return torch.from_numpy(array).view(*shape)
+            piece = _Piece(np.empty(length, kind))
+            self._pieces.append(piece)
+        return torch.from_numpy(piece.lend()).view(*shape)
+
+
+class _Piece:
+    """Memory for one tensor at a time.
+
+    Args:
+        memory: The memory, as a vector.
+
+    Attributes:
+        used: Whether it was lent in this round.
+    """
+
+    def __init__(self, memory: np.ndarray[Any, Any]) -> None:
+        self.memory, self.used = memory, False
+        self._lent: weakref.ref[np.ndarray[Any, Any]] | None = None
+
+    def is_free(self) -> bool:
+        """Whether nothing holds what was lent last."""
+        return self._lent is None or self._lent() is None
+
+    def lend(self) -> np.ndarray[Any, Any]:
+        """Return an array over the memory; once nothing holds it, the memory is free."""
+        array: np.ndarray[Any, Any] = self.memory.view()
+        self.used, self._lent = True, weakref.ref(array)
+        return array

@@ -53,7 +53,7 @@ def test_what_a_round_did_not_use_is_given_back() -> None:
     del both
     memory.empty((LARGE,), like)
     memory.begin_round()
-    assert len(memory._arrays) == 1
+    assert len(memory._pieces) == 1
 
 
 def test_small_tensors_other_types_and_too_many_are_torchs(monkeypatch: Any) -> None:
@@ -61,10 +61,10 @@ def test_small_tensors_other_types_and_too_many_are_torchs(monkeypatch: Any) -> 
     memory.empty((3,), torch.empty(0))
     memory.empty((LARGE,), torch.empty(0, dtype=torch.int32))
     assert memory.empty((LARGE,), torch.empty(0, device="meta")).device.type == "meta"
-    assert not memory._arrays
+    assert not memory._pieces
     monkeypatch.setattr(kept_memory, "LIMIT", 2 * SMALLEST)
     held = [memory.empty((LARGE,), torch.empty(0)) for _ in range(3)]
-    assert len(memory._arrays) == 2
+    assert len(memory._pieces) == 2
     assert all(tensor.shape == (LARGE,) and tensor.dtype == torch.float32 for tensor in held)
 
 
@@ -79,4 +79,4 @@ def test_rows_of_the_next_round_leave_those_of_before_that_are_held() -> None:
         if round == 1:
             del results[0]
     assert [leaf[:, 0].tolist() for leaf in results] == [[10.0, 11.0], [20.0, 21.0]]
-    assert len(memory._arrays) == 2
+    assert len(memory._pieces) == 2
