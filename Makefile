@@ -66,8 +66,8 @@ docs: env  ## Build the documentation's site in build/docs, without a network; a
 tables: env  ## Write the registry and the tables of methods from their classes
 	$(BIN)/python -m docs.tables
 
-bench: env  ## Time rounds against a plain loop; measure memory and the time to begin
-	$(BIN)/python -m benchmarks.table $(BENCH_ARGS)
+bench: env  ## Time rounds against a plain loop; measure memory and the time to begin; write build/bench.json
+	$(BIN)/python -m benchmarks.table --json build/bench.json $(BENCH_ARGS)
 
 # Where a recipe fails the experiments still run, and the failure is what make reports.
 reproduce: env  ## Run recipes (three seeds) and experiments, skipping what is done; write recipes/README.md

@@ -19,7 +19,7 @@ gpu)
         echo "Expected a GPU that torch can use, but torch.cuda.is_available() is False. Run it on a machine with one." >&2
         exit 1
     } ;;
-cpu) ROUNDS=(--workloads logistic --methods FedAvg --rounds 1) ;;
+cpu) ROUNDS=(--workloads logistic --methods FedAvg --seconds 0) ;;
 *)
     echo "Expected --accelerator to be gpu or cpu, but got '$ACCELERATOR'. Leave it out for a GPU." >&2
     exit 2 ;;
@@ -30,7 +30,7 @@ trap 'rm -rf "$PARTS"' EXIT
 
 timeout 240 "$PYTHON" -m pytest -m gpu -q --junitxml "$PARTS/tests.xml"
 TESTS=$?
-timeout 330 "$PYTHON" -m benchmarks.table --parts rounds --no-check --accelerator "$ACCELERATOR" "${ROUNDS[@]}" --json "$PARTS/cells.json"
+timeout 330 "$PYTHON" -m benchmarks.table --parts rounds --threads 1 --no-check --accelerator "$ACCELERATOR" "${ROUNDS[@]}" --json "$PARTS/cells.json"
 CELLS=$?
 "$PYTHON" - "$PARTS" "$FILE" "$TESTS" "$CELLS" <<'PYTHON_END'
 import json, sys
@@ -47,7 +47,7 @@ file.write_text(json.dumps({
     "torch": torch.__version__,
     "lightning": lightning.__version__,
     "tests": {"status": tests, **{key: suite[key] for key in ("tests", "failures", "errors", "skipped", "time") if key in suite}},
-    "cells": {"status": cells, "measured": json.loads(table.read_text()) if table.is_file() else []},
+    "cells": {"status": cells, "measured": list(json.loads(table.read_text())["cells"].values()) if table.is_file() else []},
 }, indent=1) + "\n")
 print(f"written: {file}")
 PYTHON_END

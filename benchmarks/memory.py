@@ -10,7 +10,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,14 @@ from lightning_pfl import FederatedStrategy, methods
 from lightning_pfl.testing.fitting import quiet_trainer
 
 MANY = 100_000
-CASES = (("w4", "FedAvg"), ("w4-1000", "FedAvg"), ("many", "FedAvg"), ("many", "Ditto"))
+CASES = (
+    ("w4", "FedAvg", 4),
+    ("w4-1000", "FedAvg", 4),
+    ("many", "FedAvg", 4),
+    ("many", "Ditto", 4),
+    ("logistic", "FedAvg", 2000),
+)
+"""Workloads, methods and rounds of the table."""
 STATES = 3
 """Copies of a model that a client trains with: parameters, gradients and momentum."""
 
@@ -89,6 +96,7 @@ def measure(name: str, method: str, rounds: int) -> dict[str, Any]:
     return {
         "workload": name,
         "method": method,
+        "rounds": rounds,
         "peak": peak,
         "needed": needed,
         "ratio": peak / needed,
@@ -97,25 +105,23 @@ def measure(name: str, method: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def rows(rounds: int = 4) -> Iterator[dict[str, Any]]:
-    """Measure each case in a process of its own."""
-    for name, method in CASES:
-        command = [sys.executable, "-m", "benchmarks.memory", name, method, "--json"]
-        ended = subprocess.run(
-            [*command, "--rounds", str(rounds)], check=True, stdout=subprocess.PIPE, text=True
-        )
-        yield json.loads(ended.stdout.splitlines()[-1])
+def measure_apart(name: str, method: str, rounds: int) -> dict[str, Any]:
+    """Measure a case in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.memory", name, method, "--json"]
+    ended = subprocess.run(
+        [*command, "--rounds", str(rounds)], check=True, stdout=subprocess.PIPE, text=True
+    )
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
 
 
-def print_rows() -> None:
-    """Print the rows of the table."""
-    print(f"{'workload':12}{'method':12}{'peak MiB':>10}{'tensors':>9}{'ratio':>7}")
-    for row in rows():
-        print(
-            f"{row['workload']:12}{row['method']:12}{row['peak']:10.0f}{row['needed']:9.0f}"
-            f"{row['ratio']:7.2f}",
-            flush=True,
-        )
+def describe(row: dict[str, Any]) -> str:
+    """Write a row of the table."""
+    return (
+        f"{row['workload']:12}{row['method']:12}{row['peak']:10.0f}{row['needed']:9.0f}"
+        f"{row['ratio']:7.2f}  {row['first_quarter']:.0f} MiB after a quarter of "
+        f"{row['rounds']} rounds, {row['end']:.0f} after the last"
+    )
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
@@ -129,17 +135,14 @@ def main(arguments: Iterable[str] | None = None) -> None:
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if options.workload is None:
-        print_rows()
+        for case in CASES:
+            print(describe(measure_apart(*case)), flush=True)
         return
     found = measure(options.workload, options.method, options.rounds)
     if options.json:
         print(json.dumps(found))
         return
-    print(
-        f"{options.workload}, {options.method}: {found['peak']:.0f} MiB at the peak, tensors need "
-        f"{found['needed']:.0f}; {found['first_quarter']:.0f} MiB after a quarter of the "
-        f"{options.rounds} rounds, {found['end']:.0f} after the last"
-    )
+    print(describe(found))
 
 
 if __name__ == "__main__":

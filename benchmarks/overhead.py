@@ -27,6 +27,7 @@ from lightning_pfl.testing.fitting import quiet_trainer
 from lightning_pfl.trainer.progress import profiled
 
 CLIENTS, COHORT, SAMPLES = 100, 10, 20
+LOGGERS = ("none", "csv", "tensorboard")
 INSIDE = (profiled("training_step"), "aggregation", profiled("validation_step"))
 
 
@@ -125,25 +126,22 @@ def first_round(rounds: int = 8) -> tuple[float, float, float]:
     return clock.ends[0] - begin, clock.rounds[0], median(clock.rounds[2:])
 
 
-def print_start() -> None:
-    """Print the CPU seconds of imports, and of the demo's first rounds."""
-    base, ours = import_seconds("import lightning"), import_seconds("import lightning_pfl")
-    print(f"CPU seconds: import lightning {base:.2f} s, import lightning_pfl {ours:.2f} s")
-    to_first, first, later = first_round()
-    print(
-        f"FedRep on the digits: {to_first:.2f} s from fit to the end of the first round, which "
-        f"takes {first:.2f} s; a later one takes {later:.2f} s"
-    )
+def measure_start() -> dict[str, float]:
+    """Measure the CPU seconds of imports, and of the demo's first rounds."""
+    found = dict(zip(("to_first", "first", "later"), first_round(), strict=True))
+    for name in ("lightning", "lightning_pfl"):
+        found[f"import {name}"] = import_seconds(f"import {name}")
+    return found
 
 
-def print_overhead(rounds: int = 30) -> None:
-    """Print what a round takes besides the clients' and the server's work."""
-    print(
-        f"outside training, aggregation and evaluation; {CLIENTS} clients, {COHORT} a round, 1 "
-        "thread"
+def describe_start(found: dict[str, float]) -> str:
+    """Write it in two lines."""
+    return (
+        f"CPU seconds: import lightning {found['import lightning']:.2f} s, import lightning_pfl "
+        f"{found['import lightning_pfl']:.2f} s\n"
+        f"FedRep on the digits: {found['to_first']:.2f} s from fit to the end of the first round, "
+        f"which takes {found['first']:.2f} s; a later one takes {found['later']:.2f} s"
     )
-    for logger in ("none", "csv", "tensorboard"):
-        print(f"  logger {logger:12} {overhead(rounds, logger):6.1f} ms a round")
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
@@ -153,8 +151,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
     options = parser.parse_args(None if arguments is None else list(arguments))
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    print_overhead(options.rounds)
-    print_start()
+    print(f"outside training, aggregation and evaluation; {CLIENTS} clients, {COHORT} a round")
+    for logger in LOGGERS:
+        print(f"  logger {logger:12} {overhead(options.rounds, logger):6.1f} ms a round")
+    print(describe_start(measure_start()))
 
 
 if __name__ == "__main__":

@@ -157,12 +157,13 @@ class PlainLoop:
                     with torch.no_grad():
                         inputs = body(images[rows]) if features is None else features[rows]
                     _step(optimizer, head(inputs), labels[rows])
-            body.train()
-            head.requires_grad_(False)
-            optimizer = self._optimizer(body)
-            for inputs, targets in self._epoch(client, self.workload.head_epochs):
-                _step(optimizer, self.module(inputs), targets)
-            head.requires_grad_(True)
+            if list(body.parameters()):
+                body.train()
+                head.requires_grad_(False)
+                optimizer = self._optimizer(body)
+                for inputs, targets in self._epoch(client, self.workload.head_epochs):
+                    _step(optimizer, self.module(inputs), targets)
+                head.requires_grad_(True)
             uploads.append(_copy(self.leaves))
             self.personal[client] = uploads[-1]
         self.server = _mean(uploads, self._samples(cohort))

@@ -24,7 +24,7 @@ from typing import Any
 
 import lightning as L
 
-from benchmarks.table import WARM_UP, make_method
+from benchmarks.cells import WARM_UP, make_method
 from benchmarks.workloads import WORKLOADS, Workload
 from lightning_pfl import FederatedStrategy
 from lightning_pfl.federation.ranks import Ranks
@@ -36,6 +36,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "w4": {"clients": 200, "cohort": 50},
 }
 """Where a workload is larger than in the table: more clients, as in a whole experiment."""
+DEFAULT = ("w1", "w2", "w4")
 
 
 def workload_of(name: str) -> Workload:
@@ -124,10 +125,38 @@ def measure(name: str, method: str, processes: int, rounds: int) -> dict[str, fl
     }
 
 
+def compare(name: str, method: str, processes: int, rounds: int, turns: int) -> dict[str, float]:
+    """Run fits of one process and of several in turns.
+
+    Returns:
+        The ratios ``wall`` and ``cpu`` of the least seconds of each, these seconds by the clock,
+        ``one`` and ``several``, and ``waits`` of :func:`measure`.
+    """
+    one, several = [], []
+    for _ in range(turns):
+        one.append(measure(name, method, 1, rounds))
+        several.append(measure(name, method, processes, rounds))
+    least = [{key: min(run[key] for run in runs) for key in runs[0]} for runs in (one, several)]
+    return {
+        **{key: least[0][key] / least[1][key] for key in ("wall", "cpu")},
+        "one": least[0]["wall"],
+        "several": least[1]["wall"],
+        "waits": least[1]["waits"],
+    }
+
+
+def describe(row: dict[str, float]) -> str:
+    """Write what :func:`compare` found."""
+    return (
+        f"{row['wall']:.2f} by the clock, {row['cpu']:.2f} by the processor; {row['one']:.3f} s "
+        f"and {row['several']:.3f} s; {row['waits']:.0%} in collective calls"
+    )
+
+
 def main() -> None:
     """Measure, and print a line for each workload and method."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--workloads", nargs="+", default=["w1", "w2", "w4"], choices=WORKLOADS)
+    parser.add_argument("--workloads", nargs="+", default=DEFAULT, choices=WORKLOADS)
     parser.add_argument("--methods", nargs="+", default=["FedAvg"])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6)
@@ -141,19 +170,9 @@ def main() -> None:
     print("workload, method: ratio by the clock, by the processor; seconds of one and of several")
     for name in given.workloads:
         for method in given.methods:
-            one, several = [], []
-            for _ in range(given.turns):
-                one.append(measure(name, method, 1, given.rounds))
-                several.append(measure(name, method, given.processes, given.rounds))
-            least = [
-                {key: min(run[key] for run in runs) for key in runs[0]} for runs in (one, several)
-            ]
-            wall, cpu = (least[0][key] / least[1][key] for key in ("wall", "cpu"))
+            row = compare(name, method, given.processes, given.rounds, given.turns)
             print(
-                f"{name}, {method}, {given.processes} processes: {wall:.2f} by the clock, "
-                f"{cpu:.2f} by the processor; {least[0]['wall']:.3f} s and "
-                f"{least[1]['wall']:.3f} s; "
-                f"{least[1]['waits']:.0%} in collective calls",
+                f"{name}, {method}, {given.processes} processes: {describe(row)}",
                 flush=True,
             )
 

@@ -1,381 +1,252 @@
-"""Whole rounds of every method against a careful plain loop, memory, and the time to begin.
+"""All that the page on speed shows, from one command: ``make bench``.
 
-    python -m benchmarks.table                          every row of the page
-    python -m benchmarks.table --parts rounds --workloads w2 --methods FedAvg --threads 1 2
+    python -m benchmarks.table --json build/bench.json           every part, with 1 and 2 threads
+    python -m benchmarks.table --json build/bench.json --resume  what isn't in the file yet
+    python -m benchmarks.table --parts rounds --workloads w2 --methods FedAvg --threads 2
     python -m benchmarks.table --parts rounds --workloads w1-fashion --methods FedAvg FedRep
-    bash benchmarks/gpu.sh                              on a GPU, with the tests that need one
+    python -m benchmarks.table --parts peers --peer fluke=/path/to/python
+    python -m benchmarks.page build/bench.json                   write it into the pages
+    bash benchmarks/gpu.sh                                       on a GPU, with its tests
 
-In every cell the rounds of both sides alternate in one process, and a ratio above 1 means that the
-package is faster: the quotient of the medians of CPU seconds (and of wall-clock seconds) per round
-with the evaluation of all clients, after rounds that warm up. Both sides draw the same cohorts and
-minibatches, and a cell fails if they don't have the same models at the end; see :func:`check`.
-Methods without a plain loop have the package's seconds alone.
+Each measurement is printed and written as it ends. One that fails is printed with its error, the
+rest goes on, and the command ends with status 1.
 """
 
 import argparse
 import json
 import logging
-import math
+import os
 import platform
-import time
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import memory, overhead
+from benchmarks import cells, memory, overhead, peers, processes
+from benchmarks.cells import NAMES, NOT_HERE, Cell
 from benchmarks.plain import METHODS as LOOPS
-from benchmarks.plain import PlainLoop
-from benchmarks.workloads import FROM_FILES, WORKLOADS, Workload
-from lightning_pfl import FederatedStrategy, methods
-from lightning_pfl.contract.callback import FederatedCallback
-from lightning_pfl.data import FederatedTensorDataset
-from lightning_pfl.federation.evaluate import personal_models
-from lightning_pfl.methods.base import Method
-from lightning_pfl.testing.fitting import quiet_trainer
+from benchmarks.workloads import FROM_FILES, WORKLOADS
 
-WARM_UP = 3
-"""Rounds before the clock counts: the engine's probe and its recordings."""
-APART = 0.02
-"""Largest distance of the two sides' models after the first round, relative to the way from the
-initial models, in single precision: rounding that switches one ReLU makes 0.7 % on the wide
-network. Later it grows as in any training, by which nothing is found: LeNet's is 2.6 % after eight
-rounds of FedAvg, where the same in double precision is 4e-14."""
-SAME = 1e-9
-"""The same bound in double precision, at the end of some rounds: far above rounding, and far below
-what another order of samples or a wrong factor makes."""
-CHECKED_ROUNDS = 3
-EVERY_METHOD = ("w1", "w2")
-"""Workloads on which all methods run by default; on the others those with a plain loop."""
-NOT_HERE = {
-    "HeteroFL": "it needs narrower networks",
-    "LinearFedRep": "it is for linear models",
-    "MOCHA": "it is for linear models",
-    "SheafFMTL": "its restriction maps take more memory than there is",
-}
-NAMES = [*LOOPS, *(name for name in methods.__all__ if name not in (*LOOPS, *NOT_HERE))]
-PUBLIC = 40
-"""Public samples of methods that need some."""
+PARTS = ("rounds", "memory", "start", "overhead", "processes", "peers")
 
 
-def make_method(name: str, workload: Workload) -> Method:
-    """Make a method with the settings of the plain loop."""
-    if name.startswith("FedRep"):
-        return methods.FedRep(head_epochs=workload.head_epochs, body_epochs=1)
-    settings: dict[str, Any] = {}
-    if name in ("FedU", "GTVMin", "HomologicalConstraints"):
-        settings["graph"] = "ring"
-    if name == "ClusterOracle":
-        settings["clusters"] = [client % 2 for client in range(workload.clients)]
-    if name == "FedMD":
-        settings["public_samples"] = PUBLIC
-    made: Method = getattr(methods, name)(**settings)
-    return made
+class Results:
+    """What was measured, printed and written as it comes.
 
-
-class Splits(L.LightningDataModule):
-    """The clients' samples, and the first of them as public ones."""
-
-    def __init__(self, train: FederatedTensorDataset, test: FederatedTensorDataset) -> None:
-        super().__init__()
-        self.train, self.test = train, test
-
-    def train_dataloader(self) -> Any:
-        """Return the training split."""
-        return self.train
-
-    def val_dataloader(self) -> Any:
-        """Return the test split."""
-        return self.test
-
-    def public_dataloader(self) -> Any:
-        """Return public samples."""
-        fields = [field[:PUBLIC] for field in self.train.fields]
-        return DataLoader(TensorDataset(*fields), batch_size=10)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One measurement.
+    Args:
+        path: The file, JSON, whose measurements are kept until they are made again; None for none.
+        resume: Whether what the file has isn't measured again.
 
     Attributes:
-        cpu, wall: The plain loop's seconds per round over the package's; NaN without a loop.
-        seconds, cpu_seconds: The package's wall-clock and CPU seconds per round.
-        first: Wall-clock seconds of its first round.
-        choice: The engine that ran, with its reason.
-        apart: Distance of the two sides' models after the first round, see :data:`APART`.
-        memory: Largest memory of a GPU, in MiB; 0 on a CPU, see :mod:`benchmarks.memory`.
+        found: For each part what it measured, by a key of its own.
+        failed: The measurements that failed.
     """
 
-    workload: str
-    method: str
-    engine: str
-    threads: int
-    cpu: float
-    wall: float
-    seconds: float
-    cpu_seconds: float
-    first: float
-    choice: str
-    apart: float
-    memory: int
+    def __init__(self, path: Path | None = None, resume: bool = False) -> None:
+        self.path, self.resume, self.failed = path, resume, list[str]()
+        self.found: dict[str, dict[str, Any]] = {}
+        if path is not None and path.is_file():
+            self.found = json.loads(path.read_text())
 
+    def keep(self, part: str, key: str, value: Any) -> None:
+        """Store a measurement."""
+        self.found.setdefault(part, {})[key] = value
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside = self.path.with_name(self.path.name + ".new")
+            beside.write_text(json.dumps(self.found, indent=1) + "\n")
+            beside.replace(self.path)  # so that an interrupted run leaves a whole file
 
-class InTurns(FederatedCallback):
-    """Times each round with its evaluation, then a round of the plain loop, ``loop``, if any.
+    def measure(
+        self, part: str, key: str, function: Callable[..., Any], *arguments: Any, **settings: Any
+    ) -> Iterator[Any]:
+        """Call a function that measures; iterate over what it returns, or over nothing.
 
-    Attributes:
-        compare: Returns the distance of the two sides' models.
-        apart: That distance after each round that is compared.
-    """
-
-    loop: Callable[[], Any] | None = None
-    compare: Callable[[], float]
-
-    def __init__(self, compared: Iterable[int]) -> None:
-        self.ours: list[tuple[float, float]] = []
-        self.theirs: list[tuple[float, float]] = []
-        self.compared, self.apart = set(compared), list[float]()
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the start of the round."""
-        self.start = _now()
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Store the end of the round, after the evaluation, and run the loop's."""
-        self.ours.append(_since(self.start))
-        if self.loop is None:
+        There is nothing where the file has it already, or where the function fails.
+        """
+        if self.resume and key in self.found.get(part, {}):
             return
-        start = _now()
-        self.loop()
-        self.theirs.append(_since(start))
-        if len(self.theirs) in self.compared:
-            self.apart.append(self.compare())
+        try:
+            value = function(*arguments, **settings)
+        except Exception as error:  # one failure must not take what comes after it
+            if not isinstance(error, FileNotFoundError):  # whose words say it all
+                traceback.print_exc()
+            print(f"{part}, {key}: failed: {error}", flush=True)
+            self.failed.append(f"{part}, {key}")
+            self.found.get(part, {}).pop(key, None)
+        else:
+            self.keep(part, key, value)
+            yield value
 
 
-def _now() -> tuple[float, float]:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # what was launched belongs to the side that launched it
-    return time.process_time(), time.perf_counter()
+def describe_machine(accelerator: str = "cpu") -> dict[str, str]:
+    """Return the versions, the processor and how busy it is."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    processor = names[0] if names else platform.machine()
+    return {
+        "torch": torch.__version__,
+        "lightning": L.__version__,
+        "python": platform.python_version(),
+        "device": processor if accelerator == "cpu" else torch.cuda.get_device_name(),
+        "cores": str(os.cpu_count()),
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }
 
 
-def _since(start: tuple[float, float]) -> tuple[float, float]:
-    cpu, wall = _now()
-    return cpu - start[0], wall - start[1]
+# --- rounds ---------------------------------------------------------------------------------------
 
 
-def run(
-    workload: Workload,
-    method: str,
-    engine: Any,
-    rounds: int,
-    compared: Iterable[int],
-    accelerator: Any = "cpu",
-    onednn: bool = True,
-    **settings: Any,
-) -> tuple[InTurns, FederatedStrategy]:
-    """Run rounds of both sides in turns.
+def wanted_cells(options: argparse.Namespace) -> Iterator[tuple[int, str, str, str]]:
+    """Iterate over threads, workload, method and engine of the cells to measure.
 
-    Args:
-        workload: What trains.
-        method: A method's name, or a key of ``plain.METHODS``.
-        engine: The strategy's ``engine``.
-        rounds: Rounds.
-        compared: Numbers of rounds, from 1, after which models are compared.
-        accelerator: The Trainer's; the plain loop runs on the same device.
-        onednn: Whether the plain loop uses oneDNN.
-        settings: Further settings of the strategy.
+    Methods without a loop, whose seconds are compared with nothing, run with the first number of
+    threads alone.
     """
-    train, test = workload.data()
-    L.seed_everything(0, verbose=False)
-    module = workload.module()
-    initial = {key: leaf.clone() for key, leaf in module.state_dict().items()}
-    strategy = FederatedStrategy(
-        make_method(method, workload), workload.cohort, engine=engine, seed=0, **settings
-    )
-    clock = InTurns(compared)
-    trainer = quiet_trainer(
-        strategy,
-        rounds,
-        accelerator=accelerator,
-        devices=1,
-        callbacks=[clock],
-        num_sanity_val_steps=0,
-    )
-    if method in LOOPS:
-        with torch.enable_grad():
-            device = trainer.strategy.root_device
-            loop = PlainLoop(workload, train, test, initial, method, device=device, onednn=onednn)
-        clock.loop = torch.enable_grad()(loop.run_round)
-        clock.compare = lambda: _apart(loop, initial, strategy)
-    trainer.fit(module, datamodule=Splits(train, test))
-    return clock, strategy
-
-
-def measure(
-    name: str, method: str, engine: Any, rounds: int, threads: int, **settings: Any
-) -> Cell:
-    """Measure one cell.
-
-    Args:
-        name: A key of ``WORKLOADS``.
-        method: A method's name, or a key of ``plain.METHODS``.
-        engine: The strategy's ``engine``.
-        rounds: Rounds that count.
-        threads: Threads within an operation.
-        settings: Further arguments of :func:`run`.
-
-    Raises:
-        AssertionError: If both sides have different models after a round.
-    """
-    if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
-    with _threads(threads):
-        clock, strategy = run(WORKLOADS[name], method, engine, WARM_UP + rounds, [1], **settings)
-    apart = clock.apart[0] if clock.apart else 0.0
-    assert apart < APART, f"{name}, {method}, {engine}: the models differ by {apart:.1%}"
-    ours, theirs = clock.ours[WARM_UP:], clock.theirs[WARM_UP:]
-    cpu, wall = (median(one[which] for one in ours) for which in (0, 1))
-    loop = [median(one[which] for one in theirs) if theirs else math.nan for which in (0, 1)]
-    return Cell(
-        name,
-        method,
-        engine,
-        threads,
-        loop[0] / cpu,
-        loop[1] / wall,
-        wall,
-        cpu,
-        clock.ours[0][1],
-        strategy.federation.engine.choices["training_step"],
-        apart,
-        torch.cuda.max_memory_allocated() // 2**20 if torch.cuda.is_initialized() else 0,
-    )
-
-
-def check(name: str, method: str, engine: Any, **settings: Any) -> float:
-    """Compare the models of both sides at the end of some rounds in double precision.
-
-    In single precision, rounding grows from round to round as any other change of the initial
-    model does, and hides a difference in the arithmetic.
-
-    Args:
-        name: A key of ``WORKLOADS``.
-        method: A key of ``plain.METHODS``.
-        engine: The strategy's ``engine``.
-        settings: Further arguments of :func:`run`.
-
-    Returns:
-        Their distance, relative to the way from the initial models.
-
-    Raises:
-        AssertionError: If it isn't below :data:`SAME`.
-    """
-    workload = replace(WORKLOADS[name], dtype=torch.float64)
-    clock, _ = run(workload, method, engine, CHECKED_ROUNDS, [CHECKED_ROUNDS], **settings)
-    apart = clock.apart[0]
-    assert apart < SAME, (
-        f"{name}, {method}, {engine}: after {CHECKED_ROUNDS} rounds in double precision the models "
-        f"differ by {apart:.1e}"
-    )
-    return apart
-
-
-class _threads:
-    """Sets torch's threads inside a ``with`` block."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-
-    def __enter__(self) -> None:
-        self.before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_num_threads(self.before)
-
-
-def _apart(loop: PlainLoop, initial: dict[str, torch.Tensor], strategy: FederatedStrategy) -> float:
-    """Return the distance of the server's and all clients' models, relative to their way."""
-    federation = strategy.federation
-    pairs = [(dict(zip(loop.names, loop.server, strict=True)), federation.shared_model())]
-    if loop.personal:
-        models = personal_models(federation, torch.arange(federation.num_clients))
-        for client in range(federation.num_clients):
-            ours = {name: leaf[client] for name, leaf in models.items()}
-            pairs.append((loop.personal_model(client), ours))
-    apart = way = 0.0
-    for theirs, ours in pairs:
-        for key, leaf in theirs.items():
-            if key in ours and leaf.is_floating_point():
-                apart += float((leaf.cpu() - ours[key].cpu()).double().square().sum())
-                way += float((leaf.cpu() - initial[key]).double().square().sum())
-    return math.sqrt(apart / way)
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-PARTS = ("rounds", "memory", "start", "overhead")
-
-
-def cells(options: argparse.Namespace) -> Iterator[tuple[int, str, str, str]]:
-    """Iterate over threads, workload, method and engine of the cells to measure."""
     for threads in options.threads:
         for name in options.workloads:
-            default = NAMES if name in EVERY_METHOD else list(LOOPS)
-            for method in options.methods or default:
-                for engine in options.engines:
-                    yield threads, name, method, engine
+            for method in options.methods or WORKLOADS[name].methods or NAMES:
+                if method in LOOPS or threads == options.threads[0]:
+                    for engine in options.engines:
+                        yield threads, name, method, engine
 
 
-def print_rounds(options: argparse.Namespace) -> None:
-    """Print the table, and write its cells as JSON if a path is given."""
+def run_rounds(options: argparse.Namespace, results: Results) -> None:
+    """Measure the cells."""
     print(
         f"{'workload':12}{'method':24}{'engine':12}{'threads':>7}{'CPU':>7}{'wall':>7}"
-        f"{'CPU s':>8}{'s/round':>9}{'first':>7}{'MiB':>6}  engine that ran"
+        f"{'CPU s':>8}{'s/round':>9}{'first':>7}{'MiB':>6}{'rounds':>7}  engine that ran"
     )
-    found: list[Cell] = []
     settings: dict[str, Any] = {
         "accelerator": options.accelerator,
         "onednn": not options.without_onednn,
         "chunk_size": options.chunk_size,
     }
-    checked: set[tuple[str, str, str]] = set()
-    for threads, name, method, engine in cells(options):
-        cell = measure(name, method, engine, options.rounds, threads, **settings)
-        found.append(cell)
-        if options.json is not None:  # after each: what was measured isn't lost
-            options.json.write_text(json.dumps([asdict(c) for c in found], indent=1))
-        print(
-            f"{name:12}{method:24}{engine:12}{threads:7}{cell.cpu:7.2f}{cell.wall:7.2f}"
-            f"{cell.cpu_seconds:8.3f}{cell.seconds:9.3f}{cell.first:7.2f}{cell.memory:6}  "
-            f"{cell.choice[:60]}",
-            flush=True,
-        )
-        if options.check and method in LOOPS and (name, method, engine) not in checked:
-            checked.add((name, method, engine))
-            check(name, method, engine, **settings)
-    if not options.methods and set(options.workloads) & set(EVERY_METHOD):
+    for threads, *cell in wanted_cells(options):
+        check = options.check and threads == options.threads[0]
+        key = ", ".join([*cell, str(threads)])
+        for found in results.measure(
+            "cells", key, measure_cell, *cell, threads, options.seconds, check, **settings
+        ):
+            print_cell(Cell(**found))
+    if not options.methods and any(not WORKLOADS[name].methods for name in options.workloads):
         print("without a cell:", "; ".join(f"{name}: {why}" for name, why in NOT_HERE.items()))
 
 
+def measure_cell(
+    name: str, method: str, engine: str, threads: int, least: float, check: bool, **settings: Any
+) -> dict[str, Any]:
+    """Compare the models of both sides, if ``check`` says so, and measure a cell."""
+    if check and method in LOOPS:
+        cells.check(name, method, engine, **settings)
+    return asdict(cells.measure(name, method, engine, threads, least, **settings))
+
+
+def print_cell(cell: Cell) -> None:
+    """Print a row of the table."""
+    ratios = [f"{'-':>7}" if r is None else f"{r:7.2f}" for r in (cell.cpu, cell.wall)]
+    print(
+        f"{cell.workload:12}{cell.method:24}{cell.engine:12}{cell.threads:7}{ratios[0]}{ratios[1]}"
+        f"{cell.cpu_seconds:8.3f}{cell.seconds:9.3f}{cell.first:7.2f}{cell.memory:6}"
+        f"{cell.rounds:7}  {cell.choice[:60]}",
+        flush=True,
+    )
+
+
+# --- the other parts ------------------------------------------------------------------------------
+
+
+def run_memory(options: argparse.Namespace, results: Results) -> None:
+    """Measure the memory of fits, each in a process of its own."""
+    print(f"{'workload':12}{'method':12}{'peak MiB':>10}{'tensors':>9}{'ratio':>7}")
+    for case in memory.CASES:
+        key = ", ".join(map(str, case))
+        for row in results.measure("memory", key, memory.measure_apart, *case):
+            print(memory.describe(row), flush=True)
+
+
+def run_start(options: argparse.Namespace, results: Results) -> None:
+    """Measure imports, and the demo's first rounds."""
+    for found in results.measure("start", "start", overhead.measure_start):
+        print(overhead.describe_start(found), flush=True)
+
+
+def run_overhead(options: argparse.Namespace, results: Results) -> None:
+    """Measure what a round takes besides the clients' and the server's work."""
+    with cells.use_threads(1):
+        for logger in overhead.LOGGERS:
+            for found in results.measure("overhead", logger, overhead.overhead, 30, logger):
+                print(f"outside training and evaluation, logger {logger}: {found:.1f} ms a round")
+
+
+def run_processes(options: argparse.Namespace, results: Results) -> None:
+    """Measure rounds of one process against those of two."""
+    print("two processes: ratio by the clock, by the processor; seconds of one and of two")
+    for name in processes.DEFAULT:
+        key = f"{name}, FedAvg, 2"
+        for row in results.measure("processes", key, processes.compare, name, "FedAvg", 2, 6, 2):
+            print(f"{key}: {processes.describe(row)}", flush=True)
+
+
+def run_peers(options: argparse.Namespace, results: Results) -> None:
+    """Measure other frameworks."""
+    for framework, python in options.peer:
+        for asked in product(peers.METHODS[framework], options.threads):
+            key = ", ".join([framework, *map(str, asked)])
+            for row in results.measure(
+                "peers", key, peers.measure, framework, python, *asked, options.seconds
+            ):
+                print(peers.describe(row), flush=True)
+
+
+RUN = dict(
+    zip(
+        PARTS,
+        (run_rounds, run_memory, run_start, run_overhead, run_processes, run_peers),
+        strict=True,
+    )
+)
+
+
+def peer(text: str) -> tuple[str, str]:
+    """Read ``NAME=PYTHON``."""
+    name, _, python = text.partition("=")
+    if name not in peers.METHODS or not python:
+        raise argparse.ArgumentTypeError(
+            f"Expected `--peer` to be NAME=PYTHON with a NAME of {', '.join(peers.METHODS)}, but "
+            f"got {text!r}. Give the interpreter of an environment that has the framework."
+        )
+    return name, python
+
+
 def main(arguments: Iterable[str] | None = None) -> None:
-    """Print the parts that are asked for."""
+    """Measure the parts that are asked for."""
     parser = argparse.ArgumentParser(description="Measure rounds, memory and the time to begin.")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument(
+        "--parts", nargs="+", default=list(PARTS), choices=PARTS, help="peers need --peer"
+    )
     offered = [name for name in WORKLOADS if name != FROM_FILES]
     parser.add_argument("--workloads", nargs="+", default=offered, choices=WORKLOADS)
     parser.add_argument("--methods", nargs="+", default=None, choices=NAMES)
     parser.add_argument("--engines", nargs="+", default=["auto"])
     parser.add_argument("--chunk-size", type=int, default=None)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=4.0,
+        help=f"what the rounds of a cell take, if they are at least {cells.LEAST} and at most "
+        f"{cells.MOST}",
+    )
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument(
         "--without-onednn", action="store_true", help="the plain loop, which may be faster so"
     )
@@ -385,24 +256,25 @@ def main(arguments: Iterable[str] | None = None) -> None:
         action="store_false",
         help="don't compare the models at the end, in double precision",
     )
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--json", type=Path, default=None, help="a file for what is measured")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what --json has, and measure the rest"
+    )
     options = parser.parse_args(None if arguments is None else list(arguments))
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json, the file that has what was measured.")
     for quiet in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(quiet).setLevel(logging.ERROR)
-    machine = platform.machine() if options.accelerator == "cpu" else torch.cuda.get_device_name()
-    print(f"torch {torch.__version__}, lightning {L.__version__}, {machine}, ", end="")
-    print(f"{options.rounds} rounds after {WARM_UP}; the loop's time over ours")
-    if "rounds" in options.parts:
-        try:
-            print_rounds(options)
-        except FileNotFoundError as missing:
-            parser.exit(1, f"{missing}\n")
-    if "memory" in options.parts:
-        memory.print_rows()
-    if "start" in options.parts:
-        overhead.print_start()
-    if "overhead" in options.parts:
-        overhead.print_overhead()
+    results = Results(options.json, options.resume)
+    machine = describe_machine(options.accelerator)
+    results.keep("machine", "machine", machine)
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    print(f"medians of {cells.LEAST} to {cells.MOST} rounds after {cells.WARM_UP}")
+    print("the loop's time over ours; with several threads compare the times by the clock")
+    for part in options.parts:
+        RUN[part](options, results)
+    if results.failed:
+        sys.exit("failed: " + "; ".join(results.failed))
 
 
 if __name__ == "__main__":

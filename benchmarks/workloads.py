@@ -41,6 +41,7 @@ class Workload:
         words: Whether samples are sequences of words instead of numbers.
         read: Reads the training and the test split from files, for other data than noise.
         dtype: Of the parameters and of samples that are numbers.
+        methods: The methods that run on it by default; empty for all.
     """
 
     about: str
@@ -56,6 +57,7 @@ class Workload:
     words: bool = False
     read: Callable[[], tuple[Split, Split]] | None = None
     dtype: torch.dtype = torch.float32
+    methods: tuple[str, ...] = ()
 
     def module(self) -> L.LightningModule:
         """Make the module."""
@@ -216,42 +218,52 @@ class OwnModule(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.5)
 
 
+SIX = ("FedAvg", "FedRep", "Ditto", "FedMAP", "PFedMe", "SCAFFOLD")
+THREE = SIX[:3]
 IMAGE = (1, 28, 28)
 LARGE = (3, 32, 32)
 FROM_FILES = "w1-fashion"
 """The workload that reads files, which not every machine has."""
 WORKLOADS: dict[str, Workload] = {
     "w1": Workload("LeNet, batch 10", LeNet, IMAGE),
-    "w1-ragged": Workload("LeNet, log-normal sizes, sigma 0.8", LeNet, IMAGE, sigma=0.8),
-    "w1-own": Workload("LeNet, a LightningModule of the user's", OwnModule, IMAGE),
+    "w1-ragged": Workload(
+        "the same, of log-normal sizes, sigma 0.8", LeNet, IMAGE, sigma=0.8, methods=THREE
+    ),
+    "w1-own": Workload(
+        "LeNet in a LightningModule of the user's", OwnModule, IMAGE, methods=THREE
+    ),
     "w2": Workload(
         "MLP 784-200-200-10, batch 50", lambda: MLP([784, 200, 200, 10]), IMAGE, samples=600,
         batch_size=50,
     ),
     "lstm": Workload(
-        "LSTM text classifier, batch 10",
+        "LSTM, batch 10 of 32 words",
         lambda: PersonalizedModule(LastState(), nn.Linear(128, 10)), (32,), samples=100,
-        words=True, head_epochs=3,
+        words=True, head_epochs=3, methods=SIX,
     ),
     "transformer": Workload(
-        "transformer of two layers, batch 10",
+        "transformer of two layers, batch 10 of 32 words",
         lambda: PersonalizedModule(MeanOfTokens(), nn.Linear(64, 10)), (32,), samples=100,
-        words=True, head_epochs=3,
+        words=True, head_epochs=3, methods=SIX,
     ),
     "w3": Workload(
         "ResNet-18 with BatchNorm, batch 16", resnet18, LARGE, clients=4, samples=48,
-        batch_size=16, cohort=2, test_samples=16, head_epochs=2,
+        batch_size=16, cohort=2, test_samples=16, head_epochs=2, methods=("FedAvg", "FedRep"),
     ),
     "w4": Workload(
         "CNN 32-64-128 of 1.6 million, batch 10", wide_cnn, LARGE, clients=100, samples=50,
-        cohort=20, test_samples=5, head_epochs=2,
+        cohort=20, test_samples=5, head_epochs=2, methods=SIX,
     ),
     "logistic": Workload(
         "logistic regression, 1,000 clients", lambda: MLP([60, 10]), (60,), clients=1000,
-        samples=50, cohort=100, test_samples=10,
+        samples=50, cohort=100, test_samples=10, methods=THREE,
+    ),
+    "tabular": Workload(
+        "tabular MLP 60-32-10, 5,000 clients", lambda: MLP([60, 32, 10]), (60,), clients=5000,
+        samples=50, cohort=100, test_samples=5, methods=THREE,
     ),
     FROM_FILES: Workload(
         "LeNet, Fashion-MNIST, 100 clients of 2 classes", LeNet, IMAGE, clients=100, samples=600,
-        test_samples=100, read=load_clients,
+        test_samples=100, read=load_clients, methods=THREE,
     ),
 }  # fmt: skip

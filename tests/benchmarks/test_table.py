@@ -2,10 +2,10 @@
 
 import json
 import logging
-import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 
-from benchmarks import fashion_mnist, memory, plain, table
+from benchmarks import cells, fashion_mnist, memory, plain, table
 from benchmarks.plain import METHODS, PlainLoop
 from benchmarks.workloads import FROM_FILES, WORKLOADS, Workload
 from lightning_pfl import methods
@@ -26,6 +26,17 @@ TINY = Workload(
     test_samples=2, head_epochs=2, sigma=0.5,
 )  # fmt: skip
 
+
+@pytest.fixture(autouse=True)
+def levels() -> Iterator[None]:
+    """Give the loggers their levels back, which the command raises."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+
+
 PRETENDED_PYTHON = f"""#!/usr/bin/env bash
 last=${{@: -1}}
 case "$1 $2" in
@@ -33,7 +44,7 @@ case "$1 $2" in
     counts='tests="2" failures="1" errors="0" skipped="0" time="1.5"'
     echo "<testsuites><testsuite $counts/></testsuites>" > "$last"
     exit 1 ;;
-"-m benchmarks.table") echo '[{{"workload": "w1"}}]' > "$last" ;;
+"-m benchmarks.table") echo '{{"cells": {{"one": {{"workload": "w1"}}}}}}' > "$last" ;;
 "- "*)
     name='import torch; torch.cuda.get_device_name = lambda: "pretended"'
     (echo "$name"; cat) | {sys.executable} "$@" ;;
@@ -44,7 +55,7 @@ esac
 @pytest.mark.parametrize("method", METHODS)
 def test_both_sides_end_with_the_same_models(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WORKLOADS, "tiny", TINY)
-    assert table.check("tiny", method, "sequential") < table.SAME
+    assert cells.check("tiny", method, "sequential") < cells.SAME
 
 
 @pytest.mark.parametrize(("name", "method"), [("DITTO", "Ditto"), ("PFEDME", "PFedMe")])
@@ -54,26 +65,30 @@ def test_a_loop_that_trains_otherwise_is_refused(
     monkeypatch.setitem(WORKLOADS, "tiny", TINY)
     monkeypatch.setattr(f"benchmarks.plain.{name}", 0.999 * getattr(plain, name))
     with pytest.raises(AssertionError, match=f"tiny, {method}, sequential: after 3 rounds in doub"):
-        table.check("tiny", method, "sequential")
+        cells.check("tiny", method, "sequential")
 
 
 def test_a_cell_has_both_sides_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WORKLOADS, "tiny", TINY)
-    cell = table.measure("tiny", "LocalOnly", "sequential", rounds=1, threads=1)
+    cell = cells.measure("tiny", "LocalOnly", "sequential", threads=1, least=0)
     assert cell.apart < 1e-4
+    assert cell.cpu is not None
+    assert cell.wall is not None
     assert cell.cpu > 0 < cell.wall
+    assert cell.rounds == cells.LEAST
     assert cell.choice.startswith("sequential")
 
 
 def test_a_method_without_a_loop_has_the_packages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WORKLOADS, "tiny", TINY)
-    cell = table.measure("tiny", "ClusterOracle", "sequential", rounds=1, threads=1)
-    assert math.isnan(cell.cpu)
+    cell = cells.measure("tiny", "ClusterOracle", "sequential", threads=1, least=0)
+    assert cell.cpu is None
+    assert cell.wall is None
     assert cell.cpu_seconds > 0
 
 
 def test_every_method_has_a_cell_or_a_reason() -> None:
-    assert {*table.NAMES, *table.NOT_HERE} == {*methods.__all__, "FedRep, cached"}
+    assert {*cells.NAMES, *cells.NOT_HERE} == {*methods.__all__, "FedRep, cached"}
 
 
 def test_workloads_from_files_say_what_to_install(
@@ -83,14 +98,10 @@ def test_workloads_from_files_say_what_to_install(
         WORKLOADS[FROM_FILES], read=partial(fashion_mnist.load_clients, tmp_path / "nowhere")
     )
     monkeypatch.setitem(WORKLOADS, FROM_FILES, nowhere)
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
     with pytest.raises(SystemExit) as ended:
         table.main(["--parts", "rounds", "--workloads", FROM_FILES, "--methods", "FedAvg"])
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)  # which the command has raised
-    assert ended.value.code == 1
-    assert "Install Debian's package dataset-fashion-mnist" in capsys.readouterr().err
+    assert str(ended.value.code).startswith("failed: cells, w1-fashion, FedAvg, auto, 1")
+    assert "Install Debian's package dataset-fashion-mnist" in capsys.readouterr().out
 
 
 def test_memory_is_compared_with_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,3 +188,37 @@ def test_the_script_of_the_gpu_writes_what_it_measured(tmp_path: Path) -> None:
         "status": 1, "tests": "2", "failures": "1", "errors": "0", "skipped": "0", "time": "1.5",
     }  # fmt: skip
     assert written["cells"] == {"status": 0, "measured": [{"workload": "w1"}]}
+
+
+def test_what_fails_is_named_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(WORKLOADS, "tiny", TINY)
+    path = tmp_path / "new" / "found.json"
+    asked = ["--parts", "rounds", "--workloads", "tiny", "--threads", "1", "--json", str(path)]
+    asked += ["--seconds", "0", "--no-check"]
+    with pytest.raises(SystemExit) as ended:
+        table.main([*asked, "--methods", "FedAvg", "--engines", "nonsense", "sequential"])
+    assert ended.value.code == "failed: cells, tiny, FedAvg, nonsense, 1"
+    written = json.loads(path.read_text())
+    assert list(written["cells"]) == ["tiny, FedAvg, sequential, 1"]
+    assert written["machine"]["machine"]["torch"] == torch.__version__
+
+    def refuse(*arguments: object, **settings: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(table, "measure_cell", refuse)
+    table.main([*asked, "--methods", "FedAvg", "--engines", "sequential", "--resume"])
+    assert json.loads(path.read_text())["cells"] == written["cells"]
+
+
+def test_resuming_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        table.main(["--resume"])
+    assert "--resume needs --json" in capsys.readouterr().err
+
+
+def test_a_peer_is_a_name_and_an_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        table.main(["--peer", "flower=python"])
+    assert "NAME of fluke, blazefl, but got 'flower=python'" in capsys.readouterr().err
