@@ -176,13 +176,19 @@ class NearestNeighbours(FurtherEvaluation):
         return join(parts, order)
 
     def _feature_bytes(self, federation: Federation, train: FederatedDataset) -> int:
-        """Return the size of a sample's features, that of the first client with samples."""
-        client = int(train.num_samples.argmax())
-        one = torch.tensor([client])
-        with federation.ranks.without_communication():
-            model = {n: leaf[0] for n, leaf in personal_models(federation, one).items()}
-        seen = self._seen(federation, federation.architecture_of(one), model, train, client, 1)
-        return seen.features.shape[1] * seen.features.element_size()
+        """Return the size of a sample's features, the largest that a process sees."""
+        everyone = torch.arange(train.num_clients)
+        mine = everyone[federation.shard(everyone).index]
+        size = 0
+        if len(mine):
+            one = mine[train.num_samples[mine].argmax()].unsqueeze(0)
+            with federation.ranks.without_communication():
+                model = {n: leaf[0] for n, leaf in personal_models(federation, one).items()}
+            architecture = federation.architecture_of(one)
+            features = self._seen(federation, architecture, model, train, int(one), 1).features
+            size = features.shape[1] * features.element_size()
+        largest: int = max(federation.ranks.all_gather_objects(size))
+        return largest
 
     def _models(
         self,

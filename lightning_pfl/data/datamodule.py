@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Split = Literal["train", "val", "test"]
+SPLITS = "train", "val", "test"
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ class FederatedDataModule(L.LightningDataModule):
         self._arrays: SourceData | None = None
         self._names: tuple[str, ...] = ()
         self._datasets: dict[tuple[str, bool], FederatedTensorDataset] = {}
+        self._public_data: FederatedTensorDataset | None = None
+        self._kept: frozenset[str] | None = None
 
     def __repr__(self) -> str:
         """Describe source, partition, clients and, once they are split, samples in one line.
@@ -230,14 +234,43 @@ class FederatedDataModule(L.LightningDataModule):
     def public_dataloader(self) -> FederatedTensorDataset | None:
         """Return the public samples, as a dataset of one client; None if there are none."""
         arrays = self._loaded()
-        if not self.public_samples:
-            return None
-        return FederatedTensorDataset(
-            self._splits["train"].fields,
-            [torch.from_numpy(self._public)],
-            batch_size=self.eval_batch_size,
-            transform=arrays.eval_transform or arrays.transform,
-        )
+        if self.public_samples and self._public_data is None:
+            self._public_data = FederatedTensorDataset(
+                self._splits["train"].fields,
+                [torch.from_numpy(self._public)],
+                batch_size=self.eval_batch_size,
+                transform=arrays.eval_transform or arrays.transform,
+            )
+        return self._public_data
+
+    def keep_clients(self, names: Collection[str]) -> None:
+        """Keep the samples of some clients alone, in a process that reads no others.
+
+        Public samples and those of new clients stay. Sizes, labels and the digest are still those
+        of all clients. With other names than before, the source is loaded again.
+
+        Args:
+            names: Names of these clients.
+        """
+        names = frozenset(names)
+        if self._kept == names:
+            return
+        if self._kept is not None:
+            self._splits, self._datasets, self._public_data = {}, {}, None
+        self.setup()
+        arrays = self._loaded()
+        for new in (False, True) if self.num_new_clients else (False,):
+            for split in ("train", "test") if self.val_split == "test" else SPLITS:
+                data = self._dataset(split, new)
+                own = [k for k, name in enumerate(data.names) if new or name in names]
+                self._datasets[split, new] = data.keep(torch.tensor(own, dtype=torch.int64))
+            if self.val_split == "test":  # one copy for both
+                self._datasets["val", new] = self._datasets["test", new]
+        if (public := self.public_dataloader()) is not None:
+            self._public_data = public.keep(torch.arange(1))
+        self._splits = {name: replace(split, fields=()) for name, split in self._splits.items()}
+        self._arrays = replace(arrays, fields=(), test_fields=None)
+        self._kept = names
 
     def predict_dataloader(self) -> FederatedTensorDataset:
         """Return the test data, on which no client trained."""
@@ -270,7 +303,7 @@ class FederatedDataModule(L.LightningDataModule):
         """Return a digest of all clients' samples, to compare partitions by."""
         self.setup()
         found = hashlib.sha256()
-        for split in ("train", "val", "test"):
+        for split in SPLITS:
             for part in self._splits[split].parts:
                 found.update(f"{split} {len(part)} ".encode())
                 found.update(np.ascontiguousarray(part, dtype=np.int64).tobytes())

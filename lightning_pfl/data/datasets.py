@@ -75,6 +75,9 @@ class FederatedTensorDataset:
             ``(num_samples[k],)``.
         num_samples: Samples per client, ``(num_clients,)`` long, always on the CPU.
         pool_size: Number of samples in the pool.
+        held: Which clients' samples are here, bool ``(num_clients,)``; None for all. See `keep`.
+        label_counts: Each client's samples by class, also of those that aren't here; None where
+            they can be counted, by :func:`label_counts`.
         named: Whether names were given; clients are otherwise identified by position.
 
     Raises:
@@ -120,10 +123,12 @@ class FederatedTensorDataset:
         rows = [_as_positions(row, client) for client, row in enumerate(indices)]
         self.names, self.named = _as_names(names, len(rows)), names is not None
         self.num_samples = torch.tensor([len(row) for row in rows], dtype=torch.long)
+        self.held: Tensor | None = None
+        self.label_counts: Tensor | None = None
         device = next(batch_leaves(fields)).device
         # One flat tensor: moving 100,000 clients to a device is one copy.
         self._flat = torch.cat(rows or [torch.empty(0, dtype=torch.long)]).to(device)
-        self.indices = Positions(self._flat, self.num_samples)
+        self.indices = Positions(self._flat, self.num_samples, self.names)
         self._check_range()
 
     @property
@@ -179,12 +184,45 @@ class FederatedTensorDataset:
             int64 ``(clients, longest)`` on the device of the pool; a client with fewer samples
             repeats one to fill up.
         """
-        counts = self.num_samples[clients].unsqueeze(1)
-        first = (self.num_samples.cumsum(0) - self.num_samples)[clients].unsqueeze(1)
+        sizes = self._sizes_here()
+        self._require_here(clients)
+        counts = sizes[clients].unsqueeze(1)
+        first = (sizes.cumsum(0) - sizes)[clients].unsqueeze(1)
         within = torch.arange(int(counts.max()) if len(clients) else 0)
         # Also of a client without samples, which may be the last one.
         at = (first + within.minimum((counts - 1).clamp_min(0))).clamp_max(len(self._flat) - 1)
         return self._flat[at.to(self.device)]
+
+    def keep(self, clients: Tensor) -> Self:
+        """Copy the samples of some clients alone, for a process that reads no others.
+
+        All clients stay, with their names and numbers of samples.
+
+        Args:
+            clients: Those whose samples are kept, int64 ``(some,)``.
+
+        Returns:
+            The dataset with a pool of these samples; to read other clients' samples is an error.
+        """
+        held = self.num_samples == 0
+        held[clients] = True
+        self._require_here(clients)
+        if self.held is not None and torch.equal(held, self.held):
+            return self
+        here = held.repeat_interleave(self._sizes_here()).to(self.device)
+        used, flat = self._flat[here].unique(return_inverse=True)
+        fields = map_batch(self.fields, lambda leaf: leaf.index_select(0, used))
+        return self._replace(
+            fields, self.indices, self.names, flat, held=held, label_counts=label_counts(self)
+        )
+
+    def _sizes_here(self) -> Tensor:
+        """Count each client's samples in this pool, int64 ``(num_clients,)``."""
+        return self.num_samples if self.held is None else self.num_samples.where(self.held, 0)
+
+    def _require_here(self, clients: Tensor) -> None:
+        if self.held is not None and len(away := clients[~self.held[clients]]):
+            raise _not_here(self.names[int(away[0])])
 
     def subset(self, clients: Iterable[int]) -> Self:
         """Return the dataset of some clients, in the given order, over the same pool.
@@ -215,9 +253,25 @@ class FederatedTensorDataset:
         """
         if list(rows) == list(range(self.num_clients)):
             return self._replace(self.fields, self.indices, names, flat=self._flat)
-        nothing = self._flat[:0]
-        return self._replace(
-            self.fields, [nothing if row is None else self.indices[row] for row in rows], names
+        nothing, at = self._flat[:0], torch.tensor([-1 if row is None else row for row in rows])
+        held = self.num_samples >= 0 if self.held is None else self.held
+        here = [row is not None and bool(held[row]) for row in rows]
+        new = self._replace(
+            self.fields,
+            [nothing if row is None or not held[row] else self.indices[row] for row in rows],
+            names,
+        )
+        if self.held is None:
+            return new
+        counts = self.label_counts
+        return new._replace(
+            self.fields,
+            new.indices,
+            names,
+            new._flat,
+            num_samples=torch.where(at < 0, 0, self.num_samples[at]),
+            held=torch.tensor(here) | (at < 0),
+            label_counts=None if counts is None else counts[at] * (at >= 0).unsqueeze(1),
         )
 
     def take(self, samples_per_client: int, seed: int) -> Self:
@@ -246,16 +300,27 @@ class FederatedTensorDataset:
         rows: Sequence[Tensor],
         names: Sequence[str],
         flat: Tensor | None = None,
+        **facts: Tensor | None,
     ) -> Self:
-        """Copy the settings to other samples, without repeating checks."""
+        """Copy the settings to other samples, without repeating checks.
+
+        Args:
+            fields: The pool.
+            rows: Positions of each client in it.
+            names: The clients' names.
+            flat: The positions of all clients that are here; None where ``rows`` are others.
+            facts: Attributes that change: ``num_samples``, ``held``, ``label_counts``.
+        """
         new: Self = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
-        new.fields, new.names = fields, tuple(names)
+        new.fields, new.names, new.pool_size = fields, tuple(names), _pool_size(fields)
         if flat is None:
             new.num_samples = torch.tensor([len(row) for row in rows], dtype=torch.long)
+            new.held = new.label_counts = None
             flat = torch.cat([*rows, self._flat[:0]])
+        new.__dict__.update(facts)
         new._flat = flat
-        new.indices = Positions(new._flat, new.num_samples)
+        new.indices = Positions(new._flat, new._sizes_here(), new.names, new.held)
         return new
 
     def _check_range(self) -> None:
@@ -413,6 +478,8 @@ def label_counts(dataset: FederatedDataset) -> Tensor | None:
     """
     if isinstance(dataset, FederatedLoaders) or not isinstance(dataset.fields, (tuple, list)):
         return None
+    if dataset.held is not None:
+        return dataset.label_counts
     labels = dataset.fields[1] if len(dataset.fields) > 1 else None
     if not isinstance(labels, Tensor) or labels.ndim != 1 or not len(labels):
         return None
@@ -433,10 +500,15 @@ class Positions(Sequence[Tensor]):
     Args:
         flat: The positions of all clients, int64 ``(positions,)``.
         sizes: Their number for each client, int64 ``(clients,)``.
+        names: The clients' names.
+        held: Which clients' samples are here, bool ``(clients,)``; None for all.
     """
 
-    def __init__(self, flat: Tensor, sizes: Tensor) -> None:
-        self._flat = flat
+    def __init__(
+        self, flat: Tensor, sizes: Tensor, names: Sequence[str], held: Tensor | None = None
+    ) -> None:
+        self._flat, self._names = flat, names
+        self._held = None if held is None else held.numpy()
         self._bounds = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).numpy()
 
     def __len__(self) -> int:
@@ -451,7 +523,17 @@ class Positions(Sequence[Tensor]):
         if isinstance(index, slice):
             return tuple(self[client] for client in range(*index.indices(len(self))))
         client = range(len(self))[index]
+        if self._held is not None and not self._held[client]:
+            raise _not_here(self._names[client])
         return self._flat[int(self._bounds[client]) : int(self._bounds[client + 1])]
+
+
+def _not_here(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Expected samples of a client of this process, but got client {name!r}, whose samples "
+        "another process has. Call `personal_models(federation, clients)` in all processes, or use "
+        "split_data=False, with which every process has all samples."
+    )
 
 
 def _pool_size(fields: Batch) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any, Literal
 
 import torch
@@ -60,6 +61,9 @@ class FreshDataModule(FederatedDataModule):
             new_clients=new_clients,
             val_split=val_split,
         )
+
+    def keep_clients(self, names: Collection[str]) -> None:
+        """Keep all: a round's samples are new, and the loops keep some of them."""
 
     def train_dataloader(self) -> FederatedTensorDataset:
         """Return the training data of the current round, or of round 0 outside of a run."""

@@ -16,6 +16,7 @@ from lightning_pfl.data.datasets import (
     FederatedTensorDataset,
 )
 from lightning_pfl.engine.steps import Limits, minibatches_per_epoch
+from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.methods.base import Phase
 
@@ -137,30 +138,38 @@ def warn_of_single_samples(data: FederatedDataset, clients: Tensor, module: nn.M
     )
 
 
-def warn_of_nan_samples(data: FederatedDataset, rows: Tensor, split: str) -> None:
+def warn_of_nan_samples(data: FederatedDataset, rows: Tensor, split: str, ranks: Ranks) -> None:
     """Warn of clients whose samples in memory hold NaN, which an accuracy counts as some class.
 
     Args:
         data: The split.
         rows: Clients to look at.
         split: Its name, for the message.
+        ranks: The processes, which may have samples of some clients each.
     """
     if not isinstance(data, FederatedTensorDataset):
         return
-    broken = torch.zeros(len(data.fields[0]), dtype=torch.bool, device=data.fields[0].device)
-    for field in data.fields:
-        if field.is_floating_point():
-            broken |= field.isnan().flatten(1).any(1) if field.ndim > 1 else field.isnan()
-    if not broken.any():
-        return
-    broken = broken.cpu()
-    mine = [row for row in rows.tolist() if broken[data.indices[row].cpu()].any()]
+    mine = _with_nan(data, rows)
+    if data.held is not None:
+        mine = sorted(row for some in ranks.all_gather_objects(mine) for row in some)
     if mine:
         rank_zero_warn(
             f"The {split} data of {len(mine)} clients hold NaN: "
             f"{_some([data.names[row] for row in mine])}. A prediction from it may be NaN, which "
             "an accuracy counts as a class. Clean the data, unless the module expects NaN."
         )
+
+
+def _with_nan(data: FederatedTensorDataset, rows: Tensor) -> list[int]:
+    rows = rows if data.held is None else rows[data.held[rows]]
+    broken = torch.zeros(len(data.fields[0]), dtype=torch.bool, device=data.fields[0].device)
+    for field in data.fields:
+        if field.is_floating_point():
+            broken |= field.isnan().flatten(1).any(1) if field.ndim > 1 else field.isnan()
+    if not broken.any():
+        return []
+    broken = broken.cpu()
+    return [row for row in rows.tolist() if broken[data.indices[row].cpu()].any()]
 
 
 def can_be_evaluated(

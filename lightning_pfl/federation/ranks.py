@@ -8,7 +8,8 @@ processes in the order of the list.
 - Each process owns clients, dealt once by their numbers of samples: it holds their states, which
   stay, and evaluates them. A cohort is dealt by what its clients cost, samples times
   steps: where one process has too much to do, the states of some clients visit another one for the
-  round. All processes load all data.
+  round. So all processes have all samples. With ``split_data`` each has those of its clients, which
+  train where they live.
 - Each process decides about the uploads of its clients, and the decisions are shared. Where the
   server needs their weighted mean alone, each process adds up its own and the sums are added up:
   what is sent doesn't grow with the cohort. Otherwise, or if a callback looks at them, the uploads

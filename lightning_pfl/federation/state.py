@@ -25,7 +25,7 @@ from lightning_pfl.core.tree import (
     tmap,
     total_nbytes,
 )
-from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.data.datasets import FederatedDataset, FederatedLoaders
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.optimizer import learning_rates
 from lightning_pfl.engine.select import SelectedEngine
@@ -80,6 +80,8 @@ class FederationState:
         fitting: Whether a fit runs, in which personal models are those of now, not the best ones.
         keeps_best: Whether the fit keeps the best personal models.
         best: The best personal models so far, by client id.
+        splits_data: Whether each process keeps the samples of its own clients alone.
+        knows_owners: Whether ``owners`` are those of the running stage.
         keeps_optimizers: Whether clients keep the states of their optimizers between rounds.
         optimizer_states: Those of this process's clients that have some, by id.
     """
@@ -104,7 +106,7 @@ class FederationState:
         self.module: L.LightningModule | None = None
         self.fitting = self.keeps_best = False
         self.best: dict[int, BestModel] = {}
-        self.keeps_optimizers = False
+        self.keeps_optimizers = self.splits_data = self.knows_owners = False
         self.optimizer_states: dict[int, OptimizerState] = {}
         self._own: list[Model] = []
 
@@ -178,12 +180,35 @@ class FederationState:
     def shard(self, clients: Tensor) -> RankShard:
         """Return this process's shard of some clients: those whose states it has.
 
-        Without client states, shards have equal sizes.
+        Without client states and with all samples in every process, shards have equal sizes.
         """
         client_states = self.architectures[0].client_states  # several ones run in one process
-        kept = client_states.has_entries() or self.keeps_optimizers
-        keys = self.owners[clients] if kept else torch.arange(len(clients))
+        keys = torch.arange(len(clients))
+        if client_states.has_entries() or self.keeps_optimizers or self.splits_data:
+            # New clients, who never take part, are anyone's.
+            last = len(self.owners) - 1
+            keys = self.owners[clients.clamp_max(last)].where(clients <= last, clients)
         return (Ranks() if client_states.complete else self.ranks).shard(keys)
+
+    def own_part(self, data: FederatedDataset) -> FederatedDataset:
+        """Keep the samples of this process's clients alone, if processes split the data.
+
+        Args:
+            data: A split of the clients. DataLoaders stay: those of others are never read.
+        """
+        if not self.splits_data or self.ranks.size == 1 or isinstance(data, FederatedLoaders):
+            return data
+        own = {*(self.own_names() if data.named else self._own_ids())}
+        rows = [row for row, name in enumerate(data.names) if (name if data.named else row) in own]
+        return data.keep(torch.tensor(rows, dtype=torch.int64))
+
+    def own_names(self) -> list[str]:
+        """Return the names of this process's clients."""
+        return [self.client_names[client] for client in self._own_ids()]
+
+    def _own_ids(self) -> list[int]:
+        own: list[int] = (self.owners == self.ranks.rank).nonzero().flatten().tolist()
+        return own
 
     def deal(self, info: ClientInfo, home: RankShard) -> RankShard:
         """Return this process's shard of a cohort: those that it trains.
@@ -193,7 +218,7 @@ class FederationState:
             home: The shard of those whose states it has.
         """
         client_states = self.architectures[0].client_states
-        if home.alone or self.keeps_optimizers:  # whose states don't visit
+        if home.alone or self.keeps_optimizers or self.splits_data:  # which don't visit
             return home
         epoch = (Phase("all", epochs=1),)
         per_epoch = self.count_steps(self.training_data(), info.index, epoch).clamp_min(1)

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning as L
 import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pfl.core.checks import check_choice
-from lightning_pfl.data.datasets import FederatedDataset, FederatedLoaders
+from lightning_pfl.data.datasets import (
+    FederatedDataset,
+    FederatedLoaders,
+    FederatedTensorDataset,
+    label_counts,
+)
 from lightning_pfl.data.partition.draw import draw
 from lightning_pfl.inspect.board import (
     PictureCallback,
@@ -90,9 +96,29 @@ def draw_dataset(
         # One floating-point label makes `draw` show sizes.
         draw([np.zeros(size, dtype=np.int64) for size in sizes], np.zeros(1), axes)
         return
+    if data.held is not None:
+        _draw_counts(data, axes, labels)
+        return
     parts = [positions.cpu().numpy() for positions in data.indices]
     found = labels(data.fields) if labels is not None else _second(data.fields)
     draw(parts, np.zeros(data.pool_size) if found is None else found.cpu().numpy(), axes)
+
+
+def _draw_counts(
+    data: FederatedTensorDataset, axes: Axes, labels: Callable[[Any], Tensor] | None
+) -> None:
+    """Draw clients whose samples are in several processes, from their numbers."""
+    if labels is not None:
+        raise MisconfigurationException(
+            "Expected PartitionPicture without `labels` where each process has the samples of its "
+            "own clients alone, but got a function. Leave it out, or use split_data=False."
+        )
+    counts = label_counts(data)
+    if counts is None:  # sizes; one floating-point label makes `draw` show them
+        draw([np.zeros(size, dtype=np.int64) for size in data.num_samples], np.zeros(1), axes)
+        return
+    classes = np.arange(counts.shape[1])
+    draw([np.repeat(classes, row) for row in counts.numpy()], classes, axes)
 
 
 def _second(fields: Any) -> Tensor | None:

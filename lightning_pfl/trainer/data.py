@@ -26,6 +26,7 @@ from lightning_pfl.data.datasets import (
 from lightning_pfl.engine.base import BatchHooks
 from lightning_pfl.federation.architectures import modules_by_name
 from lightning_pfl.federation.hooks import BATCH_HOOKS
+from lightning_pfl.federation.state import FederationState
 
 
 class Then:
@@ -88,6 +89,18 @@ def move_to_device(data: FederatedDataset, trainer: L.Trainer) -> FederatedDatas
     return FederatedLoaders(loaders, names, data.num_samples)
 
 
+def placed(
+    data: FederatedDataset, trainer: L.Trainer, federation: FederationState
+) -> FederatedDataset:
+    """Move samples to the training device, of this process's clients where processes split them.
+
+    They stay where they are until it's known whose clients are whose.
+    """
+    if federation.splits_data and federation.ranks.size > 1 and not federation.knows_owners:
+        return data
+    return move_to_device(federation.own_part(data), trainer)
+
+
 @dataclass(frozen=True)
 class EvaluationSets:
     """The data sets of a split.
@@ -143,13 +156,17 @@ class EvaluationSets:
         del found[False][first]
         return cls(own, found[False], found[True])
 
-    def each(self, change: Callable[[FederatedDataset], FederatedDataset]) -> EvaluationSets:
-        """Change all sets."""
-
-        def changed(sets: Mapping[str, tuple[int, FederatedDataset]]) -> Any:
-            return {name: (place, change(data)) for name, (place, data) in sets.items()}
-
-        return EvaluationSets(change(self.first), changed(self.further), changed(self.central))
+    def each(
+        self,
+        change: Callable[[FederatedDataset], FederatedDataset],
+        central: Callable[[FederatedDataset], FederatedDataset],
+    ) -> EvaluationSets:
+        """Change the clients' sets, and the central ones."""
+        return EvaluationSets(
+            change(self.first),
+            {name: (place, change(data)) for name, (place, data) in self.further.items()},
+            {name: (place, central(data)) for name, (place, data) in self.central.items()},
+        )
 
 
 def _is_loader(source: Any) -> bool:

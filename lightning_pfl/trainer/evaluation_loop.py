@@ -43,6 +43,7 @@ from lightning_pfl.trainer.data import (
     align_clients,
     due_reload,
     move_to_device,
+    placed,
 )
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
@@ -88,11 +89,28 @@ class FederatedEvaluationLoop(EvaluationLoop):
         if self.data is None or self._combined_loader is None:
             source, what = self._data_source.dataloader(), f"{self.prefix}_dataloaders"
             sets = EvaluationSets.from_any(source, what)
-            self.sets = sets.each(lambda data: move_to_device(data, self.trainer))
+            self.sets = self._placed(sets)
             self.data = self.sets.first
             self._warn_of_names(source, what)
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
+
+    def _placed(self, sets: EvaluationSets) -> EvaluationSets:
+        trainer, federation = self.trainer, self.federation
+        return sets.each(
+            lambda data: placed(data, trainer, federation),
+            lambda data: move_to_device(data, trainer),
+        )
+
+    def keep_own(self, again: bool) -> None:
+        """Keep the samples of this process's clients alone; see :class:`FederatedLoop`."""
+        if self.data is not None and self._combined_loader is not None:
+            self._combined_loader = None
+            if not again:
+                self.sets = self._placed(self.sets)
+                self.data = self.sets.first
+                self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
+            self.load()
 
     def _warn_of_names(self, source: Any, what: str) -> None:
         """Warn of sets that are named like clients: a dict by client has no sets as values."""
@@ -118,7 +136,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         busy = can_be_evaluated(data, rows, self.prefix, limit)
         # In whatever order the data are, so that sums over clients have the same bits.
         order = clients[busy].argsort()
-        warn_of_nan_samples(data, rows[busy], self.prefix)
+        warn_of_nan_samples(data, rows[busy], self.prefix, self.federation.ranks)
         return rows[busy][order], clients[busy][order]
 
     def setup_data(self) -> None:

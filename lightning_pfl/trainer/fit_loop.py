@@ -54,7 +54,7 @@ from lightning_pfl.metrics.history import without_summary
 from lightning_pfl.trainer.board_layout import add_summary
 from lightning_pfl.trainer.checks import ModuleAtStart
 from lightning_pfl.trainer.client_loop import ClientLoop, ClientTraining
-from lightning_pfl.trainer.data import by_client, due_reload, move_to_device
+from lightning_pfl.trainer.data import by_client, due_reload, placed
 from lightning_pfl.trainer.progress import ClientProgress, profiled
 
 READERS = (
@@ -153,12 +153,25 @@ class FederatedLoop(FitLoop):
                     "none. Pass a FederatedDataModule, or define `train_dataloader`."
                 )
             data = as_federated(self._data_source.dataloader(), what="train_dataloaders")
-            self.data = move_to_device(count_ready_batches(data), self.trainer)
+            self.data = placed(count_ready_batches(data), self.trainer, self.federation)
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
             self.present = None
             if self.members:
                 self.arrange(self.members)
         return self.data
+
+    def keep_own(self, again: bool) -> None:
+        """Keep the samples of this process's clients alone, now that it's known whose they are.
+
+        Args:
+            again: Whether the source has dropped the others, too.
+        """
+        if self.data is not None and self._combined_loader is not None:
+            self._combined_loader = None
+            if not again:
+                self.data = placed(self.data, self.trainer, self.federation)
+                self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
+            self.require_data()
 
     def arrange(self, members: tuple[str, ...]) -> None:
         """Give the data a row for each of the federation's clients, empty for those without."""

@@ -18,7 +18,7 @@ from lightning_pfl.data.datasets import FederatedDataset, as_federated
 from lightning_pfl.federation.eligibility import can_be_evaluated
 from lightning_pfl.federation.evaluate import evaluate_clients, personal_models
 from lightning_pfl.federation.federation import Federation
-from lightning_pfl.trainer.data import align_clients, in_order, move_to_device
+from lightning_pfl.trainer.data import align_clients, in_order, placed
 from lightning_pfl.trainer.progress import ClientBatch, profiled
 
 
@@ -44,9 +44,18 @@ class FederatedPredictionLoop(PredictionLoop):
         """Load the data, unless they are loaded."""
         if self.data is None or self._combined_loader is None:
             data = as_federated(self._data_source.dataloader(), what="predict_dataloaders")
-            self.data = move_to_device(in_order(data), self.trainer)
+            self.data = placed(in_order(data), self.trainer, self.federation)
             self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
         return self.data
+
+    def keep_own(self, again: bool) -> None:
+        """Keep the samples of this process's clients alone; see :class:`FederatedLoop`."""
+        if self.data is not None and self._combined_loader is not None:
+            self._combined_loader = None
+            if not again:
+                self.data = placed(self.data, self.trainer, self.federation)
+                self._combined_loader = DataHolder(self.data)  # type: ignore[assignment]
+            self.load()
 
     def setup_data(self) -> None:
         """Load the data and find its clients in the federation."""

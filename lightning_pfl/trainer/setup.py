@@ -145,6 +145,8 @@ class StageSetup:
             architectures = make_architectures(module, split, names)
             federation.begin(module, architectures, names, num_samples, choose)
             self._owner = owner
+        federation.knows_owners = True
+        self._split_data(trainer)
         federation.bind_method()
         if not fresh and saved is None:
             checks.check_unchanged(module, federation.changed_outside())
@@ -172,6 +174,17 @@ class StageSetup:
             _note_parts(federation, module)
             self._report(trainer)
             log_settings(trainer, self._settings(trainer))
+
+    def _split_data(self, trainer: L.Trainer) -> None:
+        """Let the data module and the loops keep the samples of this process's clients alone."""
+        federation = self.federation
+        if not federation.splits_data or federation.ranks.size == 1:
+            return
+        keep = getattr(trainer.datamodule, "keep_clients", None)  # type: ignore[attr-defined]
+        if keep is not None:
+            keep(federation.own_names())
+        for loop in _loops(trainer):
+            loop.keep_own(again=keep is not None)
 
     def _settings(self, trainer: L.Trainer) -> dict[str, Any]:
         """Collect the settings of the run for loggers, under the names of a recipe."""
@@ -414,16 +427,17 @@ def install_loops(trainer: L.Trainer, federation: Federation) -> None:
         trainer.predict_loop = take_over(FederatedPredictionLoop, trainer.predict_loop)
         send_without_clutter(trainer, AT_END)
     fit = fit_loop(trainer)
-    for loop in (
-        fit,
-        fit.epoch_loop.val_loop,
-        trainer.validate_loop,
-        trainer.test_loop,
-        trainer.predict_loop,
-    ):
-        cast("FederatedLoop", loop).federation = federation
+    for loop in _loops(trainer):
+        loop.federation = federation
     fit.epoch_loop.val_loop.on_validated = fit.validated  # type: ignore[attr-defined]
     federation.training_data = fit.require_data
+
+
+def _loops(trainer: L.Trainer) -> list[FederatedLoop]:
+    """Return all federated loops; the others have in common with the first what is used here."""
+    fit = trainer.fit_loop
+    loops = (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    return cast("list[FederatedLoop]", [*loops, trainer.predict_loop])
 
 
 def fit_loop(trainer: L.Trainer) -> FederatedLoop:

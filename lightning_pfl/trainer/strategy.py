@@ -89,6 +89,9 @@ class FederatedStrategy(ProcessesStrategy):
             evaluate all.
         client_state_device: Where the client states live: on the ``"device"``, on the ``"host"``,
             or ``"auto"``: on the device if they take at most a quarter of it.
+        split_data: Whether each of several processes keeps the samples of its own clients alone,
+            and trains these. True takes a part of the memory; False deals each cohort evenly: of
+            10 clients out of 100, one of two processes otherwise gets 6.2 in the mean.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
             every Lightning strategy; usually set by the Trainer's flags.
         process_group_backend, timeout: See
@@ -124,6 +127,7 @@ class FederatedStrategy(ProcessesStrategy):
         keep_optimizer_state: bool = False,
         evaluated_clients: int | float = 1.0,
         client_state_device: ClientStateDevice = "auto",
+        split_data: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -148,6 +152,7 @@ class FederatedStrategy(ProcessesStrategy):
         plain = {
             "feature_cache": feature_cache,
             "keep_optimizer_state": keep_optimizer_state,
+            "split_data": split_data,
             "process_group_backend": process_group_backend,
         }
         check_types(FederatedStrategy.__init__, plain)
@@ -155,6 +160,7 @@ class FederatedStrategy(ProcessesStrategy):
         self.federation.client_optimizer = self._client_optimizer
         self.federation.max_update_norm = max_update_norm
         self.federation.keeps_optimizers = keep_optimizer_state
+        self.federation.splits_data = split_data
         self.participation, self.evaluated_clients = participation, evaluated_clients
         self._stage = StageSetup(
             self.federation, engine, seed, chunk_size, feature_cache, client_state_device
@@ -255,7 +261,7 @@ class FederatedStrategy(ProcessesStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         """Install the federated loops, and make or restore server, client states and engines."""
         checks.check_trainer(trainer)
-        self.federation.ranks = self.ranks
+        self.federation.ranks, self.federation.knows_owners = self.ranks, False
         install_loops(trainer, self.federation)
         self._stage.lock_folder(trainer)
         super().setup(trainer)

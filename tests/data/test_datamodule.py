@@ -139,6 +139,48 @@ def test_new_clients_are_the_last_ones_and_take_no_part() -> None:
     assert data.new_clients("test").names == ("7", "8", "9")
 
 
+@pytest.mark.parametrize("val_split", ["train", "test"])
+@pytest.mark.parametrize("own_test", [False, True])
+def test_a_process_keeps_the_samples_of_its_own_clients(own_test: bool, val_split: Any) -> None:
+    def make() -> FederatedDataModule:
+        fraction = 0.25 if val_split == "train" else 0.0
+        return FederatedDataModule(
+            Numbers(own_test),
+            IID(),
+            7,
+            val_fraction=fraction,
+            val_split=val_split,
+            new_clients=2,
+            public_samples=11,
+        )
+
+    whole, part = make(), make()
+    part.keep_clients(["1", "4"])
+    for split in ("train", "val", "test"):
+        all_of, some = (getattr(m, f"{split}_dataloader")() for m in (whole, part))
+        assert some.num_samples.tolist() == all_of.num_samples.tolist()
+        for client in (1, 4):
+            assert torch.equal(*(data.gather(data.indices[client])[0] for data in (some, all_of)))
+        with pytest.raises(RuntimeError, match="client '2', whose samples another process has"):
+            some.indices[2]
+        assert features(part.new_clients(split)) == features(whole.new_clients(split))
+        assert some.pool_size == int(some.num_samples[[1, 4]].sum())
+    assert part.val_dataloader() is part.test_dataloader() or val_split == "train"
+    public = [module.public_dataloader() for module in (part, whole)]
+    assert features(public[0]) == features(public[1])
+    assert public[0] is not None
+    assert public[0].pool_size == 11
+    assert part.digest() == whole.digest()
+    assert part.num_classes == 4
+    # Nothing holds the whole pool any more.
+    assert not any(split.fields for split in part._splits.values())
+    part.keep_clients(["4", "1"])
+    assert part.source.loaded == 1  # type: ignore[attr-defined]
+    part.keep_clients(["2"])
+    assert part.source.loaded == 2  # type: ignore[attr-defined]
+    assert len(part.train_dataloader().indices[2])
+
+
 def test_clients_named_by_the_source_are_natural() -> None:
     data = FederatedDataModule(Numbers(test=True, clients=5))
     data.setup()

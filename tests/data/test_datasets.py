@@ -91,6 +91,40 @@ def test_to_moves_everything_and_leaves_the_original() -> None:
     assert data.device.type == "cpu"
 
 
+def test_a_process_keeps_the_samples_of_its_own_clients() -> None:
+    shared = FederatedTensorDataset((X, Y), [[6, 1], [], [6, 0], [7, 2]], names=list("abcd"))
+    data = shared.keep(torch.tensor([2, 0]))
+    assert data.pool_size == 3  # samples 6, 1 and 0
+    assert data.num_samples.tolist() == [2, 0, 2, 2]
+    for client in (0, 1, 2):
+        assert torch.equal(data.gather(data.indices[client])[0], X[shared.indices[client]])
+    both = data.gather(data.positions_of(torch.tensor([2, 0])))[1]
+    assert both.tolist() == [[6, 0], [6, 1]]
+    with pytest.raises(RuntimeError, match="'d', whose samples another process has"):
+        data.indices[3]
+    with pytest.raises(RuntimeError, match="'d', whose samples another process has"):
+        data.positions_of(torch.tensor([3]))
+    with pytest.raises(RuntimeError, match="'d'"):
+        data.keep(torch.tensor([3]))
+    assert data.keep(torch.tensor([0, 2])) is data
+    assert data.keep(torch.tensor([0])).pool_size == 2
+
+
+def test_kept_samples_can_be_arranged_anew() -> None:
+    data = make(names=list("abcd")).keep(torch.tensor([0]))
+    other = data.arranged([3, None, 0], ["d", "new", "a"])
+    assert other.num_samples.tolist() == [2, 0, 3]
+    assert other.gather(other.indices[2])[1].tolist() == ROWS[0]
+    assert not len(other.indices[1])
+    with pytest.raises(RuntimeError, match="'d'"):
+        other.indices[0]
+    expected = label_counts(make())
+    assert expected is not None
+    counts = label_counts(other)
+    assert counts is not None
+    assert torch.equal(counts, torch.stack([expected[3], expected[0] * 0, expected[0]]))
+
+
 def test_no_clients_at_all() -> None:
     data = FederatedTensorDataset((X, Y), [])
     assert (data.num_clients, [*data.indices], data.num_samples.tolist()) == (0, [], [])

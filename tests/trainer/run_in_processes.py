@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pfl import FederatedStrategy, PersonalizedModule
-from lightning_pfl.callbacks import HeadFineTuning, NewClientAdaptation
+from lightning_pfl.callbacks import HeadFineTuning, NearestNeighbours, NewClientAdaptation
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.federation.evaluate import personal_models
+from lightning_pfl.inspect import PartitionPicture
 from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing.conformance import Problem
@@ -103,10 +104,10 @@ def clients(poisoned: int | None = None, first: int = 0) -> list[FederatedTensor
     ]
 
 
-def new_clients() -> NewClientAdaptation:
+def new_clients(scope: str = "personal") -> NewClientAdaptation:
     """Five others."""
     train, test = clients(first=1)
-    return NewClientAdaptation(clients=(train, test), samples=[2], steps=2)
+    return NewClientAdaptation(clients=(train, test), samples=[2], steps=2, scope=scope)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -138,8 +139,27 @@ CASES: dict[str, dict[str, Any]] = {
         "callbacks": lambda: [Seeing()],
     },
     "by hand": {"method": lambda: FedRep(head_epochs=2), "participation": 3, "kind": ByHand},
-    # Client 3 belongs to process 1.
-    "poisoned": {"method": lambda: FedRep(head_epochs=1), "poisoned": 3, "engine": "sequential"},
+    # Client 0 belongs to process 1.
+    "poisoned": {"method": lambda: FedRep(head_epochs=1), "poisoned": 0, "engine": "sequential"},
+    # Each process has the samples of its clients alone.
+    "split": {
+        "method": lambda: FedAvg(),
+        "participation": 3,
+        "split_data": True,
+        "callbacks": lambda: [HeadFineTuning(epochs=1), NearestNeighbours(), new_clients("head")],
+    },
+    "split states": {
+        "method": lambda: FedRep(head_epochs=2),
+        "participation": 3,
+        "split_data": True,
+        "callbacks": lambda: [NearestNeighbours(), PartitionPicture()],
+    },
+    "split by hand": {
+        "method": lambda: FedRep(head_epochs=1),
+        "kind": ByHand,
+        "split_data": True,
+        "poisoned": 3,
+    },
 }
 RESUMED = ("fedrep", "few")
 
@@ -154,6 +174,7 @@ def run(name: str, folder: Path, devices: int, ckpt_path: Path | None = None) ->
         engine=case.get("engine", "auto"),
         participation=case.get("participation", 1.0),
         evaluated_clients=case.get("evaluated_clients", 1.0),
+        split_data=case.get("split_data", False),
     )
     trainer: Any = L.Trainer(
         max_epochs=ROUNDS,
@@ -169,6 +190,10 @@ def run(name: str, folder: Path, devices: int, ckpt_path: Path | None = None) ->
     model = network(case.get("kind", PersonalizedModule))
     train, val = clients(case.get("poisoned"))
     trainer.fit(model, train, val, ckpt_path=ckpt_path)
+    if devices > 1 and case.get("split_data"):
+        held: Any = strategy.federation.training_data()
+        mine = strategy.federation.owners == strategy.ranks.rank
+        assert held.pool_size == int(held.num_samples[mine].sum()) < sum(SIZES)
     return {
         **facts(trainer, strategy, model),
         "validated": trainer.validate(model, val, verbose=False),
