@@ -103,7 +103,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
         )
 
     def keep_own(self, again: bool) -> None:
-        """Keep the samples of this process's clients alone; see :class:`FederatedLoop`."""
+        """Keep the samples of this process's clients alone, as the fit loop does."""
         if self.data is not None and self._combined_loader is not None:
             self._combined_loader = None
             if not again:
