@@ -60,7 +60,7 @@ Path = tuple[str, ...]
 """Where a leaf is: the names on the way from the root, such as ``("model", "head.weight")``."""
 Model = dict[str, Tensor]
 """A flat tree: tensors by parameter or buffer name, as in the module's ``state_dict()``."""
-DOUBLED = 2**18
+DOUBLED = 2**17
 """Number of entries that a sum on the CPU copies to double precision at once."""
 
 
@@ -500,21 +500,16 @@ def double_sqnorm(leaf: Tensor, origin: Tensor | None = None) -> Tensor:
             have the precision of the leaf, at least single.
     """
     flat = as_rows(leaf)
-    if origin is None:
-        return _sqnorm(flat)
-    start, wide = as_rows(origin), torch.promote_types(leaf.dtype, torch.float32)
+    start = None if origin is None else as_rows(origin)
+    wide = torch.promote_types(leaf.dtype, torch.float32)
     total = torch.zeros(len(flat), dtype=torch.float64, device=flat.device)
     together = columns_at_once(flat)
     for first in range(0, flat.shape[1], together):
         at = slice(first, first + together)
-        total += _sqnorm(flat[:, at].to(wide) - start[:, at])
+        some = flat[:, at] if start is None else flat[:, at].to(wide) - start[:, at]
+        # Reads single precision as double, where a copy would cost more than the sum.
+        total += torch.linalg.vector_norm(some, dim=1, dtype=torch.float64).square()
     return total
-
-
-def _sqnorm(rows: Tensor) -> Tensor:
-    # Reads single precision as double, where a copy would cost more than the sum.
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    return norms.square()
 
 
 def _doubled(flat: Tensor, start: Tensor | None, at: slice) -> Tensor:

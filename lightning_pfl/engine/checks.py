@@ -29,10 +29,13 @@ class Checks:
 
     Args:
         module: The user's module, whose steps are recorded.
+
+    Attributes:
+        known: Whether the steps of this round run nothing of a user's.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self._rounds = module, 0
+        self.module, self._rounds, self.known = module, 0, False
 
     def due(self, others: Iterable[Any] = ()) -> bool:
         """Count a round, and return whether its recordings are compared.
@@ -41,8 +44,8 @@ class Checks:
             others: What a step runs besides the module: the method, and objects that it holds.
         """
         self._rounds += 1
-        known = runs_torch_alone(self.module) and all(map(_is_ours, others))
-        return self._rounds % RARELY == 1 or not known
+        self.known = runs_torch_alone(self.module) and all(map(_is_ours, others))
+        return self._rounds % RARELY == 1 or not self.known
 
 
 def runs_torch_alone(module: Any) -> bool:

@@ -247,8 +247,8 @@ class ClientLogs:
         names, count = list(self._pending[0]), len(self._pending)
         # One tensor of all, as a client alone has few numbers.
         found = [values[name].to(self.device) for name in names for values in self._pending]
-        means = torch.stack(found).view(len(names), count, self.clients).double().mean(1)
-        return dict(zip(names, means, strict=True))
+        means = torch.cat(found).double().view(len(names), count, self.clients).mean(1)
+        return dict(zip(names, means.unbind(), strict=True))
 
     def _take_in(
         self,
@@ -289,7 +289,8 @@ class ClientLogs:
 
 
 def _with_inf(name: str, value: Tensor) -> Tensor:
-    return torch.where(value.isfinite(), value, torch.inf) if name == LOSS else value
+    inf = torch.inf
+    return value.nan_to_num(nan=inf, posinf=inf, neginf=inf) if name == LOSS else value
 
 
 def _plain_means(values: dict[str, Tensor], reductions: dict[str, Reduction] | None) -> bool:

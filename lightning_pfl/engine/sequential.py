@@ -154,7 +154,7 @@ class SequentialEngine:
             if self.deterministic and self.loop is None:
                 # Replayed steps don't write to attributes.
                 before = {} if self.traces.enabled else snapshot(self.module)
-                with watch_global_rng(None) as found:
+                with watch_global_rng(None, self.checks.known) as found:
                     result = self._client(one, SequentialLocalStep(self, one, keyed=False))
                 if found.moved or found.moved_torch:
                     if before:

@@ -64,9 +64,11 @@ class SequentialEvaluation:
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
         if self._replays(work):
-            key = derive(self.settings.seed, "guard", work.step)
-            with watch_global_rng(key) as found:
-                evaluation = self._replayed(work, on_clients)
+            checks = self._checks.setdefault(work.step, Checks(self.module))
+            check = checks.due()
+            key = None if checks.known else derive(self.settings.seed, "guard", work.step)
+            with watch_global_rng(key, checks.known) as found:
+                evaluation = self._replayed(work, on_clients, check)
             if not (found.moved or found.moved_torch):
                 return evaluation
             on_clients = None  # they have heard of it
@@ -90,10 +92,18 @@ class SequentialEvaluation:
         drawn = not self.quiet.get(work.step, False)
         return self.may_replay(work.step) and not drawn and not is_mixed(work.models)
 
-    def _replayed(self, work: EvaluationWork, on_clients: OnClients | None) -> Evaluation:
-        """Evaluate without watching random generators, by replayed steps."""
+    def _replayed(
+        self, work: EvaluationWork, on_clients: OnClients | None, check: bool
+    ) -> Evaluation:
+        """Evaluate without watching random generators, by replayed steps.
+
+        Args:
+            work: The evaluation.
+            on_clients: As in :meth:`run`.
+            check: Whether a recording is compared with its step.
+        """
         program = self._evaluator(work)
-        self.traces.begin(self._checks.setdefault(work.step, Checks(self.module)).due())
+        self.traces.begin(check)
         self.traces.enter((work.step, program, fingerprint(self.module)))
         logs = ClientLogs(len(work.clients), self.settings.device)
         counts = torch.zeros(len(work.clients), dtype=torch.int64)

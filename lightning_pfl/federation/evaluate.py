@@ -31,8 +31,10 @@ from lightning_pfl.metrics.summary import summarize
 
 GLOBAL = "global/"
 """Prefix of the global model's values."""
-MEMORY = 2**26
-"""Largest size in bytes of personal models that are built at once."""
+MEMORY, ON_GPU = 2**23, 8
+"""Largest size in bytes of personal models that are built at once, and how many times as large it
+is elsewhere than on a CPU, where memory of this size is used again and fresh pages take longer than
+copies."""
 
 
 # --- the models that are evaluated ----------------------------------------------------------------
@@ -207,7 +209,8 @@ def models_at_a_time(architecture: Architecture) -> int:
     held = architecture.client_states.row_nbytes()
     if architecture.method.evaluation_phases():
         held = total_nbytes(dict(architecture.module.named_parameters()))
-    return int(max(1, MEMORY // max(held, 1)))
+    memory = MEMORY * (1 if next(architecture.module.parameters()).device.type == "cpu" else ON_GPU)
+    return int(max(1, memory // max(held, 1)))
 
 
 def join(parts: list[Evaluation], order: list[Tensor]) -> Evaluation:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSpec, picks
-from lightning_pfl.core.tree import Model, Tree, sub, weighted_mean
-from lightning_pfl.priors.base import Prior, sum_entries
+from lightning_pfl.core.tree import Model, Tree, double_sqnorm, sub, weighted_mean
+from lightning_pfl.priors.base import Prior
 
 
 class GaussianPrior(Prior):
@@ -95,8 +95,7 @@ class GaussianPrior(Prior):
         """Sum half the squared distances to the mean over the variances."""
         variances, mean = self._variances(theta), gamma["mean"]
         parts = [
-            sum_entries(_square, {name: leaf}, {name: mean[name]}) / (2 * variances[name])
-            for name, leaf in theta.items()
+            double_sqnorm(leaf, mean[name]) / (2 * variances[name]) for name, leaf in theta.items()
         ]
         return torch.stack(parts).sum(0)
 
@@ -116,10 +115,6 @@ class GaussianPrior(Prior):
     def closed_form(self, theta: Model, gamma: Tree, weights: Tensor) -> Tree:
         """Return the clients' weighted mean."""
         return {"mean": weighted_mean(theta, weights)}
-
-
-def _square(t: Tensor, m: Tensor) -> Tensor:
-    return (t - m).square()
 
 
 @lru_cache(maxsize=32)

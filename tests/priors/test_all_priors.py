@@ -278,8 +278,8 @@ def test_the_laplace_centre_is_the_median_where_the_smoothing_is_small() -> None
 
 def test_a_sum_of_millions_in_single_precision_keeps_its_digits() -> None:
     theta = {"w": torch.full((1, 4_000_000), 0.1)}
-    total = GaussianPrior(0.5).regularizer(theta, {"mean": {"w": torch.zeros(1, 1)}})
-    square = torch.tensor(0.1).square().double()
+    total = GaussianPrior(0.5).regularizer(theta, {"mean": {"w": torch.zeros(1, 4_000_000)}})
+    square = torch.tensor(0.1).double().square()
     assert float(total[0]) == pytest.approx(4_000_000 * float(square), rel=1e-12)
 
 

@@ -28,7 +28,7 @@ class Elsewhere:
 
 
 @contextmanager
-def watch_global_rng(key: int | None) -> Iterator[Elsewhere]:
+def watch_global_rng(key: int | None, torch_alone: bool = False) -> Iterator[Elsewhere]:
     """Seed all global generators by ``key`` inside a ``with`` block, and restore them after it.
 
     torch's generator serves random functions without keys (an LSTM's dropout, multinomial),
@@ -37,37 +37,39 @@ def watch_global_rng(key: int | None) -> Iterator[Elsewhere]:
     Args:
         key: A key of :func:`~lightning_pfl.core.randomness.derive`; None where a draw only has to
             be noticed, which is faster.
+        torch_alone: Whether no code of a user's runs, so that only torch's may be used: without
+            a key the others aren't looked at, which takes longest.
 
     Yields:
         A record of draws, valid after the block.
     """
     found = Elsewhere()
-    if key is None:
-        before = _States()
-        try:
+    if key is not None:
+        with seeded(key, everything=True):
+            before = _States()
             yield found
-        finally:
             before.compare(found)
-            if found.moved or found.moved_torch:
-                before.restore()
         return
-    with seeded(key, everything=True):
-        before = _States()
+    before = _States(torch_alone)
+    try:
         yield found
+    finally:
         before.compare(found)
+        if found.moved or found.moved_torch:
+            before.restore()
 
 
 class _States:
-    """The states of all global generators."""
+    """The states of all global generators, or of torch's alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, torch_alone: bool = False) -> None:
         devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self.torch = [torch.get_rng_state(), *devices]
-        self.python, self.numpy = random.getstate(), np.random.get_state()
+        self.others: Any = None if torch_alone else (random.getstate(), np.random.get_state())
 
     def compare(self, found: Elsewhere) -> None:
         """Note whether a generator was used since."""
-        now = _States()
+        now = _States(torch_alone=self.others is None)
         found.moved = self._positions() != now._positions()
         found.moved_torch = not all(map(torch.equal, self.torch, now.torch))
 
@@ -76,11 +78,13 @@ class _States:
         torch.set_rng_state(self.torch[0])
         if len(self.torch) > 1:
             torch.cuda.set_rng_state_all(self.torch[1:])
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        if self.others is not None:
+            random.setstate(self.others[0])
+            np.random.set_state(self.others[1])
 
     def _positions(self) -> tuple[Any, ...]:
         """Return positions of both Mersenne twisters: a word, the index, a spare normal."""
-        _, words, spare = self.python
-        state: Any = self.numpy
-        return words[0], words[-1], spare, int(state[1][0]), *state[2:]
+        if self.others is None:
+            return ()
+        (_, words, spare), numpy = self.others
+        return words[0], words[-1], spare, int(numpy[1][0]), *numpy[2:]

@@ -129,6 +129,47 @@ class TestDraws:
         assert states() == before
 
 
+@pytest.mark.parametrize("torch_alone", [False, True])
+@pytest.mark.parametrize(
+    ("draw", "others", "torchs"),
+    [
+        (lambda: None, False, False),
+        (lambda: torch.rand(3), False, True),
+        (lambda: random.gauss(0.0, 1.0), True, False),
+        (lambda: np.random.randn(3), True, False),
+    ],
+    ids=["nothing", "torch", "Python", "NumPy"],
+)
+def test_draws_that_are_only_noticed_are_undone(
+    draw: Callable[[], Any], others: bool, torchs: bool, torch_alone: bool
+) -> None:
+    def next_numbers() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    disturb()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = next_numbers()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    with watch_global_rng(None, torch_alone) as found:
+        draw()
+    assert (found.moved, found.moved_torch) == (others and not torch_alone, torchs)
+    if not (others and torch_alone):
+        assert next_numbers() == expected
+
+
+def test_an_error_inside_undoes_draws_too() -> None:
+    def fail() -> None:
+        torch.rand(3)
+        raise RuntimeError("stop")
+
+    expected = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="stop"), watch_global_rng(None):
+        fail()
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
 def test_other_draws_are_not_elsewhere() -> None:
     for draw in (lambda: 1.0, lambda: float(torch.rand(())), lambda: random.Random(1).random()):
         assert not draws_elsewhere(train(draw))
