@@ -78,6 +78,7 @@ class EngineSettings:
         feature_cache: Whether features of a frozen shared prefix are computed once per phase.
         batch_hooks: Lightning's hooks on a batch, such as ``on_after_batch_transfer``; None without
             any.
+        cuda_graphs: Whether steps of many clients are captured as CUDA graphs.
     """
 
     seed: int = 0
@@ -92,6 +93,7 @@ class EngineSettings:
     default_dtype: torch.dtype | None = None
     feature_cache: bool = True
     batch_hooks: BatchHooks | None = None
+    cuda_graphs: bool = False
 
 
 SERVER = "server"

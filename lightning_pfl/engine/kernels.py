@@ -139,14 +139,18 @@ class GroupedConvolution(torch.autograd.Function):
 
 
 WIDE = 2**16
-"""Weights of a linear layer from which its kernel is faster than torch's operators."""
+"""Weights of a linear layer from which its kernel is faster than torch's operators on a CPU.
+
+On a GPU it always saves launches: four operators instead of nine, forward and backward.
+"""
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     # Mixed precision casts inside of torch's operators, which would be inside of this kernel.
-    if torch.is_autocast_enabled("cpu") or input.device.type != "cpu":
+    device = input.device.type
+    if torch.is_autocast_enabled(device) or input.ndim < 2:
         return NotImplemented
-    if input.ndim < 2 or weight.numel() < WIDE:
+    if device == "cpu" and weight.numel() < WIDE:
         return NotImplemented
     return _ClientLinear.apply(input, weight, bias)
 

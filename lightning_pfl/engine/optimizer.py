@@ -40,6 +40,11 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 """Optimizers that update each entry by its own history alone; exact types, without subclasses."""
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 """Optimizers with a fused kernel, used unless the user chose otherwise."""
+FUSED_ON_GPU = FUSED[:3]
+"""The same on a GPU: Adagrad's counts of steps, made with the optimizer, are on the host."""
+WAITING = (torch.optim.ASGD,)
+"""Optimizers that read numbers of their state in each step, for which the host waits for a GPU,
+unless they are ``capturable``."""
 Recordings = dict[Any, Recording | None]
 """Recorded steps by what they depend on; None where a step can't be recorded."""
 
@@ -110,6 +115,7 @@ class ClientOptimizer:
         schedule: The options of each group of the template at each step; None if they stay.
         recordings: Recorded steps of optimizers with the same options, which are replayed and added
             to; None to record none.
+        capturable: Whether all of the state is to be on the device, as in a CUDA graph.
 
     Attributes:
         names: The parameters that it steps.
@@ -124,6 +130,7 @@ class ClientOptimizer:
         stacked: bool = True,
         schedule: Sequence[Sequence[Mapping[str, Any]]] | None = None,
         recordings: Recordings | None = None,
+        capturable: bool = False,
     ) -> None:
         self.clients, self._schedule = clients, schedule
         self.stacked = stacked
@@ -142,8 +149,13 @@ class ClientOptimizer:
             options = {key: value for key, value in group.items() if key != "params"}
             if lr is not None:
                 options["lr"] = lr
-            if type(template) in FUSED and not (options["fused"] or options["foreach"]):
+            elsewhere = any(p.device.type != "cpu" for p in group["params"])
+            fuses = type(template) in (FUSED_ON_GPU if elsewhere else FUSED)
+            if fuses and not (options["fused"] or options["foreach"]):
                 options["fused"] = options["fused"] is None and not options["differentiable"]
+            waits = elsewhere and type(template) in WAITING
+            if (capturable or waits) and "capturable" in options:
+                options["capturable"] = not options["differentiable"]
             options["params"] = []
             if merges:
                 # Groups that differ by name alone are stepped as one.

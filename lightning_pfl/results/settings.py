@@ -20,7 +20,7 @@ WITHOUT_EFFECT = re.compile(
     r"(ckpt_path|config|weights_only|verbose|return_predictions"
     r"|trainer\.(logger|default_root_dir|enable_|log_every|profiler|barebones|model_registry"
     r"|num_sanity|accelerator|devices|num_nodes|plugins|benchmark|limit_test|limit_predict)"
-    r"|trainer\.strategy\.(engine|chunk_size|feature_cache|client_state_device|timeout)"
+    r"|trainer\.strategy\.(engine|chunk_size|feature_cache|client_state_device|cuda_graphs|timeout)"
     r"|trainer\.callbacks\.(ModelCheckpoint|Timer|DeviceStatsMonitor|\w*(ProgressBar|Summary)"
     r"|LearningRateMonitor|ClientHistogram|DriftMonitor|ClientGraph|ClusterMonitor|PriorMonitor"
     r"|SubspaceDistance|PairwiseDistance|PartitionPicture|NewClientAdaptation)"

@@ -75,6 +75,7 @@ def check_strategy(
     chunk_size: int | None,
     max_update_norm: MaxNorm,
     client_state_device: str,
+    cuda_graphs: bool,
 ) -> None:
     """Check the arguments of :class:`~lightning_pfl.FederatedStrategy`.
 
@@ -93,6 +94,11 @@ def check_strategy(
             "which takes `local_epochs`, `local_steps` and `weighting`, but it does not. Add it."
         )
     check_engine(engine)
+    if cuda_graphs and engine == "sequential":
+        raise ValueError(
+            "Expected engine='auto' or 'vectorized' with cuda_graphs=True, as graphs are steps of "
+            "many clients, but got engine='sequential'. Leave out one of both."
+        )
     check_choice(
         "client_state_device", client_state_device, ("auto", "device", "host"), "Use 'auto'."
     )

@@ -29,6 +29,7 @@ from lightning_pfl.core.files import FolderLock
 from lightning_pfl.data.datamodule import FederatedDataModule
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.cuda_graphs import require_graphs
 from lightning_pfl.engine.select import EngineName, SelectedEngine
 from lightning_pfl.federation.architectures import make_architectures, parameter_splits, table
 from lightning_pfl.federation.checkpoint import merge_clients
@@ -54,7 +55,7 @@ class StageSetup:
 
     Args:
         federation: The federation.
-        engine, seed, chunk_size, feature_cache, client_state_device: As for
+        engine, seed, chunk_size, feature_cache, client_state_device, cuda_graphs: As for
             :class:`~lightning_pfl.FederatedStrategy`.
 
     Attributes:
@@ -70,10 +71,11 @@ class StageSetup:
         chunk_size: int | None,
         feature_cache: bool,
         client_state_device: ClientStateDevice,
+        cuda_graphs: bool,
     ) -> None:
         self.federation, self.engine, self.seed = federation, engine, seed
         self.chunk_size, self.feature_cache = chunk_size, feature_cache
-        self.client_state_device = client_state_device
+        self.client_state_device, self.cuda_graphs = client_state_device, cuda_graphs
         self.saved: Mapping[str, Any] | None = None
         self.partition: str | None = None
         self._owner: tuple[L.Trainer, L.LightningModule, Method, tuple[str, ...]] | None = None
@@ -314,6 +316,9 @@ class StageSetup:
     ) -> None:
         federation, fitting = self.federation, trainer.state.fn == TrainerFn.FITTING
         settings = engine_settings(trainer, federation.seed, self.chunk_size, self.feature_cache)
+        if fitting and self.cuda_graphs:
+            require_graphs(settings.device)
+            settings.cuda_graphs = True
         if not (fresh or fitting):
             # The engines of the fit were chosen; they read the settings when they run.
             vars(federation.settings).update(vars(settings))

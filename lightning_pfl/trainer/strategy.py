@@ -87,6 +87,10 @@ class FederatedStrategy(ProcessesStrategy):
             (float), or a count (int), in turns that see all of them. Logged statistics are then
             estimates, with ``val_acc/standard_error``. ``trainer.validate`` and ``trainer.test``
             evaluate all.
+        cuda_graphs: Whether steps of many clients are captured as CUDA graphs, so that the CPU has
+            not to launch their kernels one by one. For a ``PersonalizedModule`` and methods whose
+            steps may be recorded; the log says why others run as usual. A GPU only, and not with
+            ``engine="sequential"``.
         client_state_device: Where the client states live: on the ``"device"``, on the ``"host"``,
             or ``"auto"``: on the device if they take at most a quarter of it.
         split_data: Whether each of several processes keeps the samples of its own clients alone,
@@ -128,6 +132,7 @@ class FederatedStrategy(ProcessesStrategy):
         evaluated_clients: int | float = 1.0,
         client_state_device: ClientStateDevice = "auto",
         split_data: bool = False,
+        cuda_graphs: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -147,12 +152,13 @@ class FederatedStrategy(ProcessesStrategy):
         )
         checks.check_imports()
         checks.check_strategy(
-            method, engine, seed, chunk_size, max_update_norm, client_state_device
+            method, engine, seed, chunk_size, max_update_norm, client_state_device, cuda_graphs
         )
         plain = {
             "feature_cache": feature_cache,
             "keep_optimizer_state": keep_optimizer_state,
             "split_data": split_data,
+            "cuda_graphs": cuda_graphs,
             "process_group_backend": process_group_backend,
         }
         check_types(FederatedStrategy.__init__, plain)
@@ -163,7 +169,13 @@ class FederatedStrategy(ProcessesStrategy):
         self.federation.splits_data = split_data
         self.participation, self.evaluated_clients = participation, evaluated_clients
         self._stage = StageSetup(
-            self.federation, engine, seed, chunk_size, feature_cache, client_state_device
+            self.federation,
+            engine,
+            seed,
+            chunk_size,
+            feature_cache,
+            client_state_device,
+            cuda_graphs,
         )
         self._given = method
         self._default_method: type[Method] | None = None

@@ -3,7 +3,8 @@
 What goes wrong on an accelerator alone is mostly two things: an operator gets tensors of two
 devices, or the program waits for the device in every step. Both show here. Operators run on the
 CPU, so the numbers are the CPU's; an operator that an accelerator would refuse, as it gets a tensor
-from outside, is refused, and every copy or number that the host asks for is counted.
+from outside, is refused, every copy or number that the host asks for is counted, and so is every
+operator that would launch a kernel.
 
 It stands on torch's experimental backends written in Python. `tests/conftest.py` registers it.
 """
@@ -11,6 +12,7 @@ It stands on torch's experimental backends written in Python. `tests/conftest.py
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +36,15 @@ INDEXING = (
 """Operators whose positions may lie on the host; those on the device index only what is there."""
 NUMBERS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default)
 """Operators whose result the host waits for."""
+WITHOUT_KERNEL = (
+    aten._unsafe_view.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+"""Operators that compute nothing, besides those that torch declares as views."""
 
 
 class OnDevice(Tensor):
@@ -51,9 +62,7 @@ class OnDevice(Tensor):
             storage_offset=held.storage_offset(),
             dtype=held.dtype,
             layout=held.layout,
-            device=torch.device("meta"),
-            dispatch_device=True,
-            dispatch_sizes_strides_policy="sizes",
+            device=torch.device(NAME, 0),
         )
         made.held = held
         return made
@@ -63,11 +72,15 @@ class OnDevice(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Outside the mode tensors of the device behave alike, but nobody counts."""
-        return run(func, args, kwargs or {}, Counter())
+        return run(func, args, kwargs or {}, PretendedDevice())
 
     def data_ptr(self) -> int:
         """Where the held tensor lies: views of one tensor have one address."""
         return self.held.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory of the held tensor, which views have in common."""
+        return self.held.untyped_storage()
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         """A copy with memory of its own."""
@@ -85,21 +98,26 @@ class PretendedDevice(TorchDispatchMode):
 
     Attributes:
         waits: How often the host waited for the device, by operator.
+        launches: How often an operator ran there, by operator. On an accelerator that is a kernel
+            each, or a few: a convolution's gradient has two products.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.tape: Tape | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator where it belongs."""
-        return run(func, args, kwargs or {}, self.waits)
+        return run(func, args, kwargs or {}, self)
 
     def __enter__(self) -> PretendedDevice:
         """Begin; ``torch.tensor(device=...)`` makes its tensor on the CPU, then moves it."""
         self._before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         super().__enter__()  # type: ignore[no-untyped-call]
+        PretendedCapture.current = self
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -108,11 +126,9 @@ class PretendedDevice(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
-def run(func: Any, args: Any, kwargs: dict[str, Any], waits: Counter[str]) -> Any:
+def run(func: Any, args: Any, kwargs: dict[str, Any], device: PretendedDevice) -> Any:
     """Run an operator on the CPU, and put its result where an accelerator would."""
-    if func is torch.ops.prim.device.default:
-        return torch.device(NAME, 0)
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = tensors_of((args, kwargs))
     here = [isinstance(tensor, OnDevice) for tensor in tensors]
     require_one_device(func, tensors, here)
     to_device = any(here)
@@ -121,10 +137,20 @@ def run(func: Any, args: Any, kwargs: dict[str, Any], waits: Counter[str]) -> An
     if kwargs.get("device") is not None:
         to_device = torch.device(kwargs["device"]).type == NAME
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    if any(here) and (func in NUMBERS or not to_device):
-        waits[func.name()] += 1
+    waits = any(here) and (func in NUMBERS or not to_device)
+    if waits:
+        device.waits[func.name()] += 1
+    on_device = any(here) or to_device
+    if on_device and not (func.is_view or func in WITHOUT_KERNEL):
+        device.launches[func.name()] += 1
     given, named = tree_map(inner, args), tree_map(inner, kwargs)
-    result = func(*given, **named)
+    if on_device and device.tape is not None:
+        from_host = func in BETWEEN_DEVICES and not all(here) and tensors[-1].ndim > 0
+        if waits or from_host:
+            raise RuntimeError(f"{func.name()} isn't permitted while a stream is captured")
+        result = device.tape.run(func, given, named)
+    else:
+        result = func(*given, **named)
     if isinstance(result, Tensor):  # in place, or into `out=`: the caller's own tensor
         originals = zip((*args, *kwargs.values()), (*given, *named.values()), strict=True)
         for original, held in originals:
@@ -134,10 +160,11 @@ def run(func: Any, args: Any, kwargs: dict[str, Any], waits: Counter[str]) -> An
 
 
 def require_one_device(func: Any, tensors: list[Tensor], here: list[bool]) -> None:
-    """Refuse what an accelerator refuses; a single number may come from the host."""
+    """Refuse what an accelerator refuses; most operators take single numbers of the host."""
     if not any(here) or func in BETWEEN_DEVICES:
         return
-    outside = [t for t, inside in zip(tensors, here, strict=True) if not inside and t.ndim > 0]
+    least = 0 if func.name().startswith("aten::_fused_") else 1
+    outside = [t for t, inside in zip(tensors, here, strict=True) if not inside and t.ndim >= least]
     if func in INDEXING:
         outside = [] if here[0] else tensors[:1]
     if outside:
@@ -153,6 +180,104 @@ def inner(leaf: Any) -> Any:
 def outer(leaf: Any) -> Any:
     """A result of the CPU as a tensor of the device."""
     return OnDevice(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+# --- graphs ---
+
+
+class Tape:
+    """The operators that were captured, with the memory that they had.
+
+    As in a CUDA graph, nothing runs while it is captured: what results hold then is undefined, here
+    NaN. A replay runs them again, with the same addresses and numbers.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, dict[str, Any], list[Tensor]]] = []
+        self.made: dict[int, Tensor] = {}
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator and take note of it."""
+        for tensor in changed(func, args, kwargs):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in (*self.made, *self.before):
+                self.before[storage.data_ptr()] = storage, storage.clone()
+        known = set(map(memory, tensors_of((args, kwargs))))
+        result = func(*args, **kwargs)
+        results = tensors_of(result)
+        self.made |= {memory(leaf): leaf for leaf in results if memory(leaf) not in known}
+        self.calls.append((func, args, kwargs, results))
+        return result
+
+    def end(self) -> None:
+        """End the capture: restore what was there, and forget what was computed."""
+        for storage, old in self.before.values():
+            storage.copy_(old)
+        for result in self.made.values():
+            if result.is_floating_point():
+                result.fill_(torch.nan)
+
+    def replay(self) -> None:
+        """Run the operators again."""
+        for func, args, kwargs, results in self.calls:
+            again = tensors_of(func(*args, **kwargs))
+            for old, new in zip(results, again, strict=True):
+                if memory(old) != memory(new):
+                    old.copy_(new)
+
+
+def changed(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes to."""
+    found: list[Tensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        # BatchNorm's operators don't say that they write to their running statistics.
+        statistics = argument.name in ("running_mean", "running_var")
+        if statistics or (argument.alias_info is not None and argument.alias_info.is_write):
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += tensors_of(given)
+    return found
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def memory(tensor: Tensor) -> int:
+    """Return the address of the memory that views have in common."""
+    return tensor.untyped_storage().data_ptr()
+
+
+class PretendedCapture:
+    """Captures steps on the device; in the place of ``CudaCapture``."""
+
+    current: PretendedDevice
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == NAME
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        """Run a function."""
+        return function()
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Run a function and take note of its operators; then it is as if it hadn't run."""
+        device, tape = self.current, Tape()
+        launched = device.launches.copy()
+        device.tape = tape
+        try:
+            result = function()
+        finally:
+            device.tape = None
+            tape.end()
+            device.launches = launched
+
+        def replay() -> None:
+            device.launches["graph"] += 1
+            tape.replay()
+
+        return replay, result
 
 
 class Backend:

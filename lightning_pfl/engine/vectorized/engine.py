@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,9 +48,10 @@ from lightning_pfl.engine.base import (
     end,
     require_same_entries,
 )
+from lightning_pfl.engine.cuda_graphs import StepGraphs
 from lightning_pfl.engine.kernels import FastKernels
-from lightning_pfl.engine.logs import LOSS, ClientLogs
-from lightning_pfl.engine.optimizer import ClientOptimizer, Recordings, counters
+from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs
+from lightning_pfl.engine.optimizer import ClientOptimizer, Recordings, counters, options_of
 from lightning_pfl.engine.program import ClientProgram, batchable_kernels
 from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.steps import (
@@ -60,7 +62,7 @@ from lightning_pfl.engine.steps import (
     phase_steps,
     split_draws,
 )
-from lightning_pfl.engine.trace import Traces, fingerprint
+from lightning_pfl.engine.trace import Same, Traces, fingerprint, of_object
 from lightning_pfl.engine.travel import Travel
 from lightning_pfl.engine.vectorized.evaluation import ONE_BY_ONE, VectorizedEvaluation
 from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
@@ -69,6 +71,7 @@ from lightning_pfl.engine.vectorized.loaders import Batches, LoaderBatches
 from lightning_pfl.engine.vectorized.local import VectorizedLocalStep
 from lightning_pfl.engine.vectorized.metrics import ClientMetrics
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
+from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
 from lightning_pfl.methods.base import Phase
 
 COPIES = 5
@@ -114,6 +117,7 @@ class VectorizedEngine:
         )
         self.prefix = PrefixCache(parameter_split, enabled=settings.feature_cache)
         self.traces = Traces(enabled=is_unmodified(module))
+        self.graphs = StepGraphs(settings.device) if settings.cuda_graphs else None
         self.optimizer_steps: Recordings = {}
         self._program: ClientProgram | None = None
         self.stochastic = stochastic or not is_unmodified(module)
@@ -166,6 +170,8 @@ class VectorizedEngine:
     def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
         self.traces.begin()
+        if self.graphs is not None:
+            self.graphs.begin_round()
         # Longest first, so that the clients still active at a step are the first rows of a chunk.
         order = torch.argsort(work.info.steps, descending=True, stable=True)
         results = []
@@ -282,36 +288,120 @@ class Chunk:
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
         if active.idle or not len(batches.steps):
             return state
-        draws, steps = active.phase.batches_per_step, int(batches.steps.max())
-        local_step = self._local_step(active, number, steps)
+        steps, context = int(batches.steps.max()), self._graph_context(active)
+        local_step = self._local_step(active, number, steps, context is not None)
         name = active.phase.name
         if self.kept is not None:
             local_step.optimizer.load([state.get(name, {}) for state in self.kept])
-        advice = self.work.missing_labels(active.phase) or ONE_BY_ONE
-        at_work = (self.data.names, self.clients, self.info.round, advice)
+        if context is not None:
+            return self._graphed_phase(context, state, active, batches, local_step)
         for step in range(steps):
             local_step.optimizer.new_tick()
             local_step.optimizer.at(step)
             for tick in batches.at(step):
                 local_step.begin(tick, step)
-                batch = split_draws(tick.minibatches, draws)
-                part = state if tick.rows is None else rows(state, tick.rows)
-                with naming_clients("client_step", *at_work):
-                    new = self.method.client_step(part, batch, local_step)
-                    require_same_entries(self.method, part, new)
-                state = new if tick.rows is None else _write(state, part, new, tick.rows)
+                state = self._take(state, tick.rows, tick.minibatches, active, local_step)
         if self.kept is not None:
             for kept, after in zip(self.kept, local_step.optimizer.states(), strict=True):
                 if after:
                     kept[name] = after
         return state
 
-    def _local_step(self, active: ActivePhase, number: int, steps: int) -> VectorizedLocalStep:
+    def _take(
+        self,
+        state: Tree,
+        index: slice | Tensor | None,
+        minibatches: list[Minibatch],
+        active: ActivePhase,
+        local_step: VectorizedLocalStep,
+    ) -> Tree:
+        """Take a step of some clients, None for all, and return the state of all."""
+        batch = split_draws(minibatches, active.phase.batches_per_step)
+        part = state if index is None else rows(state, index)
+        advice = self.work.missing_labels(active.phase) or ONE_BY_ONE
+        at_work = (self.data.names, self.clients, self.info.round, advice)
+        with naming_clients("client_step", *at_work):
+            new = self.method.client_step(part, batch, local_step)
+            require_same_entries(self.method, part, new)
+        return new if index is None else _write(state, part, new, index)
+
+    def _graph_context(self, active: ActivePhase) -> int | None:
+        """Number what the phase's steps depend on; None if they aren't captured."""
+        engine, work, program = self.engine, self.work, self.program
+        if engine.graphs is None:
+            return None
+        phase = active.phase
+        settings = getattr(type(self.method).client_step, "recorded_settings", None)
+        why = why_not_captured(engine.module, work, program, settings is not None)
+        if why is not None:
+            engine.graphs.leave_out(why)
+            return None
+        return engine.graphs.context(
+            (
+                type(self.method),
+                *((name, of_object(getattr(self.method, name))) for name in settings or ()),
+                (active.trainable, active.buffers, active.throwaway),
+                (phase.name, phase.lr, phase.data, phase.evaluate_only, phase.batches_per_step),
+                (Same(program), fingerprint(engine.module)),
+                options_of(work.optimizer),
+            )
+        )
+
+    def _graphed_phase(
+        self,
+        context: int,
+        state: Tree,
+        active: ActivePhase,
+        batches: Batches,
+        local_step: VectorizedLocalStep,
+    ) -> Tree:
+        """Take the steps of a phase, as CUDA graphs where one tick has all of a step's clients."""
+        graphs, optimizer = self.engine.graphs, local_step.optimizer
+        assert graphs is not None
+        graphs.load(context, {"state": state, "optimizer": optimizer.placed()})
+
+        def take(tick: Tick, alone: bool, tree: Tree, tensors: list[Any]) -> tuple[Tree, Any]:
+            pairs = zip(tick.minibatches, tensors, strict=True)
+            minibatches = [minibatch.on(given, self.device) for minibatch, given in pairs]
+            optimizer.place(tree["optimizer"])
+            self.engine.prefix.moved(tree["state"])
+            if alone:
+                optimizer.new_tick()
+            local_step.begin(tick, local_step.step)
+            listed = local_step.logs = ListedLogs()
+            local_step.draws_noise = not graphs.capturing
+            new = self._take(tree["state"], tick.rows, minibatches, active, local_step)
+            local_step.logs = self.logs
+            return {"state": new, "optimizer": optimizer.placed()}, listed.listed
+
+        for step in range(int(batches.steps.max())):
+            ticks = list(batches.at(step))
+            optimizer.new_tick()
+            # Several ticks share counters of steps.
+            alone = len(ticks) == 1
+            for tick in ticks:
+                # Rows of any positions differ each time.
+                first = len(self.clients) if tick.rows is None else _stop(tick.rows)
+                local_step.begin(tick, step)
+                for minibatch in tick.minibatches:
+                    minibatch.key = local_step.key(minibatch)
+                tensors = [minibatch.tensors(self.device) for minibatch in tick.minibatches]
+                kind = first if alone else None
+                for values, sizes in graphs.step(partial(take, tick, alone), tensors, kind):
+                    self.logs.add(values, sizes, tick.rows, self.program.log.reductions)
+        tree = graphs.unload()
+        optimizer.place(tree["optimizer"])
+        new: Tree = tree["state"]
+        return new
+
+    def _local_step(
+        self, active: ActivePhase, number: int, steps: int, graphed: bool
+    ) -> VectorizedLocalStep:
         engine, program = self.engine, self.program
         if self.travel is not None and not active.phase.evaluate_only:
             self.travel.begin(self.work.optimizer, active.phase.lr)
         if engine.traces.enabled:
-            recordable = program.augment is None and program.hooks is None
+            recordable = program.augment is None and program.hooks is None and not graphed
             settings = fingerprint(engine.module)
             engine.traces.enter((active.trainable, program, settings) if recordable else None)
         return VectorizedLocalStep(
@@ -327,13 +417,43 @@ class Chunk:
                 len(self.clients),
                 active.phase.lr,
                 schedule=self.work.options(active.phase, steps),
-                recordings=engine.optimizer_steps,
+                recordings=None if graphed else engine.optimizer_steps,
+                capturable=graphed,
             ),
             self.logs,
             None if self.keys is None else self.keys + (number << 32),
             lambda: self.noise_keys() + (number << 32),
             self.travel,
         )
+
+
+def _stop(index: slice | Tensor) -> int | None:
+    """Return the number of clients, if they are the first ones."""
+    return index.stop if isinstance(index, slice) else None
+
+
+def why_not_captured(
+    module: Any, work: LocalWork, program: ClientProgram, recordable: bool
+) -> str | None:
+    """Describe why the steps of some clients can't be CUDA graphs, or return None."""
+    method = type(work.method).__name__
+    if not recordable:
+        return f"`client_step` of {method} isn't marked by `recordable`"
+    if not is_unmodified(module):
+        return (
+            f"{type(module).__name__} is no PersonalizedModule, or overrides its functions, so its "
+            "steps may read what a graph wouldn't"
+        )
+    for found, what in (
+        (program.augment is not None, "samples are augmented"),
+        (program.hooks is not None, "hooks change batches"),
+        (work.schedule is not None, "a scheduler changes the optimizer in each step"),
+        (work.method.measures_travel, f"{method} measures the way of each client"),
+        (work.kept is not None, "the states of optimizers are kept"),
+    ):
+        if found:
+            return what
+    return None
 
 
 def _write(state: Tree, part: Tree, new: Tree, index: slice | Tensor) -> Tree:

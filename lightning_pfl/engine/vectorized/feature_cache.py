@@ -86,6 +86,11 @@ class PrefixCache:
         leaf = model[self._names[0]]
         return is_expanded(leaf) and leaf.data_ptr() == self._source
 
+    def moved(self, state: Tree) -> None:
+        """Take note that the state is in other memory."""
+        if self.used:
+            self._source = state["model"][self._names[0]].data_ptr()
+
     def expects(self, active: ActivePhase, data: FederatedDataset) -> bool:
         """Whether a phase may use the cache, by what is known before a round."""
         return (

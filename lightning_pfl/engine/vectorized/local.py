@@ -17,7 +17,7 @@ from lightning_pfl.core.tree import Model, Tree, materialize, select, tmap
 from lightning_pfl.data.batch import batch_leaves, join_batches
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.engine.logs import LOSS, ClientLogs
+from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.terms import Term, split_terms
@@ -44,6 +44,9 @@ class VectorizedLocalStep:
             ``(clients,)``; None if steps draw none.
         noise_keys: Gives such keys also where steps draw none.
         travel: Counts the way of the chunk's clients; None if the method doesn't need it.
+
+    Attributes:
+        draws_noise: Whether a step may draw noise, by its number.
     """
 
     def __init__(
@@ -67,12 +70,14 @@ class VectorizedLocalStep:
             gradient,
         )
         self.traces, self.prefix, self.optimizer = traces, prefix, optimizer
-        self.logs, self.keys, self._make_noise_keys = logs, keys, noise_keys
+        self.logs: ClientLogs | ListedLogs = logs
+        self.keys, self._make_noise_keys = keys, noise_keys
         self.travel = travel
         self.phase = active.phase.name
         self._tick = Tick(None, [])
         self._logged = False
         self._calls: dict[str, int] = {}
+        self.draws_noise = True
 
     @property
     def lr(self) -> float:
@@ -182,6 +187,8 @@ class VectorizedLocalStep:
 
     def noise(self, like: Tree, key: str = "noise") -> Tree:
         """Draw normal numbers of the clients' steps, ``(clients, ...)``."""
+        if not self.draws_noise:
+            raise TypeError("it draws noise")
         keys = self._noise_keys
         keys = keys if self._tick.rows is None else keys[self._tick.rows]
         return noise(mix(keys + self.step), like, key)
@@ -196,7 +203,8 @@ class VectorizedLocalStep:
         for minibatch in batch:
             data.append(minibatch.samples())
             width = next(batch_leaves(data[-1])).shape[1]
-            real = torch.arange(width) < minibatch.sizes.unsqueeze(1)
+            sizes = minibatch.sizes
+            real = torch.arange(width, device=sizes.device) < sizes.unsqueeze(1)
             masks.append(real.to(self.settings.device))
         return join_batches(data), torch.cat(masks, 1)
 
@@ -213,12 +221,19 @@ class VectorizedLocalStep:
         materialize(model, self.program.throwaway)
         return model
 
+    def key(self, minibatch: Minibatch) -> Tensor | None:
+        """Make the keys of a minibatch's random numbers; None if steps draw none."""
+        if self.keys is None:
+            return None
+        keys = self.keys if self._tick.rows is None else self.keys[self._tick.rows]
+        return mix(keys + minibatch.number)
+
     def _inputs(self, minibatch: Minibatch, data: Any) -> dict[str, Any]:
         """Collect the inputs of a client's program besides the model, leaves ``(clients, ...)``."""
         inputs: dict[str, Any] = {"data": data}
-        if self.keys is not None:
-            keys = self.keys if self._tick.rows is None else self.keys[self._tick.rows]
-            inputs["key"] = mix(keys + minibatch.number)
+        key = self.key(minibatch) if minibatch.key is None else minibatch.key
+        if key is not None:
+            inputs["key"] = key
         if minibatch.mask is not None:
             inputs["mask"] = minibatch.mask
         return inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Minibatch:
             and determines random numbers.
         size: Samples of every client's minibatch; None if they differ.
         gather: Returns the samples if ``data`` has features instead; else None.
+        key: Keys of the clients' random numbers, int64 ``(clients,)``; None until they are made.
     """
 
     data: Any
@@ -35,6 +36,7 @@ class Minibatch:
     number: int = 0
     size: int | None = None
     gather: Callable[[], Any] | None = None
+    key: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -44,6 +46,23 @@ class Minibatch:
     def samples(self) -> Any:
         """Return the samples, leaves ``(clients, batch, ...)``."""
         return self.data if self.gather is None else self.gather()
+
+    def tensors(self, device: torch.device) -> dict[str, Any]:
+        """Return all that a step reads, on a device; see :meth:`on`."""
+        found = {"data": self.data, "mask": self.mask, "features": self.features, "key": self.key}
+        sizes = self.sizes.to(device, non_blocking=True) if self.size is None else None
+        return {**found, "size": self.size, "sizes": sizes}
+
+    def on(self, tensors: dict[str, Any], device: torch.device) -> Minibatch:
+        """Return the minibatch with what :meth:`tensors` gave, which may be copied."""
+        new = replace(self, **tensors, gather=None if self.gather is None else _refuse)
+        if self.size is not None:
+            new.sizes = torch.full(self.sizes.shape, self.size, device=device)
+        return new
+
+
+def _refuse() -> Any:
+    raise TypeError("it reads samples beside cached features")
 
 
 @dataclass
