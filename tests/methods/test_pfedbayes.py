@@ -14,7 +14,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.mixture import Mix, is_mixed, parts
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree, tmap
-from lightning_pfl.engine.sequential import SequentialLocalStep
+from lightning_pfl.engine.sequential_local import SequentialLocalStep
 from lightning_pfl.engine.vectorized.local import VectorizedLocalStep
 from lightning_pfl.methods import LocalOnly, PFedBayes
 from lightning_pfl.testing import QuadraticModule, fit, quadratic_clients

@@ -16,7 +16,8 @@ from torch.nn.functional import dropout as imported_dropout
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
-from lightning_pfl.engine.sequential import SequentialEngine, SequentialLocalStep
+from lightning_pfl.engine.sequential import SequentialEngine
+from lightning_pfl.engine.sequential_local import SequentialLocalStep
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.testing import local_round
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_equal

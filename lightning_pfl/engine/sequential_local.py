@@ -1,0 +1,526 @@
+"""The step interface of one client, whose steps run one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pfl.contract.records import (
+    LogOptions,
+    SlotStates,
+)
+from lightning_pfl.contract.view import Objective
+from lightning_pfl.core.draws import mix, noise, random_keys
+from lightning_pfl.core.errors import MisconfigurationException
+from lightning_pfl.core.mixture import shielded
+from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.tree import Model, Tree, materialize, select
+from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
+from lightning_pfl.engine.active_phase import ActivePhase
+from lightning_pfl.engine.base import (
+    EngineSettings,
+    LocalWork,
+    ModuleLoop,
+    require_same_entries,
+)
+from lightning_pfl.engine.bound import BoundModule
+from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs, computed_metrics, sorted_out
+from lightning_pfl.engine.optimizer import (
+    ClientOptimizer,
+    Recordings,
+    clip,
+)
+from lightning_pfl.engine.program import ClientProgram, sample_gradient
+from lightning_pfl.engine.safety.global_rng import watch_global_rng
+from lightning_pfl.engine.steps import split_draws
+from lightning_pfl.engine.terms import Term, split_terms
+from lightning_pfl.engine.trace import Given, Traces
+from lightning_pfl.engine.travel import Travel
+from lightning_pfl.engine.whole_steps import WholeSteps
+from lightning_pfl.methods.base import Method
+
+MEASURED = "measured loss"
+"""Marks recordings of the loss alone."""
+KNOWN = 4
+"""Models whose leaves are described once, as long as they stay: methods step two, or make new."""
+
+
+def take_step(method: Method, state: Tree, batch: Any, local_step: SequentialLocalStep) -> Tree:
+    """Take a step of a method, and check what it returns."""
+    new = method.client_step(state, batch, local_step)
+    require_same_entries(method, state, new)
+    return new
+
+
+class SequentialLocalStep:
+    """The :class:`~lightning_pfl.contract.local.LocalStep` of one client.
+
+    Args:
+        settings: The Trainer's flags.
+        parameter_split: Names of the module.
+        program: The user's step as a function.
+        traces: Recordings of gradients and losses, for the phase that runs.
+        whole: Recordings of whole steps.
+        optimizer_steps: Recordings of optimizers' steps; None to record none.
+        loop: Lightning's own loop, for modules with code inside a step; None for others.
+        work: The client's work.
+        keyed: Whether random functions of a step get the client's keys.
+
+    Attributes:
+        drew: Whether a keyed step has drawn random numbers; None before the first one.
+        draws_elsewhere: Whether the last step used Python's or NumPy's global generator; None
+            before the first one.
+        random_calls: Random calls in the last gradient; None before the first one.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        parameter_split: ParameterSplit,
+        program: ClientProgram,
+        traces: Traces,
+        whole: WholeSteps,
+        optimizer_steps: Recordings | None,
+        loop: ModuleLoop | None,
+        work: LocalWork,
+        keyed: bool,
+    ) -> None:
+        self.settings, self.parameter_split, self.program = settings, parameter_split, program
+        self.traces, self.whole, self.optimizer_steps = traces, whole, optimizer_steps
+        self.loop, self.template, self.keyed = loop, work.optimizer, keyed
+        self.drew: bool | None = None
+        self.draws_elsewhere: bool | None = None
+        self.random_calls: int | None = None
+        client, round = int(work.info.index), work.info.round
+        self.logs: ClientLogs | ListedLogs = ClientLogs(1, settings.device)
+        self.metrics: dict[str, Metric] = {}
+        self.key = random_keys(settings.seed, work.stream, round, [client])[0]
+        self.travel = Travel(1, settings.device) if work.method.measures_travel else None
+        self.method = type(work.method).__name__
+        self.bound: BoundModule | None = None
+
+    def begin(
+        self,
+        active: ActivePhase,
+        number: int,
+        schedule: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+    ) -> None:
+        """Start a phase with a fresh optimizer.
+
+        Args:
+            active: The phase.
+            number: Its number.
+            schedule: The optimizer's options at each step; None if they stay.
+        """
+        self.active, self.number, self.phase = active, number, active.phase.name
+        self.step = -1
+        self._known: dict[tuple[Any, ...], tuple[list[Tensor], Given]] = {}
+        self._schedule = schedule
+        self._optimizer: ClientOptimizer | None = None
+        if self.travel is not None and not active.phase.evaluate_only:
+            self.travel.begin(self.template, active.phase.lr)
+
+    @property
+    def optimizer(self) -> ClientOptimizer:
+        """The client's optimizer in this phase, which replayed steps don't need."""
+        if self._optimizer is None:
+            self._optimizer = ClientOptimizer(
+                self.template,
+                self.parameter_split,
+                1,
+                self.active.phase.lr,
+                False,
+                self._schedule,
+                self.optimizer_steps,
+            )
+        return self._optimizer
+
+    def take_whole_steps(
+        self, context: int, method: Method, state: Tree, steps: Iterable[list[tuple[int, Any]]]
+    ) -> Tree:
+        """Take the steps of a phase, recorded with the method's arithmetic and the optimizer's.
+
+        Args:
+            context: As of :meth:`~lightning_pfl.engine.whole_steps.WholeSteps.context`.
+            method: The method.
+            state: The state before.
+            steps: Each step's minibatches.
+        """
+        whole, draws = self.whole, self.active.phase.batches_per_step
+        kept = {} if self._optimizer is None else self._optimizer.placed()
+        whole.load(context, {"state": state, "optimizer": kept})
+
+        def take(step: list[tuple[int, Any]], tree: Tree) -> tuple[Tree, Any]:
+            self.optimizer.place(tree["optimizer"])
+            self._logged = self.active.phase.data == "public"
+            logs, self.logs = self.logs, ListedLogs()
+            try:
+                new = take_step(method, tree["state"], split_draws(step, draws), self)
+                return {"state": new, "optimizer": self.optimizer.placed()}, self.logs.listed
+            finally:
+                self.logs = logs
+
+        for step in steps:
+            self.new_step()
+            logged = whole.step(partial(take, step), [minibatch for _, minibatch in step])
+            for values, size in logged:
+                self.logs.add(values, size, None, self.program.log.reductions)
+        tree = whole.unload()
+        if self._optimizer is not None:
+            self._optimizer.place(tree["optimizer"])
+        new: Tree = tree["state"]
+        return new
+
+    @contextmanager
+    def keeping(self, before: SlotStates | None) -> Iterator[SlotStates | None]:
+        """Begin a phase with these optimizer states, and yield a dict that ends with the new ones.
+
+        None stands for fresh ones, which aren't kept.
+        """
+        if before is None:
+            yield None
+            return
+        self.optimizer.load([before])
+        after = dict(before)
+        yield after
+        if self.loop is None:
+            after |= self.optimizer.states()[0]
+
+    @contextmanager
+    def in_loop(self, per_epoch: int, kept: SlotStates | None) -> Iterator[None]:
+        """Take a phase's steps in Lightning's own loop, if the module needs it.
+
+        Args:
+            per_epoch: Number of the client's minibatches in an epoch.
+            kept: The optimizers' states, replaced at the end; None for fresh ones.
+        """
+        active, accumulate = self.active, self.settings.accumulate
+        if self.loop is None or active.idle or active.phase.evaluate_only:
+            yield
+            return
+        self.steps_per_epoch = -(-per_epoch // accumulate)
+        changing = (*active.trainable, *active.buffers)
+        with self.loop.phase(active.trainable, active.phase.lr, per_epoch, kept):
+            self.bound = BoundModule(self.parameter_split.module, changing, self.program.throwaway)
+            try:
+                yield
+            finally:
+                self.bound.release()
+                self.bound = None
+
+    def train(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
+        """Step the optimizer on the gradient; in Lightning's own loop if the module needs it."""
+        if self.loop is None or self.bound is None:
+            grads = self.grad(model, batch)
+            return self.optimizer.update(model, self._ready(grads, "model")) if grads else model
+        if self.travel is not None:
+            self.travel.step()
+        model, end = self.bound.bind(model), len(batch) - 1
+        within = self.step % self.steps_per_epoch
+        first, last = within * self.settings.accumulate, within + 1 == self.steps_per_epoch
+        for at, (number, minibatch) in enumerate(batch):
+            with self._looped(number, minibatch) as (ready, found):
+                found += [self.loop.run(ready, first + at, at < end, last and at == end)]
+        self._logged = True
+        self.bound.keep(model)
+        return model
+
+    def _gradient(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
+        """Compute the gradient in Lightning's own loop."""
+        assert self.loop is not None
+        assert self.bound is not None
+        model = self.bound.bind(model)
+        for number, minibatch in batch:
+            with self._looped(number, minibatch) as (ready, found):
+                found += [self.loop.gradient(ready, number)]
+            self.last = number, found[0]
+        self._logged = True
+        self.bound.keep(model)
+        return self.bound.gradients(self.active.trainable)
+
+    @contextmanager
+    def _looped(self, number: int, minibatch: Any) -> Iterator[tuple[Any, list[Tensor | None]]]:
+        """Yield a minibatch as the module gets it and a list for its loss, which is logged."""
+        found: list[Tensor | None] = []
+        self.program.log.begin(minibatch)
+        with self._randomness(number):
+            yield self.program.prepared(minibatch), found
+        logged = self.program.log.take()
+        if not self._logged:
+            self._log(*sorted_out(found[0], logged), batch_length(minibatch))
+
+    def _log(self, values: dict[str, Tensor], metrics: dict[str, Metric], size: int) -> None:
+        self.logs.add(values, size, None, self.program.log.reductions)
+        self.metrics |= metrics
+
+    def _require_automatic(self, what: str) -> None:
+        if self.loop is not None and self.loop.manual:
+            raise MisconfigurationException(
+                f"Expected a module with automatic optimization, as {self.method} computes {what} "
+                f"itself, but {type(self.parameter_split.module).__name__} sets "
+                "automatic_optimization=False. Return the loss from `training_step`, or use a "
+                "method such as FedAvg, FedPer or FedRep, whose steps are the module's own."
+            )
+
+    def _require_loss(self, plain: bool) -> None:
+        if self.loop is not None and not plain:
+            raise MisconfigurationException(
+                f"Expected a module without code inside a step, as {self.method} differentiates "
+                f"more than its loss, but {self.loop.why}. Use a method that trains on the "
+                "module's loss alone."
+            )
+
+    def _key(self, number: int) -> Tensor:
+        """Return the key of a minibatch or a step, on the host."""
+        return mix(self.key + (self.number << 32) + number)
+
+    @contextmanager
+    def _randomness(self, number: int) -> Iterator[Tensor | None]:
+        """Yield a minibatch's key for random functions, and seed the global generators by it."""
+        if not self.keyed:
+            yield None
+            return
+        key = self._key(number)
+        # The seed comes from the host, without waiting for the device.
+        with watch_global_rng(int(key) & (2**63 - 1)) as found:
+            yield key.to(self.settings.device, non_blocking=True)
+        self.draws_elsewhere = bool(self.draws_elsewhere) or found.moved
+        drew = bool(self.program.random_calls) or found.moved or found.moved_torch
+        self.drew = bool(self.drew) or drew
+
+    def new_step(self) -> None:
+        """Start a step, whose first gradient logs, unless samples are public."""
+        self._logged = self.active.phase.data == "public"
+        self.step += 1
+        if self._schedule is not None:
+            self.optimizer.at(self.step)
+        if not self.active.phase.evaluate_only:
+            self.draws_elsewhere = False
+
+    def end_step(self) -> None:
+        """End a step."""
+        if self.loop is not None and self.bound is not None:
+            self.loop.end_step()
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the phase."""
+        return self.optimizer.lr
+
+    def grad(
+        self,
+        model: Model,
+        batch: list[tuple[int, Any]],
+        also: tuple[str, ...] = (),
+        objective: Objective | None = None,
+        given: Tree | None = None,
+        weights: Tensor | None = None,
+        sample_data: Tree | None = None,
+    ) -> Model:
+        """Compute the gradient ``(1, ...)`` of the mean loss over the step's minibatches."""
+        self._require_automatic("gradients")
+        if self.bound is not None:
+            self._require_loss(plain=not also and objective is None and weights is None)
+            return self._gradient(model, batch)
+        materialize(model, self.active.buffers)
+        model = shielded(model, self.parameter_split.buffers)
+        known = self._given(model, self.active.trainable + also)
+        widths = [batch_length(minibatch) for _, minibatch in batch]
+        total: Model = {}
+        terms = split_terms(widths, objective, given, weights, sample_data)
+        for (number, minibatch), term, width in zip(batch, terms, widths, strict=True):
+            with self._randomness(number) as key:
+                if term is None:
+                    step = partial(self._differentiated, number)
+                    grads, values, metrics = self.traces.run(step, known, minibatch, key)
+                else:
+                    grads, values, metrics = self._differentiated(
+                        number, known.tree, minibatch, key, term.first()
+                    )
+            self.random_calls = self.program.random_calls
+            if LOSS not in values:  # `training_step` may skip a batch
+                continue
+            if not self._logged:
+                self._log(values, metrics, width)
+            # Minibatches may reach different parameters.
+            if total:
+                grads = {k: total[k] + g if k in total else g for k, g in grads.items()}
+            total = {**total, **grads}
+        self._logged = True
+        return total
+
+    def _given(self, model: Model, names: tuple[str, ...]) -> Given:
+        """Return the client's trained leaves and the others, without client axis.
+
+        Steps of an optimizer change leaves in place, so that most steps have those of the last.
+        """
+        key = names, *map(id, model.values())
+        known = self._known.get(key)
+        if known is None:
+            trained = {name: model[name][0] for name in names}
+            fixed = {name: leaf[0] for name, leaf in model.items() if name not in trained}
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            # With the leaves, whose ids thus stay theirs.
+            known = self._known[key] = [*model.values()], Given((trained, fixed))
+        return known[1]
+
+    def _differentiated(
+        self,
+        number: int,
+        model: tuple[Model, Model],
+        minibatch: Any,
+        key: Tensor | None,
+        term: Term | None = None,
+    ) -> tuple[Model, dict[str, Tensor], dict[str, Metric]]:
+        """Compute gradients ``(1, ...)``, logged values and torchmetrics objects.
+
+        The values, with the loss, are ``(1,)``; there is no loss if the step skips the minibatch.
+        """
+        trained, fixed = model
+        leaves = {name: leaf.detach().requires_grad_() for name, leaf in trained.items()}
+        accumulate = self.settings.accumulate
+        grads: Model = {}
+
+        def backward(loss: Tensor) -> None:
+            try:
+                grads.update(self._backward(loss / accumulate if accumulate > 1 else loss, leaves))
+            except RuntimeError as cause:
+                if loss.requires_grad:
+                    raise
+                raise ValueError(self.active.unreached()) from cause
+
+        loss, logged = self.program.training_loss(
+            {**fixed, **leaves}, minibatch, key, number, None, None, backward, term
+        )
+        return grads, *sorted_out(loss, logged)
+
+    def _backward(self, loss: Tensor, leaves: Model) -> Model:
+        if self.traces.recording or self.whole.recording:
+            # `backward` would record a copy of each gradient, but reentrant checkpoints need it.
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, list(leaves.values()), allow_unused=True
+            )
+        else:
+            loss.backward()
+            found = [leaf.grad for leaf in leaves.values()]
+        return {n: g[None] for n, g in zip(leaves, found, strict=True) if g is not None}
+
+    def loss(self, model: Model, batch: list[tuple[int, Any]]) -> tuple[Tensor, Tensor]:
+        """Compute the mean loss over the step's samples, and their number, ``(1,)``."""
+        self._require_automatic("losses")
+        given = self._given(self._unwritten(model), ())
+        total = torch.zeros(1, dtype=torch.float64, device=self.settings.device)
+        count = torch.zeros_like(total)
+        for number, minibatch in batch:
+            step = partial(self._measured, number)
+            with torch.no_grad(), self._randomness(number) as key:
+                loss = self.traces.run(step, given, minibatch, key, MEASURED)
+            if loss is not None:
+                total += loss.double() * batch_length(minibatch)
+                count += batch_length(minibatch)
+        return total / count.clamp_min(1), count
+
+    def _measured(
+        self, number: int, model: tuple[Model, Model], minibatch: Any, key: Tensor | None, what: str
+    ) -> Tensor | None:
+        return self.program.measured_loss(model[1], minibatch, key, number, None)
+
+    def outputs(self, model: Model, batch: list[tuple[int, Any]]) -> Any:
+        """Return the module's outputs, ``(1, samples, ...)``."""
+        return self._observed(model, batch, "outputs")
+
+    def features(self, model: Model, batch: list[tuple[int, Any]]) -> Any:
+        """Return the inputs of the module's head, ``(1, samples, ...)``."""
+        return self._observed(model, batch, "features")
+
+    def _observed(self, model: Model, batch: list[tuple[int, Any]], what: str) -> Any:
+        self._require_automatic(what)
+        one, plain = self._one(model), self.active.phase.evaluate_only
+        found = []
+        for number, minibatch in batch:
+            with self._randomness(number) as key:
+                found.append(self.program.observed(one, minibatch, key, number, what, plain)[None])
+        return join_batches(found)
+
+    def losses(self, model: Model, batch: list[tuple[int, Any]]) -> Tensor:
+        """Return the losses of the samples, ``(1, samples)``."""
+        one = self._one(model)
+        found = []
+        for number, minibatch in batch:
+            with torch.no_grad(), self._randomness(number) as key:
+                found.append(self.program.sample_losses(one, minibatch, key, None, checked=True))
+        return torch.cat(found).unsqueeze(0)
+
+    def sample_grads(self, model: Model, batch: list[tuple[int, Any]]) -> Model:
+        """Return the gradients of the samples' losses, ``(1, samples, ...)``."""
+        self.active.require_independent_samples()
+        one = self._one(model)
+        trained = {n: one[n].detach().requires_grad_() for n in self.active.trainable}
+        found = []
+        for number, minibatch in batch:
+            with self._randomness(number) as key:
+                losses = self.program.sample_losses(
+                    {**one, **trained}, minibatch, key, None, training=True, checked=True
+                )
+            found += [sample_gradient(loss, trained) for loss in losses]
+        return {n: torch.stack([grads[n] for grads in found]).unsqueeze(0) for n in trained}
+
+    def _unwritten(self, model: Model) -> Model:
+        """Copy the buffers of the client's model that a forward pass may write to."""
+        return model | {name: model[name].clone() for name in self.active.buffers if name in model}
+
+    def _one(self, model: Model) -> Model:
+        """Return the client's model without client axis, with buffers of its own."""
+        return {name: leaf[0] for name, leaf in self._unwritten(model).items()}
+
+    def update(self, model: Model, grads: Model, slot: str = "model") -> Model:
+        """Clip the gradient and step the optimizer."""
+        if not grads:
+            return model
+        grads = self._ready(grads, slot)
+        if self.loop is not None and self.bound is not None:
+            model = self.bound.bind(model)
+            self.bound.set_gradients(select(grads, self.optimizer.names))
+            self.loop.apply(*self.last, slot)
+            self.bound.keep(model)
+            return model
+        return self.optimizer.update(model, grads, slot)
+
+    def _ready(self, grads: Model, slot: str) -> Model:
+        """Count the step, and clip its gradient; Lightning's own loop clips by itself."""
+        if self.travel is not None and slot == "model":
+            self.travel.step()
+        value, algorithm = self.settings.clip_value, self.settings.clip_algorithm
+        if not value or self.bound is not None:
+            return grads
+        return clip(select(grads, self.optimizer.names), value, algorithm)
+
+    def noise(self, like: Tree, key: str = "noise") -> Tree:
+        """Normal numbers of the client's step, ``(1, ...)``."""
+        if self.whole.recording:
+            raise TypeError("it draws noise")
+        return noise(self._key(self.step).to(self.settings.device).view(1), like, key)
+
+    def samples(self, batch: list[tuple[int, Any]]) -> tuple[Any, Tensor]:
+        """Return the samples of a step's minibatches; all are real."""
+        data = join_batches([map_batch(one, lambda leaf: leaf[None]) for _, one in batch])
+        first = next(batch_leaves(data))
+        return data, first.new_ones(first.shape[:2], dtype=torch.bool)
+
+    def report(self, loss: Tensor, batch: list[tuple[int, Any]]) -> None:
+        """Log a loss ``(1,)``, weighted by samples."""
+        self.program.log.options.setdefault("train_loss", LogOptions())
+        size = torch.tensor([sum(batch_length(minibatch) for _, minibatch in batch)])
+        self.logs.add({"train_loss": loss, LOSS: loss}, size, None)
+
+    def finish(self) -> dict[str, Tensor]:
+        """Return the client's logged values, ``(1,)`` each."""
+        assert isinstance(self.logs, ClientLogs)
+        return {**self.logs.compute(), **computed_metrics(self.metrics)}
