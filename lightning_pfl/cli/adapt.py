@@ -34,6 +34,7 @@ from lightning_pfl.data.sources.base import Source, SourceData
 from lightning_pfl.data.sources.table import HuggingFaceTable
 from lightning_pfl.federation.load import SavedClients, load_clients
 from lightning_pfl.federation.new_clients import Start
+from lightning_pfl.federation.shards import is_sharded
 from lightning_pfl.methods.base import Method
 
 
@@ -159,9 +160,9 @@ def run_adapt(words: Sequence[str]) -> None:
 
 def _read(given: Namespace) -> tuple[SavedClients, FederatedTensorDataset, FederatedTensorDataset]:
     """Read the checkpoint and the new client's samples, to train on and to test with."""
-    if not given.ckpt.is_file():
+    if not given.ckpt.is_file() and not is_sharded(given.ckpt):
         raise FileNotFoundError(
-            f"Expected --ckpt to be a checkpoint, but got {str(given.ckpt)!r}, which is no file. "
+            f"Expected --ckpt to be a checkpoint, but got {str(given.ckpt)!r}, which is none. "
             "Runs write theirs to `checkpoints/` in their log folder."
         )
     configs = given.config or [_config_of(given.ckpt)]

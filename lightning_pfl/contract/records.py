@@ -260,7 +260,7 @@ class BestModel:
     Attributes:
         round: The round, from 0.
         value: What it was chosen by.
-        model: The model, without client axis, on the CPU.
+        model: The model, without client axis, on the CPU; empty where another process has it.
     """
 
     round: int

@@ -437,25 +437,52 @@ def check_client_states(saved: Tree, ours: Tree) -> None:
         )
 
 
-def check_finite(saved: Mapping[str, Any], client_names: Sequence[str]) -> None:
-    """Require a server without NaN and client states of finite numbers.
-
-    A server may hold infinities: IFCA's losses of models that weren't tried yet.
+def check_complete(parts: Sequence[Mapping[str, Any]], clients: int) -> None:
+    """Require the states of all clients.
 
     Args:
-        saved: The federation's part of the checkpoint.
-        client_names: The clients' names.
+        parts: What each process has written; ``ids`` has its clients, None means all.
+        clients: Number of clients.
+
+    Raises:
+        CheckpointMismatchError: If some are missing, or there twice.
+    """
+    ids = [part["ids"] for part in parts if part.get("ids") is not None]
+    if ids and not torch.equal(torch.cat(ids).sort().values, torch.arange(clients)):
+        raise CheckpointMismatchError(
+            f"Expected the states of {clients} clients, once each, in the checkpoint's "
+            f"{len(parts)} files, but got those of {sum(map(len, ids))}. Copy the whole folder "
+            "again, or use another checkpoint."
+        )
+
+
+def check_finite_server(server: Tree) -> None:
+    """Require a server without NaN.
+
+    It may hold infinities: IFCA's losses of models that weren't tried yet.
+
+    Raises:
+        CheckpointMismatchError: Names the entry.
+    """
+    for name, leaf in named_leaves(server).items():
+        if leaf.isnan().any():
+            raise _not_finite(f"the server's `{name}` holds NaN")
+
+
+def check_finite_states(client_states: Tree, names: Sequence[str]) -> None:
+    """Require client states of finite numbers.
+
+    Args:
+        client_states: The states, ``(clients, ...)``.
+        names: The clients' names.
 
     Raises:
         CheckpointMismatchError: Names the entry, and the client.
     """
-    for name, leaf in named_leaves(saved["server"]).items():
-        if leaf.isnan().any():
-            raise _not_finite(f"the server's `{name}` holds NaN")
-    for name, leaf in named_leaves(saved["client_states"]).items():
+    for name, leaf in named_leaves(client_states).items():
         bad = (~as_rows(leaf.isfinite()).all(1)).nonzero().flatten().tolist()
         if bad:
-            of = f" of {client_names[bad[0]]!r}" if len(leaf) == len(client_names) else ""
+            of = f" of {names[bad[0]]!r}" if len(leaf) == len(names) else ""
             raise _not_finite(f"the client state `{name}`{of} holds NaN or infinity")
 
 

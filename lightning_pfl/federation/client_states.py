@@ -174,13 +174,21 @@ class ClientStateStore:
         """
         return self._collect(keep=self.ranks.rank == 0)
 
-    def load_state_dict(self, tree: Tree) -> None:
-        """Load a saved tree, with the same names and shapes, of all clients or the first ones."""
+    def load_state_dict(self, tree: Tree, clients: Tensor | None = None) -> None:
+        """Load a saved tree, with the same names and shapes.
+
+        Args:
+            tree: States of some clients, ``(some, ...)``; those of other processes are left.
+            clients: Their ids, int64 ``(some,)``; None: all clients, or the first ones.
+        """
         for stored, saved in zip(
             leaves(self.tree), leaves(tmap(lambda _, new: new, self.tree, tree)), strict=True
         ):
-            mine = saved if self.complete else saved[self.own_ids(len(saved))]
-            stored[: len(mine)].copy_(mine)
+            ids = torch.arange(len(saved)) if clients is None else clients
+            at = torch.arange(len(ids))
+            if not self.complete:
+                at = (self.owners[ids] == self.ranks.rank).nonzero().flatten()
+            stored[self._held(ids[at]).to(stored.device)] = saved[at].to(stored)
 
     # --- several processes ------------------------------------------------------------------------
 

@@ -53,8 +53,11 @@ def personal_models(federation: FederationState, clients: Tensor) -> Model:
     """
     shard = federation.shard(clients)
     mine = clients[shard.index]
-    models: Model = shard.all_gather(_models_of_shard(federation, mine) if len(mine) else {})
-    return models if federation.fitting else _with_best(models, federation, clients)
+    models = _models_of_shard(federation, mine) if len(mine) else {}
+    if not federation.fitting:
+        models = _with_best(models, federation, mine)
+    gathered: Model = shard.all_gather(models)
+    return gathered
 
 
 def _with_best(models: Model, federation: FederationState, clients: Tensor) -> Model:
@@ -63,7 +66,7 @@ def _with_best(models: Model, federation: FederationState, clients: Tensor) -> M
     at = [row for row, client in enumerate(ids) if client in federation.best]
     if not at:
         return models
-    best = _stacked([federation.best[ids[row]].model for row in at])
+    best = _stacked([federation.best_model(ids[row]) for row in at])
     index = torch.tensor(at)
     return {
         name: leaf.clone().index_copy_(0, index.to(leaf.device), best[name].to(leaf))
@@ -80,7 +83,8 @@ def keep_best(
 ) -> None:
     """Keep the personal models of clients for which a round is the best so far.
 
-    A collective call. Of equal rounds the first counts, and NaN is never best.
+    All processes call it alike; each keeps the models of its own clients. Of equal rounds the first
+    counts, and NaN is never best.
 
     Args:
         federation: The federation.
@@ -98,8 +102,8 @@ def keep_best(
         and (client not in federation.best or sign * (value - federation.best[client].value) > 0)
     ]
     ids = torch.tensor(better, dtype=torch.int64)
-    mine = ids[federation.shard(ids).index]
-    kept: dict[int, BestModel] = {}
+    mine = ids[federation.ranks.shard(federation.owners[ids]).index]
+    federation.best |= {client: BestModel(round, found[client], {}) for client in better}
     with federation.ranks.without_communication():
         for architecture, at in federation.by_architecture(mine) if len(mine) else ():
             for some in mine[at].split(models_at_a_time(architecture)):
@@ -108,9 +112,7 @@ def keep_best(
                     model = {
                         name: leaf[row].detach().cpu().clone() for name, leaf in models.items()
                     }
-                    kept[client] = BestModel(round, found[client], model)
-    for part in federation.ranks.all_gather_objects(kept):
-        federation.best |= part
+                    federation.best[client].model.update(model)
 
 
 def _models_of_shard(federation: FederationState, clients: Tensor) -> Model:

@@ -52,6 +52,7 @@ from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.hooks import BATCH_HOOKS, STEP_HOOKS, overridden
 from lightning_pfl.federation.new_clients import Start, entries_to_adapt, starting_models
 from lightning_pfl.federation.ranks import Ranks
+from lightning_pfl.federation.shards import is_sharded, read_shards
 from lightning_pfl.methods.base import Method
 
 
@@ -207,15 +208,18 @@ def load_clients(
                 f"{name}={given!r}. Call load_clients(path, MyModule(), FedRep()), for example."
             )
     check_types(load_clients, {"path": path})
-    if not Path(path).is_file():
+    if not Path(path).is_file() and not is_sharded(path):
         found = "a folder" if Path(path).is_dir() else "no file"
         raise FileNotFoundError(
             f"Expected `path` to be a checkpoint on this machine, but {str(path)!r} is {found}. "
-            "Give the .ckpt file that `trainer.save_checkpoint` or ModelCheckpoint wrote."
+            "Give the .ckpt file or folder that `trainer.save_checkpoint` or ModelCheckpoint wrote."
         )
-    check_file(path)
-    with explain_read_errors(path):
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    if is_sharded(path):
+        checkpoint = read_shards(path)
+    else:
+        check_file(path)
+        with explain_read_errors(path):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     saved = federated_part(require_lightning(checkpoint, path))
     module, method = copy_apart(module).cpu(), copy.copy(method)
     split = parameter_splits(module, method)

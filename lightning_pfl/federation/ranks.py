@@ -17,7 +17,8 @@ processes in the order of the list.
   the bits of one process with the sequential engine, as sums have the same bits in any order.
 - Evaluations and predictions are shared in the same way, so loggers, ``EarlyStopping`` and
   ``ModelCheckpoint`` decide alike everywhere.
-- A checkpoint holds all client states, and resumes with any number of processes.
+- A checkpoint holds all client states, in a file, or in one of each process (``shards.py``), and
+  resumes with any number of processes.
 - Hooks per client fire in all processes for all clients of the cohort, after the training: a hook
   may wait for the other processes. A callback that works on clients calls ``personal_models`` and
   ``evaluate_clients`` in all processes with the same clients.

@@ -42,7 +42,9 @@ from lightning_pfl.federation.architectures import (
 from lightning_pfl.federation.checkpoint import (
     FORMAT,
     check_client_states,
-    check_finite,
+    check_complete,
+    check_finite_server,
+    check_finite_states,
     check_structure,
     fit_server,
     require_open,
@@ -184,7 +186,7 @@ class FederationState:
         """
         client_states = self.architectures[0].client_states  # several ones run in one process
         keys = torch.arange(len(clients))
-        if client_states.has_entries() or self.keeps_optimizers or self.splits_data:
+        if client_states.has_entries() or self.keeps_optimizers or self.splits_data or self.best:
             # New clients, who never take part, are anyone's.
             last = len(self.owners) - 1
             keys = self.owners[clients.clamp_max(last)].where(clients <= last, clients)
@@ -407,6 +409,29 @@ class FederationState:
         A collective call; process 0 gets all client states.
         """
         return {
+            **self.shared_state(),
+            "client_states": self._client_states(lambda store: store.state_dict()),
+            "kept_optimizers": self._joined(self.optimizer_states),
+            "best_models": self._joined(self._own_best()),
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what this process has of its own clients, for its file of a sharded checkpoint.
+
+        Its entries are those of :meth:`state_dict`, and ``ids``; None for all clients.
+        """
+        alone = self.ranks.size == 1
+        states = self._client_states(lambda store: tmap(lambda leaf: leaf.cpu(), store.tree))
+        return {
+            "ids": None if alone else torch.tensor(self._own_ids(), dtype=torch.int64),
+            "client_states": states,
+            "kept_optimizers": self._by_name(self.optimizer_states),
+            "best_models": self._by_name(self._own_best()),
+        }
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all processes have in common; the clients' part is empty."""
+        return {
             "format": FORMAT,
             "method": type(self.method).__name__,
             "settings": self.method.settings(),
@@ -422,10 +447,8 @@ class FederationState:
             "seed": self.seed,
             "rounds": self.rounds,
             "server": self.server,
-            "client_states": self._client_states(lambda store: store.state_dict()),
+            "client_states": {},
             "history": self.history.state_dict(),
-            "kept_optimizers": self._optimizers_by_name(),
-            "best_models": {self.client_names[k]: vars(best) for k, best in self.best.items()},
             "probed_engines": {
                 architecture.name: dict(architecture.engine.found)
                 for architecture in self.architectures
@@ -445,31 +468,42 @@ class FederationState:
             require_open(name, self.method.fixed_clients, self.client_names[first:])
         warn_of_other_samples(saved, self.client_names, self.num_samples)
         check_structure(saved, self.method.structure(), joined)
-        check_client_states(saved["client_states"], self._client_states(lambda store: store.tree))
-        check_finite(saved, saved["clients"])
+        parts = saved.get("shards") or [saved]
+        check_complete(parts, first)
+        for part in parts:
+            own = self._client_states(lambda store: store.tree)
+            check_client_states(part["client_states"], own)
+            ids = part.get("ids")
+            named = saved["clients"]
+            names = named if ids is None else [named[client] for client in ids.tolist()]
+            check_finite_states(part["client_states"], names)
+        check_finite_server(saved["server"])
         model = self.architectures[0].parameter_split.model()
         device = next((leaf.device for leaf in model.values()), torch.device("cpu"))
         server = self._admit(saved["server"], first) if joined else saved["server"]
         self.server = fit_server(server, self.server, device)
         for architecture in self.architectures:
-            alone = len(self.architectures) == 1
-            architecture.client_states.load_state_dict(
-                saved["client_states"] if alone else saved["client_states"][architecture.name]
-            )
+            for part in parts:
+                tree = part["client_states"]
+                tree = tree if len(self.architectures) == 1 else tree[architecture.name]
+                architecture.client_states.load_state_dict(tree, part.get("ids"))
         self.rounds = saved["rounds"]
         counts = torch.cat([saved["num_samples"], self.num_samples[first:]])
         methods = self._bind(counts)
         for method, architecture in zip(methods, self.architectures, strict=True):
             architecture.method = method
         self.history.load_state_dict(saved["history"])
-        best = saved.get("best_models", {})
+        best = {name: one for part in parts for name, one in part.get("best_models", {}).items()}
         self.best = {
             client: BestModel(**best[name])
             for client, name in enumerate(self.client_names)
             if name in best
         }
+        self.keep_own_best()
         if self.keeps_optimizers:
-            states = saved.get("kept_optimizers", {})
+            states = {
+                name: one for part in parts for name, one in part.get("kept_optimizers", {}).items()
+            }
             self.optimizer_states = {
                 client: states[name]
                 for client, name in enumerate(self.client_names)
@@ -481,12 +515,54 @@ class FederationState:
         self._load_shared()
         self._keep_own()
 
-    def _optimizers_by_name(self) -> dict[str, OptimizerState]:
-        return {
-            self.client_names[client]: state
-            for some in self.ranks.all_gather_objects(self.optimizer_states)
-            for client, state in some.items()
-        }
+    # --- the best models --------------------------------------------------------------------------
+
+    def best_model(self, client: int) -> Model:
+        """Return a client's best model.
+
+        Raises:
+            RuntimeError: If another process has it.
+        """
+        if not (model := self.best[client].model):
+            raise RuntimeError(
+                f"Expected a client whose best model is in process {self.ranks.rank}, but that of "
+                f"client {client} is in process {int(self.owners[client])} of {self.ranks.size}. "
+                "Call `personal_models(federation, clients)` in all processes."
+            )
+        return model
+
+    def keep_own_best(self) -> None:
+        """Forget the best models of other processes' clients, but not their rounds."""
+        own = {*self._own_ids()}
+        for client, best in self.best.items():
+            # Copies: a checkpoint's tensors may be on the disk.
+            model = {name: leaf.clone() for name, leaf in best.model.items() if client in own}
+            self.best[client] = replace(best, model=model)
+
+    def gather_to_all_ranks(self, limit: int) -> None:
+        """Gather client states and best models on all processes, up to ``limit`` bytes.
+
+        A collective call of all processes.
+        """
+        own = self._own_best()
+        mine = sum(total_nbytes(best["model"]) for best in own.values())
+        left = limit - sum(self.ranks.all_gather_objects(mine))
+        for architecture in self.architectures:
+            architecture.client_states.gather_to_all_ranks(left)
+        for part in self.ranks.all_gather_objects(own) if self.best and left >= 0 else ():
+            self.best |= {client: BestModel(**best) for client, best in part.items()}
+
+    def _own_best(self) -> dict[int, dict[str, Any]]:
+        own = {*self._own_ids()}
+        return {client: vars(best) for client, best in self.best.items() if client in own}
+
+    def _joined(self, own: Mapping[int, Any]) -> dict[str, Any]:
+        """Gather what processes have of their own clients, by the clients' names."""
+        parts = self.ranks.all_gather_objects(self._by_name(own))
+        return {name: value for part in parts for name, value in part.items()}
+
+    def _by_name(self, own: Mapping[int, Any]) -> dict[str, Any]:
+        return {self.client_names[client]: value for client, value in own.items()}
 
     def _admit(self, saved: Tree, first: int) -> Tree:
         """Let the clients from id ``first`` on join, and return the server's tree with them."""

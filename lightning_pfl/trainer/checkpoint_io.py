@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_pfl.core.files import atomic_file, explaining_writes
+from lightning_pfl.federation.shards import make_room
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -27,3 +28,4 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         with explaining_writes(Path(path)), atomic_file(Path(path)) as file:
             torch.save(checkpoint, file)
+            make_room(Path(path))

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
@@ -45,6 +46,7 @@ from lightning_pfl.engine.optimizer import check_optimizer
 from lightning_pfl.engine.select import check_engine
 from lightning_pfl.federation.gate import MaxNorm
 from lightning_pfl.methods.base import Method
+from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
 
 REFUSED_CALLBACKS: dict[type[Callback], str] = {
     StochasticWeightAveraging: "It averages one model; use a method with a server optimizer.",
@@ -117,6 +119,26 @@ def refuse(flag: str, got: object, remedy: str) -> MisconfigurationException:
         f"FederatedStrategy does not support `Trainer({flag}={got!r})` (`trainer.{flag}` in a "
         f"recipe). {remedy}"
     )
+
+
+def check_writes_shards(plugin: CheckpointIO) -> None:
+    """Require the strategy's own way to write files, for checkpoints in folders."""
+    if type(plugin) is not AtomicCheckpointIO:
+        raise MisconfigurationException(
+            "Expected no checkpoint plugin for state_dict_type='sharded', whose files processes "
+            f"write themselves, but got {type(plugin).__name__}. Leave it out, or use "
+            "state_dict_type='full'."
+        )
+
+
+def check_sharded(path: Any, storage_options: Any) -> None:
+    """Require a path on a disk, for checkpoints in folders."""
+    if "://" in str(path) or storage_options is not None:
+        raise MisconfigurationException(
+            f"Expected a path on a disk for state_dict_type='sharded', but got {str(path)!r} with "
+            f"{storage_options=}. Save to a disk that all processes share, or use "
+            "state_dict_type='full'."
+        )
 
 
 def check_processes(asked: int, present: int) -> None:

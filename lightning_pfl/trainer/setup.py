@@ -155,6 +155,7 @@ class StageSetup:
         stores = [architecture.client_states for architecture in federation.architectures]
         for store in stores:
             store.keep_shard()
+        federation.keep_own_best()
         federation.move(device, choose(sum(store.nbytes() for store in stores)))
         if num_samples.any():
             federation.num_samples = num_samples

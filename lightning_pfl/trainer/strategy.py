@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -23,6 +24,7 @@ from lightning_pfl._lightning import (
     read_optimizers,
 )
 from lightning_pfl.core.argument_types import check_types
+from lightning_pfl.core.checks import check_choice
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.engine.select import EngineName
 from lightning_pfl.federation.architectures import (
@@ -43,6 +45,7 @@ from lightning_pfl.federation.checkpoint import (
 )
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.gate import MaxNorm
+from lightning_pfl.federation.shards import is_sharded, read_shards, write_shards
 from lightning_pfl.methods.base import Method
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.trainer import checks
@@ -93,6 +96,9 @@ class FederatedStrategy(ProcessesStrategy):
             ``engine="sequential"``.
         client_state_device: Where the client states live: on the ``"device"``, on the ``"host"``,
             or ``"auto"``: on the device if they take at most a quarter of it.
+        state_dict_type: What a checkpoint is: ``"full"``, one file with the states of all clients,
+            for which process 0 needs the memory; ``"sharded"``, a folder in which each process
+            writes those of its own clients. Both resume with any number of processes.
         split_data: Whether each of several processes keeps the samples of its own clients alone,
             and trains these. True takes a part of the memory; False deals each cohort evenly: of
             10 clients out of 100, one of two processes otherwise gets 6.2 in the mean.
@@ -133,6 +139,7 @@ class FederatedStrategy(ProcessesStrategy):
         client_state_device: ClientStateDevice = "auto",
         split_data: bool = False,
         cuda_graphs: bool = False,
+        state_dict_type: Literal["full", "sharded"] = "full",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -162,6 +169,8 @@ class FederatedStrategy(ProcessesStrategy):
             "process_group_backend": process_group_backend,
         }
         check_types(FederatedStrategy.__init__, plain)
+        check_choice("state_dict_type", state_dict_type, ("full", "sharded"), "Use 'full'.")
+        self.state_dict_type = state_dict_type
         self.federation = self.federation_class()
         self.federation.client_optimizer = self._client_optimizer
         self.federation.max_update_norm = max_update_norm
@@ -273,6 +282,8 @@ class FederatedStrategy(ProcessesStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         """Install the federated loops, and make or restore server, client states and engines."""
         checks.check_trainer(trainer)
+        if self.state_dict_type == "sharded":
+            checks.check_writes_shards(self.checkpoint_io)
         self.federation.ranks, self.federation.knows_owners = self.ranks, False
         install_loops(trainer, self.federation)
         self._stage.lock_folder(trainer)
@@ -373,8 +384,7 @@ class FederatedStrategy(ProcessesStrategy):
         if (trainer := self._stage.trainer) is not None:
             # After an interrupt the other processes may not answer.
             if trainer.state.status != TrainerStatus.INTERRUPTED:
-                for architecture in self.federation.architectures:
-                    architecture.client_states.gather_to_all_ranks(KEPT_ON_ALL_RANKS)
+                self.federation.gather_to_all_ranks(KEPT_ON_ALL_RANKS)
             self.federation.move("cpu", "cpu")
         super().teardown()
 
@@ -384,16 +394,22 @@ class FederatedStrategy(ProcessesStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Add the federation's state to Lightning's checkpoint and write it."""
-        if self._stage.trainer is not None:
-            names = [type(template).__name__ for template in self.optimizers]
-            checkpoint["federated"] = {
-                **self.federation.state_dict(),
-                "optimizers": names,
-                "run": self._stage.run_settings(self._stage.trainer),
-                "local_steps": [one.steps for one in self._client_training],
-                "partition": self._stage.partition,
-            }
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._stage.trainer is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        federation, sharded = self.federation, self.state_dict_type == "sharded"
+        checkpoint["federated"] = {
+            **(federation.shared_state() if sharded else federation.state_dict()),
+            "optimizers": [type(template).__name__ for template in self.optimizers],
+            "run": self._stage.run_settings(self._stage.trainer),
+            "local_steps": [one.steps for one in self._client_training],
+            "partition": self._stage.partition,
+        }
+        if sharded:
+            checks.check_sharded(filepath, storage_options)
+            write_shards(Path(filepath), checkpoint, federation.own_state(), self.ranks)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -401,6 +417,8 @@ class FederatedStrategy(ProcessesStrategy):
         """Read a checkpoint, by default without running code from it (``weights_only=True``)."""
         # Lightning's default differs for remote paths.
         safely = True if weights_only is None else weights_only
+        if is_sharded(checkpoint_path):
+            return require_lightning(read_shards(checkpoint_path, safely), checkpoint_path)
         check_file(checkpoint_path)
         with explain_read_errors(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, safely)

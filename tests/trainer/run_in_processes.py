@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pfl import FederatedStrategy, PersonalizedModule
-from lightning_pfl.callbacks import HeadFineTuning, NearestNeighbours, NewClientAdaptation
+from lightning_pfl.callbacks import (
+    BestRound,
+    HeadFineTuning,
+    NearestNeighbours,
+    NewClientAdaptation,
+)
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.federation.evaluate import personal_models
 from lightning_pfl.inspect import PartitionPicture
@@ -161,7 +166,16 @@ CASES: dict[str, dict[str, Any]] = {
         "poisoned": 3,
     },
 }
-RESUMED = ("fedrep", "few")
+SHARDED: dict[str, Any] = {
+    "method": lambda: FedRep(head_epochs=2),
+    "participation": 3,
+    "engine": "sequential",
+    "keep_optimizer_state": True,
+    "state_dict_type": "sharded",
+    "callbacks": lambda: [BestRound()],
+}
+CASES["sharded"] = SHARDED
+RESUMED = ("fedrep", "few", "sharded")
 
 
 def run(name: str, folder: Path, devices: int, ckpt_path: Path | None = None) -> dict[str, Any]:
@@ -175,6 +189,8 @@ def run(name: str, folder: Path, devices: int, ckpt_path: Path | None = None) ->
         participation=case.get("participation", 1.0),
         evaluated_clients=case.get("evaluated_clients", 1.0),
         split_data=case.get("split_data", False),
+        keep_optimizer_state=case.get("keep_optimizer_state", False),
+        state_dict_type=case.get("state_dict_type", "full"),
     )
     trainer: Any = L.Trainer(
         max_epochs=ROUNDS,
