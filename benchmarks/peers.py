@@ -129,7 +129,7 @@ def version_of(framework: str, python: str) -> str:
 
 
 def measure(
-    framework: str, python: str, method: str, threads: int, least: float = 4.0
+    framework: str, python: str, method: str, threads: int, least: float = 3.0
 ) -> dict[str, Any]:
     """Run rounds of both sides in turns.
 

@@ -76,7 +76,7 @@ class PlainLoop:
         cohort = sample_cohort(self.seed, self.number, clients, self.workload.cohort).tolist()
         self.module.train()
         self.second.train()
-        with _onednn(self.onednn):
+        with use_onednn(self.onednn):
             self._round(self, cohort)
             self.number += 1
             self.evaluate()
@@ -433,7 +433,7 @@ def _mean(uploads: list[Weights], weights: list[float]) -> Weights:
 
 
 @contextmanager
-def _onednn(enabled: bool) -> Iterator[None]:
+def use_onednn(enabled: bool) -> Iterator[None]:
     """Allow torch oneDNN or not; `mkldnn.flags()` would also set a flag of other hardware."""
     backend: Any = torch.backends.mkldnn
     before = backend.enabled

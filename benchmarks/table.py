@@ -1,10 +1,10 @@
 """All that the page on speed shows, from one command: ``make bench``.
 
-    python -m benchmarks.table --json build/bench.json           every part, with 1 and 2 threads
+    python -m benchmarks.table --json build/bench.json           all but `processes` and `peers`
     python -m benchmarks.table --json build/bench.json --resume  what isn't in the file yet
     python -m benchmarks.table --parts rounds --workloads w2 --methods FedAvg --threads 2
     python -m benchmarks.table --parts rounds --workloads w1-fashion --methods FedAvg FedRep
-    python -m benchmarks.table --parts peers --peer fluke=/path/to/python
+    python -m benchmarks.table --parts processes peers --peer fluke=/path/to/python
     python -m benchmarks.page build/bench.json                   write it into the pages
     bash benchmarks/gpu.sh                                       on a GPU, with its tests
 
@@ -28,12 +28,12 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmarks import cells, memory, overhead, peers, processes
+from benchmarks import cells, memory, overhead, peers, processes, profile
 from benchmarks.cells import NAMES, NOT_HERE, Cell
 from benchmarks.plain import METHODS as LOOPS
 from benchmarks.workloads import FROM_FILES, WORKLOADS
 
-PARTS = ("rounds", "memory", "start", "overhead", "processes", "peers")
+PARTS = ("rounds", "profile", "memory", "start", "overhead", "processes", "peers")
 
 
 class Results:
@@ -163,6 +163,15 @@ def print_cell(cell: Cell) -> None:
 # --- the other parts ------------------------------------------------------------------------------
 
 
+def run_profile(options: argparse.Namespace, results: Results) -> None:
+    """Divide a round's time into its parts."""
+    print("a round's CPU time by its parts, milliseconds; the limit is the time of its products")
+    with cells.use_threads(1):
+        for name in options.workloads:
+            for row in results.measure("profile", name, profile.measure, name):
+                print(profile.describe(name, row), flush=True)
+
+
 def run_memory(options: argparse.Namespace, results: Results) -> None:
     """Measure the memory of fits, each in a process of its own."""
     print(f"{'workload':12}{'method':12}{'peak MiB':>10}{'tensors':>9}{'ratio':>7}")
@@ -209,7 +218,7 @@ def run_peers(options: argparse.Namespace, results: Results) -> None:
 RUN = dict(
     zip(
         PARTS,
-        (run_rounds, run_memory, run_start, run_overhead, run_processes, run_peers),
+        (run_rounds, run_profile, run_memory, run_start, run_overhead, run_processes, run_peers),
         strict=True,
     )
 )
@@ -230,7 +239,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     """Measure the parts that are asked for."""
     parser = argparse.ArgumentParser(description="Measure rounds, memory and the time to begin.")
     parser.add_argument(
-        "--parts", nargs="+", default=list(PARTS), choices=PARTS, help="peers need --peer"
+        "--parts", nargs="+", default=PARTS[:-2], choices=PARTS, help="peers need --peer"
     )
     offered = [name for name in WORKLOADS if name != FROM_FILES]
     parser.add_argument("--workloads", nargs="+", default=offered, choices=WORKLOADS)
@@ -241,7 +250,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=4.0,
+        default=3.0,
         help=f"what the rounds of a cell take, if they are at least {cells.LEAST} and at most "
         f"{cells.MOST}",
     )
@@ -261,6 +270,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
         "--resume", action="store_true", help="keep what --json has, and measure the rest"
     )
     options = parser.parse_args(None if arguments is None else list(arguments))
+    if ("peers" in options.parts) != bool(options.peer):
+        parser.error("--parts peers needs --peer, and --peer needs --parts peers.")
     if options.resume and options.json is None:
         parser.error("--resume needs --json, the file that has what was measured.")
     for quiet in ("lightning.pytorch", "lightning.fabric"):

@@ -252,7 +252,7 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "w4": Workload(
         "CNN 32-64-128 of 1.6 million, batch 10", wide_cnn, LARGE, clients=100, samples=50,
-        cohort=20, test_samples=5, head_epochs=2, methods=SIX,
+        cohort=20, test_samples=5, head_epochs=2, methods=THREE,
     ),
     "logistic": Workload(
         "logistic regression, 1,000 clients", lambda: MLP([60, 10]), (60,), clients=1000,

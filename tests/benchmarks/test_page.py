@@ -1,0 +1,111 @@
+"""The pages' tables are what was measured, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import page
+from benchmarks.profile import PARTS
+
+
+def cell(workload: str, method: str, threads: int, cpu: float | None, wall: float | None) -> Any:
+    return {
+        "workload": workload, "method": method, "engine": "auto", "threads": threads, "cpu": cpu,
+        "wall": wall, "cpu_seconds": 0.25,
+    }  # fmt: skip
+
+
+FOUND: page.Found = {
+    "cells": {
+        "a": cell("w2", "FedAvg", 1, 1.25, 9.0),
+        "b": cell("w2", "FedRep", 1, 3.5, 9.0),
+        "c": cell("w2", "FedRep, cached", 1, 0.994, 9.0),
+        "d": cell("w2", "APFL", 1, None, None),
+        "e": cell("w2", "FedAvg", 2, 9.0, 1.5),
+        "f": cell("lstm", "FedAvg", 1, 2.0, 9.0),
+        "g": cell("w2", "FedAvg", 1, 9.0, 9.0) | {"engine": "sequential"},
+    },
+    "profile": {
+        "w2": {
+            "ours": dict(zip(PARTS, (4e-2, 1e-2, 0.0, 0.0, 2e-2, 0.0, 3e-2, 0.0), strict=True)),
+            "theirs": dict.fromkeys(PARTS, 2.5e-2),
+            "operations": 2e9,
+            "peak": 2e11,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", page.PAGES)
+def test_pages_have_what_is_kept(name: str) -> None:
+    text = (page.ROOT / name).read_text()
+    assert text.count("<!-- bench:") == 2 * len(page.BETWEEN.findall(text))
+    assert page.write_tables(text, json.loads(page.KEPT.read_text())) == text
+
+
+def test_pictures_of_what_is_kept_are_there() -> None:
+    for name in json.loads(page.KEPT.read_text()).get("profile", {}):
+        assert (page.ROOT / "docs" / page.picture(name)).is_file()
+
+
+def test_rounds_are_compared_by_cpu_time_or_by_the_clock() -> None:
+    lines = page.rounds(FOUND).splitlines()
+    one, two = (lines.index(next(x for x in lines if x.startswith(t))) for t in ("One", "Two"))
+    assert lines[one + 4].startswith("| MLP 784-200-200-10, batch 50 | 1.25 | 3.50; **0.99** |  |")
+    assert lines[one + 5].startswith("| LSTM, batch 10 of 32 words | 2.00 |  |")
+    assert lines[two + 4].startswith("| MLP 784-200-200-10, batch 50 | 1.50 |  |")
+    assert len(lines) == two + 5
+
+
+def test_methods_without_a_loop_have_their_time() -> None:
+    rows = page.every_method(FOUND).splitlines()[2:]
+    assert rows[0] == "| `APFL` |  | 250 |"
+    assert rows[1] == "| `FedAvg` | 1.25 | 250 |"
+
+
+def test_the_limit_is_the_time_of_the_operations() -> None:
+    """2e9 operations at 2e11 a second are 10 ms, a seventh of 40 + 10 + 20 ms of training."""
+    row = page.parts(FOUND).splitlines()[2]
+    assert row == "| MLP 784-200-200-10, batch 50 | 100 | 200 | 70 | 40 | 10 | 7.0 |"
+    sentence = page.pictures(FOUND).splitlines()[0]
+    assert (
+        "of 100 ms a round, 40 % are products, 30 % are the evaluation and 20 % are P" in sentence
+    )
+    assert sentence.endswith("the loop takes 2.00 times as long.")
+
+
+def test_nothing_measured_is_an_empty_table() -> None:
+    assert {write({}) for write in page.TABLES.values()} == {""}
+
+
+def test_a_picture_is_the_same_for_the_same_numbers(tmp_path: Path) -> None:
+    row = FOUND["profile"]["w2"]
+    for name in ("a.svg", "b.svg"):
+        page.draw("w2", row, tmp_path / name)
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    assert "this package: 100" in text
+    assert "plain loop: 200" in text
+
+
+def test_the_command_keeps_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    monkeypatch.setattr(page, "KEPT", tmp_path / "kept.json")
+    marks = "<!-- bench: parts begin (x) -->\nold\n<!-- bench: parts end -->\n"
+    for name in page.PAGES:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(f"before\n{marks}after\n")
+    (tmp_path / "docs" / "figures").mkdir()
+    (tmp_path / "found.json").write_text(json.dumps(FOUND))
+    page.main([str(tmp_path / "found.json")])
+    for name in page.PAGES:
+        text = (tmp_path / name).read_text()
+        assert "old" not in text
+        assert page.parts(FOUND) in text
+        assert text.startswith("before\n<!-- bench: parts begin (x) -->\n|")
+    assert (tmp_path / "docs" / "figures" / "round_w2.svg").is_file()
+    assert json.loads((tmp_path / "kept.json").read_text()) == FOUND
