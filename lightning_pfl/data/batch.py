@@ -16,6 +16,8 @@ def batch_length(batch: Any) -> int:
 
     Without such a tensor, the length of the first list of strings; 1 without either.
     """
+    if type(batch) in (tuple, list) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
+        return len(batch[0])  # the usual batches
     texts = 0
     for leaf in _leaves(batch):
         if isinstance(leaf, Tensor):

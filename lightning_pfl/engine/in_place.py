@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_pfl.engine.operators import inner_call
 from lightning_pfl.engine.recording import (
+    KEPT,
     Call,
     Recorder,
     compiled,
@@ -226,6 +227,8 @@ class _Program:
                 self._line(variant, f"{call.text}, {argument}={name}", "_")
                 return True
         for old in self._dying(number, call, like):
+            if variant is not None and old not in self.placed and like.numel() <= KEPT:
+                continue  # views of a buffer are made once; larger ones don't stay in the cache
             changing = in_place_variant(operator)
             if changing is not None and call.text.split(", ")[0] == old:
                 self._line(changing, call.text, "_" if old in self.placed else name)

@@ -133,8 +133,9 @@ class SequentialEngine:
         for row in range(len(work.info)):
             one = work.rows(slice(row, row + 1))
             if self.deterministic and self.loop is None:
-                # Replayed steps don't write to attributes.
-                before = {} if self.traces.enabled else snapshot(self.module)
+                # Replayed steps and layers of torch don't write to attributes.
+                quiet = self.traces.enabled or self.checks.known
+                before = {} if quiet else snapshot(self.module)
                 with watch_global_rng(None, self.checks.known) as found:
                     result = self._client(one, self._local_step(one, keyed=False))
                 if found.moved or found.moved_torch:

@@ -17,7 +17,7 @@ from lightning_pfl.core.mixture import is_mixed
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model
 from lightning_pfl.data.batch import batch_length
-from lightning_pfl.engine.active_phase import writable
+from lightning_pfl.engine.active_phase import is_unmodified, writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.kernels import LargeProducts
@@ -63,12 +63,12 @@ class SequentialEvaluation:
 
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
-        if self._replays(work):
+        if self._is_quiet(work):
             checks = self._checks.setdefault(work.step, Checks(self.module))
             check = checks.due()
             key = None if checks.known else derive(self.settings.seed, "guard", work.step)
             with watch_global_rng(key, checks.known) as found:
-                evaluation = self._replayed(work, on_clients, check)
+                evaluation = self._unwatched(work, on_clients, check)
             if not (found.moved or found.moved_torch):
                 return evaluation
             on_clients = None  # they have heard of it
@@ -81,21 +81,25 @@ class SequentialEvaluation:
 
     def may_replay(self, step: str) -> bool:
         """Whether steps of an evaluation may be recorded: those of ``PersonalizedModule`` alone."""
+        return self.traces.enabled and self._is_known(step)
+
+    def _is_known(self, step: str) -> bool:
+        """Whether a step logs means over samples, and nothing else that is collected."""
         return (
-            self.traces.enabled
+            is_unmodified(self.module)
             and self.settings.batch_hooks is None
             and step in ("validation_step", "test_step")
             and getattr(type(self.module), step) is getattr(PersonalizedModule, step)
         )
 
-    def _replays(self, work: EvaluationWork) -> bool:
+    def _is_quiet(self, work: EvaluationWork) -> bool:
         drawn = not self.quiet.get(work.step, False)
-        return self.may_replay(work.step) and not drawn and not is_mixed(work.models)
+        return self._is_known(work.step) and not drawn and not is_mixed(work.models)
 
-    def _replayed(
+    def _unwatched(
         self, work: EvaluationWork, on_clients: OnClients | None, check: bool
     ) -> Evaluation:
-        """Evaluate without watching random generators, by replayed steps.
+        """Evaluate without watching random generators in each step, which may be replayed.
 
         Args:
             work: The evaluation.
@@ -130,7 +134,7 @@ class SequentialEvaluation:
             at, sizes, values = zip(*results, strict=True)
             stacked = {name: torch.stack([one[name] for one in values]) for name in values[0]}
             logs.add(stacked, torch.tensor(sizes), torch.tensor(at), program.log.reductions)
-        # Steps are replayed in evaluations alone, where nothing is predicted.
+        # Nothing is predicted here.
         return Evaluation(logs.compute(), counts, dict(program.log.options))
 
     def _evaluator(self, work: EvaluationWork) -> ClientProgram:

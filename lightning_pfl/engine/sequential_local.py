@@ -416,16 +416,21 @@ class SequentialLocalStep:
         """Compute the mean loss over the step's samples, and their number, ``(1,)``."""
         self._require_automatic("losses")
         given = self._given(self._unwritten(model), ())
-        total = torch.zeros(1, dtype=torch.float64, device=self.settings.device)
-        count = torch.zeros_like(total)
+        device = self.settings.device
+        sums, samples = [], 0
         for number, minibatch in batch:
             step = partial(self._measured, number)
             with torch.no_grad(), self._randomness(number) as key:
                 loss = self.traces.run(step, given, minibatch, key, MEASURED)
             if loss is not None:
-                total += loss.double() * batch_length(minibatch)
-                count += batch_length(minibatch)
-        return total / count.clamp_min(1), count
+                size = batch_length(minibatch)
+                sums.append(loss.double() * size)
+                samples += size
+        count = torch.full((1,), float(samples), dtype=torch.float64, device=device)
+        if not sums:
+            return torch.zeros_like(count), count
+        total = torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+        return total.view(1) / count, count
 
     def _measured(
         self, number: int, model: tuple[Model, Model], minibatch: Any, key: Tensor | None, what: str

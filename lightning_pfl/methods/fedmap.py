@@ -310,8 +310,9 @@ class FedMAP(WatchedPull, Method):
         """Return the client's model, or the prior's mean before its first round."""
         model: Model = {**received.get("model", {}), **client_state["model"]}
         for name, center in self.gamma(received).get("mean", {}).items():
-            begun = per_client(client_state["begun"], center) > 0
-            model[name] = client_state["model"][name].where(begun, center)
+            # 0 or 1, so that either is taken as it is; `where` takes four times as long.
+            begun = per_client(client_state["begun"], center)
+            model[name] = torch.lerp(center, client_state["model"][name], begun)
         return model
 
     def global_model(self, server: Tree) -> Model | None:
