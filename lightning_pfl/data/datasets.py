@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -293,6 +294,20 @@ class FederatedTensorDataset:
             order = np.random.default_rng((seed, client)).permutation(len(row))
             rows.append(row[torch.from_numpy(order[:samples_per_client]).to(row.device)])
         return self._replace(self.fields, rows, self.names)
+
+    def beginnings(self, counts: Tensor) -> Self:
+        """Keep the first samples of each client.
+
+        Args:
+            counts: How many, int64 ``(clients,)``; more than a client has are all of them.
+        """
+        counts = torch.minimum(counts, self.num_samples)
+        some = counts.nonzero().flatten().tolist()
+        new = copy(self)
+        new.num_samples, new.held, new.label_counts = counts, None, None
+        new._flat = torch.cat([self._flat[:0], *(self.indices[k][: counts[k]] for k in some)])
+        new.indices = Positions(new._flat, counts, new.names)
+        return new
 
     def _replace(
         self,

@@ -35,12 +35,21 @@ from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten
 from lightning_pfl.engine.safety.snapshot import has_hooks_or_generators, restore, snapshot
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.steps import phase_budget
+from lightning_pfl.engine.timing import (
+    CACHED,
+    Candidate,
+    chunk_sizes,
+    clock,
+    evaluation_piece,
+    run_in_turns,
+    time_training,
+)
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.engine.vectorized.evaluation import evaluates_per_sample
 from lightning_pfl.engine.vectorized.gradient import Transform
 from lightning_pfl.methods.base import Phase
 
-EngineName = Literal["auto", "vectorized", "sequential"]
+EngineName = Literal["auto", "vectorized", "sequential", "timed"]
 PROBED_CLIENTS = 2
 PROBED_SAMPLES = 8
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
@@ -62,8 +71,10 @@ class SelectedEngine:
     The probe runs one step of two clients with the sequential engine and with the vectorized one
     (first ``vmap`` of the forward pass, then of the gradient), and takes the first that raises
     nothing, has no hidden loop and agrees with the sequential result. With ``"auto"`` a CPU trains
-    sequentially all the same where ``cost.py`` estimates that to be faster. The choice depends on
-    the module, the minibatches and the method, never on timing; a resumed run repeats it.
+    sequentially all the same where ``cost.py`` estimates that to be faster. That choice depends on
+    the module, the minibatches and the method, never on timing. With ``"timed"`` the clock chooses
+    (``timing.py``), and several processes take what the first one has found. A resumed run repeats
+    the choice.
 
     ``validation_step``, ``test_step`` and ``predict_step`` are probed on their own.
 
@@ -73,7 +84,8 @@ class SelectedEngine:
     the log names the reason.
 
     Args:
-        name: ``"auto"``, ``"vectorized"`` (an error if impossible) or ``"sequential"``.
+        name: ``"auto"``, ``"timed"``, ``"vectorized"`` (an error if impossible) or
+            ``"sequential"``.
         module: The user's module.
         parameter_split: Names of the module.
         settings: The Trainer's flags.
@@ -85,8 +97,11 @@ class SelectedEngine:
 
     Attributes:
         choices: Engine and reason per step (``"training_step"``, ...).
-        found: What each probe has found, by device and step: a transform, or ``"sequential"``. A
-            resumed run begins with it, as rounding on other minibatches may speak for another one.
+        found: What each probe has found, by device and step: a transform, or ``"sequential"``, and
+            with ``"timed"`` the clients per program. A resumed run begins with it, as rounding on
+            other minibatches, or another machine, may speak for another one.
+        seconds: What ``"timed"`` has measured: seconds of a client's step of training, or of an
+            evaluation, by step and by clients per program; 0 for one client after another.
     """
 
     def __init__(
@@ -106,11 +121,12 @@ class SelectedEngine:
         self.name, self.module, self.parameter_split = name, module, parameter_split
         self.settings, self.found = settings, dict(found or {})
         self.choices: dict[str, str] = {}
+        self.seconds: dict[str, dict[int, float]] = {}
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
         self._checked: set[str] = set()
         self._said: set[str] = set()
         self._sequential = SequentialEngine(
-            module, parameter_split, settings, loop, record=name == "auto"
+            module, parameter_split, settings, loop, record=name in ("auto", "timed")
         )
 
     @property
@@ -137,7 +153,8 @@ class SelectedEngine:
             if work.kept is not None and any(not p.ndim for p in self.module.parameters()):
                 why_not = why_not or "optimizer states are kept, and a parameter has no axes"
             first = self._first_steps(work)
-            self._choose_together(first, partial(self._training_pays, work, first), why_not)
+            pays = partial(self._training_pays, work, first)
+            self._choose_together(work, first, pays, why_not)
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
@@ -149,7 +166,7 @@ class SelectedEngine:
         """Run a validation, test or prediction step for each client."""
         if work.step not in self._engines:
             first = _first_batches(work)
-            self._choose_together(first, partial(self._evaluation_pays, work, first))
+            self._choose_together(work, first, partial(self._evaluation_pays, work, first))
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
@@ -209,25 +226,32 @@ class SelectedEngine:
 
     def _choose_together(
         self,
+        whole: LocalWork | EvaluationWork,
         work: LocalWork | EvaluationWork,
         pays: Callable[[VectorizedEngine, FlopCounterMode], bool],
         why_not: str | None = None,
     ) -> None:
         """Choose, and if another process has found something else before, choose that."""
-        self._choose(work, pays, why_not)
+        self._choose(whole, work, pays, why_not)
         if self._agree is None or self.name == "sequential":
             return
         place = self._place(work.step)
-        mine = self.found.get(place, self._sequential.name)
+        mine = self.found.get(place, self._one_by_one)
         if (first := self._agree(place, mine)) != mine:
             self.found[place] = first
-            self._choose(work, pays, why_not, "another process")
+            self._choose(whole, work, pays, why_not, "another process")
 
     def _place(self, step: str) -> str:
         return f"{self.settings.device.type} {step}"
 
+    @property
+    def _one_by_one(self) -> str:
+        """The entry of :attr:`found` for one client after another."""
+        return f"{self._sequential.name} 0" if self.name == "timed" else self._sequential.name
+
     def _choose(
         self,
+        whole: LocalWork | EvaluationWork,
         work: LocalWork | EvaluationWork,
         pays: Callable[[VectorizedEngine, FlopCounterMode], bool],
         why_not: str | None = None,
@@ -236,6 +260,7 @@ class SelectedEngine:
         """Settle which engine runs a step, by running it on a short piece of work.
 
         Args:
+            whole: What is to be run.
             work: One step of a few clients.
             pays: Estimates whether the whole work is faster vectorized, from the engine and the
                 operations that it has run for ``work``.
@@ -247,8 +272,10 @@ class SelectedEngine:
             self._settle(step, self._sequential, "as asked")
             return
         place = self._place(step)
-        before = self.found.get(place)
-        if before == self._sequential.name and self.name == "auto":
+        before, _, size = self.found.get(place, "").partition(" ")
+        if self.name == "timed" and not size:
+            before = ""  # an estimate's choice
+        if before == self._sequential.name and self.name in ("auto", "timed"):
             self._settle(step, self._sequential, f"as in {finder}")
             return
         reasons = []
@@ -270,16 +297,20 @@ class SelectedEngine:
                     engine, work, expected, counter if estimated else nullcontext()
                 )
                 if reason is None or (before == transform and OTHER_NUMBERS in reason):
-                    if estimated and before is None and not pays(engine, counter):
+                    if self.name == "timed" and not before:
+                        self._settle_fastest(whole, engine)
+                    elif estimated and not before and not pays(engine, counter):
                         self.found[place] = self._sequential.name
                         self._settle(step, self._sequential, SLOWER)
                     else:
-                        self.found[place] = transform
-                        self._settle(step, engine, f"vmap over the {_WHAT[transform]}")
+                        engine.chunk_size = int(size) if size else None
+                        self.found[place] = f"{transform} {size}" if size else transform
+                        more = f", {size} clients at once as in {finder}" if size else ""
+                        self._settle(step, engine, f"vmap over the {_WHAT[transform]}{more}")
                     return
                 reasons.append(f"vmap over the {_WHAT[transform]}: {reason}")
             if any(OTHER_NUMBERS in reason for reason in reasons):
-                self.found[place] = self._sequential.name
+                self.found[place] = self._one_by_one
         why = "; ".join(dict.fromkeys(reasons))
         if self.name == "vectorized":
             raise ValueError(
@@ -288,6 +319,64 @@ class SelectedEngine:
                 "engine='sequential'."
             )
         self._settle(step, self._sequential, why)
+
+    def _settle_fastest(self, work: LocalWork | EvaluationWork, engine: VectorizedEngine) -> None:
+        """Settle which engine runs a step, and with how many clients per program, by the clock.
+
+        Args:
+            work: What is to be run.
+            engine: The vectorized engine, which can run it.
+        """
+        seconds = self.seconds[work.step] = self._time(work, engine)
+        best = min(seconds, key=seconds.__getitem__, default=0)
+        times = ", ".join(
+            f"{took * 1e3:.3g} ms {f'with {many} at once' if many else 'one after another'}"
+            for many, took in sorted(seconds.items(), key=lambda item: item[1])
+        )
+        unit = "client" if isinstance(work, EvaluationWork) else "client's step"
+        self.found[self._place(work.step)] = f"{engine.transform} {best}"
+        if not best:
+            self.found[self._place(work.step)] = self._one_by_one
+            self._settle(work.step, self._sequential, f"a {unit} takes {times}")
+            return
+        engine.chunk_size = best
+        self._settle(work.step, engine, f"{best} clients at once; a {unit} takes {times}")
+
+    def _time(self, work: LocalWork | EvaluationWork, engine: VectorizedEngine) -> dict[int, float]:
+        """Time both engines, by clients per program; 0 for one after another.
+
+        They are other objects than those that will run, which learn nothing from pieces.
+        """
+        now = partial(clock, self.settings.device)
+        if isinstance(work, EvaluationWork):
+            several = self._vectorized(engine.transform, engine.stochastic)
+            piece = evaluation_piece(work, several.groups(work))
+            size = len(piece.clients)
+            alone = SequentialEngine(self.module, self.parameter_split, self.settings, record=True)
+            candidates = {
+                0: Candidate([partial(alone.evaluate, piece)], [size], size),
+                size: Candidate([partial(several.evaluate, piece)], [size], size),
+            }
+            with self._undisturbed():
+                found = run_in_turns(candidates, now)
+            return {key: candidates[key].rate for key in found}
+
+        most, known = engine.most(), self.settings.chunk_size
+        if self.settings.device.type == "cpu":
+            most = min(most, max(1, CACHED // max(1, engine.model_nbytes())))
+        sizes = [known] if known else chunk_sizes(len(work.info), most)
+
+        def make(size: int) -> SequentialEngine | VectorizedEngine:
+            if not size:
+                return SequentialEngine(
+                    self.module, self.parameter_split, self.settings, record=True
+                )
+            made = self._vectorized(engine.transform, engine.stochastic)
+            made.chunk_size = size
+            return made
+
+        with self._undisturbed():
+            return time_training(work, make, sizes, engine.limits, now)
 
     def _training_pays(
         self,

@@ -73,8 +73,10 @@ class FederatedStrategy(ProcessesStrategy):
         participation: Clients per round: a fraction in (0, 1] (float), or a count (int).
         engine: ``"vectorized"`` runs a cohort as one batched program, ``"sequential"`` one client
             after another; ``"auto"`` takes the first that can run the module, on a CPU the second
-            where an estimate (``engine/cost.py``) finds that faster. The choice is logged. Results
-            depend on it in their last bits only.
+            where an estimate (``engine/cost.py``) finds that faster. ``"timed"`` takes what a clock
+            finds faster (``engine/timing.py``), with as many clients per program, and repeats it
+            when resumed: two runs may choose differently. The choice is logged. Results depend on
+            it in their last bits only.
         seed: Seed of every random choice. None: that of ``seed_everything``, else one is drawn. A
             resumed run keeps its own.
         chunk_size: Clients per batched program. None: as many as fit the memory.

@@ -141,6 +141,7 @@ CASES: dict[str, dict[str, Any]] = {
         "method": lambda: FedRep(head_epochs=1),
         "participation": 1,
         "evaluated_clients": 2,
+        "engine": "timed",
         "callbacks": lambda: [Seeing()],
     },
     "by hand": {"method": lambda: FedRep(head_epochs=2), "participation": 3, "kind": ByHand},

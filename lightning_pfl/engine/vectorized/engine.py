@@ -98,6 +98,7 @@ class VectorizedEngine:
 
     Attributes:
         quiet: Steps of evaluations that are the package's own, and whether they have never drawn.
+        chunk_size: Clients per program, where the settings leave it open; None fits the memory.
     """
 
     name = "vectorized"
@@ -123,6 +124,7 @@ class VectorizedEngine:
         self.stochastic = stochastic or not is_unmodified(module)
         self._settled = fingerprint(module)
         self.quiet: dict[str, bool] = {}
+        self.chunk_size: int | None = None
 
     @property
     def gradients(self) -> int:
@@ -148,18 +150,26 @@ class VectorizedEngine:
         return known
 
     def _fitting(self) -> int:
-        """Compute the clients per chunk whose models, gradients and moments fill 1/4 of the memory.
+        """Compute the clients per chunk: those that fit the memory, and the CPU's caches."""
+        on_gpu = self.settings.device.type == "cuda"
+        return min(MOST_ON_GPU if on_gpu else MOST_ON_CPU, self.most())
+
+    def most(self) -> int:
+        """Compute the clients whose models, gradients and moments fill a quarter of the memory.
 
         It uses the machine's total memory, not the free one: a resumed run must cut equally, since
         a batched product may round differently for another number of clients.
         """
         device = self.settings.device
         if device.type == "cuda":
-            total, most = torch.cuda.get_device_properties(device).total_memory, MOST_ON_GPU
+            total = torch.cuda.get_device_properties(device).total_memory
         else:
-            total, most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), MOST_ON_CPU
-        model = total_nbytes(self.parameter_split.model())
-        return max(1, min(most, total // 4 // (COPIES * max(model, 1))))
+            total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return max(1, total // 4 // (COPIES * max(self.model_nbytes(), 1)))
+
+    def model_nbytes(self) -> int:
+        """Compute the size of a client's model in bytes."""
+        return total_nbytes(self.parameter_split.model())
 
     def count_steps(
         self, data: FederatedDataset, clients: Tensor, phases: tuple[Phase, ...]
@@ -175,7 +185,7 @@ class VectorizedEngine:
         # Longest first, so that the clients still active at a step are the first rows of a chunk.
         order = torch.argsort(work.info.steps, descending=True, stable=True)
         results = []
-        size = self.settings.chunk_size or self._fitting()
+        size = self.settings.chunk_size or self.chunk_size or self._fitting()
         parts = [order] if work.kept is None else self._alike(work, order)
         for positions in [some for part in parts for some in part.split(size)]:
             with guarded(self.module, derive(self.settings.seed, "guard", work.info.round)):
