@@ -258,9 +258,9 @@ def stack(trees: list[Tree]) -> Tree:
 
 
 class Stacked:
-    """Trees of clients, ``(1, ...)`` each, copied to their rows one after another.
+    """Trees of some clients, ``(some, ...)`` each, copied to their rows one after another.
 
-    The result is that of :func:`stack`; nothing needs a client's tree after its :meth:`put`.
+    The result is that of :func:`stack`; nothing needs a tree after its :meth:`put`.
 
     Args:
         clients: Number of clients.
@@ -270,11 +270,11 @@ class Stacked:
     def __init__(self, clients: int, memory: KeptMemory) -> None:
         self._clients, self._memory, self._columns = clients, memory, Tree()
 
-    def put(self, row: int, tree: Tree) -> None:
-        """Copy a client's tree; the first one comes first."""
+    def put(self, at: int | Tensor, tree: Tree) -> None:
+        """Copy the tree of a client, or of several at these positions; each once."""
         if not self._columns:
             self._columns = tmap(lambda _: _Column(self._clients, self._memory), tree)
-        tmap(lambda column, leaf: column.put(row, leaf), self._columns, tree)
+        tmap(lambda column, leaf: column.put(at, leaf), self._columns, tree)
 
     def tree(self) -> Tree:
         """Return all rows, ``(clients, ...)``; a leaf that all share stays expanded."""
@@ -289,16 +289,16 @@ class _Column:
         self._rows: Tensor | None = None
         self._shared: Tensor | None = None
 
-    def put(self, row: int, leaf: Tensor) -> None:
+    def put(self, at: int | Tensor, leaf: Tensor) -> None:
         if self._rows is None:
-            shared = self._shared if row else leaf
-            assert shared is not None
-            if is_expanded(leaf) and leaf.data_ptr() == shared.data_ptr():
+            before = self._shared
+            if is_expanded(leaf) and (before is None or leaf.data_ptr() == before.data_ptr()):
                 self._shared = leaf
                 return
             self._rows = self._memory.empty((self._clients, *leaf.shape[1:]), leaf)
-            self._rows[:row] = shared
-        self._rows[row] = leaf[0]
+            if before is not None:
+                self._rows[:] = before[0]
+        self._rows[at] = leaf[0] if isinstance(at, int) else leaf
 
     def leaf(self) -> Tensor:
         if self._rows is not None:

@@ -24,7 +24,16 @@ from lightning_pfl.engine.operators import OperatorMode, has_onednn, onednn_prod
 
 
 class FastKernels(TorchFunctionMode):
-    """A mode that replaces torch's operators under ``vmap`` by faster kernels where they exist."""
+    """A mode that replaces torch's operators under ``vmap`` by faster kernels where they exist.
+
+    Args:
+        recorded: Whether steps are recorded, so that the time which kernels take in Python doesn't
+            count.
+    """
+
+    def __init__(self, recorded: bool = False) -> None:
+        super().__init__()
+        self._recorded = recorded
 
     def __torch_function__(
         self,
@@ -34,6 +43,8 @@ class FastKernels(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kernel = _KERNELS.get(func)
+        if kernel is _linear and not self._recorded and _is_narrow(*args, **(kwargs or {})):
+            kernel = None
         if kernel is not None:
             result = kernel(*args, **(kwargs or {}))
             if result is not NotImplemented:
@@ -141,16 +152,19 @@ class GroupedConvolution(torch.autograd.Function):
 WIDE = 2**16
 """Weights of a linear layer from which its kernel is faster than torch's operators on a CPU.
 
-On a GPU it always saves launches: four operators instead of nine, forward and backward.
+It always is in a step that is recorded, and on a GPU, where it saves launches: four operators
+instead of nine, forward and backward.
 """
+
+
+def _is_narrow(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    return input.device.type == "cpu" and weight.numel() < WIDE
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     # Mixed precision casts inside of torch's operators, which would be inside of this kernel.
     device = input.device.type
     if torch.is_autocast_enabled(device) or input.ndim < 2:
-        return NotImplemented
-    if device == "cpu" and weight.numel() < WIDE:
         return NotImplemented
     return _ClientLinear.apply(input, weight, bias)
 

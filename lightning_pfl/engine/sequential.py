@@ -49,8 +49,8 @@ from lightning_pfl.engine.sequential_evaluation import SequentialEvaluation
 from lightning_pfl.engine.sequential_local import SequentialLocalStep, take_step
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase_steps, split_draws
 from lightning_pfl.engine.trace import Same, Traces, fingerprint, of_object
-from lightning_pfl.engine.whole_steps import WholeSteps
-from lightning_pfl.methods.base import Method, Phase
+from lightning_pfl.engine.whole_steps import WholeSteps, recorded_settings
+from lightning_pfl.methods.base import Phase
 
 
 class SequentialEngine:
@@ -357,9 +357,3 @@ class SequentialEngine:
     def may_replay(self, step: str) -> bool:
         """Whether steps of an evaluation may be recorded."""
         return self._evaluation.may_replay(step)
-
-
-def recorded_settings(method: Method) -> dict[str, Any]:
-    """Return the settings that a method's recordable step reads."""
-    names = getattr(type(method).client_step, "recorded_settings", ())
-    return {name: getattr(method, name) for name in names}

@@ -215,7 +215,7 @@ class Traces:
         if calls <= WARM_UP:
             return function(*args)
         del self._calls[key]
-        before = [_copy(leaf) for leaf in leaves]
+        before = [copy(leaf) for leaf in leaves]
         self.recording = True
         try:
             result, self._recorded[key] = record(function, args, leaves)
@@ -243,7 +243,7 @@ class Traces:
         """
         replayed: list[Tensor] = []
         real: list[Tensor] = []
-        flatten(recorded([_copy(leaf) for leaf in leaves]), replayed)
+        flatten(recorded([copy(leaf) for leaf in leaves]), replayed)
         result = function(*args)
         flatten(result, real)
         self._unchecked.discard(key)
@@ -261,13 +261,14 @@ class Traces:
         log.info("Steps are no longer recorded: %s.", why)
 
 
-def _copy(leaf: Tensor) -> Tensor:
+def copy(leaf: Tensor) -> Tensor:
+    """Copy a tensor with its strides; one whose entries share memory is returned as it is."""
     # No step writes to a leaf whose entries share memory, as expanded ones of all clients do.
     if any(stride == 0 for stride in leaf.stride()):
         return leaf
     # A recording has the strides of its arguments, which clone() keeps of dense ones alone.
-    copy = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-    return copy.copy_(leaf)
+    copied = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return copied.copy_(leaf)
 
 
 def agree(replayed: list[Tensor], real: list[Tensor]) -> bool:

@@ -1,12 +1,12 @@
-"""Whole local steps of one client, recorded and replayed.
+"""Whole local steps, of one client or of many, recorded and replayed.
 
 A gradient alone leaves the rest of a step in Python: the method's arithmetic on whole models, the
 optimizer, the dicts between them. Where a method says that its step computes from its arguments and
 its settings (:func:`~lightning_pfl.methods.base.recordable`), all of it is recorded as one program.
 
-The client's state is in *registers* meanwhile: tensors that all clients use one after another, so
-that a program finds everything at the same place (``in_place.py``). A client's state is copied
-there when its phase begins, and what has changed is copied out when it ends.
+The state is in *registers* meanwhile: tensors that all clients, or all chunks of them, use one
+after another, so that a program finds everything at the same place (``in_place.py``). A state is
+copied there when its phase begins, and what has changed is copied out when it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from lightning_pfl.core.tree import Path, Tree, is_expanded, items
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import Recorder, flatten, rebuild
-from lightning_pfl.engine.trace import agree, describe
+from lightning_pfl.engine.trace import agree, copy, describe
+from lightning_pfl.methods.base import Method
 
 Logged = list[tuple[Any, ...]]
 """What a step logs: arguments of :meth:`~lightning_pfl.engine.logs.ClientLogs.add`."""
@@ -67,16 +68,27 @@ class Program:
     logged: Any
 
 
+def recorded_settings(method: Method) -> dict[str, Any]:
+    """Return the settings that a method's recordable step reads."""
+    names = getattr(type(method).client_step, "recorded_settings", ())
+    return {name: getattr(method, name) for name in names}
+
+
 class WholeSteps:
     """Runs the steps of one client after another, and replays those that are known.
+
+    Or of one chunk of clients after another: then a client stands for a chunk below.
+
+    Args:
+        expanded: Whether a leaf that all clients of a chunk share has a register that they share.
 
     Attributes:
         used: Number of replays.
         recording: Whether a step is being recorded.
     """
 
-    def __init__(self) -> None:
-        self.used, self.recording = 0, False
+    def __init__(self, expanded: bool = False) -> None:
+        self.used, self.recording, self._expanded = 0, False, expanded
         self._checks = True
         self._registers: dict[Any, Tensor] = {}
         self._layouts: dict[Any, Layout] = {}
@@ -143,18 +155,19 @@ class WholeSteps:
         new: Tree = rebuild(self._layout.tree, leaves)
         return new
 
-    def step(self, function: Step, minibatches: list[Any]) -> Logged:
+    def step(self, function: Step, minibatches: list[Any], kind: Any = ()) -> Logged:
         """Take a step, and return what it logs.
 
         Args:
             function: The step; may change leaves of the state in place.
             minibatches: Those that it takes.
+            kind: What it depends on besides; None for a step that isn't recorded.
         """
         leaves: list[Tensor] = []
-        if self._context in self._refused:
+        if kind is None or self._context in self._refused:
             return self._really(function)
         try:
-            key = self._context, self._layout.number, describe(minibatches, leaves)
+            key = self._context, kind, self._layout.number, describe(minibatches, leaves)
         except TypeError:  # a minibatch with an object of the user's
             return self._really(function)
         program = self._programs.get(key)
@@ -202,14 +215,15 @@ class WholeSteps:
         del self._calls[key]
         if len(self._programs) >= trace.LIMIT:  # an optimizer's rate that changes in each round
             self._programs.pop(next(iter(self._programs)))
-        layout, before = self._layout, [register.clone() for register in self._layout.registers]
+        layout, before = self._layout, [copy(register) for register in self._layout.registers]
         try:
             program, logged = self._record(function, leaves)
         # Whatever a method or a user's layers raise under a dispatch mode; a true error recurs.
         except Exception as error:
             self._refuse(f"a step can't be recorded ({type(error).__name__}: {error})")
             for register, old in zip(layout.registers, before, strict=True):
-                register.copy_(old)
+                if old is not register:
+                    register.copy_(old)
             return self._really(function)
         self._programs[key] = program
         # To be checked with other arguments, which a constant in their place doesn't fit.
@@ -235,6 +249,8 @@ class WholeSteps:
             for (_, leaf), register in zip(_tensors(new), after.registers, strict=True)
         ]
         results = [recorder.name(value) for value in values]
+        if any(self._is_shared(one) and given.get(name) is not one for name, one in targets):
+            raise TypeError("it makes a leaf that clients share")
         replay = compile_in_place(recorder, given, targets, results, self._buffers)
         written = recorder.written()
         changes = {p for name, p in zip(given, before.paths, strict=True) if name in written}
@@ -251,7 +267,7 @@ class WholeSteps:
         """
         before = self._layout
         # The step itself, on copies: where it agrees, the replay counts.
-        new, logged = function(rebuild(before.tree, iter([r.clone() for r in before.registers])))
+        new, logged = function(rebuild(before.tree, iter([copy(r) for r in before.registers])))
         real: list[Tensor] = []
         flatten(logged, real)
         real += [leaf for _, leaf in _tensors(new)]
@@ -277,10 +293,14 @@ class WholeSteps:
         """Return the layout of a state, with registers for its leaves."""
         paths, registers = [], []
         for path, leaf in _tensors(state):
-            key = path, leaf.shape, leaf.dtype, leaf.device
+            shared = self._is_shared(leaf)
+            key = path, leaf.shape, leaf.dtype, leaf.device, shared
             if key not in self._registers:
-                # Contiguous, whether or not clients share the leaf.
-                self._registers[key] = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+                shape = leaf.shape[1:] if shared else leaf.shape
+                register = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+                if shared:  # also of one client
+                    register = register.as_strided(leaf.shape, (0, *register.stride()))
+                self._registers[key] = register
             paths.append(path)
             registers.append(self._registers[key])
         # With what isn't a tensor, such as an optimizer's momentum of None.
@@ -289,6 +309,9 @@ class WholeSteps:
             tree = rebuild(state, iter(registers))
             self._layouts[known] = Layout(len(self._layouts), tree, registers, paths)
         return self._layouts[known]
+
+    def _is_shared(self, leaf: Tensor) -> bool:
+        return self._expanded and is_expanded(leaf)
 
 
 def _tensors(tree: Tree) -> Iterator[tuple[Path, Tensor]]:
@@ -306,7 +329,10 @@ def _fill(pairs: Iterable[tuple[Tensor, Tensor]], layout: Layout) -> None:
         if leaf is not register
     ]
     for register, leaf in moved:
-        register.copy_(leaf)
+        if is_expanded(register):  # one row is all of its memory
+            register[:1].copy_(leaf[:1])
+        else:
+            register.copy_(leaf)
 
 
 def _equal(register: Tensor, old: Tensor | None) -> bool:

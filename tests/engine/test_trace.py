@@ -44,7 +44,7 @@ def run(
 
 def replays(outcome: LocalRound) -> int:
     assert isinstance(outcome.engine, (SequentialEngine, VectorizedEngine))
-    return outcome.engine.traces.used
+    return outcome.engine.traces.used + outcome.engine.whole.used
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,14 @@ from torch import Tensor
 from lightning_pfl.contract.records import Evaluation, LocalResult, OnClients
 from lightning_pfl.core.draws import random_keys
 from lightning_pfl.core.errors import naming_clients
+from lightning_pfl.core.kept_memory import KeptMemory
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import (
+    Stacked,
     Tree,
     is_expanded,
-    leaves,
     rows,
-    stack,
     tmap,
     total_nbytes,
 )
@@ -48,6 +49,7 @@ from lightning_pfl.engine.base import (
     end,
     require_same_entries,
 )
+from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.cuda_graphs import StepGraphs
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs
@@ -72,6 +74,7 @@ from lightning_pfl.engine.vectorized.local import VectorizedLocalStep
 from lightning_pfl.engine.vectorized.metrics import ClientMetrics
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
+from lightning_pfl.engine.whole_steps import WholeSteps, recorded_settings
 from lightning_pfl.methods.base import Phase
 
 COPIES = 5
@@ -119,6 +122,8 @@ class VectorizedEngine:
         self.prefix = PrefixCache(parameter_split, enabled=settings.feature_cache)
         self.traces = Traces(enabled=is_unmodified(module))
         self.graphs = StepGraphs(settings.device) if settings.cuda_graphs else None
+        self.whole, self._checks = WholeSteps(expanded=True), Checks(module)
+        self._memory = KeptMemory()
         self.optimizer_steps: Recordings = {}
         self._program: ClientProgram | None = None
         self.stochastic = stochastic or not is_unmodified(module)
@@ -144,7 +149,8 @@ class VectorizedEngine:
         """Return the user's step, cached since a replayed step doesn't log its options again."""
         hooks, known = self.settings.batch_hooks, self._program
         if known is None or known.augment is not augment or known.hooks is not hooks:
-            kernels = FastKernels if self.transform == "forward" else nullcontext
+            fast = partial(FastKernels, recorded=is_unmodified(self.module))
+            kernels = fast if self.transform == "forward" else nullcontext
             known = ClientProgram(self.module, self.settings, augment, kernels)
             self._program = known
         return known
@@ -179,21 +185,31 @@ class VectorizedEngine:
 
     def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
-        self.traces.begin()
+        check = self._checks.due((work.method, *recorded_settings(work.method).values()))
+        self.traces.begin(check)
+        self.whole.begin_round(check)
+        self._memory.begin_round()
         if self.graphs is not None:
             self.graphs.begin_round()
         # Longest first, so that the clients still active at a step are the first rows of a chunk.
         order = torch.argsort(work.info.steps, descending=True, stable=True)
         results = []
+        uploads, client_state = (Stacked(len(order), self._memory) for _ in range(2))
         size = self.settings.chunk_size or self.chunk_size or self._fitting()
         parts = [order] if work.kept is None else self._alike(work, order)
         for positions in [some for part in parts for some in part.split(size)]:
             with guarded(self.module, derive(self.settings.seed, "guard", work.info.round)):
-                results.append(Chunk(self, work.rows(positions)).run())
+                found = Chunk(self, work.rows(positions)).run()
+            # Copies, as the next chunk's steps change what they are in.
+            at = positions.to(self.settings.device)
+            uploads.put(at, found.uploads)
+            client_state.put(at, found.client_state)
+            results.append(replace(found, uploads={}, client_state={}))
             if on_clients is not None:
                 on_clients(positions.tolist(), results[-1].loss)
         order = torch.cat(parts) if len(order) else order
-        return _in_order(results, torch.argsort(order).to(self.settings.device))
+        position = torch.argsort(order).to(self.settings.device)
+        return _in_order(results, uploads, client_state, position)
 
     def _alike(self, work: LocalWork, order: Tensor) -> list[Tensor]:
         """Split clients by the steps that their optimizers have taken and will take.
@@ -298,19 +314,21 @@ class Chunk:
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
         if active.idle or not len(batches.steps):
             return state
-        steps, context = int(batches.steps.max()), self._graph_context(active)
+        steps, context = int(batches.steps.max()), self._whole_context(active, batches)
         local_step = self._local_step(active, number, steps, context is not None)
         name = active.phase.name
-        if self.kept is not None:
-            local_step.optimizer.load([state.get(name, {}) for state in self.kept])
-        if context is not None:
-            return self._graphed_phase(context, state, active, batches, local_step)
-        for step in range(steps):
-            local_step.optimizer.new_tick()
-            local_step.optimizer.at(step)
-            for tick in batches.at(step):
-                local_step.begin(tick, step)
-                state = self._take(state, tick.rows, tick.minibatches, active, local_step)
+        advice = self.work.missing_labels(active.phase) or ONE_BY_ONE
+        with naming_clients("client_step", self.data.names, self.clients, self.info.round, advice):
+            if context is not None:
+                return self._whole_phase(context, state, active, batches, local_step)
+            if self.kept is not None:
+                local_step.optimizer.load([state.get(name, {}) for state in self.kept])
+            for step in range(steps):
+                local_step.optimizer.new_tick()
+                local_step.optimizer.at(step)
+                for tick in batches.at(step):
+                    local_step.begin(tick, step)
+                    state = self._take(state, tick.rows, tick.minibatches, active, local_step)
         if self.kept is not None:
             for kept, after in zip(self.kept, local_step.optimizer.states(), strict=True):
                 if after:
@@ -328,25 +346,23 @@ class Chunk:
         """Take a step of some clients, None for all, and return the state of all."""
         batch = split_draws(minibatches, active.phase.batches_per_step)
         part = state if index is None else rows(state, index)
-        advice = self.work.missing_labels(active.phase) or ONE_BY_ONE
-        at_work = (self.data.names, self.clients, self.info.round, advice)
-        with naming_clients("client_step", *at_work):
-            new = self.method.client_step(part, batch, local_step)
-            require_same_entries(self.method, part, new)
+        new = self.method.client_step(part, batch, local_step)
+        require_same_entries(self.method, part, new)
         return new if index is None else _write(state, part, new, index)
 
-    def _graph_context(self, active: ActivePhase) -> int | None:
-        """Number what the phase's steps depend on; None if they aren't captured."""
+    def _whole_context(self, active: ActivePhase, batches: Batches) -> int | None:
+        """Number what the phase's whole steps depend on; None if they run as usual."""
         engine, work, program = self.engine, self.work, self.program
-        if engine.graphs is None:
-            return None
+        if engine.graphs is None and not batches.in_one:
+            return None  # gradients alone are recorded then
         phase = active.phase
         settings = getattr(type(self.method).client_step, "recorded_settings", None)
         why = why_not_captured(engine.module, work, program, settings is not None)
         if why is not None:
-            engine.graphs.leave_out(why)
+            if engine.graphs is not None:
+                engine.graphs.leave_out(why)
             return None
-        return engine.graphs.context(
+        return (engine.whole if engine.graphs is None else engine.graphs).context(
             (
                 type(self.method),
                 *((name, of_object(getattr(self.method, name))) for name in settings or ()),
@@ -357,7 +373,7 @@ class Chunk:
             )
         )
 
-    def _graphed_phase(
+    def _whole_phase(
         self,
         context: int,
         state: Tree,
@@ -365,21 +381,26 @@ class Chunk:
         batches: Batches,
         local_step: VectorizedLocalStep,
     ) -> Tree:
-        """Take the steps of a phase, as CUDA graphs where one tick has all of a step's clients."""
-        graphs, optimizer = self.engine.graphs, local_step.optimizer
-        assert graphs is not None
-        graphs.load(context, {"state": state, "optimizer": optimizer.placed()})
+        """Take the steps of a phase, as CUDA graphs or recorded programs.
+
+        Those in which one tick has all of a step's clients.
+        """
+        graphs, whole, optimizer = self.engine.graphs, self.engine.whole, local_step.optimizer
+        (whole if graphs is None else graphs).load(
+            context, {"state": state, "optimizer": optimizer.placed()}
+        )
 
         def take(tick: Tick, alone: bool, tree: Tree, tensors: list[Any]) -> tuple[Tree, Any]:
+            kept = whole.recording if graphs is None else graphs.capturing
             pairs = zip(tick.minibatches, tensors, strict=True)
-            minibatches = [minibatch.on(given, self.device) for minibatch, given in pairs]
+            minibatches = [one.on(given, self.device, not kept) for one, given in pairs]
             optimizer.place(tree["optimizer"])
             self.engine.prefix.moved(tree["state"])
             if alone:
                 optimizer.new_tick()
             local_step.begin(tick, local_step.step)
             listed = local_step.logs = ListedLogs()
-            local_step.draws_noise = not graphs.capturing
+            local_step.draws_noise = not kept
             new = self._take(tree["state"], tick.rows, minibatches, active, local_step)
             local_step.logs = self.logs
             return {"state": new, "optimizer": optimizer.placed()}, listed.listed
@@ -397,21 +418,26 @@ class Chunk:
                     minibatch.key = local_step.key(minibatch)
                 tensors = [minibatch.tensors(self.device) for minibatch in tick.minibatches]
                 kind = first if alone else None
-                for values, sizes in graphs.step(partial(take, tick, alone), tensors, kind):
+                function = partial(take, tick, alone)
+                if graphs is None:
+                    listed = whole.step(partial(function, tensors=tensors), tensors, kind)
+                else:
+                    listed = graphs.step(function, tensors, kind)
+                for values, sizes in listed:
                     self.logs.add(values, sizes, tick.rows, self.program.log.reductions)
-        tree = graphs.unload()
+        tree = (whole if graphs is None else graphs).unload()
         optimizer.place(tree["optimizer"])
         new: Tree = tree["state"]
         return new
 
     def _local_step(
-        self, active: ActivePhase, number: int, steps: int, graphed: bool
+        self, active: ActivePhase, number: int, steps: int, whole: bool
     ) -> VectorizedLocalStep:
         engine, program = self.engine, self.program
         if self.travel is not None and not active.phase.evaluate_only:
             self.travel.begin(self.work.optimizer, active.phase.lr)
         if engine.traces.enabled:
-            recordable = program.augment is None and program.hooks is None and not graphed
+            recordable = program.augment is None and program.hooks is None and not whole
             settings = fingerprint(engine.module)
             engine.traces.enter((active.trainable, program, settings) if recordable else None)
         return VectorizedLocalStep(
@@ -427,8 +453,8 @@ class Chunk:
                 len(self.clients),
                 active.phase.lr,
                 schedule=self.work.options(active.phase, steps),
-                recordings=None if graphed else engine.optimizer_steps,
-                capturable=graphed,
+                recordings=None if whole else engine.optimizer_steps,
+                capturable=whole and engine.graphs is not None,
             ),
             self.logs,
             None if self.keys is None else self.keys + (number << 32),
@@ -445,7 +471,7 @@ def _stop(index: slice | Tensor) -> int | None:
 def why_not_captured(
     module: Any, work: LocalWork, program: ClientProgram, recordable: bool
 ) -> str | None:
-    """Describe why the steps of some clients can't be CUDA graphs, or return None."""
+    """Describe why the steps of some clients can't be captured or recorded, or return None."""
     method = type(work.method).__name__
     if not recordable:
         return f"`client_step` of {method} isn't marked by `recordable`"
@@ -486,12 +512,10 @@ def _same_memory(view: Tensor, base: Tensor) -> bool:
     return view.data_ptr() == base.data_ptr() and view.stride() == base.stride()
 
 
-def _in_order(results: list[LocalResult], position: Tensor) -> LocalResult:
-    """Join the chunks' results in the order of the cohort."""
-
-    def join(trees: list[Tree]) -> Tree:
-        return rows(stack(trees), position) if any(True for _ in leaves(trees[0])) else trees[0]
-
+def _in_order(
+    results: list[LocalResult], uploads: Stacked, client_state: Stacked, position: Tensor
+) -> LocalResult:
+    """Join the chunks' results in the order of the cohort, in which the trees are already."""
     states = [state for result in results for state in result.optimizers]
     names = dict.fromkeys(name for result in results for name in result.logs)
     missing = [torch.full_like(result.loss, torch.nan) for result in results]
@@ -502,8 +526,8 @@ def _in_order(results: list[LocalResult], position: Tensor) -> LocalResult:
         for name in names
     }
     return LocalResult(
-        join([result.uploads for result in results]),
-        join([result.client_state for result in results]),
+        uploads.tree(),
+        client_state.tree(),
         logs,
         {name: option for result in results for name, option in result.options.items()},
         torch.cat([result.loss for result in results])[position],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from lightning_pfl.core.tree import Model, Tree, is_expanded
 from lightning_pfl.data.batch import map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
-from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
 from lightning_pfl.engine.vectorized.loaders import Batches
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
@@ -197,7 +197,7 @@ def _compute(
     with torch.no_grad():
         for some in positions.split(BATCH):
             batch = data.gather(some.unsqueeze(0))
-            if program.kernels is FastKernels:  # they need vmap: of one client
+            if program.kernels is not nullcontext:  # they need vmap: of one client
                 part = torch.vmap(lambda b: program.prefix_features(model, b))(batch)[0]
             else:  # recurrent layers have no batching rule
                 part = program.prefix_features(model, map_batch(batch, lambda leaf: leaf[0]))

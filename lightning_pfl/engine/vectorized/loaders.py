@@ -17,7 +17,13 @@ from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick, active_rows, 
 
 
 class LoaderBatches:
-    """Minibatches of a chunk, drawn from the users' DataLoaders."""
+    """Minibatches of a chunk, drawn from the users' DataLoaders.
+
+    Attributes:
+        in_one: As of resident ones; shapes decide here.
+    """
+
+    in_one = False
 
     def __init__(
         self,

@@ -118,6 +118,11 @@ class ResidentBatches:
         first = torch.arange(len(features), device=features.device) * features.shape[1]
         self._feature_rows = self.local + first.view(-1, 1, 1)
 
+    @property
+    def in_one(self) -> bool:
+        """Whether the clients of every step form one tick for certain."""
+        return self._aligned or (self.pad and self.step_size == 1)
+
     def at(self, step: int) -> Iterator[Tick]:
         """Iterate over the ticks of one step number."""
         number = step * self.step_size

@@ -53,9 +53,16 @@ class Minibatch:
         sizes = self.sizes.to(device, non_blocking=True) if self.size is None else None
         return {**found, "size": self.size, "sizes": sizes}
 
-    def on(self, tensors: dict[str, Any], device: torch.device) -> Minibatch:
-        """Return the minibatch with what :meth:`tensors` gave, which may be copied."""
-        new = replace(self, **tensors, gather=None if self.gather is None else _refuse)
+    def on(self, tensors: dict[str, Any], device: torch.device, gathers: bool) -> Minibatch:
+        """Return the minibatch with what :meth:`tensors` gave, which may be copied.
+
+        Args:
+            tensors: What :meth:`tensors` gave.
+            device: Their device.
+            gathers: Whether a step may read samples that have features in their place.
+        """
+        known = gathers or self.gather is None
+        new = replace(self, **tensors, gather=self.gather if known else _refuse)
         if self.size is not None:
             new.sizes = torch.full(self.sizes.shape, self.size, device=device)
         return new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torchmetrics import MeanMetric
 
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.safety.snapshot import changed, restore, snapshot
-from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
+from lightning_pfl.methods import FedAvg, FedProx, FedRep, LocalOnly
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import Fit, fit
@@ -140,21 +141,28 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_recording_follows_the_module(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+@pytest.mark.parametrize("method", [FedAvg(), FedProx(0.1)], ids=["whole steps", "gradients"])
+def test_a_recording_follows_the_module(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: Method,
+    change: str,
+) -> None:
     monkeypatch.setattr(trace, "WARM_UP", 0)
+    caplog.set_level(logging.INFO)
 
     def run(engine: str) -> Fit:
         Sharper.strength[0] = 1.0
         module = network(Sharper())
         when = Change(2, CHANGES[change])
-        return fit(FedAvg(), image_clients((8, 8)), module, 4, engine, callbacks=[when])
+        return fit(method, image_clients((8, 8)), module, 4, engine, callbacks=[when])
 
     fast, slow = run("vectorized"), run("sequential")
     Sharper.strength[0] = 1.0
-    traces = fast.strategy.federation.engine._engines["training_step"].traces
-    assert traces.used > 0
-    # What a fingerprint sees begins another recording; what none sees ends all recording.
-    assert traces.enabled == (change != "unseen")
+    engine = fast.strategy.federation.engine._engines["training_step"]
+    assert (engine.whole if isinstance(method, FedAvg) else engine.traces).used > 0
+    # What a fingerprint sees begins another recording; what none sees ends the known ones.
+    assert ("no longer recorded" in caplog.text) == (change == "unseen")
     assert_trees_close(fast.models, slow.models, rtol=1e-10, atol=1e-10)
 
 
