@@ -288,8 +288,8 @@ def draw(name: str, row: dict[str, Any], path: Path) -> None:
                 bar = axes.barh(place, width, left=left, color=COLORS[part], label=part)
                 if width > 0.05 * 1e3 * max(sum(row[s].values()) for s in ("ours", "theirs")):
                     ink = "white" if part == PARTS[0] else "black"
-                    text = [_short(width)]
-                    axes.bar_label(bar, text, label_type="center", fontsize=8, color=ink)
+                    inside = [_short(width)]
+                    axes.bar_label(bar, inside, label_type="center", fontsize=8, color=ink)
                 left += width
             text = f"{label}: {_short(1e3 * whole)}"
             axes.annotate(text, (left, place), (4, 0), textcoords="offset points", va="center")

@@ -257,7 +257,8 @@ def operations(workload: Workload) -> float:
     ):
         torch.nn.functional.cross_entropy(module(batch[0]), batch[1]).backward()
     samples = sum(workload.sizes()) * workload.cohort / workload.clients
-    return counter.get_total_flops() * samples / workload.batch_size
+    found: float = counter.get_total_flops() * samples / workload.batch_size
+    return found
 
 
 def peak() -> float:

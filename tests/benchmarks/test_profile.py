@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import profile
+from benchmarks import cells, profile
 from benchmarks.workloads import WORKLOADS
 from tests.benchmarks.test_table import TINY
 
@@ -36,7 +36,7 @@ def test_operators_belong_to_their_part() -> None:
     ]
     marks = profile.Marks()
     timed = {"round": 0.2, "training": 0.1, "aggregation": 0.02, "evaluation": 0.05}
-    marks.rounds = [{}] * profile.WARM_UP + [timed, timed, timed, {}]
+    marks.rounds = [{}] * cells.WARM_UP + [timed, timed, timed, {}]
     marks.used = 0.5
     found = profile.divide(marks, events, {(2, 3)})
     assert found == pytest.approx(
