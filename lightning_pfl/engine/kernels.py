@@ -349,6 +349,15 @@ class MaxPool2x2(torch.autograd.Function):
         return result
 
 
+def _adaptive_avg_pool2d(input: Tensor, output_size: Any) -> Any:
+    """Take means of whole pictures.
+
+    torch then gives channels-last pictures other strides in place, for which there is no batching
+    rule.
+    """
+    return input.mean((-2, -1), keepdim=True) if _pair(output_size) == (1, 1) else NotImplemented
+
+
 # --- embedding ---
 
 
@@ -373,6 +382,7 @@ def _embedding(
 
 
 _KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.adaptive_avg_pool2d: _adaptive_avg_pool2d,
     F.conv2d: _conv2d,
     F.embedding: _embedding,
     F.linear: _linear,
