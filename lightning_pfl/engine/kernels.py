@@ -358,6 +358,30 @@ def _adaptive_avg_pool2d(input: Tensor, output_size: Any) -> Any:
     return input.mean((-2, -1), keepdim=True) if _pair(output_size) == (1, 1) else NotImplemented
 
 
+# --- BatchNorm ---
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *others: Any,
+    **settings: Any,
+) -> Any:
+    """Normalise inputs of mixed precision, whose statistics are in single precision.
+
+    torch's batching rule gives its kernels no weights, and then a CPU wants statistics of the
+    inputs' type. Kernels compute in single precision anyway.
+    """
+    if running_mean is None or running_mean.dtype == input.dtype:
+        return NotImplemented
+    exact = input.to(running_mean.dtype)
+    out = F.batch_norm(exact, running_mean, running_var, weight, bias, *others, **settings)
+    return out.to(input.dtype)
+
+
 # --- embedding ---
 
 
@@ -383,6 +407,7 @@ def _embedding(
 
 _KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.adaptive_avg_pool2d: _adaptive_avg_pool2d,
+    F.batch_norm: _batch_norm,
     F.conv2d: _conv2d,
     F.embedding: _embedding,
     F.linear: _linear,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import ne
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,11 +27,13 @@ from lightning_pfl.engine.safety.compare import (
     difference,
     evaluation_trees,
     hidden_loops_are_errors,
+    is_alike,
     is_out_of_memory,
     reason_of,
     together,
     training_trees,
 )
+from lightning_pfl.engine.safety.double import in_double
 from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten
 from lightning_pfl.engine.safety.snapshot import has_hooks_or_generators, restore, snapshot
 from lightning_pfl.engine.sequential import SequentialEngine
@@ -293,9 +296,13 @@ class SelectedEngine:
             for transform in transforms if not reasons else ():
                 engine = self._vectorized(transform, stochastic)
                 counter = FlopCounterMode(display=False)
-                reason = self._problem(
-                    engine, work, expected, counter if estimated else nullcontext()
+                mode: AbstractContextManager[Any] = counter if estimated else nullcontext()
+                decides = estimated and not before
+                # What a run has begun with is taken anyway.
+                wanted = (
+                    partial(pays, engine, counter) if decides else partial(ne, before, transform)
                 )
+                reason = self._problem(engine, work, expected, mode, wanted)
                 if reason is None or (before == transform and OTHER_NUMBERS in reason):
                     if self.name == "timed" and not before:
                         self._settle_fastest(whole, engine)
@@ -445,8 +452,12 @@ class SelectedEngine:
         work: LocalWork | EvaluationWork,
         expected: Tree,
         counter: AbstractContextManager[Any],
+        is_wanted: Callable[[], bool],
     ) -> str | None:
-        """Describe why the vectorized engine can't be used, or return None."""
+        """Describe why the vectorized engine can't be used, or return None.
+
+        ``is_wanted`` says whether it would be used, so that a doubt is worth another try.
+        """
         try:
             with self._undisturbed(), hidden_loops_are_errors(), counter:
                 found = _results(engine, work)
@@ -458,7 +469,27 @@ class SelectedEngine:
             if isinstance(work, LocalWork)
             else {}
         )
-        return difference(expected, found, before, mixed=self.settings.autocast is not None)
+        why = difference(expected, found, before, mixed=self.settings.autocast is not None)
+        rounded = why is not None and OTHER_NUMBERS in why and is_alike(expected, found, before)
+        if not (rounded and isinstance(work, LocalWork) and is_wanted()):
+            return why
+        return None if self._agrees_in_double(engine, work) else why
+
+    def _agrees_in_double(self, engine: VectorizedEngine, work: LocalWork) -> bool:
+        """Whether a step is the same in double precision, as far as that can be tried."""
+        settings, double = self.settings, in_double(work)
+        if double is None or settings.autocast is not None or settings.default_dtype is not None:
+            return False
+        one_by_one = SequentialEngine(self.module, self.parameter_split, settings)
+        at_once = self._vectorized(engine.transform, engine.stochastic)
+        try:
+            with self._undisturbed():
+                expected, found = (_results(each, double) for each in (one_by_one, at_once))
+        # A module may have tensors that are neither parameters nor buffers.
+        except Exception:
+            return False
+        before = {"uploads": double.received, "own": double.client_state}
+        return difference(expected, found, before, mixed=False) is None
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:

@@ -220,3 +220,39 @@ def test_other_products_are_torchs(rows: int, dtype: torch.dtype) -> None:
     with LargeProducts():
         found = layer_and_gradients(tensors, True)
     assert all(map(torch.equal, found, layer_and_gradients(tensors, True)))
+
+
+def test_means_of_whole_pictures_that_are_channels_last() -> None:
+    """As a grouped convolution of many clients returns them, which torch's own can't take."""
+    x, w = draw(CLIENTS, 2, 4, 5, 5), draw(CLIENTS, 6, 4, 3, 3)
+    check(lambda x, w: F.adaptive_avg_pool2d(F.conv2d(x, w), 1), [x, w], (0, 0))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 2)])
+def test_means_of_parts_of_pictures(size: tuple[int, int]) -> None:
+    check(lambda x: F.adaptive_avg_pool2d(x, size), [draw(CLIENTS, 2, 4, 6, 6)], (0,))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_of_short_numbers_with_statistics_in_single(training: bool) -> None:
+    """As in mixed precision: the same as for each client alone, and the statistics it leaves."""
+    x = torch.randn(CLIENTS, 8, 3, 4, 4).bfloat16()
+    weight, bias = torch.randn(CLIENTS, 3), torch.randn(CLIENTS, 3)
+
+    def run(function: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        mean, var = torch.zeros(CLIENTS, 3), torch.ones(CLIENTS, 3)
+        return function(mean, var, x, weight, bias), mean, var
+
+    def norm(mean: Tensor, var: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var, weight, bias, training, 0.3)
+
+    def alone(*args: Tensor) -> Tensor:
+        return torch.stack([norm(*(arg[k] for arg in args)) for k in range(CLIENTS)])
+
+    with FastKernels():
+        out, mean, var = run(torch.vmap(norm))
+    expected, expected_mean, expected_var = run(alone)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, rtol=2.0**-7, atol=2.0**-7)
+    torch.testing.assert_close(mean, expected_mean)
+    torch.testing.assert_close(var, expected_var)

@@ -165,6 +165,29 @@ def _moves_otherwise(expected: Tree, found: Tree, before: Tree) -> bool:
     return False
 
 
+def is_alike(expected: Tree, found: Tree, before: Tree) -> bool:
+    """Whether two steps are alike as wholes, though entries may differ.
+
+    Rounding switches a few units of a deep network, such as a ReLU or the largest of a pooling, and
+    so gives single entries of a gradient other values.
+
+    Args:
+        expected: As in :func:`difference`.
+        found: As in :func:`difference`.
+        before: As in :func:`difference`.
+    """
+    pairs = [
+        ((want - start).norm(), (want - got).norm())
+        for want, got, start in _together(expected, found, before)
+        if want.is_floating_point() and want.numel()
+    ]
+    farthest = max((step for step, _ in pairs), default=torch.zeros(()))
+    return all(
+        bool(apart <= MOVED * step.clamp_min(LEAST * farthest.to(step.dtype)))
+        for step, apart in pairs
+    )
+
+
 def _together(expected: Tree, found: Tree, before: Tree) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Leaves of both results with the one that they were before."""
     for path, start in items(before):

@@ -45,9 +45,9 @@ def test_a_step_is_that_of_single_precision_to_rounding(
 ) -> None:
     """Numbers are rounded by 2^-bits of themselves at most, in the forward and the backward pass.
 
-    That switches about the same share of ReLUs and of poolings, whose gradients are another then: of
-    a gradient's length, the root of the share counts, far more than the rounding itself. Twice that
-    is the bound, as two units in a pooling or more lie apart by less than both are rounded.
+    That switches about the same share of ReLUs and of poolings, whose gradients are another then:
+    of a gradient's length, the root of the share counts, far more than the rounding itself. Twice
+    that is the bound, as of two numbers in a pooling each may be rounded.
     """
     flags: dict[str, Any] = {"precision": precision, "engine": "auto"}
     if precision == "16-mixed":  # with a scale at which no step is skipped
