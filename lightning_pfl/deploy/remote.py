@@ -37,7 +37,7 @@ from lightning_pfl.federation.client_states import ClientStateStore
 from lightning_pfl.federation.cohort import Cohort
 from lightning_pfl.federation.evaluate import GLOBAL, is_global
 from lightning_pfl.federation.federation import Federation
-from lightning_pfl.federation.gate import MaxNorm, Verdict
+from lightning_pfl.federation.gate import Verdict
 from lightning_pfl.methods.base import Method, Phase
 
 MASKED = 16
@@ -269,6 +269,7 @@ class RemoteCohort(Cohort):
         on_clients: OnClients,
         validation: FederatedDataset | None = None,
         public: PublicData | None = None,
+        gate: bool = False,
     ) -> LocalResult:
         """Let the nodes train; a client without a good answer is named in ``failed``."""
         count = len(self.info)
@@ -408,9 +409,9 @@ class RemoteCohort(Cohort):
             sane,
         )
 
-    def accept_uploads(self, work: LocalResult, max_norm: MaxNorm) -> Verdict:
+    def accept_uploads(self, work: LocalResult) -> Verdict:
         """Decide whose work counts: of those who answered well, whom the gate accepts."""
-        verdict = super().accept_uploads(work, max_norm)
+        verdict = super().accept_uploads(work)
         verdict.rejected |= self.failed
         return verdict
 

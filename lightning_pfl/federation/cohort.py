@@ -14,20 +14,31 @@ from lightning_pfl.contract.records import (
     OptimizerState,
     as_positions_of,
 )
-from lightning_pfl.core.tree import Tree, expand, merge, rows, split_rows, values
+from lightning_pfl.core.tree import (
+    Tree,
+    expand,
+    leaf_at,
+    map_items,
+    merge,
+    rows,
+    split_rows,
+    values,
+)
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.data.public import PublicData
 from lightning_pfl.engine.base import LocalWork
 from lightning_pfl.engine.optimizer import scheduled
 from lightning_pfl.federation.architectures import Architecture, naming_architecture
 from lightning_pfl.federation.gate import (
+    Decisions,
     MaxNorm,
     Verdict,
     accept_cohort,
     accept_uploads,
+    decide,
     find_outliers,
 )
-from lightning_pfl.federation.ranks import gather_work
+from lightning_pfl.federation.ranks import form_of, gather_work, known_form
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.graphs.messages import Exchange, PeerExchange
 from lightning_pfl.methods.base import Phase
@@ -66,6 +77,8 @@ class Cohort:
         shard: Those of them that this process trains; ``home``: those whose states it has.
         trained: As ``shard``, of the whole cohort also after the gate.
         gathered: Whether the uploads of all clients are in every process.
+        decisions: The gate's in each process, where they are known with the logged values.
+        upload_form: The form of an upload, known with these; None if no process has a client.
         exchanged: Bytes of all messages between clients so far.
     """
 
@@ -79,6 +92,8 @@ class Cohort:
         self.federation, self.received, self.phases = federation, received, phases
         self.info, self.exchanged = info, 0
         self.gathered = False
+        self.decisions: list[Decisions] | None = None
+        self.upload_form: Tree | None = None
         self.home = federation.shard(info.index)
         self.shard = self.trained = federation.deal(info, self.home)
         self.device = federation.settings.device
@@ -107,7 +122,8 @@ class Cohort:
         architecture, ids = self.federation.architecture_of(self.info.index), self.info.index
         visiting, rank = self._visiting, self.shard.ranks.rank
         leaving = ids[visiting & (self.home.owners == rank)]
-        guests = self.home.keep(visiting).all_gather(architecture.gather(leaving, self.device))
+        states = architecture.gather(leaving, self.device)
+        guests = self.home.keep(visiting).all_gather(states, form_of(states))
         here, ours = self._parts(visiting)
         arrived = (self.shard.owners[visiting] == rank).nonzero().flatten()
         own = architecture.gather(self.mine.index[ours], self.device)
@@ -122,7 +138,10 @@ class Cohort:
         """Store the new states of this process's clients, those of guests in their processes."""
         visiting = self._visiting
         here, ours = self._parts(visiting)
-        returned = self.shard.keep(visiting).all_gather(rows(client_state, here))
+        architecture.client_states.require_entries(client_state)
+        form, guests = form_of(architecture.client_states.tree), rows(client_state, here)
+        guests = map_items(lambda path, kind: leaf_at(guests, path).to(kind.dtype), form)
+        returned = self.shard.keep(visiting).all_gather(guests, form)
         ids, at_home = self.info.index[visiting], self.home.owners[visiting]
         back = (at_home == self.shard.ranks.rank).nonzero().flatten()
         for clients, states in (
@@ -140,6 +159,7 @@ class Cohort:
         on_clients: OnClients,
         validation: FederatedDataset | None = None,
         public: PublicData | None = None,
+        gate: bool = False,
     ) -> LocalResult:
         """Train locally; return the logged values of the cohort, and this process's uploads.
 
@@ -148,6 +168,8 @@ class Cohort:
             on_clients: Called with the positions of the clients that are done.
             validation: The validation split by client id, for phases that measure on it.
             public: Public samples, for phases on them.
+            gate: Whether several processes tell each other what their gates say, too, as nobody
+                else looks at the uploads before.
         """
         received = self.shard.slice(self.received)
         for batch in self.batches:
@@ -183,7 +205,22 @@ class Cohort:
                 batch.work = architecture.engine.train(work, as_positions_of(on_clients, batch.at))
             batch.client_state = {**batch.work.client_state, **edges}
             batch.optimizers = batch.work.optimizers
-        return gather_work(self.shard, self._joined())
+        done = self._joined()
+        if self.shard.alone:
+            return done
+        decisions, form = None, form_of(done.uploads) if len(self.mine) else None
+        if gate:
+            decisions = self._decide(done)
+        done, said = gather_work(self.shard, done, (decisions, form))
+        self.upload_form = known_form([form for _, form in said])
+        if gate:
+            self.decisions = [decisions for decisions, _ in said]
+        return done
+
+    def _decide(self, mine: LocalResult) -> Decisions:
+        """Let the gate decide about this process's clients."""
+        max_norm = self.federation.max_update_norm
+        return decide(self.shard, mine, self.received, self.info, max_norm)
 
     def _joined(self) -> LocalResult:
         """Join the results of this process's clients, in their order."""
@@ -201,14 +238,19 @@ class Cohort:
 
     def gather_uploads(self, work: LocalResult) -> None:
         """Gather the uploads of all clients in every process."""
-        work.uploads, self.gathered = self.shard.all_gather(work.uploads), True
+        work.uploads = self.shard.all_gather(work.uploads, self.upload_form)
+        self.gathered = True
 
-    def accept_uploads(self, work: LocalResult, max_norm: MaxNorm) -> Verdict:
+    def accept_uploads(self, work: LocalResult) -> Verdict:
         """Reduce the cohort to accepted clients by ``gate.py``, and return its decisions."""
+        max_norm = self.federation.max_update_norm
         if len(self.batches) == 1:
-            uploads = self.shard.slice(work.uploads) if self.gathered else work.uploads
-            mine = replace(work, uploads=uploads, loss=self.shard.slice({"": work.loss})[""])
-            verdict = accept_cohort(self.shard, mine, self.received, self.info, max_norm)
+            decisions = self.decisions
+            if decisions is None:
+                uploads = self.shard.slice(work.uploads) if self.gathered else work.uploads
+                mine = replace(work, uploads=uploads, loss=self.shard.slice({"": work.loss})[""])
+                decisions = self.shard.ranks.all_gather_objects(self._decide(mine))
+            verdict = accept_cohort(self.shard, decisions, self.received, self.info, max_norm)
         else:
             verdict = self._accept_by_architecture(max_norm)
         if verdict.rejected:
@@ -225,9 +267,11 @@ class Cohort:
             accepted: The accepted clients of the whole cohort, bool ``(clients,)``.
         """
         if not accepted.any():  # nobody looks at the numbers
-            return expand(self.trained.mean(work.uploads, self.mine.weights[:0]), len(accepted))
+            none = self.mine.weights[:0]
+            return expand(self.trained.mean(work.uploads, none, self.upload_form), len(accepted))
         mine = accepted[self.trained.index].nonzero().flatten()
-        return expand(self.shard.mean(rows(work.uploads, mine), self.mine.weights), len(accepted))
+        mean = self.shard.mean(rows(work.uploads, mine), self.mine.weights, self.upload_form)
+        return expand(mean, len(accepted))
 
     def _accept_by_architecture(self, max_norm: MaxNorm) -> Verdict:
         """Compare clients of one architecture with each other; one process has all of them."""

@@ -23,7 +23,7 @@ from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EvaluationWork
 from lightning_pfl.federation.adapt import adapt
 from lightning_pfl.federation.architectures import Architecture, naming_architecture
-from lightning_pfl.federation.ranks import gather_evaluation
+from lightning_pfl.federation.ranks import RankShard, gather_evaluation
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.federation.unchanged import UnchangedClients
 from lightning_pfl.metrics.history import higher_is_better
@@ -167,7 +167,30 @@ def evaluate_clients(
         dataloader_idx: The number of the data set, where there are several.
         unchanged: Earlier results of clients, for :func:`personal_models`; None to evaluate all.
     """
-    shard = federation.shard(clients)
+    work = (federation, models_of, clients, rows, data, step, limit)
+    shard, found = evaluate_shard(*work, on_clients, predict, dataloader_idx, unchanged)
+    return gather_evaluation(shard, found)[0]
+
+
+def evaluate_shard(
+    federation: FederationState,
+    models_of: Callable[[Tensor], Model],
+    clients: Tensor,
+    rows: Tensor,
+    data: FederatedDataset,
+    step: str,
+    limit: float | int,
+    on_clients: OnClients | None = None,
+    predict: Prediction | None = None,
+    dataloader_idx: int | None = None,
+    unchanged: UnchangedClients | None = None,
+) -> tuple[RankShard, Evaluation]:
+    """Evaluate this process's shard of some clients, as :func:`evaluate_clients` does.
+
+    Returns:
+        The shard, dealt by samples where clients may be evaluated anywhere, and its results.
+    """
+    shard = federation.shard(clients, data.num_samples[rows])
     round = federation.rounds - 1 if federation.rounds else None
     clients, rows = clients[shard.index], rows[shard.index]
     found, order = [], []
@@ -203,7 +226,7 @@ def evaluate_clients(
                             )
                         )
                 order.append(some)
-    return gather_evaluation(shard, join(found, order))
+    return shard, join(found, order)
 
 
 def models_at_a_time(architecture: Architecture) -> int:

@@ -25,9 +25,11 @@ from lightning_pfl.federation.cohort import Cohort
 from lightning_pfl.federation.evaluate import (
     GLOBAL,
     evaluate_clients,
+    evaluate_shard,
     is_global,
     personal_models,
 )
+from lightning_pfl.federation.ranks import gather_evaluation
 from lightning_pfl.federation.state import FederationState
 from lightning_pfl.federation.unchanged import UnchangedClients
 from lightning_pfl.methods.base import Phase
@@ -92,13 +94,13 @@ class Federation(FederationState):
             return models
 
         work = (clients, rows, data, step, limit)
-        results = {
-            "": evaluate_clients(
-                self, personal, *work, on_clients, None, dataloader_idx, self.unchanged
-            )
-        }
+        shard, own = evaluate_shard(
+            self, personal, *work, on_clients, None, dataloader_idx, self.unchanged
+        )
         # All processes must agree, also one that has no clients to look at.
-        if all(self.ranks.all_gather_objects(same)):
+        found, same_everywhere = gather_evaluation(shard, own, same)
+        results = {"": found}
+        if all(same_everywhere):
             results[GLOBAL] = results[""]
         elif shared is not None:
             everybody = shared  # a name that mypy knows to be a model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -93,30 +93,51 @@ def accept_uploads(
     return Verdict(accepted, rejected, norms)
 
 
-def accept_cohort(
+Decisions = tuple[dict[int, str], list[bool], list[float]]
+"""What a process says about its clients: reasons by id, who is accepted, and norms."""
+
+
+def decide(
     shard: RankShard, mine: LocalResult, received: Tree, info: ClientInfo, max_norm: MaxNorm
+) -> Decisions:
+    """Decide about this process's shard of a cohort.
+
+    Args:
+        shard: The shard.
+        mine: Results of its clients.
+        received: Trees that the cohort started from, ``(clients, ...)``.
+        info: The cohort.
+        max_norm: As in :func:`accept_uploads`.
+    """
+    found = accept_uploads(mine, shard.slice(received), info.rows(shard.index), max_norm)
+    return found.rejected, found.accepted.tolist(), found.norms.tolist()
+
+
+def accept_cohort(
+    shard: RankShard,
+    decisions: Sequence[Decisions],
+    received: Tree,
+    info: ClientInfo,
+    max_norm: MaxNorm,
 ) -> Verdict:
-    """Decide about a cohort: every process about its shard, and all get all decisions.
+    """Join the decisions of all processes about their shards of a cohort.
 
     Args:
         shard: This process's shard of the cohort.
-        mine: Results of its clients.
+        decisions: Those of each process.
         received: Trees that the cohort started from, ``(clients, ...)``.
         info: The cohort.
         max_norm: As in :func:`accept_uploads`; ``"auto"`` rejects the result of
             :func:`find_outliers`.
     """
-    found = accept_uploads(mine, shard.slice(received), info.rows(shard.index), max_norm)
-    if not shard.alone:
-        known = found.rejected, found.accepted.tolist(), found.norms.tolist()
-        rejected, accepted, norms = zip(*shard.ranks.all_gather_objects(known), strict=True)
-        reasons = {client: reason for part in rejected for client, reason in part.items()}
-        found = Verdict(
-            torch.tensor(shard.in_order(accepted), dtype=torch.bool),
-            {client: reasons[client] for client in info.index.tolist() if client in reasons},
-            torch.tensor(shard.in_order(norms), dtype=torch.float64),
-        )
-    return find_outliers(found, received, info, max_norm)
+    rejected, accepted, norms = zip(*decisions, strict=True)
+    reasons = {client: reason for part in rejected for client, reason in part.items()}
+    verdict = Verdict(
+        torch.tensor(shard.in_order(accepted), dtype=torch.bool),
+        {client: reasons[client] for client in info.index.tolist() if client in reasons},
+        torch.tensor(shard.in_order(norms), dtype=torch.float64),
+    )
+    return find_outliers(verdict, received, info, max_norm)
 
 
 def find_outliers(verdict: Verdict, received: Tree, info: ClientInfo, max_norm: MaxNorm) -> Verdict:

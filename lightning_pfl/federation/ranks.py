@@ -30,6 +30,7 @@ processes in the order of the list.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,6 +49,8 @@ from lightning_pfl.federation.presence import Presence
 
 BLOCK = 2**26
 """Bytes that a process sends at once, if one leaf isn't more."""
+SMALL = 2**13
+"""Bytes of an object that processes send in one call."""
 _AGREEMENTS = count()
 """Numbers of agreements, which processes count alike."""
 SLACK = 0.05
@@ -111,12 +114,30 @@ class Ranks:
         return RankShard(self, keys)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Gather the small objects of all processes, in the order of their ranks."""
+        """Gather objects of all processes, in the order of their ranks: small ones in one call."""
         if self.alone:
             return [value]
-        found: list[Any] = [None] * self.size
-        self.call(distributed.all_gather_object, found, value)
-        return found
+        said = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([len(said)]).view(torch.uint8)
+        first, rest = said[: SMALL - len(size)], said[SMALL - len(size) :]
+        found = self._all_gather_bytes(torch.cat([size, first]), SMALL)
+        sizes = [int(row[: len(size)].view(torch.int64)) for row in found]
+        found = found[:, len(size) :]
+        if (longest := max(sizes) - found.shape[1]) > 0:
+            found = torch.cat([found, self._all_gather_bytes(rest, longest)], 1)
+        return [
+            pickle.loads(row[:length].numpy().tobytes())
+            for row, length in zip(found, sizes, strict=True)
+        ]
+
+    def _all_gather_bytes(self, sent: Tensor, width: int) -> Tensor:
+        """Gather at most ``width`` bytes of each process, uint8 ``(processes, width)``."""
+        padded = torch.zeros(width, dtype=torch.uint8)
+        padded[: len(sent)] = sent
+        padded = padded.to(self.device)
+        received = padded.new_empty(self.size, width)
+        self.call(distributed.all_gather, [*received], padded)
+        return received.cpu()
 
     def agreement(self) -> Callable[[str, str], str]:
         """Return a function by which all processes take the choice of the first one to make it.
@@ -194,15 +215,16 @@ class RankShard:
             return tree
         return rows(tree, self.index.to(self.ranks.device))
 
-    def all_gather(self, tree: Tree) -> Tree:
+    def all_gather(self, tree: Tree, form: Tree | None = None) -> Tree:
         """Gather all processes' rows in the order of the list, on this process's device.
 
         Args:
             tree: This process's rows; empty without clients.
+            form: The :class:`Kind` of a row of each leaf, where all processes know it.
         """
-        if self.alone:
+        if self.alone or not self.total:
             return tree
-        form = self._agree_on_form(tree)
+        form = self._agree_on_form(tree) if form is None else form
         if form is None:
             return tree
         found: dict[Path, Tensor] = {}
@@ -212,23 +234,21 @@ class RankShard:
 
     def _agree_on_form(self, tree: Tree) -> Tree | None:
         """Describe a client's rows in all processes; None if none has a client."""
-        mine = None
-        if len(self._shards[self.ranks.rank]):
-            mine = tmap(lambda leaf: Kind(tuple(leaf.shape[1:]), leaf.dtype), tree)
-        known = [form for form in self.ranks.all_gather_objects(mine) if form is not None]
-        return known[0] if known else None
+        mine = form_of(tree) if len(self._shards[self.ranks.rank]) else None
+        return known_form(self.ranks.all_gather_objects(mine))
 
-    def mean(self, tree: Tree, weights: Tensor) -> Tree:
+    def mean(self, tree: Tree, weights: Tensor, form: Tree | None = None) -> Tree:
         """Average over the clients of all processes, with the bits of ``core.tree.weighted_mean``.
 
         Args:
             tree: This process's rows; empty without clients.
             weights: Their weights, ``(clients,)``; those of all processes sum to 1.
+            form: The :class:`Kind` of a row of each leaf, where all processes know it.
 
         Returns:
             A tree without client axis; empty if no process has a client.
         """
-        form = self._agree_on_form(tree)
+        form = self._agree_on_form(tree) if form is None else form
         if form is None:
             return {}
         device, kinds = self.ranks.device, _kinds(form)
@@ -324,6 +344,16 @@ class Kind(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of a row."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def form_of(tree: Tree) -> Tree:
+    """Describe a client's row of each leaf of a tree, ``(clients, ...)``, by its :class:`Kind`."""
+    return tmap(lambda leaf: Kind(tuple(leaf.shape[1:]), leaf.dtype), tree)
+
+
+def known_form(forms: Sequence[Tree | None]) -> Tree | None:
+    """Return the form that processes with clients know; None if none has a client."""
+    return next((form for form in forms if form is not None), None)
 
 
 def _kinds(form: Tree) -> dict[Path, Kind]:
@@ -430,29 +460,55 @@ def deal(costs: Sequence[float], size: int, homes: Sequence[int] | None = None) 
 # --- results --------------------------------------------------------------------------------------
 
 
-def gather_work(shard: RankShard, work: LocalResult) -> LocalResult:
-    """Gather the logged values of the cohort on every process, but no uploads and no states."""
+def gather_work(
+    shard: RankShard, work: LocalResult, said: Any = None
+) -> tuple[LocalResult, list[Any]]:
+    """Gather the logged values of the cohort on every process, but no uploads and no states.
+
+    Args:
+        shard: This process's shard of the cohort.
+        work: Its results.
+        said: Something else that all processes should know.
+
+    Returns:
+        The results with the values of all clients, and what each process has said.
+    """
     if shard.alone:
-        return work
+        return work, [said]
     mine = {**work.logs, LOSS: work.loss}
-    found = shard.ranks.all_gather_objects((_as_arrays(mine), dict(work.options)))
-    logs = shard.join_values([values for values, _ in found])
+    found = shard.ranks.all_gather_objects((_as_arrays(mine), dict(work.options), said))
+    logs = shard.join_values([values for values, _, _ in found])
     loss = logs.pop(LOSS)
-    return replace(work, logs=logs, loss=loss, options=_merged([options for _, options in found]))
+    options = _merged([options for _, options, _ in found])
+    return replace(work, logs=logs, loss=loss, options=options), [said for _, _, said in found]
 
 
-def gather_evaluation(shard: RankShard, found: Evaluation) -> Evaluation:
-    """Gather the results of all clients on every process."""
+def gather_evaluation(
+    shard: RankShard, found: Evaluation, said: Any = None
+) -> tuple[Evaluation, list[Any]]:
+    """Gather the results of all clients on every process.
+
+    Args:
+        shard: This process's shard of the clients.
+        found: Its results.
+        said: Something else that all processes should know.
+
+    Returns:
+        The results of all clients, and what each process has said.
+    """
     if shard.alone:
-        return found
-    mine = (_as_arrays(found.values), found.counts.tolist(), found.options, found.predictions)
-    values, counts, options, predictions = zip(*shard.ranks.all_gather_objects(mine), strict=True)
-    return Evaluation(
+        return found, [said]
+    mine = (_as_arrays(found.values), found.counts.tolist(), found.options, found.predictions, said)
+    values, counts, options, predictions, heard = zip(
+        *shard.ranks.all_gather_objects(mine), strict=True
+    )
+    everything = Evaluation(
         shard.join_values(values),
         torch.tensor(shard.in_order(counts), dtype=torch.int64),
         _merged(options),
         shard.in_order(predictions) if any(predictions) else [],
     )
+    return everything, list(heard)
 
 
 def _as_arrays(values: Mapping[str, Tensor]) -> dict[str, Any]:

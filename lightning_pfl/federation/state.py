@@ -179,13 +179,17 @@ class FederationState:
     def evaluated_clients(self, share: int | float) -> None:
         self._evaluated_clients = check_participation(share, "evaluated_clients")
 
-    def shard(self, clients: Tensor) -> RankShard:
+    def shard(self, clients: Tensor, costs: Tensor | None = None) -> RankShard:
         """Return this process's shard of some clients: those whose states it has.
 
-        Without client states and with all samples in every process, shards have equal sizes.
+        Without client states and with all samples in every process, shards cost the same, about.
+
+        Args:
+            clients: Ids, int64 ``(clients,)``.
+            costs: What each costs, such as its samples; None: the same.
         """
         client_states = self.architectures[0].client_states  # several ones run in one process
-        keys = torch.arange(len(clients))
+        keys = deal_evenly(torch.zeros_like(clients) if costs is None else costs, self.ranks.size)
         if client_states.has_entries() or self.keeps_optimizers or self.splits_data or self.best:
             # New clients, who never take part, are anyone's.
             last = len(self.owners) - 1

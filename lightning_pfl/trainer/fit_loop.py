@@ -310,7 +310,9 @@ class FederatedLoop(FitLoop):
                     own = any(phase.data == "public" for phase in cohort.phases)
                     if own or method.server_phases(round.number):
                         require_public(public, method)  # before the clients train in vain
-                    work = cohort.train(self.require_data(), clients.finished, validation, public)
+                    gate = not self._each_is_read(round)
+                    data = self.require_data()
+                    work = cohort.train(data, clients.finished, validation, public, gate)
                 clients.finish(work.loss)
                 self._aggregate(round, cohort, work)
                 clients.release()
@@ -362,14 +364,13 @@ class FederatedLoop(FitLoop):
     def _aggregate(self, round: Round, cohort: Cohort, work: LocalResult) -> None:
         """Update the server from the accepted uploads, and store the client states."""
         federation, method = self.federation, self.federation.method
-        each = self._uploads_are_read or method.needs_each_upload
-        each = each or bool(method.server_phases(round.number))
+        each = self._each_is_read(round)
         if each:
             cohort.gather_uploads(work)
             round.uploads = work.uploads
         self._hook("on_local_training_end", round)
 
-        verdict = cohort.accept_uploads(work, federation.max_update_norm)
+        verdict = cohort.accept_uploads(work)
         if not each:
             work.uploads = cohort.average_uploads(work, verdict.accepted)
         uploads, round.rejected = work.uploads, verdict.rejected
@@ -411,6 +412,12 @@ class FederatedLoop(FitLoop):
         self._hook("on_aggregation_end", round)
         self._measure(round)
         self._hook("on_round_end", round)
+
+    def _each_is_read(self, round: Round) -> bool:
+        """Whether a callback or the server looks at the upload of each client."""
+        method = self.federation.method
+        each = self._uploads_are_read or method.needs_each_upload
+        return each or bool(method.server_phases(round.number))
 
     def _longest(self, phases: tuple[Phase, ...], round: Round) -> int:
         """Count the steps of the longest phase of the client with most steps."""

@@ -140,9 +140,11 @@ def test_logged_values_are_in_the_order_of_the_clients() -> None:
         work = LocalResult({}, {}, values, {"loss": LogOptions(True)}, torch.arange(3.0)[at])
         counts = torch.tensor([5, 6, 7])[at]
         each = [[f"client {k}"] for k in torch.arange(3)[at].tolist()]
-        return gather_work(shard, work), gather_evaluation(
-            shard, Evaluation(values, counts, {}, each)
-        )
+        trained, said = gather_work(shard, work, ranks.rank)
+        found, heard = gather_evaluation(shard, Evaluation(values, counts, {}, each), "x" * 10**5)
+        assert said == [0, 1]
+        assert heard == ["x" * 10**5] * 2  # more than one call takes
+        return trained, found
 
     for trained, found in everywhere(2, work)[0]:
         assert trained.loss.tolist() == [0, 1, 2]
