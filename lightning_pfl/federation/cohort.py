@@ -17,11 +17,10 @@ from lightning_pfl.contract.records import (
 from lightning_pfl.core.tree import (
     Tree,
     expand,
-    leaf_at,
-    map_items,
     merge,
     rows,
     split_rows,
+    tmap,
     values,
 )
 from lightning_pfl.data.datasets import FederatedDataset
@@ -139,8 +138,8 @@ class Cohort:
         visiting = self._visiting
         here, ours = self._parts(visiting)
         architecture.client_states.require_entries(client_state)
-        form, guests = form_of(architecture.client_states.tree), rows(client_state, here)
-        guests = map_items(lambda path, kind: leaf_at(guests, path).to(kind.dtype), form)
+        form = form_of(architecture.client_states.tree)
+        guests = tmap(lambda kind, leaf: leaf[here].to(kind.dtype), form, client_state)
         returned = self.shard.keep(visiting).all_gather(guests, form)
         ids, at_home = self.info.index[visiting], self.home.owners[visiting]
         back = (at_home == self.shard.ranks.rank).nonzero().flatten()
