@@ -13,14 +13,11 @@ from typing import Any
 from torch import nn
 
 from lightning_pfl.engine.active_phase import is_unmodified
+from lightning_pfl.engine.safety.snapshot import hooks_of
 from lightning_pfl.models.losses import LOSSES
 
 RARELY = 16
 """Every which round recordings of torch's layers are compared, the first one included."""
-HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    "_forward_hooks_always_called",
-)
 OURS = ("lightning_pfl", "lightning", "torch", "builtins", "abc", "typing")
 
 
@@ -60,7 +57,7 @@ def runs_torch_alone(module: Any) -> bool:
         and own.isdisjoint(vars(module))
         and module.loss is LOSSES.get(module.loss_name)
         and all(part is module or _is_known(part) for part in module.modules())
-        and not any(getattr(part, name) for part in module.modules() for name in HOOKS)
+        and not hooks_of(module)
     )
 
 

@@ -1,4 +1,4 @@
-"""Operators of torch, for modes that see each of them, and oneDNN's product of matrices."""
+"""Operators of torch, for modes that see each, oneDNN's product, and hooks of all layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as layers
+from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -42,3 +44,23 @@ def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 def inner_call(operator: Any) -> Any:
     """Return the function that an operator calls, without a layer of Python."""
     return operator._op
+
+
+def global_hooks() -> list[Any]:
+    """Return the hooks that ``torch.nn.modules.module`` calls for every layer.
+
+    torch has functions that register them, and none that lists them.
+    """
+    found = (
+        layers._global_forward_pre_hooks,
+        layers._global_forward_hooks,
+        layers._global_backward_pre_hooks,
+        layers._global_backward_hooks,
+    )
+    return [hook for hooks in found for hook in hooks.values()]
+
+
+def global_step_hooks() -> list[Any]:
+    """Return the hooks that ``torch.optim.optimizer`` calls in every optimizer's step."""
+    found = (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks)
+    return [hook for hooks in found for hook in hooks.values()]

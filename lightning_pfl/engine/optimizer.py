@@ -19,6 +19,7 @@ from lightning_pfl.contract.local import Phase
 from lightning_pfl.contract.records import OptimizerState, SlotStates, one_rate
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, is_expanded, per_client, sqnorm, tmap
+from lightning_pfl.engine.operators import global_step_hooks
 from lightning_pfl.engine.recording import Recording, record
 from lightning_pfl.engine.trace import LIMIT, of_object
 
@@ -470,8 +471,8 @@ def why_not_elementwise(template: Optimizer) -> str | None:
     if type(template) not in ELEMENTWISE:
         return f"{name} is not known to be elementwise"
     # Hooks get the parameters of many clients as one, of which they may take a norm.
-    hooks = (template._optimizer_step_pre_hooks, template._optimizer_step_post_hooks)
-    return f"{name} has step hooks" if any(hooks) else None
+    own = (template._optimizer_step_pre_hooks, template._optimizer_step_post_hooks)
+    return f"{name} has step hooks" if any(own) or global_step_hooks() else None
 
 
 __all__: Sequence[str] = [

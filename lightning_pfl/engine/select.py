@@ -22,6 +22,7 @@ from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
 from lightning_pfl.engine.base import Engine, EngineSettings, EvaluationWork, LocalWork, ModuleLoop
 from lightning_pfl.engine.cost import Share, batching_pays
 from lightning_pfl.engine.optimizer import why_not_elementwise
+from lightning_pfl.engine.program import NotVectorizableError
 from lightning_pfl.engine.safety.compare import (
     OTHER_NUMBERS,
     difference,
@@ -35,7 +36,12 @@ from lightning_pfl.engine.safety.compare import (
 )
 from lightning_pfl.engine.safety.double import in_double
 from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten
-from lightning_pfl.engine.safety.snapshot import has_hooks_or_generators, restore, snapshot
+from lightning_pfl.engine.safety.snapshot import (
+    has_hooks_or_generators,
+    hooks_of,
+    restore,
+    snapshot,
+)
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.steps import phase_budget
 from lightning_pfl.engine.timing import (
@@ -126,6 +132,7 @@ class SelectedEngine:
         self.choices: dict[str, str] = {}
         self.seconds: dict[str, dict[int, float]] = {}
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
+        self._hooks: dict[str, list[Any]] = {}
         self._checked: set[str] = set()
         self._said: set[str] = set()
         self._sequential = SequentialEngine(
@@ -161,6 +168,7 @@ class SelectedEngine:
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
+                self._require_known_hooks(work)
                 return engine.train(work, listener)
         with self._checking(work):
             return self._sequential.train(work, listener)
@@ -173,6 +181,7 @@ class SelectedEngine:
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
+                self._require_known_hooks(work)
                 return engine.evaluate(work, listener)
         with self._checking(work):
             return self._sequential.evaluate(work, listener)
@@ -217,6 +226,23 @@ class SelectedEngine:
             if why not in self._said:
                 self._said.add(why)
                 rank_zero_info(why)
+
+    def _require_known_hooks(self, work: LocalWork | EvaluationWork) -> None:
+        """Raise NotVectorizableError for hooks that the probe hasn't seen.
+
+        One may be a loop over samples, or do nothing under ``vmap``, as those of gradients.
+        """
+        if hooks_of(self.module) != self._hooks[work.step]:
+            raise NotVectorizableError(
+                f"Expected the layers' hooks to stay as they were when `{work.step}` first ran, "
+                "but some were registered or removed since. Register them before the fit, or use "
+                "engine='auto'."
+            )
+        if isinstance(work, LocalWork) and (why := why_not_elementwise(work.optimizer)) is not None:
+            raise NotVectorizableError(
+                f"Expected an optimizer that can step many clients at once, but {why}. Use "
+                "engine='auto'."
+            )
 
     def _checking(self, work: LocalWork | EvaluationWork) -> AbstractContextManager[None]:
         """Check, the first time, whether a step writes to tensors that clients share."""
@@ -506,7 +532,7 @@ class SelectedEngine:
         )
 
     def _settle(self, step: str, engine: SequentialEngine | VectorizedEngine, why: str) -> None:
-        self._engines[step] = engine
+        self._engines[step], self._hooks[step] = engine, hooks_of(self.module)
         self.choices[step] = f"{engine.name} ({why})"
         if self.name != "sequential":
             rank_zero_info(f"{self._whose}{step} runs {engine.name}: {why}.")

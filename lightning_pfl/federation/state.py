@@ -194,7 +194,9 @@ class FederationState:
             # New clients, who never take part, are anyone's.
             last = len(self.owners) - 1
             keys = self.owners[clients.clamp_max(last)].where(clients <= last, clients)
-        return (Ranks() if client_states.complete else self.ranks).shard(keys)
+        # Where all states are here, samples that personalization trains on may be elsewhere.
+        away = self.splits_data and bool(self.method.evaluation_phases())
+        return (Ranks() if client_states.complete and not away else self.ranks).shard(keys)
 
     def own_part(self, data: FederatedDataset) -> FederatedDataset:
         """Keep the samples of this process's clients alone, if processes split the data.

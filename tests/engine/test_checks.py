@@ -114,6 +114,18 @@ def test_methods_of_the_package_are_compared_rarely() -> None:
     assert due == [True] + [False] * (RARELY - 1) + [True, False]
 
 
+@pytest.mark.parametrize(
+    "kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
+)
+def test_hooks_of_all_layers_are_a_users(kind: str) -> None:
+    handle = getattr(nn.modules.module, f"register_module_{kind}")(lambda *_: None)
+    try:
+        assert not runs_torch_alone(MLP([4, 3, 2]))
+    finally:
+        handle.remove()
+    assert runs_torch_alone(MLP([4, 3, 2]))
+
+
 def test_a_patched_layer_of_torch_is_a_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Linear, "forward", OwnLinear.forward)
     assert not runs_torch_alone(module(nn.Linear(25, 4)))

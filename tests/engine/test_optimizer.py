@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import expand, is_expanded
@@ -211,6 +215,19 @@ def test_step_hooks_may_do_anything(hook: str) -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     getattr(optimizer, hook)(lambda *_: None)
     assert why_not_elementwise(optimizer) == "SGD has step hooks"
+
+
+@pytest.mark.parametrize(
+    "register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
+)
+def test_step_hooks_of_all_optimizers_may_do_anything(register: Any) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    handle = register(lambda *_: None)
+    try:
+        assert why_not_elementwise(optimizer) == "SGD has step hooks"
+    finally:
+        handle.remove()
+    assert why_not_elementwise(optimizer) is None
 
 
 def test_a_step_of_its_own_is_refused() -> None:

@@ -102,6 +102,44 @@ def test_what_a_failed_program_kept_is_forgotten() -> None:
     assert all(loss.shape == () and loss.isfinite() for loss in kept)
 
 
+class Hooking(Callback):
+    """Makes gradients shorter from round 1 on, by a hook of a layer or of the optimizer."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch != 1:
+            return
+
+        def shorten(optimizer: Any, *_: Any) -> None:
+            norm = sum(p.grad.square().sum() for g in optimizer.param_groups for p in g["params"])
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad /= 1 + norm.sqrt()
+
+        if self.what == "layer":
+            module.layer.register_full_backward_pre_hook(lambda _, grads: (grads[0] / 2,))
+        else:
+            trainer.optimizers[0].register_step_pre_hook(shorten)
+
+
+@pytest.mark.parametrize("what", ["layer", "optimizer"])
+def test_hooks_that_come_late_run_one_client_after_another(what: str) -> None:
+    """A program of many clients runs no hook of gradients, and has no client's norm."""
+    expected = run("nothing", "sequential", callbacks=[Hooking(what)])
+    without = run("nothing", "sequential")
+    found = run("nothing", "auto", callbacks=[Hooking(what)])
+    assert found.strategy.federation.engine.choices["training_step"].startswith("vectorized")
+    assert_trees_close(found.server, expected.server, rtol=1e-5, atol=1e-6)
+    moved = found.server["model"]["layer.weight"] - without.server["model"]["layer.weight"]
+    assert moved.abs().max() > 1e-2
+    with pytest.raises(
+        RuntimeError, match=r"Expected (the layers' hooks to stay|an optimizer that)"
+    ):
+        run("nothing", "vectorized", callbacks=[Hooking(what)])
+
+
 def test_an_error_of_a_hook_is_nothing_to_go_on_from() -> None:
     class Broken(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:

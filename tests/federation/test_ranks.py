@@ -23,6 +23,9 @@ from lightning_pfl.federation.ranks import (
     gather_evaluation,
     gather_work,
 )
+from lightning_pfl.methods import FedAvg, PerFedAvg
+from lightning_pfl.methods.base import Method
+from lightning_pfl.testing import fit, quadratic_clients
 
 
 class Line:
@@ -214,3 +217,29 @@ def test_processes_take_the_choice_that_was_made_first() -> None:
     # Another fit agrees anew.
     assert other("cpu training_step", "sequential") == "sequential"
     assert Ranks().agreement()("cpu training_step", "grad") == "grad"
+
+
+# --- whose clients a process works on ---
+
+
+@pytest.mark.parametrize(
+    ("method", "split", "expected"),
+    [
+        (
+            PerFedAvg,
+            True,
+            [0, 2],
+        ),  # a step on the client's own samples, of which others aren't here
+        (PerFedAvg, False, [0, 1, 2, 3]),
+        (FedAvg, True, [0, 1, 2, 3]),
+    ],
+)
+def test_models_after_a_fit_are_built_where_their_samples_are(
+    method: Callable[[], Method], split: bool, expected: list[int]
+) -> None:
+    """All states are in all processes then."""
+    federation = fit(method(), quadratic_clients([1.0] * 4, [1.0] * 4)).federation
+    federation.ranks, federation.splits_data = Ranks(0, 2), split
+    federation.owners = torch.tensor([0, 1, 0, 1])
+    everyone = torch.arange(4)
+    assert everyone[federation.shard(everyone).index].tolist() == expected

@@ -11,11 +11,14 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_pfl.engine.operators import global_hooks
+
 Snapshot = dict[tuple[str, str], tuple[Any, list[tuple[Any, Any]]]]
 """By submodule and attribute: the value, and a copy of the contents of it and of what it holds."""
 COLLECTIONS = (list, dict, set, deque)
 DEPTH, MEMBERS = 4, 1000
 """How deep contents are followed, and up to how many members of a collection."""
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 FOREIGN = frozenset({"builtins", "functools", "lightning", "lightning_pfl", "logging", "torch"})
 """Packages whose objects have contents that no step of a user changes."""
 CONTENTS = frozenset({"_parameters", "_buffers", "_modules", "log"})
@@ -36,10 +39,25 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
                 yield name, key, value
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks that run with the layers of a module, also those of all modules.
+
+    Returns:
+        Each with the name of its layer.
+    """
+    own = [
+        (name, hook)
+        for name, part in module.named_modules()
+        for kind in HOOKS
+        for hook in getattr(part, kind).values()
+    ]
+    return own + [("", hook) for hook in global_hooks()]
+
+
 def has_hooks_or_generators(module: nn.Module) -> bool:
-    """Whether a layer has forward hooks, or a generator of its own, whose use leaves no trace."""
-    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-    return hooked or any(isinstance(held, torch.Generator) for *_, held in attributes(module))
+    """Whether layers have hooks, or a generator of their own, whose use leaves no trace."""
+    own = any(isinstance(held, torch.Generator) for *_, held in attributes(module))
+    return own or bool(hooks_of(module))
 
 
 def snapshot(module: nn.Module) -> Snapshot:
