@@ -11,7 +11,8 @@ transposed one. The correction is for embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -226,7 +227,53 @@ class BatchedLinear(torch.autograd.Function):
         )
 
 
-# --- products of one client ---
+# --- one client ---
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Run steps of one client with faster kernels; it pays in steps that are recorded."""
+    with LargePooling(), LargeProducts():
+        yield
+
+
+POOLED = 2**16
+"""Entries from which 2 x 2 max pooling takes longer than elementwise maxima and their gradient.
+
+1.45 to 0.67 milliseconds for 10 pictures of 32 channels and 32 x 32 pixels, but 133 to 120
+microseconds for 6 channels and 28 x 28.
+"""
+
+
+class LargePooling(TorchFunctionMode):
+    """A mode that takes maxima of large pictures' 2 x 2 windows, with the same bits."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is F.max_pool2d and _is_large_pooling(*args, **(kwargs or {})):
+            return MaxPool2x2.apply(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_large_pooling(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> bool:
+    sides = kernel_size, kernel_size if stride in (None, []) else stride, padding, dilation
+    windows = tuple(map(_pair, sides)) == ((2, 2), (2, 2), (0, 0), (1, 1))
+    plain = input.device.type == "cpu" and input.is_floating_point() and input.is_contiguous()
+    large = input.ndim >= 3 and input.numel() >= POOLED and min(input.shape[-2:]) >= 2
+    return windows and plain and large and not ceil_mode and not return_indices
 
 
 LARGE = 1_500_000

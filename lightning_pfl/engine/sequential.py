@@ -24,6 +24,7 @@ from lightning_pfl.core.kept_memory import KeptMemory
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Stacked
 from lightning_pfl.data.datasets import FederatedDataset
+from lightning_pfl.engine import kernels
 from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
 from lightning_pfl.engine.base import (
     EngineSettings,
@@ -34,7 +35,6 @@ from lightning_pfl.engine.base import (
     end,
 )
 from lightning_pfl.engine.checks import Checks
-from lightning_pfl.engine.kernels import LargeProducts
 from lightning_pfl.engine.logs import LOSS
 from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.optimizer import (
@@ -170,8 +170,8 @@ class SequentialEngine:
         hooks, known = self.settings.batch_hooks, self._program
         if known is None or known.augment is not augment or known.hooks is not hooks:
             # Also in steps without a recording, so that all have the same bits.
-            kernels = LargeProducts if self.fast else nullcontext
-            known = self._program = ClientProgram(self.module, self.settings, augment, kernels)
+            modes = kernels.alone if self.fast else nullcontext
+            known = self._program = ClientProgram(self.module, self.settings, augment, modes)
         return known
 
     def records(self, work: LocalWork) -> bool:

@@ -17,10 +17,10 @@ from lightning_pfl.core.mixture import is_mixed
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model
 from lightning_pfl.data.batch import batch_length
+from lightning_pfl.engine import kernels
 from lightning_pfl.engine.active_phase import is_unmodified, writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
-from lightning_pfl.engine.kernels import LargeProducts
 from lightning_pfl.engine.logs import ClientLogs, computed_metrics, plain_values
 from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.program import ClientProgram
@@ -141,8 +141,8 @@ class SequentialEvaluation:
         """Return the user's step, cached where it is replayed, without its calls of ``log``."""
         known = self._evaluators.get(work.step)
         if known is None or not self.may_replay(work.step):
-            kernels = LargeProducts if self.fast else nullcontext
-            known = ClientProgram(self.module, self.settings, kernels=kernels)
+            modes = kernels.alone if self.fast else nullcontext
+            known = ClientProgram(self.module, self.settings, kernels=modes)
             self._evaluators[work.step] = known
         known.throwaway, known.predict = writable(self.module), work.predict
         known.dataloader_idx = work.dataloader_idx

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -256,3 +258,67 @@ def test_batch_norm_of_short_numbers_with_statistics_in_single(training: bool) -
     torch.testing.assert_close(out, expected, rtol=2.0**-7, atol=2.0**-7)
     torch.testing.assert_close(mean, expected_mean)
     torch.testing.assert_close(var, expected_var)
+
+
+# --- large pictures of one client ---
+
+
+def pooled(x: Tensor, *, fast: bool, **options: Any) -> tuple[Tensor, Tensor]:
+    """Windows' maxima and the gradient of a weighted sum of them."""
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    with kernels.alone() if fast else nullcontext():
+        out = F.max_pool2d(x, **{"kernel_size": 2, **options})
+    weights = torch.arange(1.0, 1 + out.numel(), dtype=out.dtype).view(out.shape)
+    out.backward(weights)
+    assert x.grad is not None
+    return out.detach(), x.grad
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 6, 8), (2, 3, 7, 5), (3, 4, 4), (1, 1, 2, 2)])
+@pytest.mark.parametrize("stride", [None, 2, (2, 2)])
+def test_large_windows_have_torchs_maxima_and_gradients(
+    shape: tuple[int, ...], stride: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of equal maxima, as after a ReLU, the first gets the gradient; NaN is the largest."""
+    monkeypatch.setattr(kernels, "POOLED", 1)
+    x = torch.randn(shape).relu()
+    monkeypatch.setattr(kernels.MaxPool2x2, "apply", spy := Mock(wraps=kernels.MaxPool2x2.apply))
+    (out, grad), (expected, its) = (pooled(x, fast=fast, stride=stride) for fast in (True, False))
+    assert spy.call_count == 1
+    assert torch.equal(out, expected)
+    assert torch.equal(grad, its)
+    assert out.stride() == expected.stride()
+    x.view(-1)[1] = torch.nan
+    (out, _), (expected, _) = (pooled(x, fast=fast, stride=stride) for fast in (True, False))
+    assert torch.allclose(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "options"),
+    [
+        (torch.randn(1, 1, 4, 4), {"kernel_size": 3}),
+        (torch.randn(1, 1, 4, 4), {"stride": 1}),
+        (torch.randn(1, 1, 4, 4), {"padding": 1}),
+        (torch.randn(1, 1, 4, 4), {"dilation": 2}),
+        (torch.randn(1, 1, 5, 5), {"ceil_mode": True}),
+        (torch.randn(1, 3, 4, 4).contiguous(memory_format=torch.channels_last), {}),
+    ],
+)
+def test_other_windows_are_torchs(
+    x: Tensor, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "POOLED", 1)
+    monkeypatch.setattr(kernels.MaxPool2x2, "apply", Mock(side_effect=AssertionError))
+    for a, b in zip(*(pooled(x, fast=fast, **options) for fast in (True, False)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_small_windows_and_those_with_positions_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 1, 4, 4)
+    monkeypatch.setattr(kernels.MaxPool2x2, "apply", Mock(side_effect=AssertionError))
+    with kernels.alone():
+        F.max_pool2d(x, 2)
+    monkeypatch.setattr(kernels, "POOLED", 1)
+    with kernels.alone():
+        _, positions = F.max_pool2d(x, 2, return_indices=True)
+    assert torch.equal(positions, F.max_pool2d(x, 2, return_indices=True)[1])

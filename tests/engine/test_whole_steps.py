@@ -412,3 +412,17 @@ def test_a_leaf_that_clients_share_and_a_step_changes() -> None:
         assert found["anchor"] is given["anchor"]
     assert steps.used >= 8
     assert shared.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("method", [FedAvg(local_epochs=2), SCAFFOLD("I", local_epochs=2)])
+def test_pooling_of_large_pictures_is_replayed_with_the_same_bits(
+    method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    module = PersonalizedModule(nn.Sequential(*layers), nn.Linear(12, CLASSES)).double()
+    plain = run(method, module, limit=0)
+    monkeypatch.setattr("lightning_pfl.engine.kernels.POOLED", 1)
+    recorded = run(method, module)
+    assert replays(recorded) > 3
+    assert_same(recorded, plain)
