@@ -42,6 +42,7 @@ OPTIMIZERS = {getattr(aten, name).default for name in ("_fused_sgd_",)}
 """Operators that step all parameters at once."""
 SECONDS = 0.05
 """Time in which an operator is repeated."""
+HEAD = "                loop's step  products  optimizer  step at best  round at best"
 STEPS = 30
 """Steps of the loop that are timed."""
 
@@ -63,6 +64,13 @@ class Limit:
     optimizer: float
     round: float
     steps: int
+
+    def describe(self, name: str) -> str:
+        """Write a row of the table."""
+        return (
+            f"{name:12}{self.step * 1e3:12.3f} ms{self.products * 1e3:7.3f} ms"
+            f"{self.optimizer * 1e3:8.3f} ms{self.of_step:14.2f}{self.of_round:15.2f}"
+        )
 
     @property
     def of_step(self) -> float:
@@ -190,15 +198,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("workloads", nargs="*", default=offered, choices=[*WORKLOADS, []])
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(None if arguments is None else list(arguments))
-    print("                loop's step  products  optimizer  step at best  round at best")
+    print(HEAD)
     for name in options.workloads:
         with use_threads(options.threads):
-            found = measure(WORKLOADS[name])
-        print(
-            f"{name:12}{found.step * 1e3:12.3f} ms{found.products * 1e3:7.3f} ms"
-            f"{found.optimizer * 1e3:8.3f} ms{found.of_step:14.2f}{found.of_round:15.2f}",
-            flush=True,
-        )
+            print(measure(WORKLOADS[name]).describe(name), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.limits import Limit
 from benchmarks.profile import PARTS
 from benchmarks.workloads import SIX, WORKLOADS
 
@@ -198,20 +199,23 @@ def parts(found: Found) -> str:
             for side in ("ours", "theirs")
         }
         own = milliseconds["ours"]
-        limit = 1e3 * row["operations"] / row["peak"]
-        training = sum(own[part] for part in PARTS[:5])
+        whole = sum(own.values()), sum(milliseconds["theirs"].values())
+        alone = found.get("limits", {}).get(name)
+        alone = None if alone is None else Limit(**alone)
         rows.append(
             [
                 WORKLOADS[name].about,
-                *(_short(one) for one in (sum(own.values()), sum(milliseconds["theirs"].values()))),
-                _short(training),
+                *(_short(one) for one in whole),
+                _short(sum(own[part] for part in PARTS[:5])),
                 _short(own["products"]),
-                _short(limit),
-                f"{training / limit:.1f}",
+                "" if alone is None else _short(1e3 * alone.steps * alone.products),
+                _short(1e3 * row["operations"] / row["peak"]),
+                f"{whole[1] / whole[0]:.2f}",
+                "" if alone is None else f"{alone.of_round:.2f}",
             ]
         )
-    head = ["milliseconds", "round", "the loop's", "training", "its products", "at the peak",
-            "training over that"]  # fmt: skip
+    head = ["milliseconds", "round", "the loop's", "training", "its products", "one by one",
+            "at the peak", "the loop over ours", "at best"]  # fmt: skip
     return table(head, rows) if rows else ""
 
 

@@ -28,12 +28,12 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmarks import cells, memory, overhead, peers, processes, profile
+from benchmarks import cells, limits, memory, overhead, peers, processes, profile
 from benchmarks.cells import NAMES, NOT_HERE, Cell
 from benchmarks.plain import METHODS as LOOPS
 from benchmarks.workloads import FROM_FILES, WORKLOADS
 
-PARTS = ("rounds", "profile", "memory", "start", "overhead", "processes", "peers")
+PARTS = ("rounds", "profile", "limits", "memory", "start", "overhead", "processes", "peers")
 
 
 class Results:
@@ -172,6 +172,20 @@ def run_profile(options: argparse.Namespace, results: Results) -> None:
                 print(profile.describe(name, row), flush=True)
 
 
+def run_limits(options: argparse.Namespace, results: Results) -> None:
+    """Measure the products of a step alone."""
+    print(limits.HEAD)
+    with cells.use_threads(1):
+        for name in options.workloads:
+            for row in results.measure("limits", name, measure_limit, name):
+                print(limits.Limit(**row).describe(name), flush=True)
+
+
+def measure_limit(name: str) -> dict[str, Any]:
+    """Measure the products of a workload's step alone."""
+    return asdict(limits.measure(WORKLOADS[name]))
+
+
 def run_memory(options: argparse.Namespace, results: Results) -> None:
     """Measure the memory of fits, each in a process of its own."""
     print(f"{'workload':12}{'method':12}{'peak MiB':>10}{'tensors':>9}{'ratio':>7}")
@@ -218,7 +232,16 @@ def run_peers(options: argparse.Namespace, results: Results) -> None:
 RUN = dict(
     zip(
         PARTS,
-        (run_rounds, run_profile, run_memory, run_start, run_overhead, run_processes, run_peers),
+        (
+            run_rounds,
+            run_profile,
+            run_limits,
+            run_memory,
+            run_start,
+            run_overhead,
+            run_processes,
+            run_peers,
+        ),
         strict=True,
     )
 )
