@@ -79,8 +79,12 @@ from lightning_pfl.methods.base import Phase
 
 COPIES = 5
 """Copies of a client's model in training: parameters, gradients, two moments, received model."""
-MOST_ON_CPU = 32
-"""Largest useful number of clients per chunk, beyond which activations exceed the caches."""
+MOST_ON_CPU, FEW_ON_CPU = 128, 16
+"""Largest and smallest number of clients per chunk, as many as have models of :data:`CACHED`."""
+CACHED = 2**23
+"""Size in bytes of a chunk's models beyond which a CPU's caches don't hold what a step needs."""
+LARGE, OF_LARGE = 2**21, 4
+"""From this size in bytes of a model on, so few clients per chunk are fastest."""
 MOST_ON_GPU = 512
 
 
@@ -156,9 +160,20 @@ class VectorizedEngine:
         return known
 
     def _fitting(self) -> int:
-        """Compute the clients per chunk: those that fit the memory, and the CPU's caches."""
-        on_gpu = self.settings.device.type == "cuda"
-        return min(MOST_ON_GPU if on_gpu else MOST_ON_CPU, self.most())
+        """Compute the clients per chunk: those that fit the memory, and a CPU's caches."""
+        if self.settings.device.type == "cuda":
+            return min(MOST_ON_GPU, self.most())
+        model = max(1, self.model_nbytes())
+        fast = max(FEW_ON_CPU, min(MOST_ON_CPU, CACHED // model)) if model < LARGE else OF_LARGE
+        return min(fast, self.most())
+
+    def _cut(self, clients: Tensor) -> tuple[Tensor, ...]:
+        """Cut clients into chunks; of about equal sizes where nobody has said how many."""
+        size = self.settings.chunk_size or self.chunk_size
+        if size is None:
+            parts = -(-len(clients) // self._fitting())
+            size = -(-len(clients) // max(1, parts))
+        return torch.split(clients, max(1, size))
 
     def most(self) -> int:
         """Compute the clients whose models, gradients and moments fill a quarter of the memory.
@@ -195,9 +210,8 @@ class VectorizedEngine:
         order = torch.argsort(work.info.steps, descending=True, stable=True)
         results = []
         uploads, client_state = (Stacked(len(order), self._memory) for _ in range(2))
-        size = self.settings.chunk_size or self.chunk_size or self._fitting()
         parts = [order] if work.kept is None else self._alike(work, order)
-        for positions in [some for part in parts for some in part.split(size)]:
+        for positions in [some for part in parts for some in self._cut(part)]:
             with guarded(self.module, derive(self.settings.seed, "guard", work.info.round)):
                 found = Chunk(self, work.rows(positions)).run()
             # Copies, as the next chunk's steps change what they are in.
