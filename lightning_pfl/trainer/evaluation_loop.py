@@ -24,7 +24,7 @@ from lightning_pfl._lightning import (
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import ClientResults, Evaluation, LogOptions
 from lightning_pfl.core.errors import format_names
-from lightning_pfl.core.randomness import derive, seeded
+from lightning_pfl.core.randomness import derive, permutation, seeded
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.federation.eligibility import can_be_evaluated, warn_of_nan_samples
 from lightning_pfl.federation.evaluate import (
@@ -200,11 +200,16 @@ class FederatedEvaluationLoop(EvaluationLoop):
         trainer, federation = self.trainer, self.federation
         if self._trainer_fn != TrainerFn.FITTING or trainer.sanity_checking or not len(self.rows):
             return torch.arange(len(self.rows))
-        every = trainer.check_val_every_n_epoch or int(trainer.val_check_interval)
-        # A function of the round, so that a resumed run goes on with the next clients.
-        turn = max(federation.rounds // every - 1, 0)
         share = federation.evaluated_clients
-        return sample_evaluated(federation.seed, turn, len(self.rows), share)
+        return sample_evaluated(federation.seed, self._turn(), len(self.rows), share)
+
+    def _turn(self) -> int:
+        """Number the validations of a fit, from 0.
+
+        A function of the round, so that a resumed run goes on with the next clients.
+        """
+        every = self.trainer.check_val_every_n_epoch or int(self.trainer.val_check_interval)
+        return max(self.federation.rounds // every - 1, 0)
 
     def _evaluate(self, drawn: Tensor) -> None:
         trainer, federation = self.trainer, self.federation
@@ -222,7 +227,7 @@ class FederatedEvaluationLoop(EvaluationLoop):
                     clients, rows, data, step, limit, progress.finished, **several
                 )
             progress.finish()
-            results |= self._further_sets(clients, step, limit)
+            further = self._further_sets(clients, step, limit)
             central = {
                 f"{name}/" if name else "": federation.evaluate_global(held, step, limit, place)
                 for name, (place, held) in self.sets.central.items()
@@ -231,14 +236,31 @@ class FederatedEvaluationLoop(EvaluationLoop):
             self._has_run = True
             if len(clients):
                 results |= self._further(rows, clients, step)
-            self._report(results, central, [data.names[row] for row in rows.tolist()])
+            everyone = torch.cat([clients, *(ids for ids, _ in further.values())]).unique()
+            if len(everyone) > len(clients):
+                at = torch.searchsorted(everyone, clients)
+                results = {k: one.spread(at, len(everyone)) for k, one in results.items()}
+            results |= {
+                prefix: one.spread(torch.searchsorted(everyone, ids), len(everyone))
+                for prefix, (ids, one) in further.items()
+            }
+            rows = self.rows[torch.searchsorted(self.clients, everyone)]
+            share = len(clients) / len(self.rows) if len(clients) else 1.0
+            self._report(results, central, [data.names[row] for row in rows.tolist()], share)
 
     def _further_sets(
         self, clients: Tensor, step: str, limit: float | int
-    ) -> dict[str, Evaluation]:
-        """Evaluate the clients on further sets; those without samples there have no values."""
+    ) -> dict[str, tuple[Tensor, Evaluation]]:
+        """Evaluate clients on further sets: those of the first one that have samples there.
+
+        If a turn has none of them, one that isn't in it has its turn in this set, so that
+        callbacks which monitor the set have a value of every validation.
+
+        Returns:
+            By prefix the ids of the clients, ascending, and their results.
+        """
         federation = self.federation
-        found: dict[str, Evaluation] = {}
+        found: dict[str, tuple[Tensor, Evaluation]] = {}
         for name, (place, data) in self.sets.further.items():
             what = f"{self.prefix}_dataloaders[{name!r}]"
             rows, ids = align_clients(data, federation.client_names, what)
@@ -249,19 +271,20 @@ class FederatedEvaluationLoop(EvaluationLoop):
                     f"Expected the clients in `{what}` to be among those with samples in the first "
                     f"set, but got {unknown[:5]}, which aren't. Give these clients samples there."
                 )
+            at = can_be_evaluated(data, rows, self.prefix, limit)
+            rows, ids = rows[at], ids[at]
+            order = ids.argsort()
+            rows, ids = rows[order], ids[order]
             # A sanity check evaluates fewer clients.
-            at = torch.isin(ids, clients) & can_be_evaluated(data, rows, self.prefix, limit)
+            at = torch.isin(ids, clients).nonzero().flatten()
+            if len(ids) and not len(at) and not self.trainer.sanity_checking:
+                key = derive(federation.seed, "evaluated clients", name, self._turn())
+                at = permutation(len(ids), key)[:1]
             rows, ids = rows[at], ids[at]
             if not len(ids):
                 continue
-            order = ids.argsort()
-            rows, ids = rows[order], ids[order]
             results = federation.evaluate(ids, rows, data, step, limit, dataloader_idx=place)
-            among = torch.searchsorted(clients, ids)
-            found |= {
-                f"{name}/{prefix}": evaluation.spread(among, len(clients))
-                for prefix, evaluation in results.items()
-            }
+            found |= {f"{name}/{prefix}": (ids, each) for prefix, each in results.items()}
         return found
 
     def _further(self, rows: Tensor, clients: Tensor, step: str) -> dict[str, Evaluation]:
@@ -278,7 +301,11 @@ class FederatedEvaluationLoop(EvaluationLoop):
         return found
 
     def _report(
-        self, results: dict[str, Evaluation], central: dict[str, Evaluation], names: list[str]
+        self,
+        results: dict[str, Evaluation],
+        central: dict[str, Evaluation],
+        names: list[str],
+        share: float,
     ) -> None:
         """Log the statistics, extend the per-client table, and record the round.
 
@@ -286,9 +313,9 @@ class FederatedEvaluationLoop(EvaluationLoop):
             results: The clients' results by prefix.
             central: Those of the global model on central samples, by prefix.
             names: The clients' names.
+            share: Share of the clients that was drawn, in (0, 1].
         """
         round = self.federation.rounds - 1
-        share = len(names) / len(self.rows) if names else 1.0
         values: dict[str, float] = {}
         directions: dict[str, bool] = {}
         shown, logged = set(), set()

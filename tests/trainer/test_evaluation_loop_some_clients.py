@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_pfl import FederatedStrategy
@@ -131,6 +132,45 @@ def test_a_sanity_check_runs_as_many_clients_as_the_trainer_says(tmp_path: Path)
 
     run(tmp_path, Noting(), 2, max_epochs=1, num_sanity_val_steps=-1)
     assert (seen.count(True), seen.count(False)) == (CLIENTS, 2)
+
+
+def test_a_further_set_of_few_clients_has_a_value_of_each_validation(tmp_path: Path) -> None:
+    """A callback may monitor it. The first set's turns and statistics don't notice."""
+    names = [f"c{k}" for k in range(CLIENTS)]
+    train, val = classes(CLIENTS, names=names)
+    found: list[Any] = []
+    shown: list[dict[str, float]] = []
+
+    class Showing(FederatedCallback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            shown.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+    for share in (1, 1.0):  # one client, all clients
+        folder = tmp_path / str(share)
+        strategy = FederatedStrategy(Ditto(), engine="sequential", seed=3, evaluated_clients=share)
+        saving = ModelCheckpoint(folder, monitor="few/val_loss")
+        callbacks = [] if found else [saving, Showing()]
+        made = trainer(
+            strategy=strategy,
+            max_epochs=4,
+            logger=CSVLogger(folder, name="", version=""),
+            callbacks=callbacks,
+            enable_checkpointing=bool(callbacks),
+            num_sanity_val_steps=0,
+        )
+        made.fit(network(), train, {"own": val, "few": train.subset([4, 1])})
+        found.append(table(folder))
+    for round, metrics in enumerate(shown):
+        some, everyone = found[0][round], found[1][round]
+        own = [name for name, values in some.items() if not math.isnan(values["val_loss"])]
+        few = [name for name, values in some.items() if not math.isnan(values["few/val_loss"])]
+        assert len(own) == len(few) == 1
+        assert set(few) <= {"c1", "c4"}
+        assert set(some) == {*own, *few}
+        for name, key in ((own[0], "val_loss"), (few[0], "few/val_loss")):
+            assert some[name][key] == everyone[name][key]
+            assert metrics[key] == pytest.approx(everyone[name][key], rel=1e-6)
+    assert len(shown) == 4
 
 
 def test_other_callbacks_keep_what_they_know_of_others(tmp_path: Path) -> None:
