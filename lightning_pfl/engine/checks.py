@@ -2,7 +2,8 @@
 
 A layer of a user's may read anything: a global name, a file, the time. So a recording is compared
 with the step in every round. torch's layers read what they have as attributes, which recordings
-know; where a step runs nothing else, a few comparisons are enough.
+know, as do layers whose code shows it (``known_code.py``); where a step runs nothing else, a few
+comparisons are enough.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pfl.engine.active_phase import is_unmodified
+from lightning_pfl.engine.known_code import are_known
 from lightning_pfl.engine.safety.snapshot import hooks_of
 from lightning_pfl.models.losses import LOSSES
 
@@ -46,9 +48,9 @@ class Checks:
 
 
 def runs_torch_alone(module: Any) -> bool:
-    """Whether a step runs functions of torch and of this package alone.
+    """Whether a step runs functions of torch, of this package and of layers with known code.
 
-    That is no layer, loss or hook of a user's, and no function that is replaced on an object.
+    That is no loss or hook of a user's, and no function that is replaced on an object.
     """
     own = {"forward", "per_sample", "training_step", "validation_step", "test_step", "_step"}
     return (
@@ -56,7 +58,7 @@ def runs_torch_alone(module: Any) -> bool:
         and _is_ours(module)
         and own.isdisjoint(vars(module))
         and module.loss is LOSSES.get(module.loss_name)
-        and all(part is module or _is_known(part) for part in module.modules())
+        and are_known([p for p in module.modules() if p is not module and not _is_torchs(p)])
         and not hooks_of(module)
     )
 
@@ -66,7 +68,7 @@ def _is_ours(value: Any) -> bool:
     return all(cls.__module__.partition(".")[0] in OURS for cls in type(value).__mro__)
 
 
-def _is_known(layer: nn.Module) -> bool:
+def _is_torchs(layer: nn.Module) -> bool:
     where = ("torch.nn.modules.", "lightning_pfl.models.")
     forward = getattr(type(layer).forward, "__module__", None) or ""
     known = type(layer).__module__.startswith(where) and forward.startswith(where)

@@ -15,12 +15,14 @@ from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.rounds import local_round
 from tests.engine.nets import CLASSES, image_clients
 
+GAIN = 1.0
+
 
 class OwnLayer(nn.Module):
-    """A user's layer."""
+    """A user's layer that reads a global name."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x
+        return x * GAIN
 
 
 class OwnLinear(nn.Linear):
