@@ -140,7 +140,7 @@ class Decorated(nn.Module):
 
 class Super(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * bool(super().training)
+        return x * float(super().training)
 
 
 class Attributes(nn.Module):
@@ -153,7 +153,7 @@ class Attributes(nn.Module):
 
 class Loads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.load("weights.pt")
+        return x + float(torch.load("weights.pt"))
 
 
 def test_layers_of_inputs_and_attributes() -> None:
