@@ -107,6 +107,13 @@ def _first_line(error: BaseException) -> str:
 
 def require_lightning(checkpoint: Any, path: Any) -> dict[str, Any]:
     """Return a Lightning checkpoint, or raise CheckpointMismatchError for any other object."""
+    part = checkpoint.get("federated", checkpoint) if isinstance(checkpoint, dict) else None
+    if isinstance(part, dict) and (isinstance(part.get("shards"), dict) or "token" in part):
+        folder = pathlib.Path(path).parent
+        raise CheckpointMismatchError(
+            f"Expected the folder of a checkpoint with a file of each process, but got one of its "
+            f"files, {str(path)!r}. Give the folder, {str(folder)!r}."
+        )
     if isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint:
         return checkpoint
     raise CheckpointMismatchError(

@@ -93,13 +93,14 @@ def read_shards(path: Any, safely: bool = True) -> dict[str, Any]:
 
     Returns:
         The Lightning checkpoint, with the processes' parts in ``["federated"]["shards"]``. Their
-        tensors are read from the disk when they are used.
+        tensors are read from the disk when they are used: what is kept has to be copied, as others
+        may write over the files or delete them.
 
     Raises:
         RuntimeError: If a file is missing, truncated, damaged or of another checkpoint; names it.
         CheckpointMismatchError: If the run wasn't federated, or its format is another one.
     """
-    checkpoint: dict[str, Any] = _read(Path(path, META), safely)
+    checkpoint: dict[str, Any] = _read(Path(path, META), safely, mmap=False)
     saved = dict(federated_part(checkpoint))
     listed, parts = saved["shards"], []
     for name in listed["files"]:
@@ -114,7 +115,7 @@ def read_shards(path: Any, safely: bool = True) -> dict[str, Any]:
     return {**checkpoint, "federated": saved}
 
 
-def _read(path: Path, safely: bool = True) -> Any:
+def _read(path: Path, safely: bool = True, mmap: bool = True) -> Any:
     if not path.is_file():
         raise RuntimeError(
             f"Expected all files of the checkpoint in {str(path.parent)!r}, but {path.name!r} is "
@@ -122,7 +123,7 @@ def _read(path: Path, safely: bool = True) -> Any:
         )
     check_file(path)
     with explain_read_errors(path):
-        return torch.load(path, map_location="cpu", weights_only=safely, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=safely, mmap=mmap)
 
 
 def make_room(path: Path) -> None:

@@ -510,8 +510,9 @@ class FederationState:
             states = {
                 name: one for part in parts for name, one in part.get("kept_optimizers", {}).items()
             }
+            # Copies: a checkpoint's tensors may be on the disk.
             self.optimizer_states = {
-                client: states[name]
+                client: apply_to_collection(states[name], Tensor, torch.clone)
                 for client, name in enumerate(self.client_names)
                 if name in states and int(self.owners[client]) == self.ranks.rank
             }

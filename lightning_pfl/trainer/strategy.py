@@ -45,7 +45,7 @@ from lightning_pfl.federation.checkpoint import (
 )
 from lightning_pfl.federation.federation import Federation
 from lightning_pfl.federation.gate import MaxNorm
-from lightning_pfl.federation.shards import is_sharded, read_shards, write_shards
+from lightning_pfl.federation.shards import read_shards, write_shards
 from lightning_pfl.methods.base import Method
 from lightning_pfl.methods.fedavg import FedAvg
 from lightning_pfl.trainer import checks
@@ -419,7 +419,7 @@ class FederatedStrategy(ProcessesStrategy):
         """Read a checkpoint, by default without running code from it (``weights_only=True``)."""
         # Lightning's default differs for remote paths.
         safely = True if weights_only is None else weights_only
-        if is_sharded(checkpoint_path):
+        if Path(checkpoint_path).is_dir():
             return require_lightning(read_shards(checkpoint_path, safely), checkpoint_path)
         check_file(checkpoint_path)
         with explain_read_errors(checkpoint_path):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
@@ -180,7 +180,7 @@ def test_a_disk_that_is_not_shared_is_said(tmp_path: Path, monkeypatch: pytest.M
 
 def network() -> MLP:
     torch.manual_seed(0)
-    return MLP([25, 6, CLASSES], num_classes=CLASSES, lr=0.1).double()
+    return MLP([25, 6, CLASSES], num_classes=CLASSES, lr=0.1, momentum=0.9).double()
 
 
 def run(rounds: int, form: str, resume: Path | None = None, **settings: Any) -> Any:
@@ -220,6 +220,41 @@ def test_a_run_goes_on_from_either_form_and_writes_the_other(
     for name, leaf in clients.client_state_dict(1).items():
         assert torch.equal(leaf, expected[f"1 {name}"]), name
     assert [other.name for other in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+class Overwriting(Callback):
+    """Writes other bytes to the files of a checkpoint, once the run has read it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for file in self.path.iterdir():
+            with file.open("r+b") as opened:
+                opened.write(bytes(file.stat().st_size))
+
+
+def test_a_resumed_run_reads_nothing_of_its_checkpoint_later(tmp_path: Path) -> None:
+    """Neither the server's tree nor momenta of clients that weren't drawn for long."""
+    path, expected = tmp_path / "a.ckpt", known(run(4, "full"))
+    run(1, "sharded").save_checkpoint(path)
+    for name, leaf in known(run(4, "sharded", path, callbacks=[Overwriting(path)])).items():
+        assert torch.equal(leaf, expected[name]), name
+
+
+def test_a_file_in_the_place_of_its_folder_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    run(1, "sharded").save_checkpoint(path)
+    for file in path.iterdir():
+        with pytest.raises(CheckpointMismatchError, match=r"Give the folder, '.*a\.ckpt'"):
+            run(2, "sharded", file)
+        with pytest.raises(CheckpointMismatchError, match=r"Give the folder, '.*a\.ckpt'"):
+            load_clients(file, network(), FedRep(head_epochs=1))
+    (path / META).unlink()
+    with pytest.raises(
+        RuntimeError, match=r"all files of the checkpoint .*'meta\.ckpt' is missing"
+    ):
+        run(2, "sharded", path)
 
 
 def test_model_checkpoint_keeps_the_best_folders(tmp_path: Path) -> None:
