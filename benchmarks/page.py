@@ -228,8 +228,9 @@ def pictures(found: Found) -> str:
         first = sorted(PARTS, key=lambda part: -own[part])[:3]
         shares = [f"{100 * own[part] / whole:.0f} % are {WORDS.get(part, part)}" for part in first]
         about = WORKLOADS[name].about
+        begin = about[0].upper() + about[1:]
         lines.append(
-            f"{about[0].upper()}{about[1:]}: of {_short(1e3 * whole)} ms a round, {shares[0]}, {shares[1]} and "
+            f"{begin}: of {_short(1e3 * whole)} ms a round, {shares[0]}, {shares[1]} and "
             f"{shares[2]}; the loop takes {other / whole:.2f} times as long.\n\n"
             f"![Parts of a round: {about}]({picture(name)})\n"
         )
