@@ -45,6 +45,7 @@ SAME = 1e-9
 """The same bound in double precision, at the end of some rounds: far above rounding, and far below
 what another order of samples or a wrong factor makes."""
 CHECKED_ROUNDS = 3
+SINGLE = "32-true"
 NOT_HERE = {
     "HeteroFL": "it needs narrower networks",
     "LinearFedRep": "it is for linear models",
@@ -104,6 +105,8 @@ class Cell:
         choice: The engine that ran, with its reason.
         apart: Distance of the two sides' models after the first round, see :data:`APART`.
         memory: Largest memory of a GPU, in MiB; 0 on a CPU, see :mod:`benchmarks.memory`.
+        cuda_graphs: Whether the package's steps were CUDA graphs.
+        precision: The package's; the loop is in single precision.
     """
 
     workload: str
@@ -119,6 +122,8 @@ class Cell:
     choice: str
     apart: float
     memory: int
+    cuda_graphs: bool = False
+    precision: str = SINGLE
 
     @property
     def ratio(self) -> float | None:
@@ -199,6 +204,7 @@ def run(
     accelerator: Any = "cpu",
     onednn: bool = True,
     other: Callable[[], Any] | None = None,
+    precision: str = SINGLE,
     **settings: Any,
 ) -> tuple[InTurns, FederatedStrategy]:
     """Run rounds of both sides in turns.
@@ -213,6 +219,7 @@ def run(
         accelerator: The Trainer's; the plain loop runs on the same device.
         onednn: Whether the plain loop uses oneDNN.
         other: Runs a round of the other side, in the place of the plain loop.
+        precision: The Trainer's.
         settings: Further settings of the strategy.
     """
     train, test = workload.data()
@@ -228,6 +235,7 @@ def run(
         rounds,
         accelerator=accelerator,
         devices=1,
+        precision=precision,
         callbacks=[clock],
         num_sanity_val_steps=0,
     )
@@ -261,9 +269,12 @@ def measure(
     """
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
+    precision = settings.get("precision", SINGLE)
+    # In other precision the loop isn't to be met.
+    compared = [1] if precision == SINGLE else []
     with use_threads(threads):
         clock, strategy = run(
-            WORKLOADS[name], method, engine, WARM_UP + MOST, [1], least, **settings
+            WORKLOADS[name], method, engine, WARM_UP + MOST, compared, least, **settings
         )
     apart = median(clock.apart[0]) if clock.apart else 0.0
     assert apart < APART, f"{name}, {method}, {engine}: the models differ by {apart:.1%}"
@@ -283,6 +294,8 @@ def measure(
         strategy.federation.engine.choices["training_step"],
         apart,
         torch.cuda.max_memory_allocated() // 2**20 if torch.cuda.is_initialized() else 0,
+        settings.get("cuda_graphs", False),
+        precision,
     )
 
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Measures and tests everything that needs a GPU, in under ten minutes on one card, and writes one JSON file.
 #   bash benchmarks/gpu.sh [--accelerator cpu] [FILE]
-# FILE is build/gpu.json by default; PYTHON names the interpreter. With `--accelerator cpu` it is a trial of the script
-# without a GPU: the tests are skipped, and one small cell is measured.
+# The cells are measured in single precision, with CUDA graphs, and in mixed precision (bf16). FILE is build/gpu.json by
+# default; PYTHON names the interpreter. With `--accelerator cpu` it is a trial of the script without a GPU: the tests are
+# skipped, and one small cell is measured, without graphs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
@@ -13,13 +14,14 @@ if [ "${1:-}" = --accelerator ]; then
 fi
 FILE=${1:-build/gpu.json}
 ROUNDS=(--workloads w1 w3 w4 --methods FedAvg FedRep)
+WORKERS=(-n 4)
 case $ACCELERATOR in
 gpu)
     "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
         echo "Expected a GPU that torch can use, but torch.cuda.is_available() is False. Run it on a machine with one." >&2
         exit 1
     } ;;
-cpu) ROUNDS=(--workloads logistic --methods FedAvg --seconds 0) ;;
+cpu) ROUNDS=(--workloads logistic --methods FedAvg --seconds 0) WORKERS=() ;;
 *)
     echo "Expected --accelerator to be gpu or cpu, but got '$ACCELERATOR'. Leave it out for a GPU." >&2
     exit 2 ;;
@@ -28,10 +30,20 @@ mkdir -p "$(dirname "$FILE")"
 PARTS=$(mktemp -d)
 trap 'rm -rf "$PARTS"' EXIT
 
-timeout 240 "$PYTHON" -m pytest -m gpu -q --junitxml "$PARTS/tests.xml"
+# Measures cells in so many seconds at most, with the options given.
+measure() {
+    timeout "$1" "$PYTHON" -m benchmarks.table --parts rounds --threads 1 --no-check --accelerator "$ACCELERATOR" "${ROUNDS[@]}" "${@:2}" \
+        --json "$PARTS/cells.json" || CELLS=$?
+}
+
+timeout 240 "$PYTHON" -m pytest -m gpu -q "${WORKERS[@]}" --junitxml "$PARTS/tests.xml"
 TESTS=$?
-timeout 330 "$PYTHON" -m benchmarks.table --parts rounds --threads 1 --no-check --accelerator "$ACCELERATOR" "${ROUNDS[@]}" --json "$PARTS/cells.json"
-CELLS=$?
+CELLS=0
+measure 150
+if [ "$ACCELERATOR" = gpu ]; then
+    measure 120 --cuda-graphs
+fi
+measure 60 --precision bf16-mixed
 "$PYTHON" - "$PARTS" "$FILE" "$TESTS" "$CELLS" <<'PYTHON_END'
 import json, sys
 from pathlib import Path

@@ -29,7 +29,7 @@ import lightning as L
 import torch
 
 from benchmarks import cells, limits, memory, overhead, peers, processes, profile
-from benchmarks.cells import NAMES, NOT_HERE, Cell
+from benchmarks.cells import NAMES, NOT_HERE, SINGLE, Cell
 from benchmarks.plain import METHODS as LOOPS
 from benchmarks.workloads import FROM_FILES, WORKLOADS
 
@@ -128,10 +128,14 @@ def run_rounds(options: argparse.Namespace, results: Results) -> None:
         "accelerator": options.accelerator,
         "onednn": not options.without_onednn,
         "chunk_size": options.chunk_size,
+        "cuda_graphs": options.cuda_graphs,
+        "precision": options.precision,
     }
+    different = ["CUDA graphs"] if options.cuda_graphs else []
+    different += [options.precision] if options.precision != SINGLE else []
     for threads, *cell in wanted_cells(options):
         check = options.check and threads == options.threads[0]
-        key = ", ".join([*cell, str(threads)])
+        key = ", ".join([*cell, str(threads), *different])
         for found in results.measure(
             "cells", key, measure_cell, *cell, threads, options.seconds, check, **settings
         ):
@@ -144,7 +148,7 @@ def measure_cell(
     name: str, method: str, engine: str, threads: int, least: float, check: bool, **settings: Any
 ) -> dict[str, Any]:
     """Compare the models of both sides, if ``check`` says so, and measure a cell."""
-    if check and method in LOOPS:
+    if check and method in LOOPS and settings["precision"] == SINGLE:
         cells.check(name, method, engine, **settings)
     return asdict(cells.measure(name, method, engine, threads, least, **settings))
 
@@ -278,6 +282,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
         f"{cells.MOST}",
     )
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--cuda-graphs", action="store_true", help="as of FederatedStrategy")
+    parser.add_argument(
+        "--precision", choices=(SINGLE, "bf16-mixed"), default=SINGLE, help="the package's alone"
+    )
     parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument(
         "--without-onednn", action="store_true", help="the plain loop, which may be faster so"

@@ -44,7 +44,9 @@ case "$1 $2" in
     counts='tests="2" failures="1" errors="0" skipped="0" time="1.5"'
     echo "<testsuites><testsuite $counts/></testsuites>" > "$last"
     exit 1 ;;
-"-m benchmarks.table") echo '{{"cells": {{"one": {{"workload": "w1"}}}}}}' > "$last" ;;
+"-m benchmarks.table")
+    echo "$@" >> "$(dirname "$0")/measured"
+    echo '{{"cells": {{"one": {{"workload": "w1"}}}}}}' > "$last" ;;
 "- "*)
     name='import torch; torch.cuda.get_device_name = lambda: "pretended"'
     (echo "$name"; cat) | {sys.executable} "$@" ;;
@@ -158,7 +160,8 @@ def test_the_script_of_the_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     written = json.loads(file.read_text())
     assert written["device"] == "cpu"
     assert written["tests"]["failures"] == written["tests"]["errors"] == "0"
-    assert [cell["workload"] for cell in written["cells"]["measured"]] == ["logistic"]
+    measured = [(cell["workload"], cell["precision"]) for cell in written["cells"]["measured"]]
+    assert measured == [("logistic", "32-true"), ("logistic", "bf16-mixed")]
 
 
 def test_the_script_of_the_gpu_refuses_other_accelerators() -> None:
@@ -188,6 +191,12 @@ def test_the_script_of_the_gpu_writes_what_it_measured(tmp_path: Path) -> None:
         "status": 1, "tests": "2", "failures": "1", "errors": "0", "skipped": "0", "time": "1.5",
     }  # fmt: skip
     assert written["cells"] == {"status": 0, "measured": [{"workload": "w1"}]}
+    asked = (tmp_path / "measured").read_text().splitlines()
+    usual, graphs, mixed = (line.partition("--methods")[2].split()[2:-2] for line in asked)
+    assert (usual, graphs) == ([], ["--cuda-graphs"])
+    assert mixed == ["--precision", "bf16-mixed"]
+    for line in asked:
+        assert "--workloads w1 w3 w4 --methods FedAvg FedRep" in line
 
 
 def test_what_fails_is_named_and_the_rest_goes_on(

@@ -17,8 +17,6 @@ SMALL = replace(WORKLOADS["w1"], clients=3, cohort=3, samples=10, test_samples=1
 
 def moved(accelerator: str, **flags: Any) -> Tensor:
     """How far one step of each client moves the server's parameters, as one vector."""
-    if accelerator == "gpu" and not torch.cuda.is_available():
-        pytest.skip("there is no GPU")
     torch.manual_seed(0)
     module = SMALL.module()
     before = {name: leaf.clone() for name, leaf in module.state_dict().items()}
@@ -49,6 +47,8 @@ def test_a_step_is_that_of_single_precision_to_rounding(
     of a gradient's length, the root of the share counts, far more than the rounding itself. Twice
     that is the bound, as of two numbers in a pooling each may be rounded.
     """
+    if accelerator == "gpu" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
     flags: dict[str, Any] = {"precision": precision, "engine": "auto"}
     if precision == "16-mixed":  # with a scale at which no step is skipped
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8)
