@@ -18,7 +18,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pfl.core.errors import CheckpointMismatchError
-from lightning_pfl.core.tree import Path, Tree, as_rows, leaf_at, map_items, named_leaves, shapes
+from lightning_pfl.core.tree import (
+    Path,
+    Tree,
+    as_rows,
+    leaf_at,
+    leaves,
+    map_items,
+    named_leaves,
+    shapes,
+)
 
 FORMAT = 2
 """Version of the federation's part of a checkpoint; raised when older readers can't read it."""
@@ -448,11 +457,12 @@ def check_complete(parts: Sequence[Mapping[str, Any]], clients: int) -> None:
     """Require the states of all clients.
 
     Args:
-        parts: What each process has written; ``ids`` has its clients, None means all.
+        parts: What each process has written; ``ids`` has its clients, None means all, and
+            ``client_states`` a row for each of them.
         clients: Number of clients.
 
     Raises:
-        CheckpointMismatchError: If some are missing, or there twice.
+        CheckpointMismatchError: If some are missing, or there twice, or rows are of other clients.
     """
     ids = [part["ids"] for part in parts if part.get("ids") is not None]
     if ids and not torch.equal(torch.cat(ids).sort().values, torch.arange(clients)):
@@ -461,6 +471,14 @@ def check_complete(parts: Sequence[Mapping[str, Any]], clients: int) -> None:
             f"{len(parts)} files, but got those of {sum(map(len, ids))}. Copy the whole folder "
             "again, or use another checkpoint."
         )
+    for part in parts:
+        named = part.get("ids")
+        rows = {len(leaf) for leaf in leaves(part["client_states"])}
+        if named is not None and rows - {len(named)}:
+            raise CheckpointMismatchError(
+                f"Expected the states of {len(named)} clients in a file of the checkpoint, as it "
+                f"names so many, but got those of {sorted(rows)}. Use another checkpoint."
+            )
 
 
 def check_finite_server(server: Tree) -> None:

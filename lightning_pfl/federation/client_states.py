@@ -192,6 +192,15 @@ class ClientStateStore:
 
     # --- several processes ------------------------------------------------------------------------
 
+    def own(self) -> Tree:
+        """Return the states of this process's clients, ``(own, ...)``, without a copy if possible.
+
+        They are in the order of :meth:`own_ids`, also where all states are here.
+        """
+        if self.complete and self.ranks.size > 1:
+            return rows(self.tree, self.own_ids().to(self.device))
+        return self.tree
+
     def gather_to_all_ranks(self, limit: int) -> None:
         """Gather all states on all processes, up to ``limit`` bytes; a collective call."""
         if not self.complete and self.row_nbytes() * self.num_clients <= limit:
@@ -202,7 +211,7 @@ class ClientStateStore:
     def keep_shard(self) -> None:
         """Undo :meth:`gather_to_all_ranks`, for a run that continues."""
         if self.complete and self.ranks.size > 1:
-            self.tree = rows(self.tree, self.own_ids().to(self.device))
+            self.tree = self.own()
             self.complete = False
 
     def own_ids(self, first: int | None = None) -> Tensor:

@@ -427,7 +427,7 @@ class FederationState:
         Its entries are those of :meth:`state_dict`, and ``ids``; None for all clients.
         """
         alone = self.ranks.size == 1
-        states = self._client_states(lambda store: tmap(lambda leaf: leaf.cpu(), store.tree))
+        states = self._client_states(lambda store: tmap(lambda leaf: leaf.cpu(), store.own()))
         return {
             "ids": None if alone else torch.tensor(self._own_ids(), dtype=torch.int64),
             "client_states": states,

@@ -126,11 +126,34 @@ def test_a_file_of_another_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_clients_that_are_in_no_file_are_counted() -> None:
-    parts = [{"ids": torch.tensor([0, 3])}, {"ids": torch.tensor([1])}]
+    def part(ids: list[int], rows: int) -> dict[str, Any]:
+        return {"ids": torch.tensor(ids), "client_states": {"w": torch.zeros(rows, 2)}}
+
+    parts = [part([0, 3], 2), part([1], 1)]
     with pytest.raises(CheckpointMismatchError, match=r"states of 4 clients.*got those of 3"):
         check_complete(parts, 4)
-    check_complete([*parts, {"ids": torch.tensor([2])}], 4)
-    check_complete([{"ids": None}], 4)
+    check_complete([*parts, part([2], 1)], 4)
+    check_complete([{"ids": None, "client_states": {"w": torch.zeros(4, 2)}}], 4)
+    with pytest.raises(CheckpointMismatchError, match=r"states of 1 clients.*got those of \[4\]"):
+        check_complete([*parts, part([2], 4)], 4)
+
+
+def test_a_process_writes_its_own_clients_also_where_it_has_gathered_all() -> None:
+    owners = deal_evenly(SAMPLES, 2)
+
+    def work(ranks: Ranks) -> tuple[Tensor, Tree, Tree]:
+        store = ClientStateStore({"n": torch.tensor(0)}, CLIENTS, ranks=ranks, owners=owners)
+        mine = store.own_ids()
+        store.scatter(mine, {"n": 10 * mine})
+        apart = store.own()
+        store.gather_to_all_ranks(limit=2**20)  # as at the end of a fit
+        assert len(store.tree["n"]) == CLIENTS
+        return mine, apart, store.own()
+
+    found, _ = everywhere(2, work)
+    assert sorted(torch.cat([mine for mine, *_ in found]).tolist()) == list(range(CLIENTS))
+    for mine, *trees in found:
+        assert [tree["n"].tolist() for tree in trees] == [(10 * mine).tolist()] * 2
 
 
 def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before(

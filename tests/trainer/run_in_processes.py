@@ -207,6 +207,8 @@ def run(name: str, folder: Path, devices: int, ckpt_path: Path | None = None) ->
     model = network(case.get("kind", PersonalizedModule))
     train, val = clients(case.get("poisoned"))
     trainer.fit(model, train, val, ckpt_path=ckpt_path)
+    if name in RESUMED:
+        trainer.save_checkpoint(folder / "after.ckpt", weights_only=False)
     if devices > 1 and case.get("split_data"):
         held: Any = strategy.federation.training_data()
         mine = strategy.federation.owners == strategy.ranks.rank

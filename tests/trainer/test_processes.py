@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, distributed
 from torchmetrics import MeanMetric
 
-from lightning_pfl import FederatedStrategy
+from lightning_pfl import FederatedStrategy, PersonalizedModule, load_clients
 from lightning_pfl._lightning import notice_termination
 from lightning_pfl.contract.records import Evaluation, LocalResult, LogOptions
 from lightning_pfl.federation.client_states import ClientStateStore
@@ -36,7 +36,7 @@ from lightning_pfl.trainer import checks as flags
 from lightning_pfl.trainer import processes
 from lightning_pfl.trainer.processes import keep_metrics_apart, not_distributed
 from tests.methods.cases import CASES as METHODS
-from tests.trainer.run_in_processes import CASES, RESUMED, ROUNDS, ends, run
+from tests.trainer.run_in_processes import CASES, RESUMED, ROUNDS, ends, network, run
 from tests.trainer.setting import Quadratic, points, trainer
 
 pytestmark = [
@@ -222,6 +222,19 @@ def test_one_processs_checkpoint_resumes_in_two(name: str, folder: Path) -> None
         resumed = load(folder / "two" / f"{name}-resumed-{rank}.pt")
         assert resumed.pop("seen") == whole["seen"][1:]
         assert_same(resumed, {key: whole[key] for key in resumed})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("many", ["one", "two"])
+def test_a_checkpoint_of_after_the_run_has_every_clients_model(
+    name: str, many: str, folder: Path
+) -> None:
+    clients = load_clients(
+        folder / many / name / "after.ckpt", network(PersonalizedModule), CASES[name]["method"]()
+    )
+    models = load(folder / "one" / f"{name}.pt")["clients"]
+    assert_same([clients.client_state_dict(k) for k in range(5)], models)
 
 
 @pytest.mark.slow
