@@ -199,6 +199,7 @@ class ClientLogs:
         self._kinds: dict[str, str] = {}
         self._pending: list[dict[str, Tensor]] = []
         self._pending_size = 0
+        self._pending_rows: int | None = None
 
     def add(
         self,
@@ -218,28 +219,31 @@ class ClientLogs:
         """
         if not values:  # a step without a loss that logs nothing
             return
-        if rows is None and isinstance(sizes, int) and _plain_means(values, reductions):
-            self._defer(values, sizes)
+        leading = rows is None or (isinstance(rows, slice) and not rows.start)
+        if leading and isinstance(sizes, int) and _plain_means(values, reductions):
+            self._defer(values, sizes, rows.stop if isinstance(rows, slice) else None)
             return
         clients = len(next(iter(values.values())))
         each = sizes if isinstance(sizes, Tensor) else torch.full((clients,), sizes)
         self._take_in(values, each, rows, reductions)
 
-    def _defer(self, values: dict[str, Tensor], size: int) -> None:
-        """Queue minibatches of one size for all clients, to sum many at once."""
+    def _defer(self, values: dict[str, Tensor], size: int, rows: int | None) -> None:
+        """Queue minibatches of one size for the first clients, or all, to sum many at once."""
         if self._pending and (
-            size != self._pending_size
+            (size, rows) != (self._pending_size, self._pending_rows)
             or values.keys() != self._pending[0].keys()
             or len(self._pending) == DEFERRED
         ):
             self._flush()
         self._pending.append(values)
-        self._pending_size = size
+        self._pending_size, self._pending_rows = size, rows
 
     def _flush(self) -> None:
         if self._pending:
-            weights = torch.full((self.clients,), self._pending_size * len(self._pending))
-            self._take_in(self._means(), weights, None, None)
+            means, rows = self._means(), self._pending_rows
+            clients = self.clients if rows is None else rows
+            weights = torch.full((clients,), self._pending_size * len(self._pending))
+            self._take_in(means, weights, None if rows is None else slice(rows), None)
             self._pending = []
 
     def _means(self) -> dict[str, Tensor]:
@@ -247,7 +251,7 @@ class ClientLogs:
         names, count = list(self._pending[0]), len(self._pending)
         # One tensor of all, as a client alone has few numbers.
         found = [values[name].to(self.device) for name in names for values in self._pending]
-        means = torch.cat(found).double().view(len(names), count, self.clients).mean(1)
+        means = torch.cat(found).double().view(len(names), count, -1).mean(1)
         return dict(zip(names, means.unbind(), strict=True))
 
     def _take_in(
@@ -277,7 +281,9 @@ class ClientLogs:
 
         A loss that wasn't finite is Inf, which distinguishes it from no loss.
         """
-        if self._pending and not self._sums:  # all of the client's minibatches have one size
+        if (
+            self._pending and not self._sums and self._pending_rows is None
+        ):  # all of the client's minibatches have one size
             return {name: _with_inf(name, mean) for name, mean in self._means().items()}
         self._flush()
         results = {}

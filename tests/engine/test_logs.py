@@ -59,6 +59,19 @@ def test_values_of_all_and_of_some_clients_are_put_together() -> None:
     assert taken.compute()["x"].tolist() == [1.0, (2 + 4 + 2) / 5, 2.5]
 
 
+def test_minibatches_of_ever_fewer_first_clients() -> None:
+    """As clients finish; some minibatches have a number of samples for all, others one of each."""
+    taken, every = logs(), [list[tuple[float, int]]() for _ in range(CLIENTS)]
+    for number, values in enumerate(VALUES[:40]):
+        active = CLIENTS - number // 15
+        size = torch.arange(1, active + 1) if number % 7 == 3 else 4
+        taken.add({"x": values[:active]}, size, None if active == CLIENTS else slice(0, active))
+        for client in range(active):
+            every[client].append((float(values[client]), client + 1 if number % 7 == 3 else 4))
+    expected = [sum(v * n for v, n in one) / sum(n for _, n in one) for one in every]
+    np.testing.assert_allclose(taken.compute()["x"], expected, rtol=1e-12)
+
+
 def test_names_may_come_and_go() -> None:
     taken = logs()
     one = torch.ones(CLIENTS)

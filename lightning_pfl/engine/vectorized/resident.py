@@ -65,6 +65,8 @@ class ResidentBatches:
         ]
         self.step_size = step_size(budget, limits)
         self.steps = torch.tensor([len(b) for b in self.bounds])
+        self._counts = self.steps.tolist()
+        self._longest_first = self._counts == sorted(self._counts, reverse=True)
         total = max((b[-1][1] for b in self.bounds if b), default=0)
         # Positions within each client's samples, which also index the feature cache; -1 pads.
         longest = max(samples, default=0)
@@ -89,6 +91,8 @@ class ResidentBatches:
         owned = torch.zeros(len(clients), max(longest, 1), dtype=torch.long, device=device)
         for row, client in enumerate(clients):
             owned[row, : samples[row]] = data.indices[client]
+        # By number first, so that those of some clients lie together.
+        self._sizes_at = [] if self._full else sizes.T.tolist()
         self._mask = None if self._full else (local >= 0).to(device)
         self.local = local.clamp_min(0).to(device)
         flat = self.local.flatten(1)
@@ -129,10 +133,10 @@ class ResidentBatches:
         if self._aligned:
             yield self._aligned_tick(len(self.steps), range(*self.bounds[0][step]), number)
             return
-        active = active_rows(self.steps, step)
+        active = self._active(step)
         first = self.bounds[active[0]][step]
         # The chunk is sorted by its steps on training data, longest first.
-        leading = self._full and isinstance(active, range)
+        leading = isinstance(active, range) and (self._full or self.pad)
         if leading and all(self.bounds[row][step] == first for row in active):
             yield self._aligned_tick(len(active), range(*first), number)
             return
@@ -150,19 +154,37 @@ class ResidentBatches:
                 number,
             )
 
+    def _active(self, step: int) -> Sequence[int]:
+        if not self._longest_first:
+            return active_rows(self.steps, step)
+        return range(sum(count > step for count in self._counts))
+
     def _aligned_tick(self, active: int, places: range, number: int) -> Tick:
-        """Make a tick of full minibatches at equal positions of the first ``active`` clients."""
+        """Make a tick of minibatches at equal positions of the first ``active`` clients."""
         minibatches = []
-        width = self.local.shape[2]
         for offset, place in enumerate(places):
+            width, equal = self.local.shape[2], True
+            if not self._full:
+                counts = self._sizes_at[place][:active]
+                width = max(counts)
+                equal = min(counts) == width
             features, data = self._cached(slice(0, active), place, width)
-            gather = partial(self.data.gather, self.positions[:active, place])
+            gather = partial(self.data.gather, self.positions[:active, place, :width])
             data, later = (gather(), None) if data is None else (data, gather)
-            sizes = self.sizes[:active, place]
-            minibatches.append(
-                Minibatch(data, sizes, None, features, number + offset, width, later)
-            )
+            mask = None if equal else self._real(slice(0, active), place, width)
+            # In memory of their own, as recordings depend on strides.
+            sizes = self.sizes[:active, place].clone()
+            size = width if equal else None
+            minibatches.append(Minibatch(data, sizes, mask, features, number + offset, size, later))
         return Tick(None if active == len(self.steps) else slice(0, active), minibatches)
+
+    def _real(self, rows: Any, numbers: Any, width: int) -> Tensor | None:
+        """Return the mask of real samples of some minibatches."""
+        if self._mask is None:
+            return None
+        mask = self._mask[rows, numbers][:, :width]
+        # Contiguous also where nothing is converted.
+        return mask.to(torch.get_default_dtype(), memory_format=torch.contiguous_format)
 
     def _cached(self, rows: slice | Tensor, numbers: Any, width: int) -> tuple[Tensor | None, Any]:
         """Select features, and the rest of the batch if its samples aren't needed."""
@@ -193,11 +215,7 @@ class ResidentBatches:
             features, data = self._cached(*at, width)
             gather = partial(self.data.gather, positions)
             data, later = (gather(), None) if data is None else (data, gather)
-            mask = (
-                self._mask[at][:, :width].to(torch.get_default_dtype())
-                if ragged and self._mask is not None
-                else None
-            )
+            mask = self._real(*at, width) if ragged else None
             minibatches.append(
                 Minibatch(data, sizes, mask, features, number + offset, gather=later)
             )
