@@ -26,6 +26,8 @@ CALL_REPLAYED = 12.0
 REPLAYED = 0.75
 """Cost of a million operations of matrix products in a replayed step, of which oneDNN runs the
 large ones (``kernels.py``)."""
+FORWARD = 1 / 3
+"""The forward pass's share of a gradient's operations."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +37,21 @@ class Share:
     Args:
         gradients: Their number.
         cached: Whether the frozen backbone's features are cached when clients run together, so that
-            hardly any operations are left.
+            hardly any operations are left after the first pass over the data.
+        passes: Passes over the data, where features are cached.
     """
 
     gradients: int
     cached: bool = False
+    passes: int = 1
 
 
 def batching_pays(operations: float, shares: Iterable[Share], replayed: bool = False) -> bool:
     """Whether clients train faster together than one after another.
 
     Args:
-        operations: Floating-point operations of one client's gradient.
-        shares: Its gradients in a round.
+        operations: Floating-point operations of one client's gradient, on average over the shares.
+        shares: Its gradients in a round, one share of each phase.
         replayed: Whether one client's step would be replayed, and has no convolutions, which
             torch's operators run.
 
@@ -55,11 +59,16 @@ def batching_pays(operations: float, shares: Iterable[Share], replayed: bool = F
         >>> batching_pays(17e6, [Share(60)]), batching_pays(700e6, [Share(5)])
         (True, False)
     """
-    work = operations / 1e6
+    shares = list(shares)
+    # Above a frozen backbone a gradient has the forward pass alone, a third of the operations.
+    parts = [FORWARD if share.cached else 1.0 for share in shares]
+    full = operations / 1e6 * len(shares) / sum(parts)
     alone = together = 0.0
-    for share in shares:
+    for share, part in zip(shares, parts, strict=True):
+        work = full * part
         one = REPLAYED * work + CALL_REPLAYED if replayed else work + CALL_ALONE
         alone += share.gradients * one
-        done = 0.0 if share.cached else BATCHED * work
-        together += share.gradients * (done + CALL_TOGETHER)
+        # The first pass computes the features.
+        batched = share.gradients / share.passes if share.cached else share.gradients
+        together += batched * BATCHED * work + share.gradients * CALL_TOGETHER
     return together <= alone

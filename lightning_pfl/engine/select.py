@@ -421,14 +421,13 @@ class SelectedEngine:
         """Estimate for local training; a cohort's first client stands for all."""
         gradients = len(probed.info) * max(engine.gradients, 1)
         first = work.data.names[int(work.info.index[0])]
-        shares = [
-            Share(
-                int(engine.count_steps(work.data, work.info.index[:1], (phase,))),
-                engine.prefix.expects(ActivePhase(phase, self.parameter_split), work.data)
-                and phase_budget(phase).of(first).passes > 1,
-            )
-            for phase in work.phases
-        ]
+        shares = []
+        for phase in work.phases:
+            gradients_of = int(engine.count_steps(work.data, work.info.index[:1], (phase,)))
+            passes = phase_budget(phase).of(first).passes
+            active = ActivePhase(phase, self.parameter_split)
+            cached = passes > 1 and engine.prefix.expects(active, work.data)
+            shares.append(Share(gradients_of, cached, passes if cached else 1))
         counts = counter.get_flop_counts().get("Global", {})
         replayed = self._sequential.records(work) and not _convolves(counts)
         return batching_pays(counter.get_total_flops() / gradients, shares, replayed)

@@ -46,13 +46,24 @@ def test_replayed_steps_of_one_client_are_cheaper() -> None:
     assert not batching_pays(even * 1.01, [Share(3)], replayed=True)
 
 
-def test_cached_features_pay_for_large_networks() -> None:
-    large = [Share(1, cached=True), Share(1)]
-    # Both phases alone: 2 (w + alone); together: batched w + 2 together.
-    even = 1e6 * 2 * (CALL_ALONE - CALL_TOGETHER) / (BATCHED - 2)
-    assert even < 0, "so the cache pays for any network"
-    assert batching_pays(100 * EVEN, large)
-    assert not batching_pays(100 * EVEN, [Share(1), Share(1)])
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize(("passes", "each"), [(2, 3), (10, 3), (10, 30)])
+def test_cached_features_pay_if_there_are_many_passes(
+    passes: int, each: int, replayed: bool
+) -> None:
+    """Of a head ``w / 3`` a gradient alone, and once each minibatch together; of the body ``w``."""
+    shares = [Share(passes * each, cached=True, passes=passes), Share(each)]
+    factor, call = (REPLAYED, CALL_REPLAYED) if replayed else (1.0, CALL_ALONE)
+    gradients = (passes + 1) * each
+    calls = gradients * (call - CALL_TOGETHER)
+    slope = each * (BATCHED * (1 / 3 + 1) - factor * (passes / 3 + 1))
+    if slope <= 0:  # alone the operations cost more, too
+        assert batching_pays(1e12, shares, replayed)
+        return
+    # What is counted is the mean of w / 3 and w.
+    even = 1e6 * calls / slope * (1 / 3 + 1) / 2
+    assert batching_pays(even * 0.99, shares, replayed)
+    assert not batching_pays(even * 1.01, shares, replayed)
 
 
 def network() -> PersonalizedModule:
@@ -87,7 +98,7 @@ def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("lightning_pfl.engine.select.batching_pays", watch)
     data = image_clients((8, 8), batch_size=4)
     fit(FedRep(head_epochs=5, body_epochs=1), data, network(), 1, "auto")
-    assert seen == [Share(10, cached=True), Share(2)]
+    assert seen == [Share(10, cached=True, passes=5), Share(2)]
 
 
 @pytest.mark.parametrize(
