@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pfl.engine.active_phase import is_unmodified
-from lightning_pfl.engine.known_code import are_known
+from lightning_pfl.engine.known_code import Read, read_by
 from lightning_pfl.engine.safety.snapshot import hooks_of
 from lightning_pfl.models.losses import LOSSES
 
@@ -35,6 +35,7 @@ class Checks:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self._rounds, self.known = module, 0, False
+        self._read: Read | None = None
 
     def due(self, others: Iterable[Any] = ()) -> bool:
         """Count a round, and return whether its recordings are compared.
@@ -43,24 +44,27 @@ class Checks:
             others: What a step runs besides the module: the method, and objects that it holds.
         """
         self._rounds += 1
-        self.known = runs_torch_alone(self.module) and all(map(_is_ours, others))
-        return self._rounds % RARELY == 1 or not self.known
+        before, self._read = self._read, read_by_step(self.module)
+        self.known = self._read is not None and all(map(_is_ours, others))
+        return self._rounds % RARELY == 1 or not self.known or self._read != before
 
 
-def runs_torch_alone(module: Any) -> bool:
-    """Whether a step runs functions of torch, of this package and of layers with known code.
+def read_by_step(module: Any) -> Read | None:
+    """Return what code of users' layers reads elsewhere, if a step runs no other code of theirs.
 
-    That is no loss or hook of a user's, and no function that is replaced on an object.
+    That is no loss or hook of a user's, and no function that is replaced on an object. The rest is
+    torch's and this package's.
     """
     own = {"forward", "per_sample", "training_step", "validation_step", "test_step", "_step"}
-    return (
+    ours = (
         is_unmodified(module)
         and _is_ours(module)
         and own.isdisjoint(vars(module))
         and module.loss is LOSSES.get(module.loss_name)
-        and are_known([p for p in module.modules() if p is not module and not _is_torchs(p)])
         and not hooks_of(module)
     )
+    layers = [part for part in module.modules() if part is not module and not _is_torchs(part)]
+    return read_by(layers) if ours else None
 
 
 def _is_ours(value: Any) -> bool:

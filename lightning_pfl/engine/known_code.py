@@ -5,7 +5,8 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator
 from inspect import getattr_static
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -41,10 +42,12 @@ READING = frozenset(
 )
 """Names in torch that read files, settings or what other code has set, and those of modules."""
 PLAIN = (bool, int, float, str, type(None))
+Read = dict[tuple[Any, str], Any]
+"""By owner and name: the functions of layers' code, and the global names that it reads."""
 
 
-def are_known(layers: list[nn.Module]) -> bool:
-    """Whether ``forward`` of users' layers reads nothing but its inputs and their attributes.
+def read_by(layers: list[nn.Module]) -> Read | None:
+    """Return what ``forward`` of users' layers reads besides inputs and attributes, if it's known.
 
     Its code, and that of functions of the layers that it calls, is read: global names must be
     torch's, or functions of Python that read their arguments alone. A class that writes ``super``
@@ -52,26 +55,27 @@ def are_known(layers: list[nn.Module]) -> bool:
 
     Args:
         layers: The layers of a module that are of users' classes.
+
+    Returns:
+        These functions and global names, which code may replace later; None where it isn't known.
     """
-    seen: set[tuple[type, str]] = set()
-    return all(
+    read: Read = {}
+    known = all(
         type(layer).__mro__[1] is nn.Module
         and not SPECIAL & vars(type(layer)).keys()
         and "forward" in vars(type(layer))
         and "forward" not in vars(layer)
-        and _reads_arguments(type(layer), "forward", layers, seen)
+        and _reads_arguments(type(layer), "forward", layers, read)
         for layer in layers
     )
+    return read if known else None
 
 
-def _reads_arguments(
-    kind: type, name: str, layers: list[nn.Module], seen: set[tuple[type, str]]
-) -> bool:
-    """Whether a function of a layer's class reads nothing else."""
-    if (kind, name) in seen:  # whoever has put it there goes on only if it is known
+def _reads_arguments(kind: type, name: str, layers: list[nn.Module], read: Read) -> bool:
+    """Whether a function of a layer's class reads nothing else; note what it reads."""
+    if (kind, name) in read:  # whoever has put it there goes on only if it is known
         return True
-    seen.add((kind, name))
-    function = vars(kind)[name]
+    function = read[kind, name] = vars(kind)[name]
     if not isinstance(function, FunctionType) or function.__code__.co_freevars:
         return False
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -79,10 +83,10 @@ def _reads_arguments(
         return False
     return all(
         one.opname not in ELSEWHERE
-        and (one.opname not in ("LOAD_GLOBAL", "LOAD_NAME") or _is_torchs(function, one.argval))
+        and (one.opname not in ("LOAD_GLOBAL", "LOAD_NAME") or _is_torchs(function, one, read))
         and (
             one.opname not in ("LOAD_ATTR", "LOAD_METHOD")
-            or all(_is_plain(each, one.argval, layers, seen) for each in layers)
+            or all(_is_plain(each, one.argval, layers, read) for each in layers)
         )
         and "SUPER" not in one.opname
         for one in _instructions(function.__code__)
@@ -97,24 +101,31 @@ def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
             yield from _instructions(constant)
 
 
-def _is_torchs(function: FunctionType, name: str) -> bool:
-    """Whether a global name is torch's, or a function of Python that is known."""
+def _is_torchs(function: FunctionType, instruction: dis.Instruction, read: Read) -> bool:
+    """Whether a global name is a function, a class or a module of torch, or a known function.
+
+    An object may be of a class of torch's, such as a tensor, and yet a user's.
+    """
+    name = instruction.argval
     if name not in function.__globals__:
         return name in BUILTINS
-    value = function.__globals__[name]
-    where = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return str(where).partition(".")[0] in ("torch", "math")
+    value = read[function, name] = function.__globals__[name]
+    if isinstance(value, ModuleType):
+        parts = value.__name__.split(".")
+    elif isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        parts = [str(value.__module__).partition(".")[0], value.__name__]
+    else:
+        return False
+    return parts[0] in ("torch", "math") and READING.isdisjoint(parts)
 
 
-def _is_plain(
-    layer: nn.Module, name: str, layers: list[nn.Module], seen: set[tuple[type, str]]
-) -> bool:
+def _is_plain(layer: nn.Module, name: str, layers: list[nn.Module], read: Read) -> bool:
     """Whether an attribute, if it is this layer's, holds what recordings know."""
     if name.startswith("__") or name in READING:
         return False
     if name in vars(layer):
         return isinstance(vars(layer)[name], (*PLAIN, Tensor))
     found = getattr_static(type(layer), name, None)
-    if found is None or str(getattr(found, "__module__", "")).partition(".")[0] == "torch":
+    if found is None or vars(nn.Module).get(name) is found:
         return True
-    return name in vars(type(layer)) and _reads_arguments(type(layer), name, layers, seen)
+    return name in vars(type(layer)) and _reads_arguments(type(layer), name, layers, read)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_pfl.engine.checks import RARELY, Checks, runs_torch_alone
+from lightning_pfl.engine.checks import RARELY, Checks, read_by_step
 from lightning_pfl.methods import FedAvg, FedMAP
 from lightning_pfl.models import MLP, DigitsCNN, LeNet
 from lightning_pfl.models.base import PersonalizedModule
@@ -50,7 +50,7 @@ def own_loss(output: Tensor, target: Tensor) -> Tensor:
     ],
 )
 def test_layers_of_torch_and_of_the_package(make: Callable[[], nn.Module]) -> None:
-    assert runs_torch_alone(make())
+    assert read_by_step(make()) is not None
 
 
 def module(layer: nn.Module, **options: Any) -> PersonalizedModule:
@@ -95,7 +95,7 @@ def with_loss() -> PersonalizedModule:
     ],
 )
 def test_what_a_user_has_written_is_compared_in_every_round(make: Callable[[], nn.Module]) -> None:
-    assert not runs_torch_alone(make())
+    assert read_by_step(make()) is None
     checks = Checks(make())
     assert all(checks.due() for _ in range(RARELY + 1))
 
@@ -122,15 +122,15 @@ def test_methods_of_the_package_are_compared_rarely() -> None:
 def test_hooks_of_all_layers_are_a_users(kind: str) -> None:
     handle = getattr(nn.modules.module, f"register_module_{kind}")(lambda *_: None)
     try:
-        assert not runs_torch_alone(MLP([4, 3, 2]))
+        assert read_by_step(MLP([4, 3, 2])) is None
     finally:
         handle.remove()
-    assert runs_torch_alone(MLP([4, 3, 2]))
+    assert read_by_step(MLP([4, 3, 2])) is not None
 
 
 def test_a_patched_layer_of_torch_is_a_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Linear, "forward", OwnLinear.forward)
-    assert not runs_torch_alone(module(nn.Linear(25, 4)))
+    assert read_by_step(module(nn.Linear(25, 4))) is None
 
 
 @pytest.mark.parametrize("layer", [nn.Linear, OwnLinear])

@@ -1,19 +1,22 @@
 """Layers whose code shows that it reads inputs and attributes alone."""
 
 import math
+import sys
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as distributed
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, load, nn, tanh
 
-from lightning_pfl.engine.checks import runs_torch_alone
-from lightning_pfl.engine.known_code import are_known
+from lightning_pfl.engine.checks import Checks, read_by_step
+from lightning_pfl.engine.known_code import read_by
 from lightning_pfl.models.base import PersonalizedModule
 
 SCALE, TABLE = 2.0, [2.0]
+TENSOR, LAYER = torch.tensor(2.0), nn.LeakyReLU(0.1)  # of torch's classes, and may change
 
 
 class Sum(nn.Module):
@@ -156,38 +159,98 @@ class Loads(nn.Module):
         return x + float(torch.load("weights.pt"))
 
 
+class LoadsByName(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + float(load("weights.pt"))
+
+
+class ReadsModule(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(distributed.is_initialized())
+
+
+class GlobalTensor(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * TENSOR
+
+
+class GlobalLayer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return LAYER(x)  # type: ignore[no-any-return]
+
+
+class ClassTensor(nn.Module):
+    gain = TENSOR
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
 def test_layers_of_inputs_and_attributes() -> None:
-    assert are_known([Sum()])
+    assert read_by([Sum()]) is not None
     inner = Clean()
-    assert are_known([Outer(inner), inner])
-    assert are_known([])
+    assert read_by([Outer(inner), inner]) is not None
+    assert read_by([]) is not None
 
 
 @pytest.mark.parametrize(
     "kind",
     [ReadsGlobal, ReadsTime, Imports, Sets, Closure, Holds, ClassAttribute, Property, Dynamic,
-     Default, Decorated, Super, Attributes, Loads, Dirty],
+     Default, Decorated, Super, Attributes, Loads, LoadsByName, ReadsModule, GlobalTensor,
+     GlobalLayer, ClassTensor, Dirty],
 )  # fmt: skip
 def test_layers_that_may_read_more(kind: type[nn.Module]) -> None:
-    assert not are_known([kind()])
-    assert not are_known([Sum(), kind()])
+    assert read_by([kind()]) is None
+    assert read_by([Sum(), kind()]) is None
     module = PersonalizedModule(nn.Sequential(Sum(), kind()), nn.Linear(4, 2))
-    assert not runs_torch_alone(module)
+    assert read_by_step(module) is None
 
 
 def test_what_a_layer_calls_is_read() -> None:
     inner = HelperReadsGlobal()
-    assert are_known([inner])
-    assert not are_known([Outer(inner), inner])
+    assert read_by([inner]) is not None
+    assert read_by([Outer(inner), inner]) is None
 
 
 def test_functions_that_are_replaced_on_an_object() -> None:
     first, second = Sum(), Sum()
     first.__dict__["forward"] = second.__dict__["scaled"] = torch.relu
-    assert not are_known([first])
-    assert not are_known([second])
-    assert not are_known([Sum(), second])
+    assert read_by([first]) is None
+    assert read_by([second]) is None
+    assert read_by([Sum(), second]) is None
 
 
 def test_a_module_of_known_layers() -> None:
-    assert runs_torch_alone(PersonalizedModule(Sum(), nn.Linear(4, 2)))
+    assert read_by_step(PersonalizedModule(Sum(), nn.Linear(4, 2))) is not None
+
+
+class Calls(nn.Module):
+    """Calls a function of its own, and one of torch's by a global name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bent(x)
+
+    def bent(self, x: Tensor) -> Tensor:
+        return tanh(x)
+
+
+def other(_: Any, x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (Calls, "forward", other),
+        (Calls, "bent", other),
+        (sys.modules[__name__], "tanh", torch.sigmoid),
+    ],
+)
+def test_what_a_layer_reads_is_compared_when_it_was_replaced(
+    owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the round after, and then rarely again."""
+    checks = Checks(PersonalizedModule(Calls(), nn.Linear(4, 2)))
+    assert [checks.due() for _ in range(3)] == [True, False, False]
+    monkeypatch.setattr(owner, name, value)
+    assert [checks.due() for _ in range(3)] == [True, False, False]
