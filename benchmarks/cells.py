@@ -32,7 +32,7 @@ from lightning_pfl.testing.fitting import quiet_trainer
 WARM_UP, MOST = 2, 9
 """Rounds before the clock counts, which have the engine's probe and its recordings, and the most
 that count, as many as take the seconds that are asked for. Without another side, whose ratio needs
-more, one round warms up and one may do."""
+more, one round warms up, one may do, and a third of the seconds."""
 LEAST = 2
 APART = 0.02
 """Largest distance of the two sides' models after the first round, relative to the way from the
@@ -173,7 +173,7 @@ class InTurns(FederatedCallback):
             if len(self.theirs) in self.compared:
                 self.apart.append(self.compare())
         counted = [*self.ours[self.warm_up :], *self.theirs[self.warm_up :]]
-        enough = sum(wall for _, wall in counted) >= self.least
+        enough = sum(wall for _, wall in counted) >= (self.least if self.other else self.least / 3)
         at_least = self.warm_up + (LEAST if self.other else 1)
         trainer.should_stop = enough and len(self.ours) >= at_least
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.breakdown import PARTS
 from benchmarks.limits import Limit
-from benchmarks.profile import PARTS
 from benchmarks.workloads import SIX, WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,6 +13,7 @@ rest goes on, and the command ends with status 1.
 """
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from benchmarks import cells, limits, memory, overhead, peers, processes, profile
+from benchmarks import breakdown, cells, limits, memory, overhead, peers, processes
 from benchmarks.cells import NAMES, NOT_HERE, SINGLE, Cell
 from benchmarks.plain import METHODS as LOOPS
 from benchmarks.workloads import FROM_FILES, WORKLOADS
@@ -148,6 +149,7 @@ def measure_cell(
     name: str, method: str, engine: str, threads: int, least: float, check: bool, **settings: Any
 ) -> dict[str, Any]:
     """Compare the models of both sides, if ``check`` says so, and measure a cell."""
+    gc.collect()  # so that a cell doesn't pay for the one before it
     if check and method in LOOPS and settings["precision"] == SINGLE:
         cells.check(name, method, engine, **settings)
     return asdict(cells.measure(name, method, engine, threads, least, **settings))
@@ -172,8 +174,8 @@ def run_profile(options: argparse.Namespace, results: Results) -> None:
     print("a round's CPU time by its parts, milliseconds; the limit is the time of its products")
     with cells.use_threads(1):
         for name in options.workloads:
-            for row in results.measure("profile", name, profile.measure, name):
-                print(profile.describe(name, row), flush=True)
+            for row in results.measure("profile", name, breakdown.measure, name):
+                print(breakdown.describe(name, row), flush=True)
 
 
 def run_limits(options: argparse.Namespace, results: Results) -> None:

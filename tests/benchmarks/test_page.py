@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import page
-from benchmarks.profile import PARTS
+from benchmarks.breakdown import PARTS
 
 
 def cell(workload: str, method: str, threads: int, cpu: float | None, wall: float | None) -> Any:

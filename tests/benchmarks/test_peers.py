@@ -55,3 +55,10 @@ def test_a_peer_that_ends_is_named_with_its_status(tmp_path: Path) -> None:
 def test_an_interpreter_without_the_framework_is_refused() -> None:
     with pytest.raises(ValueError, match="pip install 'blazefl"):
         peers.version_of("blazefl", sys.executable)
+
+
+def test_no_file_hides_one_of_pythons_own() -> None:
+    """A framework's process looks for modules in the folder of its script first."""
+    names = {path.stem for path in peers.SIDE.parent.glob("*.py")} - {"__init__"}
+    assert "peers" in names
+    assert names & set(sys.stdlib_module_names) == set()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cells, profile
+from benchmarks import breakdown, cells
 from benchmarks.workloads import WORKLOADS
 from tests.benchmarks.test_table import TINY
 
@@ -34,11 +34,11 @@ def test_operators_belong_to_their_part() -> None:
         event("aten::index_select", training, 9.0),
         event("aten::mm", event("phase evaluation", None, 0.0), 100.0),
     ]
-    marks = profile.Marks()
+    marks = breakdown.Marks()
     timed = {"round": 0.2, "training": 0.1, "aggregation": 0.02, "evaluation": 0.05}
     marks.rounds = [{}] * cells.WARM_UP + [timed, timed, timed, {}]
     marks.used = 0.5
-    found = profile.divide(marks, events, {(2, 3)})
+    found = breakdown.divide(marks, events, {(2, 3)})
     assert found == pytest.approx(
         {
             "products": 0.5 * 0.015,
@@ -55,20 +55,20 @@ def test_operators_belong_to_their_part() -> None:
 
 def test_a_round_is_divided_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WORKLOADS, "tiny", TINY)
-    monkeypatch.setattr(profile, "peak", lambda: 1e11)
-    found = profile.measure("tiny")
+    monkeypatch.setattr(breakdown, "peak", lambda: 1e11)
+    found = breakdown.measure("tiny")
     for side in ("ours", "theirs"):
-        assert set(found[side]) == set(profile.PARTS)
+        assert set(found[side]) == set(breakdown.PARTS)
         assert min(found[side].values()) >= 0
         assert found[side]["products"] > 0 < found[side]["evaluation"]
     assert found["ours"]["aggregation"] > 0
-    assert "limit" in profile.describe("tiny", found)
+    assert "limit" in breakdown.describe("tiny", found)
 
 
 def test_operations_are_those_of_the_layers() -> None:
     """Forward, for the weights, and for the second layer's inputs: 2 for each weight and sample."""
     samples = sum(TINY.sizes()) * TINY.cohort / TINY.clients
-    assert profile.operations(TINY) == samples * 2 * (2 * (6 * 5 + 5 * 10) + 5 * 10)
+    assert breakdown.operations(TINY) == samples * 2 * (2 * (6 * 5 + 5 * 10) + 5 * 10)
 
 
 def test_recurrent_layers_count() -> None:
@@ -76,10 +76,10 @@ def test_recurrent_layers_count() -> None:
     workload = WORKLOADS["lstm"]
     forward = 2 * (32 * 512 * (64 + 128) + 128 * 10)
     expected = 3 * forward * workload.samples * workload.cohort
-    assert profile.operations(workload) == pytest.approx(expected, rel=0.05)
+    assert breakdown.operations(workload) == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.slow
 def test_the_peak_is_a_rate() -> None:
     with torch.inference_mode():
-        assert profile.peak() > 1e9
+        assert breakdown.peak() > 1e9
