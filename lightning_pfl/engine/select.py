@@ -111,6 +111,8 @@ class SelectedEngine:
             other minibatches, or another machine, may speak for another one.
         seconds: What ``"timed"`` has measured: seconds of a client's step of training, or of an
             evaluation, by step and by clients per program; 0 for one client after another.
+        trial: Whether evaluations are of a few clients for now, as in a sanity check. Their times
+            say nothing about those of all, so the clock chooses later.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class SelectedEngine:
         self.settings, self.found = settings, dict(found or {})
         self.choices: dict[str, str] = {}
         self.seconds: dict[str, dict[int, float]] = {}
+        self.trial = False
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
         self._hooks: dict[str, list[Any]] = {}
         self._checked: set[str] = set()
@@ -175,10 +178,11 @@ class SelectedEngine:
 
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
-        if work.step not in self._engines:
+        later = self.trial and self.name == "timed" and not self._known(work.step)[1]
+        if work.step not in self._engines and not later:
             first = _first_batches(work)
             self._choose_together(work, first, partial(self._evaluation_pays, work, first))
-        engine, listener = self._engines[work.step], _Listener(on_clients)
+        engine, listener = self._engines.get(work.step, self._sequential), _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
                 self._require_known_hooks(work)
@@ -273,6 +277,11 @@ class SelectedEngine:
     def _place(self, step: str) -> str:
         return f"{self.settings.device.type} {step}"
 
+    def _known(self, step: str) -> tuple[str, str]:
+        """Return the transform that was found before, and the clients per program, if any."""
+        transform, _, size = self.found.get(self._place(step), "").partition(" ")
+        return transform, size
+
     @property
     def _one_by_one(self) -> str:
         """The entry of :attr:`found` for one client after another."""
@@ -301,7 +310,7 @@ class SelectedEngine:
             self._settle(step, self._sequential, "as asked")
             return
         place = self._place(step)
-        before, _, size = self.found.get(place, "").partition(" ")
+        before, size = self._known(step)
         if self.name == "timed" and not size:
             before = ""  # an estimate's choice
         if before == self._sequential.name and self.name in ("auto", "timed"):

@@ -219,6 +219,8 @@ class FederatedEvaluationLoop(EvaluationLoop):
         limit = evaluation_limit(trainer)
         stage = "test" if trainer.testing else "validation"
         progress = ClientProgress(trainer, federation.ranks, self, clients, stage)
+        for architecture in federation.architectures:
+            architecture.engine.trial = bool(trainer.sanity_checking)
         with trainer.profiler.profile(profiled(step)):
             several = {"dataloader_idx": 0} if self.sets.several else {}
             results: dict[str, Evaluation] = {}

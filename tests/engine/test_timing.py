@@ -316,6 +316,22 @@ def whole_name(choice: str) -> str:
     return "sequential" if choice.startswith("sequential") else "vectorized"
 
 
+def test_evaluations_are_timed_after_the_sanity_check_and_with_all_clients(
+    machine: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clients of a sanity check say nothing about programs of all."""
+    pieces, evaluated = [], select.evaluation_piece
+
+    def recorded(work: EvaluationWork, groups: Any) -> EvaluationWork:
+        pieces.append(work.clients.tolist())
+        return evaluated(work, groups)
+
+    monkeypatch.setattr(select, "evaluation_piece", recorded)
+    engine = run(num_sanity_val_steps=2, rounds=2).strategy.federation.engine
+    assert pieces == [[0, 1, 2, 3]]
+    assert set(engine.seconds["validation_step"]) == {0, 4}
+
+
 def test_an_estimates_choice_of_a_checkpoint_is_not_the_clocks(
     machine: dict[int, float], tmp_path: Path
 ) -> None:
