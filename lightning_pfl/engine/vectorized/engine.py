@@ -168,7 +168,7 @@ class VectorizedEngine:
         return min(fast, self.most())
 
     def _cut(self, clients: Tensor) -> tuple[Tensor, ...]:
-        """Cut clients into chunks; of about equal sizes if `chunk_size` says no number."""
+        """Cut clients into chunks; of about equal sizes if `chunk_size` is None."""
         size = self.settings.chunk_size or self.chunk_size
         if size is None:
             parts = -(-len(clients) // self._fitting())
