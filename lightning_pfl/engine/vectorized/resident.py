@@ -88,9 +88,7 @@ class ResidentBatches:
         self.sizes = sizes
         self._full = bool((sizes == width).all())
         device = data.device
-        owned = torch.zeros(len(clients), max(longest, 1), dtype=torch.long, device=device)
-        for row, client in enumerate(clients):
-            owned[row, : samples[row]] = data.indices[client]
+        owned = data.positions_of(torch.tensor(self.clients, dtype=torch.int64))
         # By number first, so that those of some clients lie together.
         self._sizes_at = [] if self._full else sizes.T.tolist()
         self._mask = None if self._full else (local >= 0).to(device)
