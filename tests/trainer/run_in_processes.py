@@ -31,6 +31,7 @@ from lightning_pfl.callbacks import (
 )
 from lightning_pfl.data import FederatedTensorDataset
 from lightning_pfl.federation.evaluate import personal_models
+from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.inspect import PartitionPicture
 from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
 from lightning_pfl.methods.base import Method
@@ -248,6 +249,7 @@ def fit(
     devices: int,
     seed: int | None = 5,
     silence: timedelta | None = None,
+    callbacks: tuple[L.Callback, ...] = (),
 ) -> Any:
     """Two rounds, the clients one after another; returns the strategy."""
     strategy = FederatedStrategy(method, seed=seed, engine="sequential", participation=3)
@@ -255,7 +257,12 @@ def fit(
         strategy.silence = silence
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
     trainer = L.Trainer(
-        max_epochs=2, accelerator="cpu", devices=devices, strategy=strategy, **quiet
+        max_epochs=2,
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        callbacks=list(callbacks),
+        **quiet,
     )
     trainer.fit(module, data, data)
     return strategy
@@ -274,6 +281,24 @@ def ends(name: str, devices: int) -> dict[str, Any]:
         "client_states": strategy.federation.client_states.tree,
         "clients": [dict(module.state_dict()) for module in modules],
     }
+
+
+class Messages(L.Callback):
+    """Counts the calls that all processes make together, in each round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[str]] = []
+        before = Ranks.call
+
+        def call(ranks: Ranks, function: Any, *args: Any, **kwargs: Any) -> None:
+            if self.rounds:
+                self.rounds[-1].append(function.__name__)
+            before(ranks, function, *args, **kwargs)
+
+        Ranks.call = call  # type: ignore[assignment,method-assign]
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.rounds.append([])
 
 
 class Raising(PersonalizedModule):
@@ -307,8 +332,10 @@ def main() -> None:
     folder, what = Path(sys.argv[1]), sys.argv[2]
     if what == "methods":
         write({name: ends(name, 2) for name in METHODS}, folder, "methods")
-        unseeded = fit(FedAvg(), network(), clients()[0], 2, seed=None)
-        write({"seed": unseeded.federation.seed, "server": unseeded.server}, folder, "unseeded")
+        messages = Messages()
+        unseeded = fit(FedAvg(), network(), clients()[0], 2, seed=None, callbacks=(messages,))
+        seed, sent = unseeded.federation.seed, messages.rounds[0]
+        write({"seed": seed, "server": unseeded.server, "sent": sent}, folder, "unseeded")
     elif what == "cases":
         for name in CASES:
             write(run(name, folder / name, 2), folder, name)

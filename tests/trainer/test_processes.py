@@ -168,6 +168,15 @@ def test_processes_agree_on_a_seed_that_nobody_gave(methods: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_round_of_fedavg_has_few_messages(methods: Path) -> None:
+    """What the clients logged with the gate's decisions; the range of the uploads, of floats and of
+    BatchNorm's counter, and their sums; the evaluation; whether to stop."""
+    expected = ["all_gather", *["all_reduce"] * 3, "all_gather", "all_gather"]
+    for rank in (0, 1):
+        assert load(methods / f"unseeded-{rank}.pt")["sent"] == expected
+
+
+@pytest.mark.slow
 def test_the_cases_are_what_they_are_meant_for(folder: Path) -> None:
     known = {name: load(folder / "one" / f"{name}.pt") for name in CASES}
     assert known["fedavg"]["rounds"] < ROUNDS  # it was stopped early
