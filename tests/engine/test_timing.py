@@ -320,11 +320,11 @@ def test_evaluations_are_timed_after_the_sanity_check_and_with_all_clients(
     machine: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two clients of a sanity check say nothing about programs of all."""
-    pieces, evaluated = [], select.evaluation_piece
+    pieces = []
 
     def recorded(work: EvaluationWork, groups: Any) -> EvaluationWork:
         pieces.append(work.clients.tolist())
-        return evaluated(work, groups)
+        return evaluation_piece(work, groups)
 
     monkeypatch.setattr(select, "evaluation_piece", recorded)
     engine = run(num_sanity_val_steps=2, rounds=2).strategy.federation.engine
