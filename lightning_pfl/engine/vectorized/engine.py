@@ -2,8 +2,9 @@
 
 Where it gains, besides the batching itself: ``feature_cache.py`` computes the features of a frozen,
 shared backbone once per phase; ``evaluation.py`` gives shared layers all clients' samples as one
-batch; ``trace.py`` replays the steps of a ``PersonalizedModule`` without Python; ``kernels.py`` has
-faster convolutions and pooling for CPUs. Listeners are called when a chunk is done:
+batch; ``whole_steps.py`` replays the steps of a ``PersonalizedModule`` without Python, and
+``trace.py`` gradients where the rest of a step can't be recorded; ``kernels.py`` has faster
+convolutions and pooling for CPUs. Listeners are called when a chunk is done:
 ``chunk_size`` clients, or else at most 32 on a CPU and 512 on a GPU, so progress bars move by
 chunks.
 """
