@@ -38,13 +38,13 @@ LONG = 0.1
 """Seconds of a run beside which its recordings don't count."""
 FEWEST, STEPS = 3, 12
 """Steps of a client in a piece; a program is recorded in its third step."""
-ALONE = 1
+ALONE = 3
 """Clients in a piece of one client after another, whose cost doesn't depend on their number."""
 SAMPLES = 768
 """Samples of a client in a piece of an evaluation, at most."""
 PARTS = (1, 2, 4, 8)
 """Numbers of parts into which a cohort is cut."""
-CACHED = 2**26
+CACHED = 2**25
 """Largest size in bytes of the models of a program on a CPU: far beyond its caches, where more
 clients only take longer (``docs/speed.md``)."""
 
