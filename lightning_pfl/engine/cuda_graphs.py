@@ -26,6 +26,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Path, Tree, is_expanded, items
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.recording import flatten, rebuild
@@ -87,9 +88,9 @@ CAPTURES: dict[str, type[Capture]] = {"cuda": CudaCapture}
 
 
 def require_graphs(device: torch.device) -> None:
-    """Raise ValueError for a device without graphs."""
+    """Raise MisconfigurationException for a device without graphs."""
     if device.type not in CAPTURES:
-        raise ValueError(
+        raise MisconfigurationException(
             "Expected a GPU of CUDA with FederatedStrategy(cuda_graphs=True), but the Trainer runs "
             f"on {device.type!r}. Use Trainer(accelerator='gpu'), or leave out `cuda_graphs`."
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl import FederatedStrategy
+from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import is_expanded, items
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.cuda_graphs import CAPTURES, StepGraphs
@@ -367,7 +368,8 @@ def test_the_oldest_graphs_make_room(graphs: StepGraphs, monkeypatch: pytest.Mon
 
 
 def test_a_cpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="Expected a GPU of CUDA with FederatedStrategy") as error:
+    expected = "Expected a GPU of CUDA with FederatedStrategy"
+    with pytest.raises(MisconfigurationException, match=expected) as error:
         fit(FedAvg(), quadratic_clients([1.0], [1.0]), options={"cuda_graphs": True})
     assert "but the Trainer runs on 'cpu'" in str(error.value)
 
