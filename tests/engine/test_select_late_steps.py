@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.safety.compare import difference, together
 from lightning_pfl.methods import FedAvg, LocalOnly
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import assert_trees_close, assert_trees_equal
 from tests.engine.nets import image_clients
@@ -237,3 +238,36 @@ def test_probed_clients_share_a_program() -> None:
     assert together(data, everyone, torch.tensor([2, 3])).tolist() == [2, 3]
     assert together(data, everyone, torch.tensor([2, 1])).tolist() == [2, 2, 1, 1]
     assert together(data, everyone, torch.tensor([2])).tolist() == [2, 2]
+
+
+# --- samples of a minibatch that know of each other ---
+
+
+class Centred(nn.Module):
+    """Takes the minibatch's mean from its samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0, keepdim=True)
+
+
+class AsTheyAre(PersonalizedModule):
+    """Has steps of its own, so that minibatches are neither filled up nor evaluated in others."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+def test_steps_of_ones_own_get_each_minibatch_as_it_is() -> None:
+    """As docs/modules.md says for such layers; clients have two samples in the last one, or one."""
+    found = []
+    for engine in ("sequential", "vectorized"):
+        torch.manual_seed(0)
+        backbone = nn.Sequential(nn.Linear(2, 3), Centred(), nn.Tanh())
+        module = AsTheyAre(backbone, nn.Linear(3, 1), loss="mse", lr=0.1)
+        data = clients()
+        found.append(fit(FedAvg(), data, module, 2, engine, val_data=data))
+    assert_trees_close(found[1].server, found[0].server, rtol=1e-5, atol=1e-6)
+    assert found[1].metrics["val_loss"] == pytest.approx(found[0].metrics["val_loss"], rel=1e-5)
