@@ -257,7 +257,7 @@ class Products(TorchDispatchMode):
     """Records the shapes of convolutions' inputs and of products' factors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Any] = []
 
     def __torch_dispatch__(
