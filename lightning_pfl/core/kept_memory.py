@@ -13,8 +13,9 @@ from torch import Tensor
 
 SMALLEST = 2**16
 """Bytes from which a tensor's memory is kept; less than this the allocator keeps by itself."""
-LIMIT = 2**27
-"""Largest number of bytes that are kept."""
+LIMIT = 2**26
+"""Largest number of bytes that are kept: uploads of large networks would double the memory of a
+round, where page faults are few beside the arithmetic."""
 NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 
 

@@ -26,9 +26,6 @@ CALL_REPLAYED = 12.0
 REPLAYED = 0.75
 """Cost of a million operations of matrix products in a replayed step, of which oneDNN runs the
 large ones (``kernels.py``)."""
-CONVOLVED, CALL_CONVOLVED, CALL_CONVOLVED_ALONE = 1.05, 25.0, 103.0
-"""The same three for a network with convolutions, of which few clients run at once if it is large:
-a million operations and the calls together, and the calls alone."""
 FORWARD = 1 / 3
 """The forward pass's share of a gradient's operations."""
 
@@ -49,12 +46,7 @@ class Share:
     passes: int = 1
 
 
-def batching_pays(
-    operations: float,
-    shares: Iterable[Share],
-    replayed: bool = False,
-    convolves: bool = False,
-) -> bool:
+def batching_pays(operations: float, shares: Iterable[Share], replayed: bool = False) -> bool:
     """Whether clients train faster together than one after another.
 
     Args:
@@ -62,7 +54,6 @@ def batching_pays(
         shares: Its gradients in a round, one share of each phase.
         replayed: Whether one client's step would be replayed, and has no convolutions, which
             torch's operators run.
-        convolves: Whether training steps have convolutions.
 
     Example:
         >>> batching_pays(17e6, [Share(60)]), batching_pays(700e6, [Share(5)])
@@ -72,15 +63,12 @@ def batching_pays(
     # Above a frozen backbone a gradient has the forward pass alone, a third of the operations.
     parts = [FORWARD if share.cached else 1.0 for share in shares]
     full = operations / 1e6 * len(shares) / sum(parts)
-    factor, call, call_alone = BATCHED, CALL_TOGETHER, CALL_ALONE
-    if convolves:
-        factor, call, call_alone = CONVOLVED, CALL_CONVOLVED, CALL_CONVOLVED_ALONE
     alone = together = 0.0
     for share, part in zip(shares, parts, strict=True):
         work = full * part
-        one = REPLAYED * work + CALL_REPLAYED if replayed else work + call_alone
+        one = REPLAYED * work + CALL_REPLAYED if replayed else work + CALL_ALONE
         alone += share.gradients * one
         # The first pass computes the features.
         batched = share.gradients / share.passes if share.cached else share.gradients
-        together += batched * factor * work + share.gradients * call
+        together += batched * BATCHED * work + share.gradients * CALL_TOGETHER
     return together <= alone

@@ -438,10 +438,8 @@ class SelectedEngine:
             cached = passes > 1 and engine.prefix.expects(active, work.data)
             shares.append(Share(gradients_of, cached, passes if cached else 1))
         counts = counter.get_flop_counts().get("Global", {})
-        convolves = _convolves(counts)
-        replayed = self._sequential.records(work) and not convolves
-        operations = counter.get_total_flops() / gradients
-        return batching_pays(operations, shares, replayed, convolves)
+        replayed = self._sequential.records(work) and not _convolves(counts)
+        return batching_pays(counter.get_total_flops() / gradients, shares, replayed)
 
     def _evaluation_pays(
         self,

@@ -14,11 +14,8 @@ from lightning_pfl.engine import cost
 from lightning_pfl.engine.cost import (
     BATCHED,
     CALL_ALONE,
-    CALL_CONVOLVED,
-    CALL_CONVOLVED_ALONE,
     CALL_REPLAYED,
     CALL_TOGETHER,
-    CONVOLVED,
     REPLAYED,
     Share,
     batching_pays,
@@ -29,7 +26,7 @@ from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import fit
-from tests.engine.nets import CLASSES, cnn, image_clients
+from tests.engine.nets import CLASSES, image_clients
 from tests.trainer.setting import trainer
 
 EVEN = 1e6 * (CALL_ALONE - CALL_TOGETHER) / (BATCHED - 1)
@@ -47,26 +44,6 @@ def test_replayed_steps_of_one_client_are_cheaper() -> None:
     assert even < EVEN
     assert batching_pays(even * 0.99, [Share(3)], replayed=True)
     assert not batching_pays(even * 1.01, [Share(3)], replayed=True)
-
-
-def test_convolutions_pay_for_larger_networks() -> None:
-    even = 1e6 * (CALL_CONVOLVED_ALONE - CALL_CONVOLVED) / (CONVOLVED - 1)
-    assert even > EVEN
-    assert batching_pays(even * 0.99, [Share(3)], convolves=True)
-    assert not batching_pays(even * 1.01, [Share(3)], convolves=True)
-
-
-def test_operations_of_convolutions_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[bool, bool]] = []
-
-    def watch(operations: float, shares: list[Share], replayed: bool, convolves: bool) -> bool:
-        seen.append((replayed, convolves))
-        return True
-
-    monkeypatch.setattr("lightning_pfl.engine.select.batching_pays", watch)
-    for module in (network(), cnn(norm=False)):
-        fit(FedAvg(), image_clients((8, 8), batch_size=4), module, 1, "auto")
-    assert seen == [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize("replayed", [False, True])
@@ -100,7 +77,7 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
     both, and by the features: 2 n m k operations each."""
     seen: list[float] = []
 
-    def watch(operations: float, shares: list[Share], replayed: bool, convolves: bool) -> bool:
+    def watch(operations: float, shares: list[Share], replayed: bool) -> bool:
         seen.extend([operations, *(share.gradients for share in shares), replayed])
         assert [share.cached for share in shares] == [False]
         return True
@@ -114,7 +91,7 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
 def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Share] = []
 
-    def watch(operations: float, shares: list[Share], replayed: bool, convolves: bool) -> bool:
+    def watch(operations: float, shares: list[Share], replayed: bool) -> bool:
         seen.extend(shares)
         return True
 
