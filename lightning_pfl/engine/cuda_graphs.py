@@ -17,7 +17,7 @@ minibatches. Where a step can't be captured it runs as usual, and the log says w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
@@ -27,11 +27,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_pfl.core.errors import MisconfigurationException
-from lightning_pfl.core.tree import Path, Tree, is_expanded, items
+from lightning_pfl.core.tree import Path, Tree, is_expanded
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.recording import flatten, rebuild
+from lightning_pfl.engine.registers import Layout, Registers, fill, register_for, tensors_of
 from lightning_pfl.engine.trace import agree, describe
-from lightning_pfl.engine.whole_steps import Layout
 
 Result = TypeVar("Result")
 Step = Callable[[Tree, Any], tuple[Tree, Any]]
@@ -131,8 +131,7 @@ class StepGraphs:
     def __init__(self, device: torch.device) -> None:
         self.used, self.capturing, self.said = 0, False, set[str]()
         self._device, self._capture_of_device = device, CAPTURES[device.type](device)
-        self._registers: dict[Any, Tensor] = {}
-        self._layouts: dict[Any, Layout] = {}
+        self._registers = Registers(expanded=True)
         self._contexts: dict[Any, int] = {}
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, Graph] = {}
@@ -166,7 +165,7 @@ class StepGraphs:
 
     def load(self, context: int, state: Tree) -> None:
         """Begin a phase: copy the state to the registers."""
-        self._context, self._given = context, dict(_tensors(state))
+        self._context, self._given = context, dict(tensors_of(state))
         self._end(state)
 
     def unload(self) -> Tree:
@@ -226,7 +225,7 @@ class StepGraphs:
 
     def _end(self, new: Tree) -> None:
         """Copy a new state to the registers."""
-        self._layout = self._layout_of(new)
+        self._layout = self._registers.layout_of(new)
         _fill(self._layout, new)
 
     def _first_calls(
@@ -264,11 +263,11 @@ class StepGraphs:
         copies = self._state(_copy)
         new, _ = capture.warm_up(lambda: function(copies, given))
         # With registers for what the step adds, outside of the graph's memory.
-        after = self._layout_of(new)
+        after = self._registers.layout_of(new)
 
         def step() -> Any:
             new, logged = function(self._state(), given)
-            if self._layout_of(new) is not after:
+            if self._registers.layout_of(new) is not after:
                 raise TypeError("the entries of its state change")
             # Before registers change on which it may depend.
             values = _in_rows(logged)
@@ -288,14 +287,14 @@ class StepGraphs:
         new, logged = function(self._state(_copy), minibatches)
         real: list[Tensor] = []
         flatten(logged, real)
-        real += [leaf for _, leaf in _tensors(new)]
+        real += [leaf for _, leaf in tensors_of(new)]
         replayed: list[Tensor] = []
         found = self._replayed(graph, tensors)
         flatten(found, replayed)
         replayed += self._layout.registers
         self._unchecked.discard(key)
         self._checked.add(self._context)
-        if self._layout is self._layout_of(new) and agree(replayed, real):
+        if self._layout is self._registers.layout_of(new) and agree(replayed, real):
             return found
         self._refuse(
             "a step differs from its graph, so it reads something besides its minibatches, its "
@@ -318,51 +317,16 @@ class StepGraphs:
         )
         return state
 
-    def _layout_of(self, state: Tree) -> Layout:
-        """Return the layout of a state, with registers for its leaves."""
-        paths, registers = [], []
-        for path, leaf in _tensors(state):
-            key = path, leaf.shape, leaf.dtype, is_expanded(leaf)
-            if key not in self._registers:
-                self._registers[key] = _register(leaf)
-            paths.append(path)
-            registers.append(self._registers[key])
-        # With what isn't a tensor, such as an optimizer's momentum of None.
-        known = flatten(state, []), *map(id, registers)
-        if known not in self._layouts:
-            tree = rebuild(state, iter(registers))
-            self._layouts[known] = Layout(len(self._layouts), tree, registers, paths)
-        return self._layouts[known]
-
 
 def _fill(layout: Layout, state: Tree) -> None:
     """Copy a state to the registers of its layout."""
-    memory = {_memory(register) for register in layout.registers}
-    moved = [
-        # What another copy changes is read before.
-        (register, leaf.clone() if _memory(leaf) in memory else leaf)
-        for register, (_, leaf) in zip(layout.registers, _tensors(state), strict=True)
-        if leaf is not register
-    ]
-    for register, leaf in moved:
-        if is_expanded(register):  # one row is all of its memory
-            register[:1].copy_(leaf[:1])
-        else:
-            register.copy_(leaf)
-
-
-def _register(leaf: Tensor) -> Tensor:
-    """Make memory for a leaf; contiguous, or one row for all clients where they share it."""
-    if not is_expanded(leaf):
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-    row = torch.empty(leaf.shape[1:], dtype=leaf.dtype, device=leaf.device)
-    return row.as_strided(leaf.shape, (0, *row.stride()))
+    fill(zip(layout.registers, (leaf for _, leaf in tensors_of(state)), strict=True), layout)
 
 
 def _copy(tensor: Tensor) -> Tensor:
     """Copy a tensor to new memory, with its strides."""
     if is_expanded(tensor):
-        register = _register(tensor)
+        register = register_for(tensor, shared=True)
         register[:1].copy_(tensor[:1])
         return register
     new = torch.empty_strided(
@@ -384,12 +348,3 @@ def _in_rows(logged: Any) -> list[Tensor]:
     flatten(logged, values)
     kinds = groupby(values, lambda value: (value.shape, value.dtype))
     return [torch.stack(list(alike)) for _, alike in kinds]
-
-
-def _tensors(tree: Tree) -> Iterator[tuple[Path, Tensor]]:
-    """Iterate over the paths and the tensors of a tree, in the order of ``flatten``."""
-    return ((path, leaf) for path, leaf in items(tree) if isinstance(leaf, Tensor))
-
-
-def _memory(leaf: Tensor) -> int:
-    return leaf.untyped_storage().data_ptr()

@@ -56,6 +56,12 @@ class FastKernels(TorchFunctionMode):
 # --- convolution ---
 
 
+def _windows(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Any, ...]:
+    """Return a pooling's settings as pairs, None for what is no pair; the stride has a default."""
+    sides = kernel_size, kernel_size if stride in (None, []) else stride, padding, dilation
+    return tuple(map(_pair, sides))
+
+
 def _pair(value: Any) -> tuple[int, int] | None:
     if isinstance(value, int):
         return value, value
@@ -269,8 +275,7 @@ def _is_large_pooling(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> bool:
-    sides = kernel_size, kernel_size if stride in (None, []) else stride, padding, dilation
-    windows = tuple(map(_pair, sides)) == ((2, 2), (2, 2), (0, 0), (1, 1))
+    windows = _windows(kernel_size, stride, padding, dilation) == ((2, 2), (2, 2), (0, 0), (1, 1))
     plain = input.device.type == "cpu" and input.is_floating_point() and input.is_contiguous()
     large = input.ndim >= 3 and input.numel() >= POOLED and min(input.shape[-2:]) >= 2
     return windows and plain and large and not ceil_mode and not return_indices
@@ -320,8 +325,7 @@ def _max_pool2d(
     return_indices: bool = False,
 ) -> Any:
     # Without a rule, `vmap` would merge clients into the batch, and copy channels-last memory.
-    sides = kernel_size, kernel_size if stride in (None, []) else stride, padding, dilation
-    settings = tuple(map(_pair, sides))
+    settings = _windows(kernel_size, stride, padding, dilation)
     if None in settings or input.ndim < 3 or return_indices or input.device.type != "cpu":
         return NotImplemented
     return _ClientPooling.apply(input, *settings, ceil_mode)

@@ -12,7 +12,7 @@ copied there when its phase begins, and what has changed is copied out when it e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pfl.core.tree import Path, Tree, is_expanded, items
+from lightning_pfl.core.tree import Path, Tree, is_expanded
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import Recorder, flatten, rebuild
+from lightning_pfl.engine.registers import Layout, Registers, fill, memory_of, tensors_of
 from lightning_pfl.engine.trace import agree, copy, describe
 from lightning_pfl.methods.base import Method
 
@@ -32,23 +33,6 @@ Logged = list[tuple[Any, ...]]
 Step = Callable[[Tree], tuple[Tree, Logged]]
 """A step of a state on some minibatches; returns the new state and what it logs."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The entries of a state, and their registers.
-
-    Attributes:
-        number: Another one for each layout.
-        tree: The state, whose leaves are registers.
-        registers: These leaves.
-        paths: Their paths.
-    """
-
-    number: int
-    tree: Tree
-    registers: list[Tensor]
-    paths: list[Path]
 
 
 @dataclass(frozen=True)
@@ -88,10 +72,9 @@ class WholeSteps:
     """
 
     def __init__(self, expanded: bool = False) -> None:
-        self.used, self.recording, self._expanded = 0, False, expanded
+        self.used, self.recording = 0, False
         self._checks = True
-        self._registers: dict[Any, Tensor] = {}
-        self._layouts: dict[Any, Layout] = {}
+        self._registers = Registers(expanded)
         self._contexts: dict[Any, int] = {}
         self._calls: dict[Any, int] = {}
         self._programs: dict[Any, Program] = {}
@@ -126,13 +109,13 @@ class WholeSteps:
         """Begin a phase: copy a client's state to the registers."""
         self._context, self._given = context, state
         self._written, self._python = set[Path](), False
-        self._layout = layout = self._layout_of(state)
+        self._layout = layout = self._registers.layout_of(state)
         pairs = [
             (register, leaf)
-            for register, (_, leaf) in zip(layout.registers, _tensors(state), strict=True)
+            for register, (_, leaf) in zip(layout.registers, tensors_of(state), strict=True)
             if not _is_same(self._shared.get(id(register)), leaf)
         ]
-        _fill(pairs, layout)
+        fill(pairs, layout)
         self._shared |= {id(register): leaf for register, leaf in pairs if is_expanded(leaf)}
 
     def unload(self) -> Tree:
@@ -140,7 +123,7 @@ class WholeSteps:
 
         What has changed is in registers, until the next client's phase begins.
         """
-        given = dict(_tensors(self._given))
+        given = dict(tensors_of(self._given))
 
         def end(path: Path, register: Tensor) -> Tensor:
             old = given.get(path)
@@ -192,17 +175,17 @@ class WholeSteps:
         """Run the step in Python, on the registers."""
         before = self._layout
         new, logged = function(rebuild(before.tree, iter(before.registers)))
-        return self._end(new, self._layout_of(new), logged)
+        return self._end(new, self._registers.layout_of(new), logged)
 
     def _end(self, new: Tree, after: Layout, logged: Logged) -> Logged:
         """Copy to the registers what a step in Python has returned, and return what it logs."""
-        memory = {_memory(register) for register in self._layout.registers}
+        memory = {memory_of(register) for register in self._layout.registers}
         values: list[Tensor] = []
         flatten(logged, values)
         # What is logged stays when registers change.
-        kept = [value.clone() if _memory(value) in memory else value for value in values]
-        ends = zip(after.registers, (leaf for _, leaf in _tensors(new)), strict=True)
-        _fill(ends, after)
+        kept = [value.clone() if memory_of(value) in memory else value for value in values]
+        ends = zip(after.registers, (leaf for _, leaf in tensors_of(new)), strict=True)
+        fill(ends, after)
         self._layout, self._python = after, True
         own: Logged = rebuild(logged, iter(kept))
         return own
@@ -242,14 +225,16 @@ class WholeSteps:
             self.recording = False
         values: list[Tensor] = []
         flatten(logged, values)
-        after = self._layout_of(new)
+        after = self._registers.layout_of(new)
         given = dict(zip(recorder.arguments, before.registers, strict=False))
         targets = [
             (recorder.name(leaf), register)
-            for (_, leaf), register in zip(_tensors(new), after.registers, strict=True)
+            for (_, leaf), register in zip(tensors_of(new), after.registers, strict=True)
         ]
         results = [recorder.name(value) for value in values]
-        if any(self._is_shared(one) and given.get(name) is not one for name, one in targets):
+        if any(
+            self._registers.is_shared(one) and given.get(name) is not one for name, one in targets
+        ):
             raise TypeError("it makes a leaf that clients share")
         replay = compile_in_place(recorder, given, targets, results, self._buffers)
         written = recorder.written()
@@ -270,69 +255,24 @@ class WholeSteps:
         new, logged = function(rebuild(before.tree, iter([copy(r) for r in before.registers])))
         real: list[Tensor] = []
         flatten(logged, real)
-        real += [leaf for _, leaf in _tensors(new)]
+        real += [leaf for _, leaf in tensors_of(new)]
         replayed: list[Tensor] = []
         found = self._replayed(program, leaves)
         flatten(found, replayed)
         replayed += self._layout.registers
         self._unchecked.discard(key)
         self._checked.add(self._context)
-        if self._layout is self._layout_of(new) and agree(replayed, real):
+        if self._layout is self._registers.layout_of(new) and agree(replayed, real):
             return found
         self._refuse(
             "a step differs from its recording, so it reads something besides its batch, its "
             "state and its settings"
         )
-        return self._end(new, self._layout_of(new), logged)
+        return self._end(new, self._registers.layout_of(new), logged)
 
     def _refuse(self, why: str) -> None:
         self._refused.add(self._context)
         log.info("Whole steps are no longer recorded: %s.", why)
-
-    def _layout_of(self, state: Tree) -> Layout:
-        """Return the layout of a state, with registers for its leaves."""
-        paths, registers = [], []
-        for path, leaf in _tensors(state):
-            shared = self._is_shared(leaf)
-            key = path, leaf.shape, leaf.dtype, leaf.device, shared
-            if key not in self._registers:
-                shape = leaf.shape[1:] if shared else leaf.shape
-                register = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
-                if shared:  # also of one client
-                    register = register.as_strided(leaf.shape, (0, *register.stride()))
-                self._registers[key] = register
-            paths.append(path)
-            registers.append(self._registers[key])
-        # With what isn't a tensor, such as an optimizer's momentum of None.
-        known = flatten(state, []), *map(id, registers)
-        if known not in self._layouts:
-            tree = rebuild(state, iter(registers))
-            self._layouts[known] = Layout(len(self._layouts), tree, registers, paths)
-        return self._layouts[known]
-
-    def _is_shared(self, leaf: Tensor) -> bool:
-        return self._expanded and is_expanded(leaf)
-
-
-def _tensors(tree: Tree) -> Iterator[tuple[Path, Tensor]]:
-    """Iterate over the paths and the tensors of a tree, in the order of ``flatten``."""
-    return ((path, leaf) for path, leaf in items(tree) if isinstance(leaf, Tensor))
-
-
-def _fill(pairs: Iterable[tuple[Tensor, Tensor]], layout: Layout) -> None:
-    """Copy leaves to their registers, which are among those of a layout."""
-    memory = {_memory(register) for register in layout.registers}
-    moved = [
-        # What another copy changes is read before.
-        (register, leaf.clone() if _memory(leaf) in memory else leaf)
-        for register, leaf in pairs
-        if leaf is not register
-    ]
-    for register, leaf in moved:
-        if is_expanded(register):  # one row is all of its memory
-            register[:1].copy_(leaf[:1])
-        else:
-            register.copy_(leaf)
 
 
 def _equal(register: Tensor, old: Tensor | None) -> bool:
@@ -344,7 +284,3 @@ def _equal(register: Tensor, old: Tensor | None) -> bool:
 def _is_same(known: Tensor | None, leaf: Tensor) -> bool:
     """Whether a leaf that clients share is one that is known."""
     return known is not None and is_expanded(leaf) and known.data_ptr() == leaf.data_ptr()
-
-
-def _memory(leaf: Tensor) -> int:
-    return leaf.untyped_storage().data_ptr()
