@@ -1,68 +1,36 @@
-"""The choice of the engine for each step of the user's module, by a probe."""
+"""The engine that runs each step of the user's module, which a probe chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from operator import ne
 from typing import Any, Literal, get_args
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pfl.contract.records import Evaluation, LocalResult, OnClients
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.core.tree import Tree, rows
+from lightning_pfl.core.tree import rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
-from lightning_pfl.engine.base import Engine, EngineSettings, EvaluationWork, LocalWork, ModuleLoop
-from lightning_pfl.engine.cost import Share, batching_pays
+from lightning_pfl.engine.active_phase import is_unmodified
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork, ModuleLoop
 from lightning_pfl.engine.optimizer import why_not_elementwise
+from lightning_pfl.engine.probe import Probe, results
 from lightning_pfl.engine.program import NotVectorizableError
-from lightning_pfl.engine.safety.compare import (
-    OTHER_NUMBERS,
-    difference,
-    evaluation_trees,
-    hidden_loops_are_errors,
-    is_alike,
-    is_out_of_memory,
-    reason_of,
-    together,
-    training_trees,
-)
-from lightning_pfl.engine.safety.double import in_double
+from lightning_pfl.engine.safety.compare import OTHER_NUMBERS, is_out_of_memory, reason_of
 from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten
-from lightning_pfl.engine.safety.snapshot import (
-    has_hooks_or_generators,
-    hooks_of,
-    restore,
-    snapshot,
-)
+from lightning_pfl.engine.safety.snapshot import has_hooks_or_generators, hooks_of
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.engine.steps import phase_budget
-from lightning_pfl.engine.timing import (
-    CACHED,
-    Candidate,
-    chunk_sizes,
-    clock,
-    evaluation_piece,
-    run_in_turns,
-    time_training,
-)
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.engine.vectorized.evaluation import evaluates_per_sample
 from lightning_pfl.engine.vectorized.gradient import Transform
 from lightning_pfl.methods.base import Phase
 
 EngineName = Literal["auto", "vectorized", "sequential", "timed"]
-PROBED_CLIENTS = 2
-PROBED_SAMPLES = 8
-CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
-PER_CLIENT_PRODUCTS = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 def check_engine(engine: str) -> None:
@@ -141,6 +109,7 @@ class SelectedEngine:
         self._sequential = SequentialEngine(
             module, parameter_split, settings, loop, record=name in ("auto", "timed")
         )
+        self._probe = Probe(self._sequential)
 
     @property
     def loop(self) -> ModuleLoop | None:
@@ -165,9 +134,7 @@ class SelectedEngine:
             why_not = why_not_elementwise(work.optimizer) if self.loop is None else self.loop.why
             if work.kept is not None and any(not p.ndim for p in self.module.parameters()):
                 why_not = why_not or "optimizer states are kept, and a parameter has no axes"
-            first = self._first_steps(work)
-            pays = partial(self._training_pays, work, first)
-            self._choose_together(work, first, pays, why_not)
+            self._choose_together(work, why_not)
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
@@ -180,8 +147,7 @@ class SelectedEngine:
         """Run a validation, test or prediction step for each client."""
         later = self.trial and self.name == "timed" and not self._known(work.step)[1]
         if work.step not in self._engines and not later:
-            first = _first_batches(work)
-            self._choose_together(work, first, partial(self._evaluation_pays, work, first))
+            self._choose_together(work)
         engine, listener = self._engines.get(work.step, self._sequential), _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
@@ -255,24 +221,20 @@ class SelectedEngine:
         self._checked.add(work.step)
         return weights_unwritten(self.module, rows(work.sent, slice(0, 1)), work.step)
 
-    # --- the probe ---
+    # --- the choice ---
 
     def _choose_together(
-        self,
-        whole: LocalWork | EvaluationWork,
-        work: LocalWork | EvaluationWork,
-        pays: Callable[[VectorizedEngine, FlopCounterMode], bool],
-        why_not: str | None = None,
+        self, work: LocalWork | EvaluationWork, why_not: str | None = None
     ) -> None:
         """Choose, and if another process has found something else before, choose that."""
-        self._choose(whole, work, pays, why_not)
+        self._choose(work, why_not)
         if self._agree is None or self.name == "sequential":
             return
         place = self._place(work.step)
         mine = self.found.get(place, self._one_by_one)
         if (first := self._agree(place, mine)) != mine:
             self.found[place] = first
-            self._choose(whole, work, pays, why_not, "another process")
+            self._choose(work, why_not, "another process")
 
     def _place(self, step: str) -> str:
         return f"{self.settings.device.type} {step}"
@@ -289,19 +251,14 @@ class SelectedEngine:
 
     def _choose(
         self,
-        whole: LocalWork | EvaluationWork,
         work: LocalWork | EvaluationWork,
-        pays: Callable[[VectorizedEngine, FlopCounterMode], bool],
         why_not: str | None = None,
         finder: str = "the checkpoint's run",
     ) -> None:
         """Settle which engine runs a step, by running it on a short piece of work.
 
         Args:
-            whole: What is to be run.
-            work: One step of a few clients.
-            pays: Estimates whether the whole work is faster vectorized, from the engine and the
-                operations that it has run for ``work``.
+            work: What is to be run.
             why_not: Why the vectorized engine can't run it, if that is known.
             finder: Who has found what is known of the step before.
         """
@@ -320,8 +277,9 @@ class SelectedEngine:
         if why_not is not None:
             reasons.append(why_not)
         else:
-            with self._undisturbed(), self._checking(work):
-                expected = _results(self._sequential, work)
+            piece = self._probe.piece(work)
+            with self._probe.undisturbed(), self._checking(piece):
+                expected = results(self._sequential, piece)
             if getattr(self._sequential, "draws_elsewhere", False):
                 reasons.append(DRAWS_ELSEWHERE)
             stochastic = self._sequential.random_calls > 0
@@ -329,19 +287,17 @@ class SelectedEngine:
             transforms: tuple[Transform, ...] = ("forward", "grad")
             transforms = tuple(sorted(transforms, key=lambda transform: transform != before))
             for transform in transforms if not reasons else ():
-                engine = self._vectorized(transform, stochastic)
+                engine = self._probe.at_once(transform, stochastic)
                 counter = FlopCounterMode(display=False)
                 mode: AbstractContextManager[Any] = counter if estimated else nullcontext()
-                decides = estimated and not before
+                pays = partial(self._probe.pays, work, piece, engine, counter)
                 # What a run has begun with is taken anyway.
-                wanted = (
-                    partial(pays, engine, counter) if decides else partial(ne, before, transform)
-                )
-                reason = self._problem(engine, work, expected, mode, wanted)
+                wanted = pays if estimated and not before else partial(ne, before, transform)
+                reason = self._probe.problem(engine, piece, expected, mode, wanted)
                 if reason is None or (before == transform and OTHER_NUMBERS in reason):
                     if self.name == "timed" and not before:
-                        self._settle_fastest(whole, engine)
-                    elif estimated and not before and not pays(engine, counter):
+                        self._settle_fastest(work, engine)
+                    elif estimated and not before and not pays():
                         self.found[place] = self._sequential.name
                         self._settle(step, self._sequential, SLOWER)
                     else:
@@ -369,7 +325,7 @@ class SelectedEngine:
             work: What is to be run.
             engine: The vectorized engine, which can run it.
         """
-        seconds = self.seconds[work.step] = self._time(work, engine)
+        seconds = self.seconds[work.step] = self._probe.seconds(work, engine)
         best = min(seconds, key=seconds.__getitem__, default=0)
         times = ", ".join(
             f"{took * 1e3:.3g} ms {f'with {many} at once' if many else 'one after another'}"
@@ -383,161 +339,6 @@ class SelectedEngine:
             return
         engine.chunk_size = best
         self._settle(work.step, engine, f"{best} clients at once; a {unit} takes {times}")
-
-    def _time(self, work: LocalWork | EvaluationWork, engine: VectorizedEngine) -> dict[int, float]:
-        """Time both engines, by clients per program; 0 for one after another.
-
-        They are other objects than those that will run, which learn nothing from pieces.
-        """
-        now = partial(clock, self.settings.device)
-        if isinstance(work, EvaluationWork):
-            several = self._vectorized(engine.transform, engine.stochastic)
-            piece = evaluation_piece(work, several.groups(work))
-            size = len(piece.clients)
-            alone = SequentialEngine(self.module, self.parameter_split, self.settings, record=True)
-            candidates = {
-                0: Candidate([partial(alone.evaluate, piece)], [size], size),
-                size: Candidate([partial(several.evaluate, piece)], [size], size),
-            }
-            with self._undisturbed():
-                found = run_in_turns(candidates, now)
-            return {key: candidates[key].rate for key in found}
-
-        most, known = engine.most(), self.settings.chunk_size
-        if self.settings.device.type == "cpu":
-            most = min(most, max(1, CACHED // max(1, engine.model_nbytes())))
-        sizes = [known] if known else chunk_sizes(len(work.info), most)
-
-        def make(size: int) -> SequentialEngine | VectorizedEngine:
-            if not size:
-                return SequentialEngine(
-                    self.module, self.parameter_split, self.settings, record=True
-                )
-            made = self._vectorized(engine.transform, engine.stochastic)
-            made.chunk_size = size
-            return made
-
-        with self._undisturbed():
-            return time_training(work, make, sizes, engine.limits, now)
-
-    def _training_pays(
-        self,
-        work: LocalWork,
-        probed: LocalWork,
-        engine: VectorizedEngine,
-        counter: FlopCounterMode,
-    ) -> bool:
-        """Estimate for local training; a cohort's first client stands for all."""
-        gradients = len(probed.info) * max(engine.gradients, 1)
-        first = work.data.names[int(work.info.index[0])]
-        shares = []
-        for phase in work.phases:
-            gradients_of = int(engine.count_steps(work.data, work.info.index[:1], (phase,)))
-            passes = phase_budget(phase).of(first).passes
-            active = ActivePhase(phase, self.parameter_split)
-            cached = passes > 1 and engine.prefix.expects(active, work.data)
-            shares.append(Share(gradients_of, cached, passes if cached else 1))
-        counts = counter.get_flop_counts().get("Global", {})
-        replayed = self._sequential.records(work) and not _convolves(counts)
-        return batching_pays(counter.get_total_flops() / gradients, shares, replayed)
-
-    def _evaluation_pays(
-        self,
-        work: EvaluationWork,
-        probed: EvaluationWork,
-        engine: VectorizedEngine,
-        counter: FlopCounterMode,
-    ) -> bool:
-        """Estimate for an evaluation."""
-        counts = counter.get_flop_counts().get("Global", {})  # a module may have no product at all
-        # A shared layer sees all clients' samples as one large batch, which nothing beats;
-        # attention and recurrent layers don't.
-        if engine.transform == "forward" and not any(op in counts for op in PER_CLIENT_PRODUCTS):
-            return True
-        operations = counter.get_total_flops() / len(probed.clients)
-        if isinstance(work.data, FederatedTensorDataset):
-            whole = min(work.data.batch_size, int(work.data.num_samples[work.clients].max()))
-            operations *= max(1.0, whole / PROBED_SAMPLES)
-        replayed = self._sequential.may_replay(work.step) and not _convolves(counts)
-        return batching_pays(operations, [Share(1)], replayed)
-
-    def _first_steps(self, work: LocalWork) -> LocalWork:
-        """Cut the work to one step of every phase, of two clients.
-
-        By plain SGD: Adam's first step, a sign, magnifies rounding without bound.
-        """
-        some = torch.argsort(work.info.steps, descending=True, stable=True)[:PROBED_CLIENTS]
-        few = work.rows(together(work.data, work.info.index, some))
-        phases = tuple(replace(phase, epochs=None, steps=1, lr=None) for phase in work.phases)
-        steps = torch.full_like(few.info.steps, len(phases))
-        sgd = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=1.0)
-        return replace(
-            few,
-            info=replace(few.info, steps=steps),
-            phases=phases,
-            optimizer=sgd,
-            schedule=None,
-            kept=None,
-        )
-
-    def _problem(
-        self,
-        engine: VectorizedEngine,
-        work: LocalWork | EvaluationWork,
-        expected: Tree,
-        counter: AbstractContextManager[Any],
-        is_wanted: Callable[[], bool],
-    ) -> str | None:
-        """Describe why the vectorized engine can't be used, or return None.
-
-        ``is_wanted`` says whether it would be used, so that a doubt is worth another try.
-        """
-        try:
-            with self._undisturbed(), hidden_loops_are_errors(), counter:
-                found = _results(engine, work)
-        # Any exception of a user's module under vmap; true errors recur in the other engine.
-        except Exception as error:
-            return reason_of(error)
-        before = (
-            {"uploads": work.received, "own": work.client_state}
-            if isinstance(work, LocalWork)
-            else {}
-        )
-        why = difference(expected, found, before, mixed=self.settings.autocast is not None)
-        rounded = why is not None and OTHER_NUMBERS in why and is_alike(expected, found, before)
-        if not (rounded and isinstance(work, LocalWork) and is_wanted()):
-            return why
-        return None if self._agrees_in_double(engine, work) else why
-
-    def _agrees_in_double(self, engine: VectorizedEngine, work: LocalWork) -> bool:
-        """Whether a step is the same in double precision, as far as that can be tried."""
-        settings, double = self.settings, in_double(work)
-        if double is None or settings.autocast is not None or settings.default_dtype is not None:
-            return False
-        one_by_one = SequentialEngine(self.module, self.parameter_split, settings)
-        at_once = self._vectorized(engine.transform, engine.stochastic)
-        try:
-            with self._undisturbed():
-                expected, found = (_results(each, double) for each in (one_by_one, at_once))
-        # A module may have tensors that are neither parameters nor buffers.
-        except Exception:
-            return False
-        before = {"uploads": double.received, "own": double.client_state}
-        return difference(expected, found, before, mixed=False) is None
-
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Restore the user's modules and torchmetrics objects after a probe."""
-        before = snapshot(self.module)
-        try:
-            yield
-        finally:
-            restore(self.module, before)
-
-    def _vectorized(self, transform: Transform, stochastic: bool) -> VectorizedEngine:
-        return VectorizedEngine(
-            self.module, self.parameter_split, self.settings, transform, stochastic
-        )
 
     def _settle(self, step: str, engine: SequentialEngine | VectorizedEngine, why: str) -> None:
         self._engines[step], self._hooks[step] = engine, hooks_of(self.module)
@@ -566,28 +367,3 @@ class _Listener:
         self.failed = True
         self.on_clients(positions, losses)
         self.failed = False
-
-
-def _convolves(counts: Mapping[Any, int]) -> bool:
-    return any(op in counts for op in CONVOLUTIONS)
-
-
-def _results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:
-    """Run the work and return its results as a tree to compare."""
-    if isinstance(work, LocalWork):
-        return training_trees(engine.train(work))
-    return evaluation_trees(engine.evaluate(work), work.models)
-
-
-def _first_batches(work: EvaluationWork) -> EvaluationWork:
-    """Cut the work to one minibatch of two clients."""
-    data = work.data
-    order = torch.argsort(data.num_samples[work.clients], descending=True, stable=True)
-    if not isinstance(data, FederatedTensorDataset):
-        return replace(work.rows(together(data, work.clients, order[:PROBED_CLIENTS])), limit=1)
-    few = work.rows(order[:PROBED_CLIENTS])
-    # Of these alone, as there may be many others.
-    data, everyone = data.subset(few.clients.tolist()), torch.arange(len(few.clients))
-    data = data.take(PROBED_SAMPLES, seed=0)
-    probed = together(data, everyone, everyone)
-    return replace(few.rows(probed), data=data, clients=probed, limit=1)

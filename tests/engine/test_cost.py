@@ -20,8 +20,8 @@ from lightning_pfl.engine.cost import (
     Share,
     batching_pays,
 )
+from lightning_pfl.engine.probe import Probe
 from lightning_pfl.engine.safety.compare import OTHER_NUMBERS
-from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.models.base import PersonalizedModule
@@ -82,7 +82,7 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
         assert [share.cached for share in shares] == [False]
         return True
 
-    monkeypatch.setattr("lightning_pfl.engine.select.batching_pays", watch)
+    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
     data = image_clients((8, 8), batch_size=4)
     fit(FedAvg(local_epochs=3), data, network(), 1, "auto")
     assert seen == [2 * 4 * (25 * 6 * 2 + 6 * CLASSES * 3), 6, True]
@@ -95,7 +95,7 @@ def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -
         seen.extend(shares)
         return True
 
-    monkeypatch.setattr("lightning_pfl.engine.select.batching_pays", watch)
+    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
     data = image_clients((8, 8), batch_size=4)
     fit(FedRep(head_epochs=5, body_epochs=1), data, network(), 1, "auto")
     assert seen == [Share(10, cached=True, passes=5), Share(2)]
@@ -118,14 +118,14 @@ def test_a_resumed_run_keeps_an_engine_that_rounding_has_chosen(
     tmp_path: Path,
 ) -> None:
     """Whatever the comparison on the next round's minibatches says."""
-    probe, data, path = SelectedEngine._problem, image_clients((8, 8), batch_size=4), tmp_path / "a"
+    probe, data, path = Probe.problem, image_clients((8, 8), batch_size=4), tmp_path / "a"
 
     def run(rounds: int, wrong: list[str], resume: Path | None = None) -> Any:
         def problem(self: Any, made: Any, *args: Any) -> str | None:
             found = probe(self, made, *args)
             return f"its result {OTHER_NUMBERS}" if made.transform in wrong else found
 
-        monkeypatch.setattr(SelectedEngine, "_problem", problem)
+        monkeypatch.setattr(Probe, "problem", problem)
         made = trainer(FedAvg(), engine=engine, max_epochs=rounds, limit_val_batches=0)
         made.fit(network(), data, data, ckpt_path=resume)
         return made

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine import select, timing
+from lightning_pfl.engine import probe, select, timing
 from lightning_pfl.engine.base import EvaluationWork, LocalWork
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.engine.sequential import SequentialEngine
@@ -244,8 +244,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 
     slow(SequentialEngine)
     slow(VectorizedEngine)
-    monkeypatch.setattr(select, "clock", clock)
-    monkeypatch.setattr(select, "chunk_sizes", lambda clients, most: [4, 2])
+    monkeypatch.setattr(probe, "clock", clock)
+    monkeypatch.setattr(probe, "chunk_sizes", lambda clients, most: [4, 2])
     return costs
 
 
@@ -326,7 +326,7 @@ def test_evaluations_are_timed_after_the_sanity_check_and_with_all_clients(
         pieces.append(work.clients.tolist())
         return evaluation_piece(work, groups)
 
-    monkeypatch.setattr(select, "evaluation_piece", recorded)
+    monkeypatch.setattr(probe, "evaluation_piece", recorded)
     engine = run(num_sanity_val_steps=2, rounds=2).strategy.federation.engine
     assert pieces == [[0, 1, 2, 3]]
     assert set(engine.seconds["validation_step"]) == {0, 4}
@@ -351,7 +351,7 @@ def test_a_chunk_size_that_was_given_is_the_only_one(machine: dict[int, float]) 
 def test_what_can_not_run_at_once_is_not_timed(
     machine: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SelectedEngine, "_problem", lambda *_: "no batching rule")
+    monkeypatch.setattr(probe.Probe, "problem", lambda *_: "no batching rule")
     made = run()
     assert choice_of(made) == (
         "sequential (vmap over the forward pass: no batching rule; "

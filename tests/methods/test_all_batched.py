@@ -10,7 +10,7 @@ import torch
 
 from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine.select import PROBED_CLIENTS
+from lightning_pfl.engine.probe import PROBED_CLIENTS
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing import fit
 from lightning_pfl.testing.conformance import small_clients, small_module

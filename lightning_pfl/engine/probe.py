@@ -1,0 +1,268 @@
+"""A short piece of a run's work, which both engines do: whether they agree, and which is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_pfl.core.tree import Tree
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.active_phase import ActivePhase
+from lightning_pfl.engine.base import Engine, EvaluationWork, LocalWork
+from lightning_pfl.engine.cost import Share, batching_pays
+from lightning_pfl.engine.safety.compare import (
+    OTHER_NUMBERS,
+    difference,
+    evaluation_trees,
+    hidden_loops_are_errors,
+    is_alike,
+    reason_of,
+    together,
+    training_trees,
+)
+from lightning_pfl.engine.safety.double import in_double
+from lightning_pfl.engine.safety.snapshot import restore, snapshot
+from lightning_pfl.engine.sequential import SequentialEngine
+from lightning_pfl.engine.steps import phase_budget
+from lightning_pfl.engine.timing import (
+    CACHED,
+    Candidate,
+    chunk_sizes,
+    clock,
+    evaluation_piece,
+    run_in_turns,
+    time_training,
+)
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
+from lightning_pfl.engine.vectorized.gradient import Transform
+
+PROBED_CLIENTS = 2
+PROBED_SAMPLES = 8
+CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
+PER_CLIENT_PRODUCTS = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+
+class Probe:
+    """Compares the vectorized engine with the sequential one, on short pieces of work.
+
+    Args:
+        sequential: The sequential engine.
+    """
+
+    def __init__(self, sequential: SequentialEngine) -> None:
+        self.sequential = sequential
+        self.module, self.settings = sequential.module, sequential.settings
+
+    def alone(self, record: bool) -> SequentialEngine:
+        """Make another sequential engine.
+
+        Args:
+            record: Whether it may record steps.
+        """
+        split = self.sequential.parameter_split
+        return SequentialEngine(self.module, split, self.settings, record=record)
+
+    def at_once(self, transform: Transform, stochastic: bool) -> VectorizedEngine:
+        """Make a vectorized engine.
+
+        Args:
+            transform: What runs under ``vmap``.
+            stochastic: Whether steps draw random numbers.
+        """
+        split = self.sequential.parameter_split
+        return VectorizedEngine(self.module, split, self.settings, transform, stochastic)
+
+    def piece(self, work: LocalWork | EvaluationWork) -> LocalWork | EvaluationWork:
+        """Cut work to what both engines do: one step of a few clients."""
+        if isinstance(work, EvaluationWork):
+            return _first_minibatch(work)
+        return _first_step(work, self.module)
+
+    def problem(
+        self,
+        engine: VectorizedEngine,
+        piece: LocalWork | EvaluationWork,
+        expected: Tree,
+        counter: AbstractContextManager[Any],
+        is_wanted: Callable[[], bool],
+    ) -> str | None:
+        """Describe why the vectorized engine can't be used, or return None.
+
+        Args:
+            engine: The vectorized engine.
+            piece: As of :meth:`piece`.
+            expected: The results of the sequential engine.
+            counter: Counts the operations that it runs, or does nothing.
+            is_wanted: Whether it would be used, so that a doubt is worth another try.
+        """
+        try:
+            with self.undisturbed(), hidden_loops_are_errors(), counter:
+                found = results(engine, piece)
+        # Any exception of a user's module under vmap; true errors recur in the other engine.
+        except Exception as error:
+            return reason_of(error)
+        before = (
+            {"uploads": piece.received, "own": piece.client_state}
+            if isinstance(piece, LocalWork)
+            else {}
+        )
+        why = difference(expected, found, before, mixed=self.settings.autocast is not None)
+        rounded = why is not None and OTHER_NUMBERS in why and is_alike(expected, found, before)
+        if not (rounded and isinstance(piece, LocalWork) and is_wanted()):
+            return why
+        return None if self._agrees_in_double(engine, piece) else why
+
+    def _agrees_in_double(self, engine: VectorizedEngine, piece: LocalWork) -> bool:
+        """Whether a step is the same in double precision, as far as that can be tried."""
+        settings, double = self.settings, in_double(piece)
+        if double is None or settings.autocast is not None or settings.default_dtype is not None:
+            return False
+        one_by_one = self.alone(record=False)
+        at_once = self.at_once(engine.transform, engine.stochastic)
+        try:
+            with self.undisturbed():
+                expected, found = (results(each, double) for each in (one_by_one, at_once))
+        # A module may have tensors that are neither parameters nor buffers.
+        except Exception:
+            return False
+        before = {"uploads": double.received, "own": double.client_state}
+        return difference(expected, found, before, mixed=False) is None
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Restore the user's modules and torchmetrics objects after a piece."""
+        before = snapshot(self.module)
+        try:
+            yield
+        finally:
+            restore(self.module, before)
+
+    def pays(
+        self,
+        work: LocalWork | EvaluationWork,
+        piece: LocalWork | EvaluationWork,
+        engine: VectorizedEngine,
+        counter: FlopCounterMode,
+    ) -> bool:
+        """Estimate whether clients run faster together than one after another, on a CPU.
+
+        Args:
+            work: What is to be run.
+            piece: As of :meth:`piece`.
+            engine: The vectorized engine.
+            counter: The operations that it has run for the piece.
+        """
+        # A module may have no product at all.
+        counts = counter.get_flop_counts().get("Global", {})
+        operations = float(counter.get_total_flops())
+        convolves = any(op in counts for op in CONVOLUTIONS)
+        if isinstance(work, LocalWork):
+            assert isinstance(piece, LocalWork)
+            operations /= len(piece.info) * max(engine.gradients, 1)
+            replayed = self.sequential.records(work) and not convolves
+            return batching_pays(operations, self._shares(work, engine), replayed)
+        assert isinstance(piece, EvaluationWork)
+        # A shared layer sees all clients' samples as one large batch, which nothing beats;
+        # attention and recurrent layers don't.
+        if engine.transform == "forward" and not any(op in counts for op in PER_CLIENT_PRODUCTS):
+            return True
+        operations /= len(piece.clients)
+        if isinstance(work.data, FederatedTensorDataset):
+            whole = min(work.data.batch_size, int(work.data.num_samples[work.clients].max()))
+            operations *= max(1.0, whole / PROBED_SAMPLES)
+        replayed = self.sequential.may_replay(work.step) and not convolves
+        return batching_pays(operations, [Share(1)], replayed)
+
+    def _shares(self, work: LocalWork, engine: VectorizedEngine) -> list[Share]:
+        """Count the gradients of each phase; a cohort's first client stands for all."""
+        first, index = work.data.names[int(work.info.index[0])], work.info.index[:1]
+        shares = []
+        for phase in work.phases:
+            gradients = int(engine.count_steps(work.data, index, (phase,)))
+            passes = phase_budget(phase).of(first).passes
+            active = ActivePhase(phase, self.sequential.parameter_split)
+            cached = passes > 1 and engine.prefix.expects(active, work.data)
+            shares.append(Share(gradients, cached, passes if cached else 1))
+        return shares
+
+    def seconds(
+        self, work: LocalWork | EvaluationWork, engine: VectorizedEngine
+    ) -> dict[int, float]:
+        """Time both engines, by clients per program; 0 for one after another.
+
+        They are other objects than those that will run, which learn nothing from pieces.
+
+        Args:
+            work: What is to be run.
+            engine: The vectorized engine.
+        """
+        now = partial(clock, self.settings.device)
+        if isinstance(work, EvaluationWork):
+            several = self.at_once(engine.transform, engine.stochastic)
+            piece = evaluation_piece(work, several.groups(work))
+            size = len(piece.clients)
+            alone = self.alone(record=True)
+            candidates = {
+                0: Candidate([partial(alone.evaluate, piece)], [size], size),
+                size: Candidate([partial(several.evaluate, piece)], [size], size),
+            }
+            with self.undisturbed():
+                found = run_in_turns(candidates, now)
+            return {key: candidates[key].rate for key in found}
+
+        most, known = engine.most(), self.settings.chunk_size
+        if self.settings.device.type == "cpu":
+            most = min(most, max(1, CACHED // max(1, engine.model_nbytes())))
+        sizes = [known] if known else chunk_sizes(len(work.info), most)
+
+        def make(size: int) -> SequentialEngine | VectorizedEngine:
+            if not size:
+                return self.alone(record=True)
+            made = self.at_once(engine.transform, engine.stochastic)
+            made.chunk_size = size
+            return made
+
+        with self.undisturbed():
+            return time_training(work, make, sizes, engine.limits, now)
+
+
+def _first_step(work: LocalWork, module: nn.Module) -> LocalWork:
+    """Cut the work to one step of every phase, of two clients.
+
+    By plain SGD: Adam's first step, a sign, magnifies rounding without bound.
+    """
+    some = torch.argsort(work.info.steps, descending=True, stable=True)[:PROBED_CLIENTS]
+    few = work.rows(together(work.data, work.info.index, some))
+    phases = tuple(replace(phase, epochs=None, steps=1, lr=None) for phase in work.phases)
+    steps = torch.full_like(few.info.steps, len(phases))
+    sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1.0)
+    info = replace(few.info, steps=steps)
+    return replace(few, info=info, phases=phases, optimizer=sgd, schedule=None, kept=None)
+
+
+def results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:
+    """Run the work and return its results as a tree to compare."""
+    if isinstance(work, LocalWork):
+        return training_trees(engine.train(work))
+    return evaluation_trees(engine.evaluate(work), work.models)
+
+
+def _first_minibatch(work: EvaluationWork) -> EvaluationWork:
+    """Cut the work to one minibatch of two clients."""
+    data = work.data
+    order = torch.argsort(data.num_samples[work.clients], descending=True, stable=True)
+    if not isinstance(data, FederatedTensorDataset):
+        return replace(work.rows(together(data, work.clients, order[:PROBED_CLIENTS])), limit=1)
+    few = work.rows(order[:PROBED_CLIENTS])
+    # Of these alone, as there may be many others.
+    data, everyone = data.subset(few.clients.tolist()), torch.arange(len(few.clients))
+    data = data.take(PROBED_SAMPLES, seed=0)
+    probed = together(data, everyone, everyone)
+    return replace(few.rows(probed), data=data, clients=probed, limit=1)
