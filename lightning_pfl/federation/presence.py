@@ -9,38 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from queue import SimpleQueue
 from threading import Event, Thread
-from time import monotonic
+from time import monotonic, sleep
+from typing import Protocol
 
-import torch
+from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 SILENCE = timedelta(minutes=3)
 """Time without a sign of life after which a process counts as stopped."""
 LOOKS = 20
 """Signs of life in this time."""
+PAUSE = 0.05
+"""Seconds after which a process that waits looks again, at most."""
 
 
 class StoppedProcessError(RuntimeError):
     """A process of the run is stopped, or its machine can't be reached."""
 
 
-class _Call:
-    """A call in another thread, in the modes of autograd of this one."""
+class Call(Protocol):
+    """A collective call that has begun."""
 
-    def __init__(self, function: Callable[[], object]) -> None:
-        self.function, self.ended = function, Event()
-        self.error: BaseException | None = None
-        self.inference, self.grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
 
-    def run(self) -> None:
-        try:
-            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
-                self.function()
-        except BaseException as error:  # raised where the call was made
-            self.error = error
-        self.ended.set()
+    def wait(self) -> object:
+        """Wait for its end, and raise its error."""
+
+
+def _keep(call: Call, group: object) -> None:
+    """Keep the connections until a call ends: to close them before waits for it, for ever."""
+    call.wait()
 
 
 class Presence:
@@ -62,12 +62,9 @@ class Presence:
         now = monotonic()
         self._seen = dict.fromkeys(range(size), (b"", now))
         self._contact, self._ended = now, Event()
-        self._calls: SimpleQueue[_Call] = SimpleQueue()
         store = TCPStore(host, port, is_master=False, wait_for_workers=False)
-        # Daemons, as a call may wait for ever.
         self._signs = Thread(target=self._show, args=(store,), daemon=True)
         self._signs.start()
-        Thread(target=self._serve, daemon=True).start()
 
     def _show(self, store: TCPStore) -> None:
         """Count up this process's number, and look at those of the others."""
@@ -85,24 +82,29 @@ class Presence:
                 if value != self._seen[rank][0]:
                     self._seen[rank] = value, now
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Make a collective call in a thread, and look at the others while it waits.
+    def call(self, begin: Callable[[], Call]) -> None:
+        """Make a collective call, and look at the others while it runs.
+
+        It looks again and again instead of sleeping until the call wakes it up, which takes as long
+        as a small call: after a tenth of the time that it has waited.
+
+        Args:
+            begin: Begins the call.
 
         Raises:
             StoppedProcessError: If a process gives no sign of life.
         """
-        call = _Call(function)
         if self._stopped:
             raise StoppedProcessError(self._stopped)
-        self._calls.put(call)
-        while not call.ended.wait(self.silence / LOOKS):
-            self._look()
-        if call.error is not None:
-            raise call.error
-
-    def _serve(self) -> None:
-        while True:
-            self._calls.get().run()
+        call, start = begin(), monotonic()
+        try:
+            while not call.is_completed():
+                self._look()
+                sleep(min((monotonic() - start) / 10, PAUSE))
+        except BaseException:  # also an interruption
+            Thread(target=_keep, args=(call, distributed.group.WORLD), daemon=True).start()
+            raise
+        call.wait()
 
     def _look(self) -> None:
         now = monotonic()

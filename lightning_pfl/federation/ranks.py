@@ -94,7 +94,7 @@ class Ranks:
         if self.presence is None:
             function(*args, **kwargs)
         else:
-            self.presence.call(partial(function, *args, **kwargs))
+            self.presence.call(partial(function, *args, async_op=True, **kwargs))
 
     @contextmanager
     def without_communication(self) -> Iterator[None]:
@@ -115,8 +115,18 @@ class Ranks:
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Gather objects of all processes, in the order of their ranks: small ones in one call."""
-        if self.alone:
-            return [value]
+        return [value] if self.alone else self._all_gather_objects(value)
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """Return an object of one process in every process, whether or not it is alone now.
+
+        Args:
+            value: The object; of the other processes anything.
+            source: The rank of the process.
+        """
+        return self._all_gather_objects(value if self.rank == source else None)[source]
+
+    def _all_gather_objects(self, value: Any) -> list[Any]:
         said = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([len(said)]).view(torch.uint8)
         first, rest = said[: SMALL - len(size)], said[SMALL - len(size) :]

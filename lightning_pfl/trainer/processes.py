@@ -159,9 +159,7 @@ class ProcessesStrategy(ParallelStrategy):
         """Send an object of one process to all."""
         if not self.is_distributed or not distributed.is_initialized():
             return obj
-        sent = [obj]
-        self.ranks.call(distributed.broadcast_object_list, sent, src)
-        return sent[0]
+        return self.ranks.broadcast_object(obj, src)
 
 
 def leave_processes() -> None:
