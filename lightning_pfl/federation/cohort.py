@@ -268,8 +268,9 @@ class Cohort:
         if not accepted.any():  # nobody looks at the numbers
             none = self.mine.weights[:0]
             return expand(self.trained.mean(work.uploads, none, self.upload_form), len(accepted))
-        mine = accepted[self.trained.index].nonzero().flatten()
-        mean = self.shard.mean(rows(work.uploads, mine), self.mine.weights, self.upload_form)
+        mine = accepted[self.trained.index]
+        uploads = work.uploads if mine.all() else rows(work.uploads, mine.nonzero().flatten())
+        mean = self.shard.mean(uploads, self.mine.weights, self.upload_form)
         return expand(mean, len(accepted))
 
     def _accept_by_architecture(self, max_norm: MaxNorm) -> Verdict:
