@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from os import PathLike
 from types import UnionType
 from typing import Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -37,21 +38,29 @@ def check_types(
         Traceback (most recent call last):
         ValueError: Expected `count` to be a whole number, but got count='3'. The default is 3.
     """
-    hints = get_type_hints(function)
-    for name, parameter in inspect.signature(function).parameters.items():
-        kind = kind_of(hints.get(name))
-        if name not in given or kind is None:
+    for name, kind, default in _parameters(function):
+        if name not in given:
             continue
         value, bound = given[name], ""
         if least is not None and _is_number(value, numbers.Integral):
             bound = f" of at least {least}" if value < least else ""  # type: ignore[operator]
         if kind.fits(value) and not bound:
             continue
-        default = parameter.default
-        advice = "Give one." if default is parameter.empty else f"The default is {default!r}."
+        advice = (
+            "Give one." if default is inspect.Parameter.empty else f"The default is {default!r}."
+        )
         raise ValueError(
             f"Expected `{name}` to be {kind.name}{bound}, but got {name}={value!r}. {advice}"
         )
+
+
+@cache
+def _parameters(function: Callable[..., object]) -> list[tuple[str, Kind, object]]:
+    """Return the name, the kind and the default of each parameter that is looked at."""
+    hints = get_type_hints(function)
+    known = inspect.signature(function).parameters.items()
+    kinds = ((name, kind_of(hints.get(name)), parameter.default) for name, parameter in known)
+    return [(name, kind, default) for name, kind, default in kinds if kind is not None]
 
 
 PLAIN: dict[object, Kind] = {
