@@ -274,8 +274,8 @@ class OnClients(Protocol):
     It gets their positions in the cohort, and in training their losses, ``(clients,)``.
     """
 
-    def __call__(self, positions: list[int], losses: Tensor | None = None) -> None:
-        """Take note of the clients."""
+    def __call__(self, positions: list[int], losses: Tensor | None = None) -> bool | None:
+        """Take note of the clients; return False if this has run no code of a user's."""
 
 
 def as_positions_of(on_clients: OnClients | None, at: slice | Tensor) -> OnClients | None:
@@ -288,7 +288,7 @@ def as_positions_of(on_clients: OnClients | None, at: slice | Tensor) -> OnClien
     if on_clients is None or isinstance(at, slice):
         return on_clients
 
-    def call(positions: list[int], losses: Tensor | None = None) -> None:
-        on_clients(at[torch.tensor(positions, dtype=torch.int64)].tolist(), losses)
+    def call(positions: list[int], losses: Tensor | None = None) -> bool | None:
+        return on_clients(at[torch.tensor(positions, dtype=torch.int64)].tolist(), losses)
 
     return call

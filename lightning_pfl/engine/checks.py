@@ -1,41 +1,46 @@
-"""The choice of rounds in which recordings are compared with the steps that they replay.
+"""Which steps may be recorded, and the rounds in which recordings are compared with them.
 
-A layer of a user's may read anything: a global name, a file, the time. So a recording is compared
-with the step in every round. torch's layers read what they have as attributes, which recordings
-know, as do layers whose code shows it (``known_code.py``); where a step runs nothing else, a few
-comparisons are enough.
+A step of a user's may read anything: a global name, a file, the time. It is recorded where its code
+shows what it reads (``known_code.py``), and where a ``PersonalizedModule`` promises that, whose
+layers may do anything all the same. Then recordings are compared with the step in every round, else
+in a few of them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from lightning_pfl.engine.active_phase import is_unmodified
-from lightning_pfl.engine.known_code import Read, read_by
-from lightning_pfl.engine.safety.snapshot import hooks_of
-from lightning_pfl.models.losses import LOSSES
+from lightning_pfl.engine.known_code import Read, UnknownCodeError, read_by_step
+from lightning_pfl.engine.trace import Same, fingerprint
 
 RARELY = 16
-"""Every which round recordings of torch's layers are compared, the first one included."""
+"""Every which round recordings of known code are compared, the first one included."""
 OURS = ("lightning_pfl", "lightning", "torch", "builtins", "abc", "typing")
+log = logging.getLogger(__name__)
 
 
 class Checks:
-    """Counts rounds, and chooses those in which recordings are compared.
+    """Counts rounds, and chooses those that record and compare.
 
     Args:
         module: The user's module, whose steps are recorded.
+        step: The function of it that is called.
 
     Attributes:
-        known: Whether the steps of this round run nothing of a user's.
+        known: Whether the steps of this round run nothing of a user's that isn't known.
+        recordable: Whether they may be recorded.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self._rounds, self.known = module, 0, False
+    def __init__(self, module: nn.Module, step: str = "training_step") -> None:
+        self.module, self.step, self._rounds = module, step, 0
+        self.known = self.recordable = False
         self._read: Read | None = None
+        self._said = ""
 
     def due(self, others: Iterable[Any] = ()) -> bool:
         """Count a round, and return whether its recordings are compared.
@@ -44,36 +49,46 @@ class Checks:
             others: What a step runs besides the module: the method, and objects that it holds.
         """
         self._rounds += 1
-        before, self._read = self._read, read_by_step(self.module)
+        before = self._read
+        self.look()
         self.known = self._read is not None and all(map(_is_ours, others))
         return self._rounds % RARELY == 1 or not self.known or self._read != before
 
+    def look(self) -> None:
+        """Read the step's code, in which functions and names may have been replaced."""
+        try:
+            self._read = read_by_step(self.module, self.step)
+        except UnknownCodeError as unknown:
+            self._read = None
+            if self._said != str(unknown):
+                self._said = str(unknown)
+                log.info("The code of %s isn't known: %s.", self.step, unknown)
+        self.known = self.known and self._read is not None
+        self.recordable = self._read is not None or is_unmodified(self.module)
 
-def read_by_step(module: Any) -> Read | None:
-    """Return what code of users' layers reads elsewhere, if a step runs no other code of theirs.
+    def settings(self) -> tuple[Any, ...]:
+        """Return what recordings depend on besides their arguments, as it is now."""
+        read = (self._read or {}).items()
+        return fingerprint(self.module), tuple(
+            (Same(owner) if not isinstance(owner, str) else owner, name, _by_value(value))
+            for (owner, name), value in read
+        )
 
-    That is no loss or hook of a user's, and no function that is replaced on an object. The rest is
-    torch's and this package's.
-    """
-    own = {"forward", "per_sample", "training_step", "validation_step", "test_step", "_step"}
-    ours = (
-        is_unmodified(module)
-        and _is_ours(module)
-        and own.isdisjoint(vars(module))
-        and module.loss is LOSSES.get(module.loss_name)
-        and not hooks_of(module)
-    )
-    layers = [part for part in module.modules() if part is not module and not _is_torchs(part)]
-    return read_by(layers) if ours else None
+
+def may_be_recorded(module: Any) -> bool:
+    """Whether steps of a module are recorded in some round, whatever its attributes are then."""
+    try:
+        read_by_step(module, loose=True)
+    except UnknownCodeError:
+        return is_unmodified(module)
+    return True
+
+
+def _by_value(value: Any) -> Any:
+    plain = isinstance(value, (bool, int, float, str, type(None)))
+    return (type(value), value) if plain else Same(value)
 
 
 def _is_ours(value: Any) -> bool:
     """Whether no class of a value is a user's."""
     return all(cls.__module__.partition(".")[0] in OURS for cls in type(value).__mro__)
-
-
-def _is_torchs(layer: nn.Module) -> bool:
-    where = ("torch.nn.modules.", "lightning_pfl.models.")
-    forward = getattr(type(layer).forward, "__module__", None) or ""
-    known = type(layer).__module__.startswith(where) and forward.startswith(where)
-    return known and "forward" not in vars(layer)

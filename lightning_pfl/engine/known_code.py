@@ -1,131 +1,394 @@
-"""Layers of a user's whose code computes from inputs and attributes by torch's functions alone."""
+"""Code of users that computes from a step's inputs and from attributes by known functions alone.
+
+Such a step gives the same for the same inputs as long as the attributes, the functions and the
+global numbers that it reads stay the same, so that it may be recorded. Its instructions are read,
+not run, whichever way they would go. An attribute's name is looked up on every layer of a user's,
+as the object in front of it isn't known. What isn't understood counts as unknown.
+"""
 
 from __future__ import annotations
 
+import builtins
 import dis
+from abc import ABCMeta
 from collections.abc import Iterator
-from inspect import getattr_static
+from functools import cache
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+import lightning as L
+import torch
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
-BUILTINS = frozenset(
-    {
-        *("len", "range", "zip", "enumerate", "reversed", "sorted", "slice", "isinstance"),
-        *(
-            "int",
-            "float",
-            "bool",
-            "tuple",
-            "list",
-            "dict",
-            "min",
-            "max",
-            "sum",
-            "abs",
-            "all",
-            "any",
-        ),
-    }
-)
-"""Functions of Python that read their arguments alone."""
-ELSEWHERE = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME", "STORE_ATTR", "DELETE_ATTR"})
-"""Instructions of code that changes or reads more."""
-SPECIAL = frozenset({"__call__", "__getattr__", "__getattribute__", "__setattr__", "_call_impl"})
-"""Functions by which a class changes what attributes and calls mean."""
+from lightning_pfl.engine.safety.snapshot import BOOKS, hooks_of
+
+Read = dict[tuple[Any, str], Any]
+"""By owner and name: the functions and the numbers that code reads outside of layers."""
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+"""Types whose values never change."""
+OURS = ("torch", "torchmetrics", "math", "typing", "lightning_pfl")
+"""Packages whose functions read their arguments alone, but for :data:`READING`."""
+FRAMEWORKS = ("torch", "lightning", "builtins", "abc", "typing")
+"""Packages whose classes aren't read."""
 READING = frozenset(
     {
-        *("load", "from_file", "hub", "utils", "_C", "backends", "distributed", "multiprocessing"),
-        *("jit", "ops", "cuda", "get_default_dtype", "is_grad_enabled", "initial_seed"),
+        *("load", "save", "from_file", "hub", "utils", "_C", "backends", "distributed", "jit"),
+        *("ops", "cuda", "multiprocessing", "serialization", "package", "random", "compile"),
+        *("get_default_dtype", "get_default_device", "set_default_dtype", "set_default_device"),
+        *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "Generator"),
+        *("seed", "initial_seed", "manual_seed", "get_rng_state", "set_rng_state", "Tag"),
+        *("default_generator", "get_num_threads", "set_num_threads", "set_grad_enabled"),
     }
 )
-"""Names in torch that read files, settings or what other code has set, and those of modules."""
-PLAIN = (bool, int, float, str, type(None))
-Read = dict[tuple[Any, str], Any]
-"""By owner and name: the functions of layers' code, and the global names that it reads."""
+"""Names in torch that read or set files, settings and generators, and those of modules."""
+OUTSIDE = frozenset(
+    {
+        *("item", "tolist", "numpy", "data_ptr", "storage", "untyped_storage", "is_set_to", "set_"),
+        *("backward", "grad", "grad_fn", "register_hook", "retain_grad", "share_memory_"),
+        *("register_post_accumulate_grad_hook", "is_shared", "is_pinned", "module_load"),
+    }
+)
+"""Attributes by which a tensor's numbers reach Python, or code reaches what autograd keeps."""
+BUILTINS = frozenset(
+    {
+        *("len", "range", "zip", "enumerate", "reversed", "sorted", "slice", "isinstance", "map"),
+        *("int", "float", "bool", "str", "tuple", "list", "dict", "set", "frozenset", "filter"),
+        *("min", "max", "sum", "abs", "all", "any", "round", "divmod", "pow", "iter", "next"),
+        *("super", "ValueError", "TypeError", "RuntimeError", "IndexError", "KeyError"),
+        *("AssertionError", "NotImplementedError"),
+    }
+)
+"""Functions of Python that read their arguments alone, and errors."""
+ELSEWHERE = frozenset(
+    {
+        *("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT_NAME"),
+        *("LOAD_BUILD_CLASS", "GET_AWAITABLE", "GET_AITER"),
+        # After an error that it catches, code goes on in another way.
+        *("SETUP_FINALLY", "CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"),
+    }
+)
+"""Instructions that change or read more, or catch errors."""
+SILENT = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "RESUME", "PRECALL", "PUSH_NULL", "NOT_TAKEN"})
+GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+LAYERS = frozenset(
+    {
+        *("forward", "training_step", "training", "device", "dtype", "log", "log_dict", "hparams"),
+        *("parameters", "named_parameters", "buffers", "named_buffers", "children", "modules"),
+        *("named_children", "named_modules", "to", "type", "float", "double", "half", "bfloat16"),
+        "cpu",
+    }
+)
+"""Attributes of all layers and LightningModules that read what recordings know, or a tensor's."""
+WALKS = frozenset({"children", "named_children", "modules", "named_modules"})
+"""Attributes by which code reaches layers without their names."""
+HARMLESS = frozenset(
+    {
+        *("__module__", "__doc__", "__init__", "__annotations__", "__annotate__", "__dict__"),
+        *("__weakref__", "__qualname__", "__firstlineno__", "__static_attributes__", "__repr__"),
+        *("__parameters__", "__orig_bases__", "__abstractmethods__", "__annotate_func__"),
+        *("__annotations_cache__", "__jit_unused_properties__"),
+    }
+)
+"""Names of Python's in a class by which attributes and operators mean what they always do."""
+CALLS = frozenset({"_call_impl", "_wrapped_call_impl"})
+"""Names of torch's in a layer's class by which a call means something else."""
+KNOWN_ELSEWHERE = frozenset(
+    name
+    for kind in (Tensor, dict, list, tuple, set, str, int, float)
+    for name in dir(kind)
+    if not name.startswith("_")
+)
+"""Attributes of tensors and of Python's own objects."""
 
 
-def read_by(layers: list[nn.Module]) -> Read | None:
-    """Return what ``forward`` of users' layers reads besides inputs and attributes, if it's known.
+class UnknownCodeError(Exception):
+    """Code that may read anything, with what it does that isn't known."""
 
-    Its code, and that of functions of the layers that it calls, is read: global names must be
-    torch's, or functions of Python that read their arguments alone. A class that writes ``super``
-    or a closure, inherits from another layer, or sets attributes isn't known.
+
+def read_by_step(module: nn.Module, step: str = "training_step", loose: bool = False) -> Read:
+    """Return what the code of a step reads outside of the module's layers.
+
+    Its code, and that of functions that it calls, is read. Global names must be functions and
+    modules of torch and the like, functions of users that are known themselves, or numbers;
+    attributes must be layers, tensors, numbers, or functions that are known.
 
     Args:
-        layers: The layers of a module that are of users' classes.
+        module: The user's module.
+        step: The function that is called.
+        loose: Whether attributes of objects may hold anything, as they may do later.
 
     Returns:
-        These functions and global names, which code may replace later; None where it isn't known.
+        These functions and global names, which code may replace later.
+
+    Raises:
+        UnknownCodeError: If it may read anything else.
     """
-    read: Read = {}
-    known = all(
-        type(layer).__mro__[1] is nn.Module
-        and not SPECIAL & vars(type(layer)).keys()
-        and "forward" in vars(type(layer))
-        and "forward" not in vars(layer)
-        and _reads_arguments(type(layer), "forward", layers, read)
-        for layer in layers
-    )
-    return read if known else None
+    if hooks_of(module):
+        raise UnknownCodeError("layers have hooks")
+    reader = _Reader(module, loose)
+    reader.step(step)
+    return reader.read
 
 
-def _reads_arguments(kind: type, name: str, layers: list[nn.Module], read: Read) -> bool:
-    """Whether a function of a layer's class reads nothing else; note what it reads."""
-    if (kind, name) in read:  # whoever has put it there goes on only if it is known
+class _Reader:
+    """Reads the code that a step of a module may run.
+
+    Args:
+        module: The user's module.
+        loose: As of :func:`read_by_step`.
+
+    Attributes:
+        read: What it has found outside of layers.
+    """
+
+    def __init__(self, module: nn.Module, loose: bool) -> None:
+        self.module, self.loose = module, loose
+        self.read: Read = {}
+        parts = dict(module.named_modules())
+        metrics = [n for n, part in parts.items() if isinstance(part, (Metric, MetricCollection))]
+        # Code that doesn't name a torchmetrics object doesn't reach it.
+        self._hidden = {part for name in metrics for part in name.split(".")}
+        self._hidden |= WALKS if metrics else set()
+        plain = [
+            part
+            for name, part in parts.items()
+            if not any(f"{name}.".startswith(f"{metric}.") for metric in metrics)
+        ]
+        self._layers = [part for part in plain if is_torchs(part) and part is not module]
+        self._own = [part for part in plain if part is module or not is_torchs(part)]
+        kinds = dict.fromkeys(kind for part in self._own for kind in type(part).__mro__)
+        self._kinds = [kind for kind in kinds if _package(kind) not in FRAMEWORKS]
+        self._seen: set[Any] = set()
+
+    def step(self, name: str) -> None:
+        """Read a step."""
+        for part in self._own:
+            self._require_usual(part)
+        for layer in () if self.loose else self._layers:
+            self._require_known_settings(layer)
+        self._attribute(name)
+        # Called by the engines, and where a layer is called.
+        for called in ("per_sample", "forward"):
+            if any(called in vars(one) for one in (*self._kinds, *self._own)):
+                self._attribute(called)
+
+    # --- layers ---
+
+    def _require_usual(self, part: nn.Module) -> None:
+        """Require that attributes, operators and calls of a layer mean what they always do."""
+        kinds = [kind for kind in type(part).__mro__ if kind in self._kinds]
+        special = {name for kind in kinds for name in vars(kind) if name.startswith("__")}
+        special = special - HARMLESS | {
+            name for kind in kinds for name in CALLS & vars(kind).keys()
+        }
+        if special or type(type(part)) not in (type, ABCMeta):
+            _unknown(f"{type(part).__name__} defines {', '.join(sorted(special)) or 'its class'}")
+
+    def _require_known_settings(self, layer: nn.Module) -> None:
+        """Require that a layer of torch has no object of a user's, such as an activation."""
+        for name, value in vars(layer).items():
+            users = hasattr(value, "__dict__") and _package(type(value)) not in FRAMEWORKS
+            if not name.startswith("_") and (users or isinstance(value, FunctionType)):
+                self._value(name, value)
+
+    # --- attributes ---
+
+    def _attribute(self, name: str) -> None:
+        """Require an attribute to be what recordings know, whichever object it is of."""
+        if name in self._seen:
+            return
+        self._seen.add(name)
+        if name.startswith("__") or name in OUTSIDE or name in self._hidden:
+            _unknown(f"it reads an attribute {name!r}")
+        for kind in self._kinds:
+            if name in vars(kind):
+                self._of_class(kind, name)
+        found = [self._is_attribute(part, name) for part in self._own]
+        if self.loose or any(found) or name in KNOWN_ELSEWHERE:
+            return
+        if name.startswith("_") or not any(_has(layer, name) for layer in self._layers):
+            _unknown(f"it reads an attribute {name!r}")
+
+    def _is_attribute(self, part: nn.Module, name: str) -> bool:
+        """Whether a layer has an attribute, which then is required to be known."""
+        held = vars(part)
+        if name in held and name != "log":
+            if isinstance(part, L.LightningModule) and name in BOOKS and name != "training":
+                _unknown(f"it reads {name!r}")
+            self._value(name, held[name])
+            return True
+        definer = next((kind for kind in type(part).__mro__ if name in vars(kind)), None)
+        if definer is None:
+            return _has(part, name)
+        if definer not in self._kinds and not (name in LAYERS or _is_layer(definer)):
+            _unknown(f"it reads {name!r} of {definer.__name__}")
+        function = vars(definer)[name]
+        known = definer in self._kinds or _package(function) in FRAMEWORKS
+        if isinstance(function, FunctionType) and not known:
+            _unknown(f"{name!r} of {definer.__name__} is replaced")
         return True
-    function = read[kind, name] = vars(kind)[name]
-    if not isinstance(function, FunctionType) or function.__code__.co_freevars:
-        return False
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    if not all(isinstance(default, PLAIN) for default in defaults):
-        return False
-    return all(
-        one.opname not in ELSEWHERE
-        and (one.opname not in ("LOAD_GLOBAL", "LOAD_NAME") or _is_torchs(function, one, read))
-        and (
-            one.opname not in ("LOAD_ATTR", "LOAD_METHOD")
-            or all(_is_plain(each, one.argval, layers, read) for each in layers)
-        )
-        and "SUPER" not in one.opname
-        for one in _instructions(function.__code__)
-    )
+
+    def _of_class(self, kind: type, name: str) -> None:
+        """Require an attribute of a class to be a known function, or a number."""
+        value = self.read[kind, name] = vars(kind)[name]
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        if isinstance(value, FunctionType):
+            self._function(value)
+        elif not _is_plain(value):
+            _unknown(f"{name!r} is a {type(value).__name__}")
+
+    def _value(self, name: str, value: Any) -> None:
+        """Require an attribute of an object to be a number, a tensor or a known function."""
+        if self.loose or _is_plain(value) or type(value) in (Tensor, nn.Parameter):
+            return
+        if not isinstance(value, (FunctionType, BuiltinFunctionType)):
+            _unknown(f"{name!r} is a {type(value).__name__}")
+        self._known(name, value)
+
+    def _hyperparameter(self, name: str) -> None:
+        """Require an entry of ``self.hparams`` to be a number."""
+        for part in self._own:
+            if isinstance(part, L.LightningModule) and not self.loose:
+                held = dict(part.hparams)
+                if name not in held or not _is_plain(held[name]):
+                    _unknown(f"it reads {name!r} of hparams")
+
+    # --- functions ---
+
+    def _function(self, function: FunctionType) -> None:
+        """Require a function of a user's to read its arguments and known names alone."""
+        if function in self._seen:
+            return
+        self._seen.add(function)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        outer = set(function.__code__.co_freevars) - {"__class__"}
+        more = [name for name in vars(function) if not name.startswith("__")]
+        if outer or more or "__wrapped__" in vars(function) or not all(map(_is_plain, defaults)):
+            _unknown(f"{function.__qualname__} has a closure, a decorator or objects as defaults")
+        for code in _codes(function.__code__):
+            self._code(function, _instructions(code))
+
+    def _code(self, function: FunctionType, code: list[tuple[str, Any]]) -> None:
+        at = 0
+        while at < len(code):
+            kind, name = code[at]
+            at += 1
+            if kind in ELSEWHERE:
+                _unknown(f"{function.__qualname__} changes, imports or catches something ({kind})")
+            if kind in GLOBALS:
+                at = self._name(function, name, code, at)
+            elif kind in ATTRIBUTES and name == "hparams":
+                at = self._hparams(code, at)
+            elif kind in ATTRIBUTES:
+                self._attribute(name)
+
+    def _name(self, function: FunctionType, name: str, code: list[tuple[str, Any]], at: int) -> int:
+        """Require a global name to be known; return the position behind it and its attributes."""
+        if name not in function.__globals__:
+            self.read[function, name] = vars(builtins).get(name)
+            if name not in BUILTINS:
+                _unknown(f"it calls {name!r}")
+            if name == "super":  # which the module's `log`, replaced for a step, isn't found by
+                follows = next((one for kind, one in code[at:] if kind in ATTRIBUTES), "")
+                if follows in ("log", "log_dict", "hparams"):
+                    _unknown(f"it calls super().{follows}")
+            return at
+        value = self.read[function, name] = function.__globals__[name]
+        while isinstance(value, ModuleType):
+            kind, part = code[at] if at < len(code) else ("", "")
+            known = kind in ATTRIBUTES and part in vars(value) and part not in READING
+            if not known or value.__name__.partition(".")[0] not in OURS:
+                _unknown(f"it reads {part!r} of {value.__name__}")
+            owner, value = value.__name__, vars(value)[part]
+            self.read[owner, part] = value
+            name, at = part, at + 1
+        if not _is_plain(value):
+            self._known(name, value)
+        return at
+
+    def _known(self, name: str, value: Any) -> None:
+        """Require a class or a function to be one of torch and the like, or to be known."""
+        ours = _package(value) in OURS
+        if isinstance(value, FunctionType) and not ours:
+            self._function(value)
+            return
+        if isinstance(value, type) and value in self._kinds:  # `Base.training_step(self, batch)`
+            return
+        parts = {getattr(value, "__name__", "")}
+        if not isinstance(value, BuiltinFunctionType):  # most operators' module is torch._C
+            parts.update(str(getattr(value, "__module__", "")).split("."))
+        usual = isinstance(value, (type, FunctionType, BuiltinFunctionType))
+        if not (usual and ours and READING.isdisjoint(parts)):
+            _unknown(f"it reads {name!r}")
+
+    def _hparams(self, code: list[tuple[str, Any]], at: int) -> int:
+        """Require ``hparams.name`` or ``hparams["name"]``; return the position behind the name."""
+        kind, name = code[at] if at < len(code) else ("", "")
+        constant = kind == "LOAD_CONST" and isinstance(name, str)
+        if constant and code[at + 1][0] not in ("BINARY_SUBSCR", "BINARY_OP"):
+            constant = False
+        if any("hparams" in vars(one) for one in self._kinds) or not (
+            constant or kind in ATTRIBUTES
+        ):
+            _unknown("it reads hparams")
+        self._hyperparameter(name)
+        return at + 1
 
 
-def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
-    """Iterate over the instructions of a function and of those inside of it."""
-    yield from dis.get_instructions(code)
+def _unknown(why: str) -> NoReturn:
+    raise UnknownCodeError(why)
+
+
+def _package(value: Any) -> str:
+    """Return the package of a class or a function; that of operators has no name."""
+    return str(getattr(value, "__module__", None) or "torch").partition(".")[0]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value never changes, nor what it holds."""
+    if type(value) in (tuple, frozenset):
+        return all(map(_is_plain, value))
+    return type(value) in PLAIN
+
+
+def is_torchs(layer: nn.Module) -> bool:
+    """Whether a layer, and what it computes, is torch's or this package's."""
+    where = ("torch.nn.modules.", "lightning_pfl.models.")
+    forward = getattr(type(layer).forward, "__module__", None) or ""
+    known = type(layer).__module__.startswith(where) and forward.startswith(where)
+    return known and "forward" not in vars(layer)
+
+
+def _has(part: nn.Module, name: str) -> bool:
+    """Whether a layer has an attribute; no code of it runs."""
+    held = vars(part)
+    places = (held, held["_parameters"], held["_buffers"], held["_modules"])
+    return any(name in place for place in (*places, *map(vars, type(part).__mro__)))
+
+
+def _is_layer(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.modules.") and kind is not nn.Module
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Iterate over the code of a function and of those inside of it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _instructions(constant)
+            yield from _codes(constant)
 
 
-def _is_torchs(function: FunctionType, instruction: dis.Instruction, read: Read) -> bool:
-    """Whether a global name is a function, a class or a module of torch, or a known function.
-
-    An object may be of a class of torch's, such as a tensor, and yet a user's.
-    """
-    name = instruction.argval
-    if name not in function.__globals__:
-        return name in BUILTINS
-    value = read[function, name] = function.__globals__[name]
-    if isinstance(value, ModuleType):
-        parts = value.__name__.split(".")
-    elif isinstance(value, (type, FunctionType, BuiltinFunctionType)):
-        parts = [str(value.__module__).partition(".")[0], value.__name__]
-    else:
-        return False
-    return parts[0] in ("torch", "math") and READING.isdisjoint(parts)
-
-
-def _is_plain(layer: nn.Module, name: str, layers: list[nn.Module], read: Read) -> bool:
-    """Whether an attribute, if it is this layer's, holds what recordings know."""
-    if name.startswith("__") or name in READING:
-        return False
-    if name in vars(layer):
-        return isinstance(vars(layer)[name], (*PLAIN, Tensor))
-    found = getattr_static(type(layer), name, None)
-    if found is None or vars(nn.Module).get(name) is found:
-        return True
-    return name in vars(type(layer)) and _reads_arguments(type(layer), name, layers, read)
+@cache
+def _instructions(code: CodeType) -> list[tuple[str, Any]]:
+    """Return the names of a code's instructions, with their arguments."""
+    found = [(one.opname, one.argval) for one in dis.get_instructions(code)]
+    names = [name for name, _ in found]
+    # A `with` has a handler of its own, which goes on with the error unless the context says no.
+    if names.count("PUSH_EXC_INFO") > names.count("WITH_EXCEPT_START"):
+        return [("SETUP_FINALLY", None)]
+    return [one for one in found if one[0] not in SILENT]

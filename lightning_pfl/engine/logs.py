@@ -8,6 +8,7 @@ kinds of value in a step is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
@@ -70,10 +71,14 @@ class LogCapture:
         self.options: dict[str, LogOptions] = {}
         self.reductions: dict[str, Reduction] = {}
         self._samples = 1
+        self._logged: list[str] = []
+        self._ways: dict[tuple[Any, ...], int] = {}
+        self._way: int | None = None
 
     def begin(self, batch: Any) -> None:
         """Start a step on this batch, and clear the last step's values."""
-        self.values, self._samples = {}, batch_length(batch)
+        self.values, self._samples, self._way = {}, batch_length(batch), None
+        self._logged.clear()
 
     def __call__(  # noqa: D102 - replaces `LightningModule.log`
         self,
@@ -100,7 +105,7 @@ class LogCapture:
         better = value.higher_is_better if isinstance(value, Metric) else None
         self.options[name] = LogOptions(prog_bar, logger is not False, better)
         weight = _weight(name, batch_size)
-        # The number of samples is the default weight, and a recorded step can't return a weight.
+        # The number of samples is the default weight.
         logged = Reduction(reduction, None if weight == self._samples else weight)
         if not isinstance(value, (Metric, TorchmetricsValue)):
             value = value if isinstance(value, Tensor) else _number(name, value)
@@ -109,6 +114,7 @@ class LogCapture:
         if name in self.values:
             value, logged = self._together(name, value, logged)
         self.values[name], self.reductions[name] = value, logged
+        self._logged.append(name)
 
     def _together(
         self, name: str, value: Tensor | Metric, logged: Reduction
@@ -129,6 +135,20 @@ class LogCapture:
         weights = [self.reductions[name].weight or self._samples, logged.weight or self._samples]
         total = sum(weights)
         return (earlier * weights[0] + value * weights[1]) / total, Reduction(kind, total)
+
+    def way(self) -> int:
+        """Number the way in which the last step logged its values, for when it is replayed."""
+        names = dict.fromkeys(self._logged)
+        way = tuple((name, self.reductions[name], astuple(self.options[name])) for name in names)
+        return self._ways.setdefault(way, len(self._ways))
+
+    def replayed(self, way: int) -> None:
+        """Take note that a step was replayed, which logs its values in this way."""
+        if way == self._way:
+            return
+        for name, reduction, options in list(self._ways)[way]:
+            self.reductions[name], self.options[name] = reduction, LogOptions(*options)
+        self._way = way
 
     def take(self) -> dict[str, Tensor | Metric]:
         """Return and clear the step's values, since tensors are invalid outside their ``vmap``."""
@@ -317,16 +337,20 @@ def _reduce(reduction: str, old: Tensor, value: Tensor, weights: Tensor) -> Tens
 class ListedLogs:
     """Takes the place of ``ClientLogs`` in a step that may be recorded.
 
+    Args:
+        log: What the step logs by.
+
     Attributes:
-        listed: The values and the number of samples of each minibatch.
+        listed: The values, the number of samples and how they were logged, of each minibatch.
     """
 
-    def __init__(self) -> None:
-        self.listed: list[tuple[dict[str, Tensor], Tensor | int]] = []
+    def __init__(self, log: LogCapture) -> None:
+        self.log = log
+        self.listed: list[tuple[dict[str, Tensor], Tensor | int, int]] = []
 
     def add(self, values: dict[str, Tensor], sizes: Tensor | int, *others: Any) -> None:
         """Add one minibatch's values."""
-        self.listed.append((values, sizes))
+        self.listed.append((values, sizes, self.log.way()))
 
 
 def sorted_out(

@@ -88,7 +88,8 @@ def record(function: Function, args: Any, leaves: list[Tensor]) -> tuple[Any, Re
         The function's result, and the recording.
 
     Raises:
-        TypeError: If an operator makes a number of a tensor, on which the rest may depend.
+        TypeError: If an operator makes a number of a tensor, or a shape, on which the rest may
+            depend.
     """
     recorder = Recorder(leaves)
     with recorder:
@@ -156,6 +157,8 @@ class Recorder(OperatorMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.dynamic_output_shape in func.tags and not _has_plain_indices(func, args):
+            raise TypeError(f"the shape of what {func} returns depends on numbers in a tensor")
         result = func(*args, **kwargs)
         if func.namespace == "profiler":
             return result
@@ -282,6 +285,14 @@ class Recorder(OperatorMode):
             for call in calls
             if is_constant(call, self.tensors) and call.makes[0] not in changed
         }
+
+
+def _has_plain_indices(operator: Any, args: Any) -> bool:
+    """Whether an operator selects entries by their positions, and not by a mask."""
+    masks = (torch.bool, torch.uint8)
+    return operator is torch.ops.aten.index.Tensor and all(
+        index is None or index.dtype not in masks for index in args[1]
+    )
 
 
 def is_constant(call: Call, tensors: Mapping[str, Tensor]) -> bool:

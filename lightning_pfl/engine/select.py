@@ -361,9 +361,10 @@ class _Listener:
         self.on_clients = on_clients
         self.failed = False
 
-    def __call__(self, positions: list[int], losses: Tensor | None = None) -> None:
+    def __call__(self, positions: list[int], losses: Tensor | None = None) -> bool | None:
         if self.on_clients is None:
-            return
+            return False
         self.failed = True
-        self.on_clients(positions, losses)
+        ran = self.on_clients(positions, losses)
         self.failed = False
+        return ran

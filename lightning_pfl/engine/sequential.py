@@ -34,7 +34,7 @@ from lightning_pfl.engine.base import (
     begin,
     end,
 )
-from lightning_pfl.engine.checks import Checks
+from lightning_pfl.engine.checks import Checks, may_be_recorded
 from lightning_pfl.engine.logs import LOSS
 from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.optimizer import (
@@ -48,7 +48,7 @@ from lightning_pfl.engine.safety.snapshot import attributes, changed, restore, s
 from lightning_pfl.engine.sequential_evaluation import SequentialEvaluation
 from lightning_pfl.engine.sequential_local import SequentialLocalStep, take_step
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase_steps, split_draws
-from lightning_pfl.engine.trace import Same, Traces, fingerprint, of_object
+from lightning_pfl.engine.trace import Same, Traces, of_object
 from lightning_pfl.engine.whole_steps import WholeSteps, recorded_settings
 from lightning_pfl.methods.base import Phase
 
@@ -61,7 +61,7 @@ class SequentialEngine:
         parameter_split: Names of the module.
         settings: The Trainer's flags.
         loop: Lightning's own loop, for modules with code inside a step; None for others.
-        record: Whether the steps of a ``PersonalizedModule`` may be recorded and replayed.
+        record: Whether steps may be recorded and replayed.
 
     Attributes:
         deterministic: Whether no training step has drawn random numbers so far; None before the
@@ -87,18 +87,18 @@ class SequentialEngine:
     ) -> None:
         self.module, self.parameter_split, self.settings = module, parameter_split, settings
         self.loop = loop
-        self.fast = record and is_unmodified(module)
+        self.fast = record and may_be_recorded(module)
         self.traces = Traces(enabled=self.fast)
         self.whole, self.checks = WholeSteps(), Checks(module)
         self._memory = KeptMemory()
         self.optimizer_steps: Recordings | None = {} if record else None
         self._program: ClientProgram | None = None
-        self._fingerprints: dict[int, tuple[Any, ...]] = {}
+        self._settings: dict[int, tuple[Any, ...]] = {}
         self._contexts: dict[int, int | None] = {}
         self._active: dict[int, ActivePhase] = {}
         self.quiet: dict[str, bool] = {}
         self._evaluation = SequentialEvaluation(
-            module, settings, self.traces, self.fast, self.quiet
+            module, settings, self.traces, self.fast and is_unmodified(module), self.quiet
         )
         self.deterministic: bool | None = None
         self.random_calls = 0
@@ -123,7 +123,7 @@ class SequentialEngine:
         check = self.checks.due((work.method, *recorded_settings(work.method).values()))
         self.traces.begin(check)
         self.whole.begin_round(check)
-        self._fingerprints.clear()
+        self._settings.clear()
         self._contexts.clear()
         self._active.clear()
         results: list[LocalResult] = []
@@ -134,7 +134,7 @@ class SequentialEngine:
             one = work.rows(slice(row, row + 1))
             if self.deterministic and self.loop is None:
                 # Replayed steps and layers of torch don't write to attributes.
-                quiet = self.traces.enabled or self.checks.known
+                quiet = self.records_now or self.checks.known
                 before = {} if quiet else snapshot(self.module)
                 with watch_global_rng(None, self.checks.known) as found:
                     result = self._client(one, self._local_step(one, keyed=False))
@@ -153,7 +153,11 @@ class SequentialEngine:
             client_state.put(row, result.client_state)
             results.append(replace(result, uploads={}, client_state={}))
             if on_clients is not None:
-                on_clients([row], result.loss)
+                ran = on_clients([row], result.loss)
+                if ran is not False:  # a hook may have changed what steps read
+                    self.checks.look()
+                    self._settings.clear()
+                    self._contexts.clear()
         names = dict.fromkeys(name for result in results for name in result.logs)
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         return LocalResult(
@@ -177,7 +181,12 @@ class SequentialEngine:
     def records(self, work: LocalWork) -> bool:
         """Whether steps of this work may be recorded."""
         hooked = self.settings.batch_hooks is not None
-        return self.traces.enabled and not hooked and getattr(work.data, "augment", None) is None
+        return self.records_now and not hooked and getattr(work.data, "augment", None) is None
+
+    @property
+    def records_now(self) -> bool:
+        """Whether steps of training may be recorded, by what their code reads in this round."""
+        return self.traces.enabled and self.checks.recordable
 
     def _local_step(self, work: LocalWork, keyed: bool) -> SequentialLocalStep:
         return SequentialLocalStep(
@@ -241,6 +250,9 @@ class SequentialEngine:
         """
         if not self.traces.enabled:
             return
+        if not self.checks.recordable:
+            self.traces.enter(None)
+            return
         # The first client shows whether its steps write to attributes.
         recordable = alone and self.deterministic is not None
         recordable &= program.augment is None and program.hooks is None
@@ -248,10 +260,10 @@ class SequentialEngine:
         self.traces.enter(context if recordable else None)
 
     def settings_in(self, phase: int) -> tuple[Any, ...]:
-        """Return the module's settings in a phase of this round; its modes differ."""
-        if phase not in self._fingerprints:
-            self._fingerprints[phase] = fingerprint(self.module)
-        return self._fingerprints[phase]
+        """Return what steps read of the module in a phase of this round; its modes differ."""
+        if phase not in self._settings:
+            self._settings[phase] = self.checks.settings()
+        return self._settings[phase]
 
     def _note_draws(self, local_step: SequentialLocalStep) -> None:
         if local_step.drew is not None:

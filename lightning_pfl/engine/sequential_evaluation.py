@@ -27,7 +27,7 @@ from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import changed, snapshot
 from lightning_pfl.engine.steps import Limits
-from lightning_pfl.engine.trace import Given, Traces, fingerprint
+from lightning_pfl.engine.trace import Given, Traces
 from lightning_pfl.models.base import PersonalizedModule
 
 
@@ -64,11 +64,11 @@ class SequentialEvaluation:
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
         if self._is_quiet(work):
-            checks = self._checks.setdefault(work.step, Checks(self.module))
+            checks = self._checks.setdefault(work.step, Checks(self.module, work.step))
             check = checks.due()
             key = None if checks.known else derive(self.settings.seed, "guard", work.step)
             with watch_global_rng(key, checks.known) as found:
-                evaluation = self._unwatched(work, on_clients, check)
+                evaluation = self._unwatched(work, on_clients, checks, check)
             if not (found.moved or found.moved_torch):
                 return evaluation
             on_clients = None  # they have heard of it
@@ -97,18 +97,19 @@ class SequentialEvaluation:
         return self._is_known(work.step) and not drawn and not is_mixed(work.models)
 
     def _unwatched(
-        self, work: EvaluationWork, on_clients: OnClients | None, check: bool
+        self, work: EvaluationWork, on_clients: OnClients | None, checks: Checks, check: bool
     ) -> Evaluation:
         """Evaluate without watching random generators in each step, which may be replayed.
 
         Args:
             work: The evaluation.
             on_clients: As in :meth:`run`.
+            checks: What the step's code reads.
             check: Whether a recording is compared with its step.
         """
         program = self._evaluator(work)
         self.traces.begin(check)
-        self.traces.enter((work.step, program, fingerprint(self.module)))
+        self.traces.enter((work.step, program, checks.settings()))
         logs = ClientLogs(len(work.clients), self.settings.device)
         counts = torch.zeros(len(work.clients), dtype=torch.int64)
         # By the minibatch's number, so that all clients' values of one are added at once.
@@ -128,8 +129,9 @@ class SequentialEvaluation:
                         values = self.traces.run(partial(run, number), model, batch)
                     counts[row] += size
                     found.setdefault(number, []).append((row, size, values))
-                if on_clients is not None:
-                    on_clients([row])
+                if on_clients is not None and on_clients([row]) is not False:
+                    checks.look()
+                    self.traces.enter((work.step, program, checks.settings()))
         for results in found.values():
             at, sizes, values = zip(*results, strict=True)
             stacked = {name: torch.stack([one[name] for one in values]) for name in values[0]}

@@ -38,7 +38,7 @@ from lightning_pfl.engine.optimizer import (
 )
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
-from lightning_pfl.engine.steps import split_draws
+from lightning_pfl.engine.steps import Unread, split_draws
 from lightning_pfl.engine.terms import Term, split_terms
 from lightning_pfl.engine.trace import Given, Traces
 from lightning_pfl.engine.travel import Travel
@@ -159,7 +159,7 @@ class SequentialLocalStep:
         def take(step: list[tuple[int, Any]], tree: Tree) -> tuple[Tree, Any]:
             self.optimizer.place(tree["optimizer"])
             self._logged = self.active.phase.data == "public"
-            logs, self.logs = self.logs, ListedLogs()
+            logs, self.logs = self.logs, ListedLogs(self.program.log)
             try:
                 new = take_step(method, tree["state"], split_draws(step, draws), self)
                 return {"state": new, "optimizer": self.optimizer.placed()}, self.logs.listed
@@ -169,7 +169,8 @@ class SequentialLocalStep:
         for step in steps:
             self.new_step()
             logged = whole.step(partial(take, step), [minibatch for _, minibatch in step])
-            for values, size in logged:
+            for values, size, way in logged:
+                self.program.log.replayed(way)
                 self.logs.add(values, size, None, self.program.log.reductions)
         tree = whole.unload()
         if self._optimizer is not None:
@@ -276,6 +277,14 @@ class SequentialLocalStep:
                 "module's loss alone."
             )
 
+    @property
+    def _is_recorded(self) -> bool:
+        return self.traces.recording or self.whole.recording
+
+    def _number(self, number: int) -> Any:
+        """Return a minibatch's number as the module's step gets it."""
+        return Unread() if self._is_recorded else number
+
     def _key(self, number: int) -> Tensor:
         """Return the key of a minibatch or a step, on the host."""
         return mix(self.key + (self.number << 32) + number)
@@ -338,9 +347,11 @@ class SequentialLocalStep:
             with self._randomness(number) as key:
                 if term is None:
                     step = partial(self._differentiated, number)
-                    grads, values, metrics = self.traces.run(step, known, minibatch, key)
+                    found = self.traces.run(step, known, minibatch, key)
+                    grads, values, metrics, way = found
+                    self.program.log.replayed(way)
                 else:
-                    grads, values, metrics = self._differentiated(
+                    grads, values, metrics, _ = self._differentiated(
                         number, known.tree, minibatch, key, term.first()
                     )
             self.random_calls = self.program.random_calls
@@ -378,8 +389,8 @@ class SequentialLocalStep:
         minibatch: Any,
         key: Tensor | None,
         term: Term | None = None,
-    ) -> tuple[Model, dict[str, Tensor], dict[str, Metric]]:
-        """Compute gradients ``(1, ...)``, logged values and torchmetrics objects.
+    ) -> tuple[Model, dict[str, Tensor], dict[str, Metric], int]:
+        """Compute gradients ``(1, ...)``, logged values, torchmetrics objects, and how they log.
 
         The values, with the loss, are ``(1,)``; there is no loss if the step skips the minibatch.
         """
@@ -397,12 +408,12 @@ class SequentialLocalStep:
                 raise ValueError(self.active.unreached()) from cause
 
         loss, logged = self.program.training_loss(
-            {**fixed, **leaves}, minibatch, key, number, None, None, backward, term
+            {**fixed, **leaves}, minibatch, key, self._number(number), None, None, backward, term
         )
-        return grads, *sorted_out(loss, logged)
+        return grads, *sorted_out(loss, logged), self.program.log.way()
 
     def _backward(self, loss: Tensor, leaves: Model) -> Model:
-        if self.traces.recording or self.whole.recording:
+        if self._is_recorded:
             # `backward` would record a copy of each gradient, but reentrant checkpoints need it.
             found: Sequence[Tensor | None] = torch.autograd.grad(
                 loss, list(leaves.values()), allow_unused=True
@@ -435,7 +446,7 @@ class SequentialLocalStep:
     def _measured(
         self, number: int, model: tuple[Model, Model], minibatch: Any, key: Tensor | None, what: str
     ) -> Tensor | None:
-        return self.program.measured_loss(model[1], minibatch, key, number, None)
+        return self.program.measured_loss(model[1], minibatch, key, self._number(number), None)
 
     def outputs(self, model: Model, batch: list[tuple[int, Any]]) -> Any:
         """Return the module's outputs, ``(1, samples, ...)``."""
@@ -451,7 +462,8 @@ class SequentialLocalStep:
         found = []
         for number, minibatch in batch:
             with self._randomness(number) as key:
-                found.append(self.program.observed(one, minibatch, key, number, what, plain)[None])
+                at = self._number(number)
+                found.append(self.program.observed(one, minibatch, key, at, what, plain)[None])
         return join_batches(found)
 
     def losses(self, model: Model, batch: list[tuple[int, Any]]) -> Tensor:
@@ -509,7 +521,7 @@ class SequentialLocalStep:
 
     def noise(self, like: Tree, key: str = "noise") -> Tree:
         """Normal numbers of the client's step, ``(1, ...)``."""
-        if self.whole.recording:
+        if self._is_recorded:
             raise TypeError("it draws noise")
         return noise(self._key(self.step).to(self.settings.device).view(1), like, key)
 

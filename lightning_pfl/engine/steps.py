@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -179,6 +179,21 @@ def phase_limits(phase: Phase, limits: Limits) -> Limits:
 def phase_budget(phase: Phase) -> Budget:
     """Return the length of a phase and the cut of its steps."""
     return Budget(phase.epochs, phase.steps, phase.batches_per_step, phase.full_batch)
+
+
+class Unread:
+    """The number of a minibatch in a step that is recorded, which mustn't depend on it.
+
+    It may be handed on, and asked for its class; whatever reads its value raises TypeError.
+    """
+
+    __class__: Any = int
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError("it reads the number of a minibatch")
+
+    # All other operators are missing.
+    __bool__ = __eq__ = __ne__ = __hash__ = __repr__ = __str__ = __format__ = _refuse
 
 
 def order_key(seed: int, stream: str, round: int, client: int, epoch: int) -> int:

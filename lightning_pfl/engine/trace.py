@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
 from lightning_pfl.core.tree import is_expanded
 from lightning_pfl.engine.recording import Function, Recording, flatten, record
@@ -46,16 +49,33 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     Plain values are compared by value, collections and objects of users by what they hold, others,
     such as a tensor that is no parameter, by identity.
     """
-    registered = frozenset(map(id, module.modules()))
-    found: list[Any] = [(name, type(part)) for name, part in module.named_modules()]
-    found += [(name, key, _setting(value, registered)) for name, key, value in attributes(module)]
-    found += [(name, part.training) for name, part in module.named_modules()]
+    parts = dict(_parts(module))
+    registered = frozenset(map(id, parts.values()))
+    found: list[Any] = [(name, type(part), part.training) for name, part in parts.items()]
+    found += [
+        (name, key, _setting(value, registered))
+        for name, key, value in attributes(module)
+        if name in parts
+    ]
+    found += [
+        (name, _setting(dict(part.hparams), registered))
+        for name, part in parts.items()
+        if isinstance(part, L.LightningModule)
+    ]
     persistent = set(module.state_dict())
     for name, buffer in module.named_buffers():
         if name not in persistent:
             found.append((name, Same(buffer)))
     found += [(name, Same(p)) for name, p in module.named_parameters() if not p.requires_grad]
     return tuple(found)
+
+
+def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over names and layers, without torchmetrics objects, which no recorded step reads."""
+    yield prefix, module
+    for name, part in module.named_children():
+        if not isinstance(part, (Metric, MetricCollection)):
+            yield from _parts(part, f"{prefix}.{name}" if prefix else name)
 
 
 def _setting(value: Any, above: frozenset[int] = frozenset(), depth: int = DEPTH) -> Any:

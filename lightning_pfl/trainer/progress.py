@@ -98,10 +98,11 @@ class ClientProgress:
         self.end = ClientHooks(trainer, f"on_{stage}_batch_end", of_module)
         self.held: tuple[ClientBatch, ClientOutputs | None] | None = None
 
-    def finished(self, positions: list[int], losses: Tensor | None = None) -> None:
-        """Fire the hooks of clients that an engine has finished."""
+    def finished(self, positions: list[int], losses: Tensor | None = None) -> bool:
+        """Fire the hooks of clients that an engine has finished; whether there are any."""
         if self.live:
             self._take(positions, losses)
+        return self.live and bool(self.start or self.end)
 
     def finish(self, losses: Tensor | None = None) -> None:
         """Fire the hooks of clients that the engine didn't report.

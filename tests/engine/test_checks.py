@@ -8,21 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_pfl.engine.checks import RARELY, Checks, read_by_step
+from lightning_pfl.engine.checks import RARELY, Checks, may_be_recorded
 from lightning_pfl.methods import FedAvg, FedMAP
 from lightning_pfl.models import MLP, DigitsCNN, LeNet
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.rounds import local_round
 from tests.engine.nets import CLASSES, image_clients
 
-GAIN = 1.0
+GAINS = [1.0]
 
 
 class OwnLayer(nn.Module):
-    """A user's layer that reads a global name."""
+    """A user's layer that reads a list."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * GAIN
+        return x * GAINS[-1]
 
 
 class OwnLinear(nn.Linear):
@@ -33,11 +33,19 @@ class OwnLinear(nn.Linear):
 
 
 class OwnModule(MLP):
-    """A module of a user's, which may override anything."""
+    """A module of a user's, whose step reads a list."""
+
+    def forward(self, inputs: Any) -> Tensor:
+        output: Tensor = super().forward(inputs) * GAINS[-1]
+        return output
+
+
+def known_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target, reduction="none")
 
 
 def own_loss(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output, target, reduction="none")
+    return known_loss(output, target) * GAINS[-1]
 
 
 @pytest.mark.parametrize(
@@ -47,10 +55,20 @@ def own_loss(output: Tensor, target: Tensor) -> Tensor:
         LeNet,
         DigitsCNN,
         lambda: PersonalizedModule(nn.Sequential(nn.LSTM(3, 2), nn.BatchNorm1d(2)), nn.Identity()),
+        lambda: PersonalizedModule(OwnLinear(25, 4), nn.Identity()),
+        lambda: PersonalizedModule(nn.Linear(25, 4), nn.Identity(), loss=known_loss),
+        lambda: PersonalizedModule(parametrizations.weight_norm(nn.Linear(25, 4)), nn.Identity()),
     ],
 )
 def test_layers_of_torch_and_of_the_package(make: Callable[[], nn.Module]) -> None:
-    assert read_by_step(make()) is not None
+    assert is_known(make())
+
+
+def is_known(module: nn.Module, step: str = "training_step") -> bool:
+    checks = Checks(module, step)
+    checks.due()
+    assert checks.recordable  # as a PersonalizedModule promises
+    return checks.known
 
 
 def module(layer: nn.Module, **options: Any) -> PersonalizedModule:
@@ -80,14 +98,10 @@ def with_loss() -> PersonalizedModule:
     "make",
     [
         lambda: module(OwnLayer()),
-        lambda: module(OwnLinear(25, 4)),
-        lambda: module(parametrizations.weight_norm(nn.Linear(25, 4))),
         lambda: module(nn.Linear(25, 4), loss=own_loss),
         with_loss,
-        lambda: OwnModule([25, 4, 3]),
         lambda: replaced("forward"),
         lambda: replaced("per_sample"),
-        lambda: replaced("validation_step"),
         lambda: hooked("register_forward_hook"),
         lambda: hooked("register_forward_pre_hook"),
         lambda: hooked("register_full_backward_hook"),
@@ -95,9 +109,23 @@ def with_loss() -> PersonalizedModule:
     ],
 )
 def test_what_a_user_has_written_is_compared_in_every_round(make: Callable[[], nn.Module]) -> None:
-    assert read_by_step(make()) is None
+    assert not is_known(make())
     checks = Checks(make())
     assert all(checks.due() for _ in range(RARELY + 1))
+
+
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_each_step_is_read_alone(step: str) -> None:
+    for other in ("training_step", "validation_step"):
+        assert is_known(replaced(other), step) is (other != step)
+
+
+def test_a_module_that_overrides_a_function_is_recorded_where_it_is_known() -> None:
+    checks = Checks(OwnModule([25, 4, 3]))
+    assert checks.due()
+    assert not checks.recordable
+    assert not may_be_recorded(checks.module)
+    assert may_be_recorded(MLP([25, 4, 3]))
 
 
 class OwnMethod(FedAvg):
@@ -122,18 +150,23 @@ def test_methods_of_the_package_are_compared_rarely() -> None:
 def test_hooks_of_all_layers_are_a_users(kind: str) -> None:
     handle = getattr(nn.modules.module, f"register_module_{kind}")(lambda *_: None)
     try:
-        assert read_by_step(MLP([4, 3, 2])) is None
+        assert not is_known(MLP([4, 3, 2]))
     finally:
         handle.remove()
-    assert read_by_step(MLP([4, 3, 2])) is not None
+    assert is_known(MLP([4, 3, 2]))
 
 
 def test_a_patched_layer_of_torch_is_a_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Linear, "forward", OwnLinear.forward)
-    assert read_by_step(module(nn.Linear(25, 4))) is None
+    assert not is_known(module(nn.Linear(25, 4)))
 
 
-@pytest.mark.parametrize("layer", [nn.Linear, OwnLinear])
+class OfList(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * GAINS[-1]
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, OfList])
 def test_steps_that_run_in_rounds_without_a_comparison(
     layer: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

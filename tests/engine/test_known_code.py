@@ -11,11 +11,17 @@ import torch.distributed as distributed
 import torch.nn.functional as F
 from torch import Tensor, load, nn, tanh
 
-from lightning_pfl.engine.checks import Checks, read_by_step
-from lightning_pfl.engine.known_code import read_by
+from lightning_pfl.engine.checks import Checks
+from lightning_pfl.engine.known_code import UnknownCodeError, read_by_step
 from lightning_pfl.models.base import PersonalizedModule
 
 SCALE, TABLE = 2.0, [2.0]
+
+
+def module(*layers: nn.Module) -> PersonalizedModule:
+    return PersonalizedModule(nn.Sequential(*layers), nn.Linear(4, 2))
+
+
 TENSOR, LAYER = torch.tensor(2.0), nn.LeakyReLU(0.1)  # of torch's classes, and may change
 
 
@@ -94,7 +100,8 @@ class Sets(nn.Module):
 class Closure(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.function = lambda x: x
+        held = [2.0]
+        self.function = lambda x: x * held[0]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)  # type: ignore[no-untyped-call, no-any-return]
@@ -125,6 +132,46 @@ class Property(nn.Module):
         return x * self.gain
 
 
+class PropertyOfNumber(nn.Module):
+    @property
+    def gain(self) -> float:
+        return SCALE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class Static(nn.Module):
+    @staticmethod
+    def twice(x: Tensor) -> Tensor:
+        return 2 * x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(x)
+
+
+class WithNoGrad(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.std()
+        return x / scale
+
+
+class Raises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 99:
+            raise ValueError(f"{x.shape[1]} is too wide")
+        return x
+
+
+class HelperOfForward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.helper(x)
+
+    def helper(self, x: Tensor) -> Tensor:
+        return x * TABLE[0]
+
+
 class Dynamic(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * float(getattr(self, "gain", 1.0))
@@ -141,9 +188,9 @@ class Decorated(nn.Module):
         return x
 
 
-class Super(nn.Module):
+class Super(Clean):
     def forward(self, x: Tensor) -> Tensor:
-        return x * float(super().training)
+        return 2 * super().forward(x)
 
 
 class Attributes(nn.Module):
@@ -186,42 +233,119 @@ class ClassTensor(nn.Module):
         return x * self.gain
 
 
+class OwnClass(nn.Module):
+    def __len__(self) -> int:
+        return len(TABLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(self)
+
+
+class Catches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return x.view(-1, 3)
+        except RuntimeError:
+            return x
+
+
+class CatchesAll(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return x.view(-1, 3)
+        except:  # noqa: E722
+            return x
+
+
+class ReadsNumbers(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.detach().tolist()[0][0]
+
+
+class OfFunction(nn.Module):
+    """Reads an attribute of a function, whose name no layer and no tensor has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return counted(x) * counted.calls  # type: ignore[attr-defined, no-any-return]
+
+
+def counted(x: Tensor) -> Tensor:
+    return x
+
+
+class OfCountedFunction(nn.Module):
+    """Reads an attribute of a function, whose name dicts have, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return helped(x) * helped.values[0]  # type: ignore[attr-defined, no-any-return]
+
+
+def helped(x: Tensor) -> Tensor:
+    return x
+
+
+helped.values = [1.0]  # type: ignore[attr-defined]
+
+
 def test_layers_of_inputs_and_attributes() -> None:
-    assert read_by([Sum()]) is not None
     inner = Clean()
-    assert read_by([Outer(inner), inner]) is not None
-    assert read_by([]) is not None
+    for layer in (Sum(), Outer(inner), nn.Linear(4, 4)):
+        read_by_step(module(layer))
 
 
 @pytest.mark.parametrize(
     "kind",
-    [ReadsGlobal, ReadsTime, Imports, Sets, Closure, Holds, ClassAttribute, Property, Dynamic,
-     Default, Decorated, Super, Attributes, Loads, LoadsByName, ReadsModule, GlobalTensor,
-     GlobalLayer, ClassTensor, Dirty],
+    [ReadsGlobal, ClassAttribute, Super, Dirty, PropertyOfNumber, Static, WithNoGrad, Raises],
+)
+def test_layers_that_read_numbers_and_inherit(kind: type[nn.Module]) -> None:
+    read_by_step(module(kind()))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [ReadsTime, Imports, Sets, Closure, Holds, Property, Dynamic, Default, Decorated, Attributes,
+     Loads, LoadsByName, ReadsModule, GlobalTensor, GlobalLayer, ClassTensor, HelperOfForward,
+     OwnClass, Catches, CatchesAll, ReadsNumbers, OfFunction, OfCountedFunction],
 )  # fmt: skip
 def test_layers_that_may_read_more(kind: type[nn.Module]) -> None:
-    assert read_by([kind()]) is None
-    assert read_by([Sum(), kind()]) is None
-    module = PersonalizedModule(nn.Sequential(Sum(), kind()), nn.Linear(4, 2))
-    assert read_by_step(module) is None
+    with pytest.raises(UnknownCodeError):
+        read_by_step(module(Sum(), kind()))
 
 
 def test_what_a_layer_calls_is_read() -> None:
     inner = HelperReadsGlobal()
-    assert read_by([inner]) is not None
-    assert read_by([Outer(inner), inner]) is None
+    read_by_step(module(inner))
+    with pytest.raises(UnknownCodeError, match="TABLE"):
+        read_by_step(module(Outer(inner)))
 
 
 def test_functions_that_are_replaced_on_an_object() -> None:
-    first, second = Sum(), Sum()
-    first.__dict__["forward"] = second.__dict__["scaled"] = torch.relu
-    assert read_by([first]) is None
-    assert read_by([second]) is None
-    assert read_by([Sum(), second]) is None
+    second = Sum()
+    second.__dict__["scaled"] = torch.relu
+    read_by_step(module(second))
+    second.__dict__["scaled"] = lambda x: x * TABLE[0]
+    with pytest.raises(UnknownCodeError, match="TABLE"):
+        read_by_step(module(second))
+    second.__dict__["scaled"] = Sum().scaled  # of another object
+    with pytest.raises(UnknownCodeError, match="method"):
+        read_by_step(module(second))
 
 
-def test_a_module_of_known_layers() -> None:
-    assert read_by_step(PersonalizedModule(Sum(), nn.Linear(4, 2))) is not None
+def test_activations_that_layers_of_torch_hold() -> None:
+    def layer(activation: Any) -> nn.Module:
+        return nn.TransformerEncoderLayer(4, 2, 8, activation=activation)
+
+    read_by_step(module(layer(F.gelu)))
+    read_by_step(module(layer(lambda x: F.gelu(x) * SCALE)))
+    with pytest.raises(UnknownCodeError, match="TABLE"):
+        read_by_step(module(layer(lambda x: x * TABLE[0])))
+    with pytest.raises(UnknownCodeError, match="activation"):
+        read_by_step(module(layer(Scaling())))
+
+
+class Scaling:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * TABLE[0]
 
 
 class Calls(nn.Module):

@@ -2,11 +2,10 @@
 
 Where it gains, besides the batching itself: ``feature_cache.py`` computes the features of a frozen,
 shared backbone once per phase; ``evaluation.py`` gives shared layers all clients' samples as one
-batch; ``whole_steps.py`` replays the steps of a ``PersonalizedModule`` without Python, and
-``trace.py`` gradients where the rest of a step can't be recorded; ``kernels.py`` has faster
-convolutions and pooling for CPUs. Listeners are called when a chunk is done:
-``chunk_size`` clients, or else at most 32 on a CPU and 512 on a GPU, so progress bars move by
-chunks.
+batch; ``whole_steps.py`` replays steps whose code is known without Python, and ``trace.py``
+gradients where the rest of a step can't be recorded; ``kernels.py`` has faster convolutions and
+pooling for CPUs. Listeners are called when a chunk is done: ``chunk_size`` clients, or else at most
+32 on a CPU and 512 on a GPU, so progress bars move by chunks.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from lightning_pfl.engine.base import (
     end,
     require_same_entries,
 )
-from lightning_pfl.engine.checks import Checks
+from lightning_pfl.engine.checks import Checks, may_be_recorded
 from lightning_pfl.engine.cuda_graphs import StepGraphs
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs
@@ -105,6 +104,7 @@ class VectorizedEngine:
             torch function.
 
     Attributes:
+        records: Whether steps of training are recorded, where they may be in a round.
         quiet: Steps of evaluations that are the package's own, and whether they have never drawn.
         chunk_size: Clients per program, where the settings leave it open; None fits the memory.
     """
@@ -125,9 +125,10 @@ class VectorizedEngine:
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
         )
         self.prefix = PrefixCache(parameter_split, enabled=settings.feature_cache)
-        self.traces = Traces(enabled=is_unmodified(module))
+        self.records = may_be_recorded(module)
+        self.traces = Traces(enabled=self.records)
         self.graphs = StepGraphs(settings.device) if settings.cuda_graphs else None
-        self.whole, self._checks = WholeSteps(expanded=True), Checks(module)
+        self.whole, self.checks = WholeSteps(expanded=True), Checks(module)
         self._memory = KeptMemory()
         self.optimizer_steps: Recordings = {}
         self._program: ClientProgram | None = None
@@ -154,7 +155,7 @@ class VectorizedEngine:
         """Return the user's step, cached since a replayed step doesn't log its options again."""
         hooks, known = self.settings.batch_hooks, self._program
         if known is None or known.augment is not augment or known.hooks is not hooks:
-            fast = partial(FastKernels, recorded=is_unmodified(self.module))
+            fast = partial(FastKernels, recorded=self.records)
             kernels = fast if self.transform == "forward" else nullcontext
             known = ClientProgram(self.module, self.settings, augment, kernels)
             self._program = known
@@ -201,7 +202,7 @@ class VectorizedEngine:
 
     def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
-        check = self._checks.due((work.method, *recorded_settings(work.method).values()))
+        check = self.checks.due((work.method, *recorded_settings(work.method).values()))
         self.traces.begin(check)
         self.whole.begin_round(check)
         self._memory.begin_round()
@@ -221,7 +222,9 @@ class VectorizedEngine:
             client_state.put(at, found.client_state)
             results.append(replace(found, uploads={}, client_state={}))
             if on_clients is not None:
-                on_clients(positions.tolist(), results[-1].loss)
+                ran = on_clients(positions.tolist(), results[-1].loss)
+                if ran is not False:
+                    self.checks.look()
         order = torch.cat(parts) if len(order) else order
         position = torch.argsort(order).to(self.settings.device)
         return _in_order(results, uploads, client_state, position)
@@ -372,7 +375,7 @@ class Chunk:
             return None  # gradients alone are recorded then
         phase = active.phase
         settings = getattr(type(self.method).client_step, "recorded_settings", None)
-        why = why_not_captured(engine.module, work, program, settings is not None)
+        why = why_not_captured(engine, work, program, settings is not None)
         if why is not None:
             if engine.graphs is not None:
                 engine.graphs.leave_out(why)
@@ -383,7 +386,7 @@ class Chunk:
                 *((name, of_object(getattr(self.method, name))) for name in settings or ()),
                 (active.trainable, active.buffers, active.throwaway),
                 (phase.name, phase.lr, phase.data, phase.evaluate_only, phase.batches_per_step),
-                (Same(program), fingerprint(engine.module)),
+                (Same(program), engine.checks.settings()),
                 options_of(work.optimizer),
             )
         )
@@ -414,8 +417,8 @@ class Chunk:
             if alone:
                 optimizer.new_tick()
             local_step.begin(tick, local_step.step)
-            listed = local_step.logs = ListedLogs()
-            local_step.draws_noise = not kept
+            listed = local_step.logs = ListedLogs(self.program.log)
+            local_step.numbered = not kept
             new = self._take(tree["state"], tick.rows, minibatches, active, local_step)
             local_step.logs = self.logs
             return {"state": new, "optimizer": optimizer.placed()}, listed.listed
@@ -438,7 +441,8 @@ class Chunk:
                     listed = whole.step(partial(function, tensors=tensors), tensors, kind)
                 else:
                     listed = graphs.step(function, tensors, kind)
-                for values, sizes in listed:
+                for values, sizes, way in listed:
+                    self.program.log.replayed(way)
                     self.logs.add(values, sizes, tick.rows, self.program.log.reductions)
         tree = (whole if graphs is None else graphs).unload()
         optimizer.place(tree["optimizer"])
@@ -452,8 +456,9 @@ class Chunk:
         if self.travel is not None and not active.phase.evaluate_only:
             self.travel.begin(self.work.optimizer, active.phase.lr)
         if engine.traces.enabled:
-            recordable = program.augment is None and program.hooks is None and not whole
-            settings = fingerprint(engine.module)
+            plain = program.augment is None and program.hooks is None
+            recordable = engine.checks.recordable and plain and not whole
+            settings = engine.checks.settings() if recordable else None
             engine.traces.enter((active.trainable, program, settings) if recordable else None)
         return VectorizedLocalStep(
             engine.settings,
@@ -484,17 +489,14 @@ def _stop(index: slice | Tensor) -> int | None:
 
 
 def why_not_captured(
-    module: Any, work: LocalWork, program: ClientProgram, recordable: bool
+    engine: VectorizedEngine, work: LocalWork, program: ClientProgram, recordable: bool
 ) -> str | None:
     """Describe why the steps of some clients can't be captured or recorded, or return None."""
     method = type(work.method).__name__
     if not recordable:
         return f"`client_step` of {method} isn't marked by `recordable`"
-    if not is_unmodified(module):
-        return (
-            f"{type(module).__name__} is no PersonalizedModule, or overrides its functions, so its "
-            "steps may read what a graph wouldn't"
-        )
+    if not (engine.records and engine.checks.recordable):
+        return f"the code of {type(engine.module).__name__} may read what a recording wouldn't"
     for found, what in (
         (program.augment is not None, "samples are augmented"),
         (program.hooks is not None, "hooks change batches"),

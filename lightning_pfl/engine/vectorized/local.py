@@ -20,6 +20,7 @@ from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.logs import LOSS, ClientLogs, ListedLogs
 from lightning_pfl.engine.optimizer import ClientOptimizer, clip
 from lightning_pfl.engine.program import ClientProgram
+from lightning_pfl.engine.steps import Unread
 from lightning_pfl.engine.terms import Term, split_terms
 from lightning_pfl.engine.trace import Traces
 from lightning_pfl.engine.travel import Travel
@@ -46,7 +47,7 @@ class VectorizedLocalStep:
         travel: Counts the way of the chunk's clients; None if the method doesn't need it.
 
     Attributes:
-        draws_noise: Whether a step may draw noise, by its number.
+        numbered: Whether a step may depend on its number, as by noise.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class VectorizedLocalStep:
         self._tick = Tick(None, [])
         self._logged = False
         self._calls: dict[str, int] = {}
-        self.draws_noise = True
+        self.numbered = True
 
     @property
     def lr(self) -> float:
@@ -123,7 +124,7 @@ class VectorizedLocalStep:
         model = self._unwritten(model)
         sums = []
         for minibatch in batch:
-            self.gradient.number = minibatch.number
+            self.gradient.number = self._number(minibatch)
             inputs = self._inputs(minibatch, minibatch.samples())
             loss = self.gradient.loss(model, inputs).detach()
             sums.append(loss.double() * minibatch.sizes.to(loss.device))
@@ -142,8 +143,9 @@ class VectorizedLocalStep:
         model = self._unwritten(model)
         found = []
         for minibatch in batch:
+            number = self._number(minibatch)
 
-            def observed(one: Model, inputs: Inputs, number: int = minibatch.number) -> Any:
+            def observed(one: Model, inputs: Inputs, number: Any = number) -> Any:
                 key = inputs.get("key")
                 plain = self.active.phase.evaluate_only
                 return self.program.observed(one, inputs["data"], key, number, what, plain)
@@ -187,7 +189,7 @@ class VectorizedLocalStep:
 
     def noise(self, like: Tree, key: str = "noise") -> Tree:
         """Draw normal numbers of the clients' steps, ``(clients, ...)``."""
-        if not self.draws_noise:
+        if not self.numbered:
             raise TypeError("it draws noise")
         keys = self._noise_keys
         keys = keys if self._tick.rows is None else keys[self._tick.rows]
@@ -228,6 +230,10 @@ class VectorizedLocalStep:
         keys = self.keys if self._tick.rows is None else self.keys[self._tick.rows]
         return mix(keys + minibatch.number)
 
+    def _number(self, minibatch: Minibatch) -> Any:
+        """Return a minibatch's number as the module's step gets it."""
+        return minibatch.number if self.numbered and not self.traces.recording else Unread()
+
     def _inputs(self, minibatch: Minibatch, data: Any) -> dict[str, Any]:
         """Collect the inputs of a client's program besides the model, leaves ``(clients, ...)``."""
         inputs: dict[str, Any] = {"data": data}
@@ -250,13 +256,19 @@ class VectorizedLocalStep:
         inputs = self._inputs(minibatch, minibatch.data if cached else minibatch.samples())
         if cached:
             inputs["features"] = minibatch.features
-        self.gradient.number = minibatch.number
+
         result: Result
+
+        def differentiated(trained: Model, fixed: Model, inputs: Inputs) -> tuple[Result, int]:
+            self.gradient.number = self._number(minibatch)
+            return self.gradient(trained, fixed, inputs), self.program.log.way()
+
         if term is None:
-            result = self.traces.run(self.gradient, trained, fixed, inputs)
+            result, way = self.traces.run(differentiated, trained, fixed, inputs)
+            self.program.log.replayed(way)
         else:
             self.gradient.objective = term.objective
-            result = self.gradient(trained, fixed, {**inputs, **term.tensors})
+            result, _ = differentiated(trained, fixed, {**inputs, **term.tensors})
         grads, loss, logged = result
         if not self._logged:
             values = {**self.gradient.metrics.update(logged, self._tick.rows), LOSS: loss}
