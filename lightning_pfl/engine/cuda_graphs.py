@@ -31,7 +31,7 @@ from lightning_pfl.core.tree import Path, Tree, is_expanded
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.recording import flatten, rebuild
 from lightning_pfl.engine.registers import Layout, Registers, fill, register_for, tensors_of
-from lightning_pfl.engine.trace import agree, describe
+from lightning_pfl.engine.trace import Numbers, agree, describe
 
 Result = TypeVar("Result")
 Step = Callable[[Tree, Any], tuple[Tree, Any]]
@@ -132,7 +132,7 @@ class StepGraphs:
         self.used, self.capturing, self.said = 0, False, set[str]()
         self._device, self._capture_of_device = device, CAPTURES[device.type](device)
         self._registers = Registers(expanded=True)
-        self._contexts: dict[Any, int] = {}
+        self._contexts = Numbers()
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, Graph] = {}
         self._refused: set[int] = set()
@@ -152,7 +152,7 @@ class StepGraphs:
 
         None where a step of this kind couldn't be captured.
         """
-        known = self._contexts.setdefault(dependencies, len(self._contexts))
+        known = self._contexts[dependencies]
         return None if known in self._refused else known
 
     def leave_out(self, why: str) -> None:

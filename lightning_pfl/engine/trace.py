@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import count
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -26,8 +27,30 @@ WARM_UP = 2
 """Calls without recording."""
 LIMIT = 256
 """Largest number of recordings; many different batch sizes would fill the memory."""
+CONTEXTS = 1024
+"""Largest number of settings that are known, of which recordings depend on one each."""
 COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
 log = logging.getLogger(__name__)
+
+
+class Numbers:
+    """Numbers for what recordings depend on.
+
+    Those that weren't asked for in a long time are forgotten, as settings may change in each round.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {}
+        self._numbers = count()
+
+    def __getitem__(self, key: Any) -> int:
+        number = self._known.pop(key, None)
+        if number is None:
+            number = next(self._numbers)
+            if len(self._known) >= CONTEXTS:
+                del self._known[next(iter(self._known))]
+        self._known[key] = number
+        return number
 
 
 class Same:
@@ -172,7 +195,7 @@ class Traces:
         self.checks = True
         self._calls: dict[Any, int] = {}
         self._recorded: dict[Any, Recording] = {}
-        self._contexts: dict[Any, int] = {}
+        self._contexts = Numbers()
         self._givens: dict[Any, int] = {}
         self._context: int | None = None
         self._unchecked: set[Any] = set()
@@ -194,8 +217,7 @@ class Traces:
             context: Dependencies of its steps besides their arguments; None to record nothing.
         """
         # A number, as to hash and compare the settings in each step takes as long as a step.
-        known = self._contexts
-        self._context = None if context is None else known.setdefault(context, len(known))
+        self._context = None if context is None else self._contexts[context]
 
     def run(self, function: Function, *args: Any) -> Any:
         """Return ``function(*args)``, replayed if it was recorded before.

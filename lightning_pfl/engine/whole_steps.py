@@ -25,7 +25,7 @@ from lightning_pfl.engine import trace
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import Recorder, flatten, rebuild
 from lightning_pfl.engine.registers import Layout, Registers, fill, memory_of, tensors_of
-from lightning_pfl.engine.trace import agree, copy, describe
+from lightning_pfl.engine.trace import Numbers, agree, copy, describe
 from lightning_pfl.methods.base import Method
 
 Logged = list[tuple[Any, ...]]
@@ -75,7 +75,7 @@ class WholeSteps:
         self.used, self.recording = 0, False
         self._checks = True
         self._registers = Registers(expanded)
-        self._contexts: dict[Any, int] = {}
+        self._contexts = Numbers()
         self._calls: dict[Any, int] = {}
         self._programs: dict[Any, Program] = {}
         self._refused: set[int] = set()
@@ -100,7 +100,7 @@ class WholeSteps:
 
         None where steps can't be recorded.
         """
-        known = self._contexts.setdefault(dependencies, len(self._contexts))
+        known = self._contexts[dependencies]
         return None if known in self._refused else known
 
     # --- a client's phase ---

@@ -212,6 +212,14 @@ def test_what_does_nothing_is_left_out_and_what_writes_is_kept(
     assert row.tolist() == [1.0, 11.0]
 
 
+def test_settings_that_change_in_each_round_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "CONTEXTS", 2)
+    numbers = trace.Numbers()
+    assert [numbers[key] for key in ("a", "b", "a")] == [0, 1, 0]
+    assert numbers["c"] == 2  # in the place of b
+    assert [numbers[key] for key in ("a", "c", "b", "a")] == [0, 2, 3, 4]
+
+
 # --- evaluation -----------------------------------------------------------------------------------
 
 
