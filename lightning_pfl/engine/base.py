@@ -48,8 +48,8 @@ from lightning_pfl.contract.returned import (
     versions,
 )
 from lightning_pfl.core.errors import MisconfigurationException
-from lightning_pfl.core.mixture import Prediction
-from lightning_pfl.core.tree import Model, Tree, rows, separated
+from lightning_pfl.core.mixture import Prediction, is_mixed
+from lightning_pfl.core.tree import Model, Tree, is_expanded, rows, separated
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.data.public import PublicData
 from lightning_pfl.methods.base import Method, Phase
@@ -241,6 +241,12 @@ class EvaluationWork:
     def sent(self) -> Tree:
         """Trees that the module computes with, ``(clients, ...)``."""
         return self.models
+
+    @property
+    def is_of_one_model(self) -> bool:
+        """Whether all clients have the same model, whose outputs nothing changes."""
+        plain = bool(self.models) and not is_mixed(self.models)
+        return plain and all(map(is_expanded, self.models.values()))
 
     def rows(self, index: slice | Tensor) -> EvaluationWork:
         """Select the evaluation of some clients; views of their models for a slice.

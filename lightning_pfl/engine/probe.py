@@ -42,6 +42,7 @@ from lightning_pfl.engine.timing import (
 )
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.engine.vectorized.gradient import Transform
+from lightning_pfl.engine.vectorized.one_model import is_of_one_model
 
 PROBED_CLIENTS = 2
 PROBED_SAMPLES = 8
@@ -169,6 +170,8 @@ class Probe:
             replayed = self.sequential.records(work) and not convolves
             return batching_pays(operations, self._shares(work, engine), replayed)
         assert isinstance(piece, EvaluationWork)
+        if is_of_one_model(self.module, self.settings, work):  # large minibatches of all clients
+            return True
         # A shared layer sees all clients' samples as one large batch, which nothing beats;
         # attention and recurrent layers don't.
         if engine.transform == "forward" and not any(op in counts for op in PER_CLIENT_PRODUCTS):

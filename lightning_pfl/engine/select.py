@@ -28,6 +28,7 @@ from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.engine.vectorized.evaluation import evaluates_per_sample
 from lightning_pfl.engine.vectorized.gradient import Transform
+from lightning_pfl.engine.vectorized.one_model import is_of_one_model
 from lightning_pfl.methods.base import Phase
 
 EngineName = Literal["auto", "vectorized", "sequential", "timed"]
@@ -53,7 +54,8 @@ class SelectedEngine:
     (``timing.py``), and several processes take what the first one has found. A resumed run repeats
     the choice.
 
-    ``validation_step``, ``test_step`` and ``predict_step`` are probed on their own.
+    ``validation_step``, ``test_step`` and ``predict_step`` are probed on their own, and where all
+    clients have one model, whose samples then are one batch, once more.
 
     A step may do later what the probe didn't see (``.item()`` from round 5 on, a skipped minibatch,
     a list that it keeps). With ``"auto"``, clients for which the vectorized engine fails then run
@@ -145,10 +147,11 @@ class SelectedEngine:
 
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
-        later = self.trial and self.name == "timed" and not self._known(work.step)[1]
-        if work.step not in self._engines and not later:
+        kind = self._kind(work)
+        later = self.trial and self.name == "timed" and not self._known(kind)[1]
+        if kind not in self._engines and not later:
             self._choose_together(work)
-        engine, listener = self._engines.get(work.step, self._sequential), _Listener(on_clients)
+        engine, listener = self._engines.get(kind, self._sequential), _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
                 self._require_known_hooks(work)
@@ -183,6 +186,12 @@ class SelectedEngine:
             return None
         return engine.groups(work)
 
+    def _kind(self, work: LocalWork | EvaluationWork) -> str:
+        """Name the step, and whether all clients have one model, which is chosen for by itself."""
+        if isinstance(work, EvaluationWork) and is_of_one_model(self.module, self.settings, work):
+            return f"{work.step}{OF_ONE_MODEL}"
+        return work.step
+
     @contextmanager
     def _falling_back(self, step: str, listener: _Listener) -> Iterator[None]:
         """Go on where the vectorized engine fails, so that the sequential one runs the step."""
@@ -202,7 +211,7 @@ class SelectedEngine:
 
         One may be a loop over samples, or do nothing under ``vmap``, as those of gradients.
         """
-        if hooks_of(self.module) != self._hooks[work.step]:
+        if hooks_of(self.module) != self._hooks[self._kind(work)]:
             raise NotVectorizableError(
                 f"Expected the layers' hooks to stay as they were when `{work.step}` first ran, "
                 "but some were registered or removed since. Register them before the fit, or use "
@@ -216,9 +225,10 @@ class SelectedEngine:
 
     def _checking(self, work: LocalWork | EvaluationWork) -> AbstractContextManager[None]:
         """Check, the first time, whether a step writes to tensors that clients share."""
-        if work.step in self._checked:
+        kind = self._kind(work)
+        if kind in self._checked:
             return nullcontext()
-        self._checked.add(work.step)
+        self._checked.add(kind)
         return weights_unwritten(self.module, rows(work.sent, slice(0, 1)), work.step)
 
     # --- the choice ---
@@ -230,7 +240,7 @@ class SelectedEngine:
         self._choose(work, why_not)
         if self._agree is None or self.name == "sequential":
             return
-        place = self._place(work.step)
+        place = self._place(self._kind(work))
         mine = self.found.get(place, self._one_by_one)
         if (first := self._agree(place, mine)) != mine:
             self.found[place] = first
@@ -262,7 +272,7 @@ class SelectedEngine:
             why_not: Why the vectorized engine can't run it, if that is known.
             finder: Who has found what is known of the step before.
         """
-        step = work.step
+        step = self._kind(work)
         if self.name == "sequential":
             self._settle(step, self._sequential, "as asked")
             return
@@ -284,10 +294,12 @@ class SelectedEngine:
                 reasons.append(DRAWS_ELSEWHERE)
             stochastic = self._sequential.random_calls > 0
             estimated = self.name == "auto" and self.settings.device.type == "cpu"
-            transforms: tuple[Transform, ...] = ("forward", "grad")
+            alike = step != work.step  # there is nothing to map over
+            transforms: tuple[Transform, ...] = ("forward",) if alike else ("forward", "grad")
             transforms = tuple(sorted(transforms, key=lambda transform: transform != before))
             for transform in transforms if not reasons else ():
                 engine = self._probe.at_once(transform, stochastic)
+                how = ONE_BATCH if alike else f"vmap over the {_WHAT[transform]}"
                 counter = FlopCounterMode(display=False)
                 mode: AbstractContextManager[Any] = counter if estimated else nullcontext()
                 pays = partial(self._probe.pays, work, piece, engine, counter)
@@ -304,16 +316,16 @@ class SelectedEngine:
                         engine.chunk_size = int(size) if size else None
                         self.found[place] = f"{transform} {size}" if size else transform
                         more = f", {size} clients at once as in {finder}" if size else ""
-                        self._settle(step, engine, f"vmap over the {_WHAT[transform]}{more}")
+                        self._settle(step, engine, f"{how}{more}")
                     return
-                reasons.append(f"vmap over the {_WHAT[transform]}: {reason}")
+                reasons.append(f"{how}: {reason}")
             if any(OTHER_NUMBERS in reason for reason in reasons):
                 self.found[place] = self._one_by_one
         why = "; ".join(dict.fromkeys(reasons))
         if self.name == "vectorized":
             raise ValueError(
-                f"Expected `{step}` of {type(self.module).__name__} to run for many clients at "
-                f"once with engine='vectorized', but it can't: {why}. Use engine='auto' or "
+                f"Expected `{work.step}` of {type(self.module).__name__} to run for many clients "
+                f"at once with engine='vectorized', but it can't: {why}. Use engine='auto' or "
                 "engine='sequential'."
             )
         self._settle(step, self._sequential, why)
@@ -325,20 +337,21 @@ class SelectedEngine:
             work: What is to be run.
             engine: The vectorized engine, which can run it.
         """
-        seconds = self.seconds[work.step] = self._probe.seconds(work, engine)
+        kind = self._kind(work)
+        seconds = self.seconds[kind] = self._probe.seconds(work, engine)
         best = min(seconds, key=seconds.__getitem__, default=0)
         times = ", ".join(
             f"{took * 1e3:.3g} ms {f'with {many} at once' if many else 'one after another'}"
             for many, took in sorted(seconds.items(), key=lambda item: item[1])
         )
         unit = "client" if isinstance(work, EvaluationWork) else "client's step"
-        self.found[self._place(work.step)] = f"{engine.transform} {best}"
+        self.found[self._place(kind)] = f"{engine.transform} {best}"
         if not best:
-            self.found[self._place(work.step)] = self._one_by_one
-            self._settle(work.step, self._sequential, f"a {unit} takes {times}")
+            self.found[self._place(kind)] = self._one_by_one
+            self._settle(kind, self._sequential, f"a {unit} takes {times}")
             return
         engine.chunk_size = best
-        self._settle(work.step, engine, f"{best} clients at once; a {unit} takes {times}")
+        self._settle(kind, engine, f"{best} clients at once; a {unit} takes {times}")
 
     def _settle(self, step: str, engine: SequentialEngine | VectorizedEngine, why: str) -> None:
         self._engines[step], self._hooks[step] = engine, hooks_of(self.module)
@@ -348,6 +361,9 @@ class SelectedEngine:
 
 
 SLOWER = "it could run for many clients at once, which is slower for a network of this size"
+OF_ONE_MODEL = " with one model"
+"""Added to the name of a step of an evaluation in which all clients have the same model."""
+ONE_BATCH = "samples of many clients as one batch"
 _WHAT = {"forward": "forward pass", "grad": "gradient"}
 
 

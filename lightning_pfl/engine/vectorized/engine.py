@@ -72,6 +72,7 @@ from lightning_pfl.engine.vectorized.gradient import BatchedGradient, Transform
 from lightning_pfl.engine.vectorized.loaders import Batches, LoaderBatches
 from lightning_pfl.engine.vectorized.local import VectorizedLocalStep
 from lightning_pfl.engine.vectorized.metrics import ClientMetrics
+from lightning_pfl.engine.vectorized.one_model import OneModelEvaluation, is_of_one_model
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
 from lightning_pfl.engine.whole_steps import WholeSteps, recorded_settings
@@ -135,6 +136,7 @@ class VectorizedEngine:
         self.stochastic = stochastic or not is_unmodified(module)
         self._settled = fingerprint(module)
         self.quiet: dict[str, bool] = {}
+        self._of_one_model = OneModelEvaluation(module, settings)
         self.chunk_size: int | None = None
 
     @property
@@ -244,6 +246,8 @@ class VectorizedEngine:
 
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
+        if is_of_one_model(self.module, self.settings, work):
+            return self._of_one_model.run(work, on_clients)
         return self._evaluation().run(work, on_clients)
 
     def groups(self, work: EvaluationWork) -> Tensor:
