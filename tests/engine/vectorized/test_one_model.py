@@ -219,8 +219,8 @@ def test_what_a_hook_of_a_client_changes_counts_from_the_next_minibatch_on(
     repeated(engine, work)
     before = engine.evaluate(work).values["val_loss"]
 
-    def hook(at: list[int], losses: Any = None) -> None:
-        slope.negative_slope = 0.01
+    def hook(positions: list[int], losses: Tensor | None = None) -> None:
+        slope.negative_slope = 20.0
 
     found = engine.evaluate(work, hook).values["val_loss"]
     assert torch.equal(found[[0, 2, 3]], before[[0, 2, 3]])
