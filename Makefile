@@ -39,7 +39,7 @@ test: lint types unit  ## Check format, lint, layers and types, then run all but
 
 slow: env  ## Run the slow tests: processes, kills, experiments, all methods with the other engine
 	$(PYTEST) --dist loadgroup -m slow $(PYTEST_ARGS)
-	$(PYTEST) --engine sequential tests/methods $(PYTEST_ARGS)
+	$(PYTEST) --engine reference tests/methods $(PYTEST_ARGS)
 
 check: test  ## The same as `make test`
 

@@ -18,7 +18,9 @@ TRAIN_PER_CLASS, TEST_PER_CLASS = 60, 20
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a run of the tests of methods choose the engine."""
-    parser.addoption("--engine", choices=("vectorized", "sequential"), default="vectorized")
+    parser.addoption(
+        "--engine", choices=("vectorized", "sequential", "reference"), default="vectorized"
+    )
 
 
 def pytest_collection_finish() -> None:

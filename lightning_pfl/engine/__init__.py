@@ -1,1 +1,1 @@
-"""Engines that run the clients' work: ``sequential`` for reference, ``vectorized`` for speed."""
+"""Engines that run the clients' work: one after another, or many as one batched program."""

@@ -31,7 +31,9 @@ from lightning_pfl.engine.vectorized.gradient import Transform
 from lightning_pfl.engine.vectorized.one_model import is_of_one_model
 from lightning_pfl.methods.base import Phase
 
-EngineName = Literal["auto", "vectorized", "sequential", "timed"]
+EngineName = Literal["auto", "timed", "vectorized", "sequential", "reference"]
+ONE_BY_ONE = ("sequential", "reference")
+"""Names with which no step is probed."""
 
 
 def check_engine(engine: str) -> None:
@@ -63,8 +65,8 @@ class SelectedEngine:
     the log names the reason.
 
     Args:
-        name: ``"auto"``, ``"timed"``, ``"vectorized"`` (an error if impossible) or
-            ``"sequential"``.
+        name: ``"auto"``, ``"timed"``, ``"vectorized"`` (an error if impossible),
+            ``"sequential"``, or ``"reference"``, which is that without recorded steps.
         module: The user's module.
         parameter_split: Names of the module.
         settings: The Trainer's flags.
@@ -109,7 +111,7 @@ class SelectedEngine:
         self._checked: set[str] = set()
         self._said: set[str] = set()
         self._sequential = SequentialEngine(
-            module, parameter_split, settings, loop, record=name in ("auto", "timed")
+            module, parameter_split, settings, loop, record=name != "reference"
         )
         self._probe = Probe(self._sequential)
 
@@ -238,7 +240,7 @@ class SelectedEngine:
     ) -> None:
         """Choose, and if another process has found something else before, choose that."""
         self._choose(work, why_not)
-        if self._agree is None or self.name == "sequential":
+        if self._agree is None or self.name in ONE_BY_ONE:
             return
         place = self._place(self._kind(work))
         mine = self.found.get(place, self._one_by_one)
@@ -273,8 +275,9 @@ class SelectedEngine:
             finder: Who has found what is known of the step before.
         """
         step = self._kind(work)
-        if self.name == "sequential":
-            self._settle(step, self._sequential, "as asked")
+        if self.name in ONE_BY_ONE:
+            how = ", without recordings" if self.name == "reference" else ""
+            self._settle(step, self._sequential, f"as asked{how}")
             return
         place = self._place(step)
         before, size = self._known(step)
@@ -356,7 +359,7 @@ class SelectedEngine:
     def _settle(self, step: str, engine: SequentialEngine | VectorizedEngine, why: str) -> None:
         self._engines[step], self._hooks[step] = engine, hooks_of(self.module)
         self.choices[step] = f"{engine.name} ({why})"
-        if self.name != "sequential":
+        if self.name not in ONE_BY_ONE:
             rank_zero_info(f"{self._whose}{step} runs {engine.name}: {why}.")
 
 

@@ -1,7 +1,8 @@
-"""The reference engine: one client and one minibatch after another, in plain torch.
+"""The engine that runs one client and one minibatch after another, in plain torch.
 
 The method's functions run with one client on the client axis, without padding, grouping, caching
-or batching over clients. The vectorized engine must return the same numbers.
+or batching over clients. Steps that a method and a module allow are recorded and replayed, which
+``engine="reference"`` leaves out. Both and the vectorized engine must return the same numbers.
 """
 
 from __future__ import annotations

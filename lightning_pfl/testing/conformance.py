@@ -115,9 +115,11 @@ class Problem:
 def check_engines_agree(
     make_method: MakeMethod, problem: Problem, chunk_sizes: Sequence[int] | None = None
 ) -> None:
-    """Check that engines agree over two rounds, by default for chunks of 1, 2 and all clients.
+    """Check that engines agree with the reference over two rounds.
 
-    The clients have 0, 1, few and many samples, so last minibatches are short.
+    Those are one client after another with recorded steps, and many at once, by default in chunks
+    of 1, 2 and all clients. The clients have 0, 1, few and many samples, so last minibatches are
+    short.
     """
     data = problem.make_data(torch.float64, True)
 
@@ -128,9 +130,16 @@ def check_engines_agree(
         second = _round(make_method(), problem, data, engine, chunk_size, 1, server, client_state)
         return [first, second]
 
-    expected = run("sequential")
-    for chunk_size in chunk_sizes or (1, 2, data.num_clients):
-        for got, want in zip(run("vectorized", chunk_size), expected, strict=True):
+    expected = run("reference")
+    for chunk_size in (None, *(chunk_sizes or (1, 2, data.num_clients))):
+        if chunk_size is None:
+            rounds, how = run("sequential"), "recorded steps as without"
+            advice = "Name what `client_step` reads in `@recordable(...)`, or leave that out."
+        else:
+            rounds = run("vectorized", chunk_size)
+            how = f"{chunk_size} clients in a chunk as with one client after another"
+            advice = "Don't mix rows along the leading axis, which is that of the clients."
+        for got, want in zip(rounds, expected, strict=True):
             for what, one, other in (
                 ("upload", got.result.uploads, want.result.uploads),
                 ("client state", got.result.client_state, want.result.client_state),
@@ -140,9 +149,8 @@ def check_engines_agree(
                 assert_trees_close(
                     one,
                     other,
-                    message=f"Expected the same {what} with {chunk_size} clients in a chunk as "
-                    f"with one client after another, but got another in round {got.info.round}. "
-                    "Don't mix rows along the leading axis, which is that of the clients.",
+                    message=f"Expected the same {what} with {how}, but got another in round "
+                    f"{got.info.round}. {advice}",
                 )
 
 

@@ -134,7 +134,7 @@ def fit(
         data: The training split, or a data module.
         module: The user's module; None for ``QuadraticModule()``.
         rounds: Communication rounds, counted from round 0 also for a resumed run.
-        engine: ``"vectorized"``, ``"sequential"`` or ``"auto"``.
+        engine: As of :class:`~lightning_pfl.FederatedStrategy`.
         participation: Clients per round: a fraction or a count.
         seed: The run's seed.
         val_data: The validation split; None for no validation.

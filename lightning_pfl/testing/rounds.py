@@ -21,7 +21,7 @@ from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods.base import Method
 
-EngineName = Literal["vectorized", "sequential"]
+EngineName = Literal["vectorized", "sequential", "reference"]
 
 
 @dataclass
@@ -87,13 +87,10 @@ def local_round(
     method.bind(replace(known, label_counts=label_counts(data)))
     index = torch.arange(data.num_clients) if clients is None else torch.tensor(list(clients))
     optimizer = module.configure_optimizers()
-    kind = VectorizedEngine if engine == "vectorized" else SequentialEngine
-    runner = kind(
-        module,
-        parameter_split,
-        settings or EngineSettings(),
-        **options,
-    )
+    kind: Any = VectorizedEngine
+    if engine != "vectorized":
+        kind, options = SequentialEngine, {"record": engine == "sequential", **options}
+    runner = kind(module, parameter_split, settings or EngineSettings(), **options)
     model = parameter_split.model()
     server = method.init_server(model) if server is None else server
     phases = method.phases(round)

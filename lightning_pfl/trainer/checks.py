@@ -43,7 +43,7 @@ from lightning_pfl.core.checks import (
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model
 from lightning_pfl.engine.optimizer import check_optimizer
-from lightning_pfl.engine.select import check_engine
+from lightning_pfl.engine.select import ONE_BY_ONE, check_engine
 from lightning_pfl.federation.gate import MaxNorm
 from lightning_pfl.methods.base import Method
 from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
@@ -96,10 +96,10 @@ def check_strategy(
             "which takes `local_epochs`, `local_steps` and `weighting`, but it does not. Add it."
         )
     check_engine(engine)
-    if cuda_graphs and engine == "sequential":
+    if cuda_graphs and engine in ONE_BY_ONE:
         raise ValueError(
             "Expected engine='auto' or 'vectorized' with cuda_graphs=True, as graphs are steps of "
-            "many clients, but got engine='sequential'. Leave out one of both."
+            f"many clients, but got engine={engine!r}. Leave out one of both."
         )
     check_choice(
         "client_state_device", client_state_device, ("auto", "device", "host"), "Use 'auto'."

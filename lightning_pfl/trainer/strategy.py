@@ -75,8 +75,9 @@ class FederatedStrategy(ProcessesStrategy):
             after another; ``"auto"`` takes the first that can run the module, on a CPU the second
             where an estimate (``engine/cost.py``) finds that faster. ``"timed"`` takes what a clock
             finds faster (``engine/timing.py``), with as many clients per program, and repeats it
-            when resumed: two runs may choose differently. The choice is logged. Results depend on
-            it in their last bits only.
+            when resumed: two runs may choose differently. ``"reference"`` runs one client after
+            another without recording steps, to check the others. The choice is logged. Results
+            depend on it in their last bits only.
         seed: Seed of every random choice. None: that of ``seed_everything``, else one is drawn. A
             resumed run keeps its own.
         chunk_size: Clients per batched program. None: as many as fit the memory.
@@ -95,7 +96,7 @@ class FederatedStrategy(ProcessesStrategy):
         cuda_graphs: Whether steps of many clients are captured as CUDA graphs, so that the CPU has
             not to launch their kernels one by one. For a ``PersonalizedModule`` and methods whose
             steps may be recorded; the log says why others run as usual. A GPU only, and not with
-            ``engine="sequential"``.
+            ``engine="sequential"`` or ``"reference"``.
         client_state_device: Where the client states live: on the ``"device"``, on the ``"host"``,
             or ``"auto"``: on the device if they take at most a quarter of it.
         state_dict_type: What a checkpoint is: ``"full"``, one file with the states of all clients,

@@ -65,7 +65,7 @@ def compare(
     clients: Sequence[int] | None = None,
     **options: Any,
 ) -> LocalRound:
-    """Run one round with both engines, require equal results, and return the sequential one.
+    """Run one round with both engines, require equal results, and return those of the reference.
 
     Everything that leaves the engine is compared: uploads, client states, logged values, losses and
     the server after them.
@@ -78,7 +78,7 @@ def compare(
             make_method(), make_module(), data, engine, clients, settings=flags, **options
         )
 
-    expected = run("sequential")
+    expected = run("reference")
     for chunk_size in chunk_sizes:
         actual = run("vectorized", chunk_size, **options)
         for got, want in (

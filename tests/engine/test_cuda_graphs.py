@@ -384,6 +384,7 @@ def test_a_trained_federation_is_evaluated_on_a_cpu() -> None:
     ("settings", "reason"),
     [
         ({"engine": "sequential", "cuda_graphs": True}, "but got engine='sequential'"),
+        ({"engine": "reference", "cuda_graphs": True}, "but got engine='reference'"),
         ({"cuda_graphs": "yes"}, "`cuda_graphs`"),
     ],
 )

@@ -416,7 +416,7 @@ class Single(ReadsAttribute):
 )
 def test_both_engines_agree(make: Any, change: Any) -> None:
     options: dict[str, Any] = {"sizes": (8, 0, 10, 12)}
-    reference = train(make, False, change, engine="sequential", **options)
+    reference = train(make, False, change, engine="reference", **options)
     assert replays(reference) == 0
     for together in (True, False):
         recorded = train(make, together, change, **options)

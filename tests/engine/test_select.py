@@ -156,7 +156,7 @@ def run(make: Callable[[], Classifier], engine: str) -> Fit:
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_trains_like_one_client_after_another(name: str) -> None:
     make, training, validation = MODULES[name]
-    auto, slow = run(make, "auto"), run(make, "sequential")
+    auto, slow = run(make, "auto"), run(make, "reference")
     choices = auto.strategy.federation.engine.choices
     for step, expected in (("training_step", training), ("validation_step", validation)):
         assert re.match(expected, choices[step]), choices

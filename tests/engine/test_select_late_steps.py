@@ -74,7 +74,7 @@ def run(kind: str, engine: str, **options: Any) -> Fit:
 @pytest.mark.parametrize("kind", ["number", "keeps", "draws", "skips", "validates"])
 def test_auto_goes_on_sequentially(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine that trains is the vectorized one, and what it can't do, the other one does."""
-    expected = run(kind, "sequential")
+    expected = run(kind, "reference")
     said: list[str] = []
     monkeypatch.setattr("lightning_pfl.engine.select.rank_zero_info", said.append)
     found = run(kind, "auto")
@@ -128,8 +128,8 @@ class Hooking(Callback):
 @pytest.mark.parametrize("what", ["layer", "optimizer"])
 def test_hooks_that_come_late_run_one_client_after_another(what: str) -> None:
     """A program of many clients runs no hook of gradients, and has no client's norm."""
-    expected = run("nothing", "sequential", callbacks=[Hooking(what)])
-    without = run("nothing", "sequential")
+    expected = run("nothing", "reference", callbacks=[Hooking(what)])
+    without = run("nothing", "reference")
     found = run("nothing", "auto", callbacks=[Hooking(what)])
     assert found.strategy.federation.engine.choices["training_step"].startswith("vectorized")
     assert_trees_close(found.server, expected.server, rtol=1e-5, atol=1e-6)

@@ -73,7 +73,7 @@ def test_phases_have_numbers_of_their_own() -> None:
         method = FedRep(head_epochs=heads, body_epochs=None, body_steps=bodies)
         return fit(method, small_clients(), small_module(), 2, engine)
 
-    one, other = run("vectorized"), run("sequential")
+    one, other = run("vectorized"), run("reference")
     # 1, 0, 1, 3 and 2 minibatches in a pass over the heads' data.
     counts = {k: heads[str(k)] * n + bodies[str(k)] for k, n in ((0, 1), (2, 1), (3, 3), (4, 2))}
     info = one.recorder.rounds[0].info

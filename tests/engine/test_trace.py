@@ -62,18 +62,17 @@ def replays(outcome: LocalRound) -> int:
 def test_replayed_steps_are_the_steps(
     engine: str, method: Method, norm: bool, dropout: float
 ) -> None:
-    options = {"record": True} if engine == "sequential" else {}
-    recorded = run(cnn(norm, dropout), method, engine, **options)
-    plain = run(cnn(norm, dropout), method, engine, 0, **options)
+    recorded = run(cnn(norm, dropout), method, engine)
+    plain = run(cnn(norm, dropout), method, engine, 0)
     assert replays(recorded) > 0
     assert replays(plain) == 0
     assert_trees_equal(recorded.models, plain.models)
     assert_trees_equal(recorded.result.logs, plain.result.logs)
-    assert_trees_close(recorded.models, run(cnn(norm, dropout), method, "sequential").models)
+    assert_trees_close(recorded.models, run(cnn(norm, dropout), method, "reference").models)
 
 
-def test_the_readable_engine_records_nothing() -> None:
-    assert replays(run(cnn(), FedAvg(local_epochs=2), "sequential")) == 0
+def test_the_reference_records_nothing() -> None:
+    assert replays(run(cnn(), FedAvg(local_epochs=2), "reference")) == 0
 
 
 class Thresholded(nn.Module):
@@ -105,11 +104,11 @@ def test_a_step_that_reads_numbers_is_not_recorded(layer: type[nn.Module]) -> No
         return PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
 
     method = FedProx(0.5, local_epochs=2)  # whose gradients are recorded alone
-    tried = run(module(), method, "sequential", record=True)
+    tried = run(module(), method, "sequential")
     assert replays(tried) == 0
     assert isinstance(tried.engine, SequentialEngine)
     assert not tried.engine.traces.enabled
-    plain = run(module(), method, "sequential")
+    plain = run(module(), method, "reference")
     assert_trees_equal(tried.models, plain.models)
 
 
@@ -181,7 +180,7 @@ def test_what_a_user_overrides_is_not_recorded(kind: type[OwnSample]) -> None:
 def test_overridden_steps_agree_with_the_sequential_engine(
     kind: type[PersonalizedModule], method: Method
 ) -> None:
-    a, b = (run(make(kind), method, engine) for engine in ("vectorized", "sequential"))
+    a, b = (run(make(kind), method, engine) for engine in ("vectorized", "reference"))
     assert_trees_close(a.models, b.models)
     assert_trees_close(a.result.logs, b.result.logs)
 

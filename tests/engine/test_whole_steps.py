@@ -36,7 +36,7 @@ def run(method: Method, module: Any, limit: int = 99, **options: Any) -> LocalRo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "LIMIT", limit)
         data = image_clients((9, 0, 12, 13, 8))
-        return local_round(method, module, data, "sequential", record=True, **options)
+        return local_round(method, module, data, "sequential", **options)
 
 
 def replays(outcome: LocalRound) -> int:
@@ -131,12 +131,12 @@ def test_a_setting_that_changes_is_followed() -> None:
     method.share = 0.3
     work: dict[str, Any] = {"server": first.server, "round": 1}
     again = local_round(
-        method, cnn(norm=False), image_clients((9, 0, 12, 13, 8)), "sequential", **work
+        method, cnn(norm=False), image_clients((9, 0, 12, 13, 8)), "reference", **work
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_pfl.testing.rounds.SequentialEngine", lambda *_, **__: engine)
         same = local_round(
-            method, engine.module, image_clients((9, 0, 12, 13, 8)), "sequential", **work
+            method, engine.module, image_clients((9, 0, 12, 13, 8)), "reference", **work
         )
     assert engine.whole.used > used
     assert_trees_equal(same.result.uploads, again.result.uploads)
@@ -166,16 +166,16 @@ def test_a_step_that_reads_something_else_is_found(caplog: pytest.LogCaptureFixt
     module = PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
     SCALE[0] = 1.0
     method, data = FedAvg(local_epochs=3), image_clients((9, 12, 13, 8))
-    first = local_round(method, module, data, "sequential", record=True)
+    first = local_round(method, module, data, "sequential")
     engine = first.engine
     assert isinstance(engine, SequentialEngine)
     assert engine.whole.used > 3
     SCALE[0] = 2.0
     with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO"):
         patch.setattr("lightning_pfl.testing.rounds.SequentialEngine", lambda *_, **__: engine)
-        found = local_round(method, module, data, "sequential")
+        found = local_round(method, module, data, "reference")
     assert "a step differs from its recording" in caplog.text
-    plain = local_round(method, module, data, "sequential")
+    plain = local_round(method, module, data, "reference")
     assert_trees_equal(found.models, plain.models)
 
 
@@ -218,15 +218,15 @@ def small(layer: nn.Module) -> PersonalizedModule:
 def test_a_number_in_an_object_is_followed_however_little_it_changes(method: Method) -> None:
     """A difference below the tolerance of a comparison with the recording."""
     data, module = image_clients((9, 12, 13, 8)), small(Annealed())
-    engine = local_round(method, module, data, "sequential", record=True).engine
+    engine = local_round(method, module, data, "sequential").engine
     assert isinstance(engine, SequentialEngine)
     assert engine.whole.used + engine.traces.used > 3
     layer: Any = module.backbone.get_submodule("2")
     layer.held["inner"].scale = 1 + 1e-6
-    plain = local_round(method, module, data, "sequential")
+    plain = local_round(method, module, data, "reference")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_pfl.testing.rounds.SequentialEngine", lambda *_, **__: engine)
-        found = local_round(method, module, data, "sequential")
+        found = local_round(method, module, data, "reference")
     assert_trees_equal(found.models, plain.models)
 
 
@@ -234,10 +234,10 @@ def test_a_number_in_an_object_is_followed_however_little_it_changes(method: Met
 def test_steps_that_write_to_attributes_are_not_replayed(method: Method) -> None:
     data = image_clients((9, 12, 13, 8))
     recorded, plain = small(Remembering()), small(Remembering())
-    first = local_round(method, recorded, data, "sequential", record=True)
+    first = local_round(method, recorded, data, "sequential")
     assert isinstance(first.engine, SequentialEngine)
     assert first.engine.whole.used + first.engine.traces.used == 0
-    local_round(method, plain, data, "sequential")
+    local_round(method, plain, data, "reference")
     one, other = (
         cast("Remembering", module.backbone.get_submodule("2")) for module in (recorded, plain)
     )

@@ -5,6 +5,6 @@ import pytest
 
 @pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest) -> str:
-    """The vectorized one, unless ``pytest tests/methods --engine sequential`` asks otherwise."""
+    """The vectorized one, unless ``pytest tests/methods --engine reference`` asks otherwise."""
     name: str = request.config.getoption("--engine")
     return name

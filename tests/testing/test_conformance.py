@@ -22,7 +22,7 @@ from lightning_pfl.core.tree import (
     tmap,
     weighted_mean,
 )
-from lightning_pfl.methods.base import LocalStep, Method, Phase
+from lightning_pfl.methods.base import LocalStep, Method, Phase, recordable
 from lightning_pfl.testing import conformance
 from lightning_pfl.testing.conformance import Problem
 
@@ -37,6 +37,21 @@ class MixesClients(Method):
         return tmap(
             lambda leaf: leaf.double().mean(0, keepdim=True).to(leaf.dtype).expand_as(leaf), upload
         ), client_state
+
+
+class CountsItsSteps(Method):
+    """A client's last steps are longer, by a count that a recorded step doesn't keep."""
+
+    def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
+        self.steps = 0
+        return super().client_init(received, client_state, info)
+
+    @recordable()
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        self.steps += 1
+        grads = client.grad(state["model"], minibatches)
+        scale = 1.0 if self.steps < 5 else 2.0
+        return {**state, "model": client.update(state["model"], tmap(lambda g: scale * g, grads))}
 
 
 class DependsOnTheOrder(Method):
@@ -267,6 +282,11 @@ class PassesOverBrokenData(Method):
 
 CASES: list[tuple[type[Method], Callable[..., None], str]] = [
     (MixesClients, conformance.check_engines_agree, "Expected the same upload with 2 clients"),
+    (
+        lambda: CountsItsSteps(local_epochs=4),
+        conformance.check_engines_agree,
+        "Expected the same upload with recorded steps as without, but got another in round 0. Name",
+    ),
     (
         DependsOnTheOrder,
         conformance.check_relabelling_permutes_the_result,

@@ -102,7 +102,7 @@ def test_evaluation_keeps_batches_that_couple_samples() -> None:
         )
         return fit(FedAvg(), data, module, engine=engine, val_data=data)
 
-    want, got = losses("sequential").metrics, losses("vectorized").metrics
+    want, got = losses("reference").metrics, losses("vectorized").metrics
     assert got["val_loss"] == pytest.approx(want["val_loss"], rel=1e-10)
 
 
@@ -157,7 +157,7 @@ def test_a_recording_follows_the_module(
         when = Change(2, CHANGES[change])
         return fit(method, image_clients((8, 8)), module, 4, engine, callbacks=[when])
 
-    fast, slow = run("vectorized"), run("sequential")
+    fast, slow = run("vectorized"), run("reference")
     Sharper.strength[0] = 1.0
     engine = fast.strategy.federation.engine._engines["training_step"]
     assert (engine.whole if isinstance(method, FedAvg) else engine.traces).used > 0
@@ -174,7 +174,7 @@ def test_a_dropout_rate_may_be_raised_later() -> None:
         data, module = image_clients((8, 5)), network(nn.Dropout(0.0))
         return fit(FedAvg(), data, module, 3, engine, callbacks=[when])
 
-    assert_trees_close(run("vectorized").models, run("sequential").models, rtol=1e-10, atol=1e-10)
+    assert_trees_close(run("vectorized").models, run("reference").models, rtol=1e-10, atol=1e-10)
 
 
 # --- steps that keep things on the module ---
@@ -277,7 +277,7 @@ class LateNoise(L.LightningModule):
 
 def test_noise_may_come_later() -> None:
     data = image_clients((12, 9))
-    fast, slow = (fit(FedAvg(), data, LateNoise(), 2, e) for e in ("auto", "sequential"))
+    fast, slow = (fit(FedAvg(), data, LateNoise(), 2, e) for e in ("auto", "reference"))
     assert fast.strategy.federation.engine.choices["training_step"].startswith("vectorized")
     assert_trees_close(fast.models, slow.models, rtol=1e-10, atol=1e-10)
 
