@@ -162,26 +162,44 @@ class Probe:
         """
         # A module may have no product at all.
         counts = counter.get_flop_counts().get("Global", {})
-        operations = float(counter.get_total_flops())
+        operations = self.operations(work, piece, engine, counter)
         convolves = any(op in counts for op in CONVOLUTIONS)
         if isinstance(work, LocalWork):
-            assert isinstance(piece, LocalWork)
-            operations /= len(piece.info) * max(engine.gradients, 1)
             replayed = self.sequential.records(work) and not convolves
             return batching_pays(operations, self._shares(work, engine), replayed)
-        assert isinstance(piece, EvaluationWork)
         if is_of_one_model(self.module, self.settings, work):  # large minibatches of all clients
             return True
         # A shared layer sees all clients' samples as one large batch, which nothing beats;
         # attention and recurrent layers don't.
         if engine.transform == "forward" and not any(op in counts for op in PER_CLIENT_PRODUCTS):
             return True
+        replayed = self.sequential.may_replay(work.step) and not convolves
+        return batching_pays(operations, [Share(1)], replayed)
+
+    def operations(
+        self,
+        work: LocalWork | EvaluationWork,
+        piece: LocalWork | EvaluationWork,
+        engine: VectorizedEngine,
+        counter: FlopCounterMode,
+    ) -> float:
+        """Count a client's floating-point operations in a gradient, or an evaluated minibatch.
+
+        Args:
+            work: What is to be run.
+            piece: As of :meth:`piece`.
+            engine: The vectorized engine.
+            counter: The operations that it has run for the piece.
+        """
+        operations = float(counter.get_total_flops())
+        if isinstance(piece, LocalWork):
+            return operations / (len(piece.info) * max(engine.gradients, 1))
+        assert isinstance(work, EvaluationWork)
         operations /= len(piece.clients)
         if isinstance(work.data, FederatedTensorDataset):
             whole = min(work.data.batch_size, int(work.data.num_samples[work.clients].max()))
             operations *= max(1.0, whole / PROBED_SAMPLES)
-        replayed = self.sequential.may_replay(work.step) and not convolves
-        return batching_pays(operations, [Share(1)], replayed)
+        return operations
 
     def _shares(self, work: LocalWork, engine: VectorizedEngine) -> list[Share]:
         """Count the gradients of each phase; a cohort's first client stands for all."""

@@ -32,7 +32,7 @@ from lightning_pfl.engine.vectorized.one_model import is_of_one_model
 from lightning_pfl.methods.base import Phase
 
 EngineName = Literal["auto", "timed", "vectorized", "sequential", "reference"]
-ONE_BY_ONE = ("sequential", "reference")
+UNPROBED = ("sequential", "reference")
 """Names with which no step is probed."""
 
 
@@ -240,7 +240,7 @@ class SelectedEngine:
     ) -> None:
         """Choose, and if another process has found something else before, choose that."""
         self._choose(work, why_not)
-        if self._agree is None or self.name in ONE_BY_ONE:
+        if self._agree is None or self.name in UNPROBED:
             return
         place = self._place(self._kind(work))
         mine = self.found.get(place, self._one_by_one)
@@ -275,7 +275,7 @@ class SelectedEngine:
             finder: Who has found what is known of the step before.
         """
         step = self._kind(work)
-        if self.name in ONE_BY_ONE:
+        if self.name in UNPROBED:
             how = ", without recordings" if self.name == "reference" else ""
             self._settle(step, self._sequential, f"as asked{how}")
             return
@@ -296,32 +296,30 @@ class SelectedEngine:
             if getattr(self._sequential, "draws_elsewhere", False):
                 reasons.append(DRAWS_ELSEWHERE)
             stochastic = self._sequential.random_calls > 0
-            estimated = self.name == "auto" and self.settings.device.type == "cpu"
+            estimates = self.name == "auto" and self.settings.device.type == "cpu" and not before
             alike = step != work.step  # there is nothing to map over
             transforms: tuple[Transform, ...] = ("forward",) if alike else ("forward", "grad")
             transforms = tuple(sorted(transforms, key=lambda transform: transform != before))
             for transform in transforms if not reasons else ():
                 engine = self._probe.at_once(transform, stochastic)
-                how = ONE_BATCH if alike else f"vmap over the {_WHAT[transform]}"
                 counter = FlopCounterMode(display=False)
-                mode: AbstractContextManager[Any] = counter if estimated else nullcontext()
-                pays = partial(self._probe.pays, work, piece, engine, counter)
+                mode: AbstractContextManager[Any] = counter if estimates else nullcontext()
+                estimated = work, piece, engine, counter
+                pays = partial(self._probe.pays, *estimated)
                 # What a run has begun with is taken anyway.
-                wanted = pays if estimated and not before else partial(ne, before, transform)
+                wanted = pays if estimates else partial(ne, before, transform)
                 reason = self._probe.problem(engine, piece, expected, mode, wanted)
                 if reason is None or (before == transform and OTHER_NUMBERS in reason):
                     if self.name == "timed" and not before:
                         self._settle_fastest(work, engine)
-                    elif estimated and not before and not pays():
-                        self.found[place] = self._sequential.name
-                        self._settle(step, self._sequential, SLOWER)
+                    elif estimates:
+                        operations = self._probe.operations(*estimated)
+                        self._settle_by_estimate(work, engine, operations, pays())
                     else:
-                        engine.chunk_size = int(size) if size else None
-                        self.found[place] = f"{transform} {size}" if size else transform
-                        more = f", {size} clients at once as in {finder}" if size else ""
-                        self._settle(step, engine, f"{how}{more}")
+                        again = f" as in {finder}" if before == transform else ""
+                        self._settle_at_once(work, engine, size, again)
                     return
-                reasons.append(f"{how}: {reason}")
+                reasons.append(f"{self._how(work, transform)}: {reason}")
             if any(OTHER_NUMBERS in reason for reason in reasons):
                 self.found[place] = self._one_by_one
         why = "; ".join(dict.fromkeys(reasons))
@@ -332,6 +330,56 @@ class SelectedEngine:
                 "engine='sequential'."
             )
         self._settle(step, self._sequential, why)
+
+    def _settle_by_estimate(
+        self,
+        work: LocalWork | EvaluationWork,
+        engine: VectorizedEngine,
+        operations: float,
+        pays: bool,
+    ) -> None:
+        """Settle which engine runs a step, where either can.
+
+        Args:
+            work: What is to be run.
+            engine: The vectorized engine.
+            operations: As counted for the estimate.
+            pays: What the estimate says for it.
+        """
+        unit = "minibatch" if isinstance(work, EvaluationWork) else "gradient"
+        counted = f", {operations / 1e6:.3g} million operations a {unit}"
+        if pays:
+            self._settle_at_once(work, engine, more=counted)
+            return
+        kind = self._kind(work)
+        self.found[self._place(kind)] = self._sequential.name
+        self._settle(kind, self._sequential, f"{SLOWER}{counted}")
+
+    def _settle_at_once(
+        self,
+        work: LocalWork | EvaluationWork,
+        engine: VectorizedEngine,
+        size: str = "",
+        more: str = "",
+    ) -> None:
+        """Let the vectorized engine run a step.
+
+        Args:
+            work: What is to be run.
+            engine: The vectorized engine.
+            size: The clients per program, if a clock has found them.
+            more: What the log says besides.
+        """
+        engine.chunk_size = int(size) if size else None
+        kind, how = self._kind(work), self._how(work, engine.transform)
+        self.found[self._place(kind)] = f"{engine.transform} {size}".strip()
+        many = f", {engine.together(work)} at once" if kind == work.step else ""
+        self._settle(kind, engine, f"{how}{many}{more}")
+
+    def _how(self, work: LocalWork | EvaluationWork, transform: Transform) -> str:
+        """Describe how the vectorized engine runs work."""
+        alike = self._kind(work) != work.step
+        return ONE_BATCH if alike else f"vmap over the {_WHAT[transform]}"
 
     def _settle_fastest(self, work: LocalWork | EvaluationWork, engine: VectorizedEngine) -> None:
         """Settle which engine runs a step, and with how many clients per program, by the clock.
@@ -359,7 +407,7 @@ class SelectedEngine:
     def _settle(self, step: str, engine: SequentialEngine | VectorizedEngine, why: str) -> None:
         self._engines[step], self._hooks[step] = engine, hooks_of(self.module)
         self.choices[step] = f"{engine.name} ({why})"
-        if self.name not in ONE_BY_ONE:
+        if self.name not in UNPROBED:
             rank_zero_info(f"{self._whose}{step} runs {engine.name}: {why}.")
 
 

@@ -43,7 +43,7 @@ from lightning_pfl.core.checks import (
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model
 from lightning_pfl.engine.optimizer import check_optimizer
-from lightning_pfl.engine.select import ONE_BY_ONE, check_engine
+from lightning_pfl.engine.select import UNPROBED, check_engine
 from lightning_pfl.federation.gate import MaxNorm
 from lightning_pfl.methods.base import Method
 from lightning_pfl.trainer.checkpoint_io import AtomicCheckpointIO
@@ -96,7 +96,7 @@ def check_strategy(
             "which takes `local_epochs`, `local_steps` and `weighting`, but it does not. Add it."
         )
     check_engine(engine)
-    if cuda_graphs and engine in ONE_BY_ONE:
+    if cuda_graphs and engine in UNPROBED:
         raise ValueError(
             "Expected engine='auto' or 'vectorized' with cuda_graphs=True, as graphs are steps of "
             f"many clients, but got engine={engine!r}. Leave out one of both."

@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.methods import FedAvg
+from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import assert_trees_close
 from tests.engine.nets import CLASSES, image_clients
@@ -177,3 +178,19 @@ def test_the_log_says_what_runs_and_why(caplog: pytest.LogCaptureFixture) -> Non
         trainer(engine="auto", max_epochs=1).fit(OwnOptimizer(), clients(), clients())
     assert re.search(r"training_step runs sequential: .*OwnSGD", caplog.text)
     assert re.search(r"validation_step runs vectorized: \w+", caplog.text)
+
+
+@pytest.mark.parametrize(("chunk_size", "at_once"), [(None, 3), (2, 2)])
+def test_the_log_says_how_many_run_at_once_and_what_was_counted(
+    chunk_size: int | None, at_once: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Products of 4 samples: forward, for weights' gradients, and in the head for inputs'."""
+    million = 2 * 4 * (2 * 25 * 7 + 3 * 7 * CLASSES) / 1e6
+    data = image_clients((8, 8, 4))
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 7), nn.Tanh())
+    module = PersonalizedModule(backbone, nn.Linear(7, CLASSES), lr=0.1).double()
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        made = trainer(engine="auto", max_epochs=1, chunk_size=chunk_size)
+        made.fit(module, data, data)
+    said = f"{at_once} at once, {million:.3g} million operations a gradient."
+    assert f"training_step runs vectorized: vmap over the forward pass, {said}" in caplog.text

@@ -33,7 +33,7 @@ def single() -> PersonalizedModule:
 
 
 def test_rounding_is_no_reason_against_many_clients_at_once(doubtful: None) -> None:
-    assert vectorized(single()) == "vectorized (vmap over the forward pass)"
+    assert vectorized(single()) == "vectorized (vmap over the forward pass, 2 at once)"
 
 
 def test_a_step_that_is_another_in_double_precision_is_refused(

@@ -254,6 +254,12 @@ class VectorizedEngine:
         """Number the program that evaluates each client, int64 ``(clients,)``."""
         return self._evaluation().groups(work)
 
+    def together(self, work: LocalWork | EvaluationWork) -> int:
+        """Count the clients of the largest program for this work."""
+        if isinstance(work, EvaluationWork):
+            return int(self.groups(work).bincount(minlength=1).max())
+        return len(self._cut(work.info.index)[0])
+
     def _evaluation(self) -> VectorizedEvaluation:
         return VectorizedEvaluation(self.module, self.settings, self.transform, self.quiet)
 
