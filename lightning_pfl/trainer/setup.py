@@ -379,10 +379,21 @@ class StageSetup:
         ]
         if fit_loop(trainer).trains_nothing:
             found += [("All local epochs and steps are 0: clients train nothing.",)]
+        found += [_who_trains(federation, trainer.current_epoch)]
         for note in dict.fromkeys(note for notes in found for note in notes):
             rank_zero_info(note)
         if problem := federation.method.check_fit(_plan(trainer)):
             rank_zero_warn(problem)
+
+
+def _who_trains(federation: Federation, round: int) -> tuple[str, ...]:
+    """Say where a method trains all clients, whatever the participation is."""
+    method, share = federation.method, federation.participation
+    everyone = share == 1 if isinstance(share, float) else share == federation.num_clients
+    if everyone or not method.full_participation(round):
+        return ()
+    when = "every round" if method.full_participation(round + 1) else f"round {round}"
+    return (f"{type(method).__name__} trains all clients in {when}, not participation={share}.",)
 
 
 def _value(text: str) -> Any:

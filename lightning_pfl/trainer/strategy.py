@@ -70,7 +70,8 @@ class FederatedStrategy(ProcessesStrategy):
 
     Args:
         method: The federated method. None takes the one method among the Trainer's callbacks.
-        participation: Clients per round: a fraction in (0, 1] (float), or a count (int).
+        participation: Clients per round: a fraction in (0, 1] (float), or a count (int). All in
+            rounds of a method that needs all, such as ``LocalOnly``; the log says so.
         engine: ``"vectorized"`` runs a cohort as one batched program, ``"sequential"`` one client
             after another; ``"auto"`` takes the first that can run the module, on a CPU the second
             where an estimate (``engine/cost.py``) finds that faster. ``"timed"`` takes what a clock

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import lightning as L
+import pytest
 import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_pfl.contract.records import ClientResults, Evaluation
 from lightning_pfl.data import ClassesPerClient, Digits, FederatedDataModule
-from lightning_pfl.methods import FedRep
+from lightning_pfl.methods import FedAvg, FedRep, LocalOnly
+from lightning_pfl.methods.base import Method
 from lightning_pfl.models import MLP
 from lightning_pfl.results.scalars import read_scalars
 from lightning_pfl.results.settings import read_settings
 from lightning_pfl.trainer.board_layout import add_layout
 from tests.inspect.board import Board
-from tests.trainer.setting import Quadratic, points, trainer
+from tests.trainer.setting import SIZES, Quadratic, points, trainer
 
 
 def test_hyper_parameters_tell_runs_apart(tmp_path: Path) -> None:
@@ -49,6 +52,34 @@ def test_hyper_parameters_tell_runs_apart(tmp_path: Path) -> None:
     assert {name: saved.get(name, "missing") for name in expected} == expected
     settings = read_settings(Path(logger.log_dir))
     assert (settings.method, settings.seed, settings.data_seed) == ("FedRep", 3, 4)
+
+
+class EveryoneFirst(FedAvg):
+    """All clients take part in the first round."""
+
+    def full_participation(self, round: int) -> bool:
+        return round == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "participation", "said"),
+    [
+        (LocalOnly, 0.5, "LocalOnly trains all clients in every round, not participation=0.5."),
+        (LocalOnly, 1, "LocalOnly trains all clients in every round, not participation=1."),
+        (LocalOnly, 1.0, ""),
+        (LocalOnly, len(SIZES), ""),
+        (EveryoneFirst, 2, "EveryoneFirst trains all clients in round 0, not participation=2."),
+        (FedAvg, 2, ""),
+    ],
+)
+def test_the_log_says_where_participation_does_nothing(
+    method: type[Method], participation: float, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        run = trainer(method(), participation=participation, max_epochs=1)
+        run.fit(Quadratic(), points(), points())
+    found = [text for text in caplog.messages if "trains all clients" in text]
+    assert found == [said] * bool(said)
 
 
 def test_tensorboard_has_curves_alone_and_settings_beside_their_newest_values(
