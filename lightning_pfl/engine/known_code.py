@@ -47,9 +47,10 @@ OUTSIDE = frozenset(
         *("item", "tolist", "numpy", "data_ptr", "storage", "untyped_storage", "is_set_to", "set_"),
         *("backward", "grad", "grad_fn", "register_hook", "retain_grad", "share_memory_"),
         *("register_post_accumulate_grad_hook", "is_shared", "is_pinned", "module_load"),
+        *("storage_offset", "format", "format_map"),
     }
 )
-"""Attributes by which a tensor's numbers reach Python, or code reaches what autograd keeps."""
+"""Attributes by which a tensor's numbers reach Python, and a text or autograd what they hold."""
 BUILTINS = frozenset(
     {
         *("len", "range", "zip", "enumerate", "reversed", "sorted", "slice", "isinstance", "map"),
@@ -63,7 +64,7 @@ BUILTINS = frozenset(
 ELSEWHERE = frozenset(
     {
         *("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT_NAME"),
-        *("LOAD_BUILD_CLASS", "GET_AWAITABLE", "GET_AITER"),
+        *("LOAD_BUILD_CLASS", "MATCH_CLASS", "GET_AWAITABLE", "GET_AITER"),
         # After an error that it catches, code goes on in another way.
         *("SETUP_FINALLY", "CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"),
     }

@@ -6,12 +6,14 @@ A replay runs the same operators, with the same bits, without the rest of Python
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.engine.operators import OperatorMode, inner_call
 
@@ -88,11 +90,11 @@ def record(function: Function, args: Any, leaves: list[Tensor]) -> tuple[Any, Re
         The function's result, and the recording.
 
     Raises:
-        TypeError: If an operator makes a number of a tensor, or a shape, on which the rest may
-            depend.
+        TypeError: If a number or a shape is made of a tensor, on which the rest may depend, or a
+            tensor is written to that the function hasn't made and isn't given.
     """
     recorder = Recorder(leaves)
-    with recorder:
+    with recorder.recording():
         result = function(*args)
     results: list[Tensor] = []
     flatten(result, results)
@@ -118,6 +120,30 @@ class Call:
     makes: tuple[str, ...]
     several: bool
     writes: frozenset[str]
+
+
+class _NoNumbers(TorchFunctionMode):
+    """A mode that refuses functions by which numbers in a tensor reach Python past operators."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        makes = func in _MAKE_TENSORS and _holds_tensor([*args, *(kwargs or {}).values()])
+        if makes or func in _READ_NUMBERS:
+            raise TypeError(f"it reads numbers out of a tensor by {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+_READ_NUMBERS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__})
+_MAKE_TENSORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
+
+
+def _holds_tensor(args: Any) -> bool:
+    """Whether one of some arguments is a list with a tensor in it."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    return any(isinstance(one, Tensor) for arg in lists for one in arg) or any(
+        map(_holds_tensor, lists)
+    )
 
 
 class Recorder(OperatorMode):
@@ -153,12 +179,21 @@ class Recorder(OperatorMode):
             if self.roots[name] != name:
                 self._shared.add(self.roots[name])
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note operators inside a ``with`` block, and refuse what makes numbers of tensors."""
+        with _NoNumbers(), self:
+            yield
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.dynamic_output_shape in func.tags and not _has_plain_indices(func, args):
             raise TypeError(f"the shape of what {func} returns depends on numbers in a tensor")
+        writes = frozenset(self._changed(func, args, kwargs))
+        if any(self.roots[name] in self.constants for name in writes):
+            raise TypeError(f"{func} writes to a tensor that stays from step to step")
         result = func(*args, **kwargs)
         if func.namespace == "profiler":
             return result
@@ -174,7 +209,6 @@ class Recorder(OperatorMode):
         )
         several = isinstance(result, (tuple, list))
         makes = tuple(map(self._new, result if several else [result]))
-        writes = frozenset(self._changed(func, args, kwargs))
         self.calls.append(Call(func, text, frozenset(reads), makes, several, writes))
         return result
 

@@ -219,7 +219,7 @@ class WholeSteps:
         recorder = Recorder([*before.registers, *leaves])
         self.recording = True
         try:
-            with recorder:
+            with recorder.recording():
                 new, logged = function(rebuild(before.tree, iter(before.registers)))
         finally:
             self.recording = False

@@ -211,6 +211,58 @@ def test_what_does_nothing_is_left_out_and_what_writes_is_kept(
     assert row.tolist() == [1.0, 11.0]
 
 
+X = torch.arange(12.0).view(3, 4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, i: x[i],
+        lambda x, i: x[: int(i)],
+        lambda x, i: x * float(x.mean()),
+        lambda x, i: x * x.mean().tolist(),
+        lambda x, i: x * torch.from_numpy(x.detach().numpy()),
+        lambda x, i: torch.tensor([x.sum(), 1.0]),
+        lambda x, i: torch.as_tensor([[1.0, x.sum()]]),
+        lambda x, i: x.new_tensor((x.sum(),)),
+        lambda x, i: {str(x.sum()): x},
+        lambda x, i: {f"{x.sum():.1f}": x},
+        lambda x, i: max(x.sum(), x.mean()),
+        lambda x, i: torch.add(x, x, alpha=i),
+        lambda x, i: x[x > 3],
+        lambda x, i: x[(x > 3).nonzero()[:, 0]],
+        lambda x, i: x.unique().sum(),
+        lambda x, i: torch.tensor([0.0] * 4).add_(x.sum(0)),
+        lambda x, i: X.mul_(2.0).sum() * x,
+    ],
+)
+def test_numbers_that_reach_python_are_refused(function: Any) -> None:
+    """Also those that no operator shows, and what stays is as it was."""
+    args = [torch.arange(12.0).view(3, 4), torch.tensor(1)]
+    with pytest.raises(TypeError):
+        recording.record(function, args, args)
+    assert torch.equal(X, torch.arange(12.0).view(3, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, i: x[i.view(1)],
+        lambda x, i: torch.where(x > 3, x, 0) * i,
+        lambda x, i: x.masked_fill(x > 3, 0.5) + torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        lambda x, i: sum(row * x for row in x),
+        lambda x, i: x.quantile(0.5) + x.clamp(min=i) + x.norm(),
+        lambda x, i: torch.zeros(4).add_(x.sum(0)),
+    ],
+)
+def test_numbers_that_stay_in_tensors_are_replayed(function: Any) -> None:
+    args = [torch.arange(12.0).view(3, 4), torch.tensor(1)]
+    _, found = recording.record(function, args, args)
+    for factor, index in ((3.0, 2), (-1.0, 0)):
+        args = [factor * torch.arange(12.0).view(3, 4) + 1, torch.tensor(index)]
+        assert torch.equal(found(args), function(*args))
+
+
 def test_settings_that_change_in_each_round_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "CONTEXTS", 2)
     numbers = trace.Numbers()
