@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_pfl.engine.active_phase import is_unmodified
@@ -69,9 +70,14 @@ class Checks:
     def settings(self) -> tuple[Any, ...]:
         """Return what recordings depend on besides their arguments, as it is now."""
         read = (self._read or {}).items()
-        return fingerprint(self.module), tuple(
-            (Same(owner) if not isinstance(owner, str) else owner, name, _by_value(value))
-            for (owner, name), value in read
+        # Tensors that a step makes have the default type.
+        return (
+            fingerprint(self.module),
+            torch.get_default_dtype(),
+            tuple(
+                (Same(owner) if not isinstance(owner, str) else owner, name, _by_value(value))
+                for (owner, name), value in read
+            ),
         )
 
 

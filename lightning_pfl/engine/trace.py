@@ -21,6 +21,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_pfl.core.tree import is_expanded
 from lightning_pfl.engine.recording import Function, Recording, flatten, record
+from lightning_pfl.engine.safety.global_rng import States
 from lightning_pfl.engine.safety.snapshot import DEPTH, MEMBERS, attributes, is_plain
 
 WARM_UP = 2
@@ -69,8 +70,8 @@ class Same:
 def fingerprint(module: nn.Module) -> tuple[Any, ...]:
     """Collect every setting of a module and its submodules, which recordings treat as constants.
 
-    Plain values are compared by value, collections and objects of users by what they hold, others,
-    such as a tensor that is no parameter, by identity.
+    Plain values are compared by value, collections and objects of users by what they hold, tensors
+    that are no parameters of clients by identity and memory, others by identity.
     """
     parts = dict(_parts(module))
     registered = frozenset(map(id, parts.values()))
@@ -85,12 +86,15 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
         for name, part in parts.items()
         if isinstance(part, L.LightningModule)
     ]
-    persistent = set(module.state_dict())
-    for name, buffer in module.named_buffers():
-        if name not in persistent:
-            found.append((name, Same(buffer)))
-    found += [(name, Same(p)) for name, p in module.named_parameters() if not p.requires_grad]
+    found += [(name, _tensor(buffer)) for name, buffer in module.named_buffers()]
+    found += [(name, _tensor(p)) for name, p in module.named_parameters() if not p.requires_grad]
     return tuple(found)
+
+
+def _tensor(value: Tensor) -> tuple[Any, ...]:
+    """Describe a tensor and its memory, which ``value.data = ...`` replaces and recordings keep."""
+    strided = value.layout == torch.strided
+    return Same(value), value.data_ptr() if strided else None, *(_layout(value) if strided else ())
 
 
 def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -111,6 +115,8 @@ def _setting(value: Any, above: frozenset[int] = frozenset(), depth: int = DEPTH
     """
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
+    if isinstance(value, Tensor):
+        return _tensor(value)
     held = _held(value)
     if held is None or id(value) in above or not depth or len(held) > MEMBERS:
         return repr(value) if isinstance(value, COLLECTIONS) else Same(value)
@@ -257,7 +263,7 @@ class Traces:
         if calls <= WARM_UP:
             return function(*args)
         del self._calls[key]
-        before = [copy(leaf) for leaf in leaves]
+        before, generators = [copy(leaf) for leaf in leaves], States()
         self.recording = True
         try:
             result, self._recorded[key] = record(function, args, leaves)
@@ -268,6 +274,7 @@ class Traces:
                 for leaf, old in zip(leaves, before, strict=True):
                     if not is_expanded(leaf):
                         leaf.copy_(old)
+            generators.restore()
             self.recording = False
             return function(*args)
         self.recording = False
@@ -285,7 +292,9 @@ class Traces:
         """
         replayed: list[Tensor] = []
         real: list[Tensor] = []
+        generators = States()
         flatten(recorded([copy(leaf) for leaf in leaves]), replayed)
+        generators.restore()  # so that the step draws the same
         result = function(*args)
         flatten(result, real)
         self._unchecked.discard(key)

@@ -333,23 +333,34 @@ class ModuleAtStart:
 
     def __init__(self, splits: Sequence[ParameterSplit]) -> None:
         self._splits = splits
+        self._layers = [_layers(split) for split in splits]
         self._models: list[Model] | None = [split.model() for split in splits]
 
     def check(self) -> None:
-        """Refuse what hooks have frozen or unfrozen, and in the first call what they have written.
+        """Refuse what hooks have frozen, unfrozen or replaced, and once what they have written.
 
         Raises:
             MisconfigurationException: Names the parameter.
         """
-        for split in self._splits:
+        for split, layers in zip(self._splits, self._layers, strict=True):
             now = {name for name, leaf in split.module.named_parameters() if leaf.requires_grad}
             if other := sorted(now ^ set(split.trainable)):
                 raise _changed(split.module, other[0], "frozen or unfrozen")
+            for name, layer in _layers(split).items():
+                if layer is not layers[name]:  # in which engines put no client's tensors
+                    raise _changed(split.module, name, "put into another layer")
         for split, before in zip(self._splits, self._models or (), strict=False):
             for name, leaf in split.model().items():
                 if not torch.allclose(leaf, before[name], rtol=0, atol=0, equal_nan=True):
                     raise _changed(split.module, name, "changed")
         self._models = None
+
+
+def _layers(split: ParameterSplit) -> dict[str, Any]:
+    """Find the layer of each entry of a model, and of its further names."""
+    layers = dict(split.module.named_modules())
+    names = (*split.names, *split.aliases)
+    return {name: layers.get(name.rpartition(".")[0]) for name in names}
 
 
 def _changed(module: Any, name: str, how: str) -> MisconfigurationException:

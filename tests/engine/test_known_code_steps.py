@@ -11,7 +11,7 @@ import inspect
 import math
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,9 +43,11 @@ ENGINES = pytest.mark.parametrize("together", [True, False], ids=["at once", "on
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Record at the second call, so that short tests replay."""
     monkeypatch.setattr(trace, "WARM_UP", 1)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 class Plain(L.LightningModule):
@@ -114,6 +116,7 @@ def train(
         for owner, name in ((HERE, "GAIN"), (HERE, "bent"), (ReadsClass, "gain"),
                             (ReadsClass, "bent"), (ReadsMode, "scaled")):  # fmt: skip
             patch.setattr(owner, name, inspect.getattr_static(owner, name))
+        torch.set_default_dtype(torch.float32)
         random.seed(0)
         np.random.seed(0)
         return fit(
@@ -203,6 +206,36 @@ class ReadsTensor(Plain):
         return loss * self.scale
 
 
+class ReadsBuffer(ReadsTensor):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64), persistent=False)
+
+
+class ReadsMask(Plain):
+    """No client has a mask of its own, as infinities can't be averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([1.0, torch.inf], dtype=torch.float64))
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * self.scale[0]
+
+
+class ReadsFrozen(ReadsTensor):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64), requires_grad=False)
+
+
+class MakesTensor(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * torch.full((), 1 / 3)
+
+
 class ReadsMode(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
         return loss if self.head.training else 3 * loss
@@ -274,6 +307,13 @@ class Draws(Plain):
         return loss * torch.rand((), dtype=torch.float64)
 
 
+class DrawsWithoutKeys(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = F.rrelu(self(batch[0]), training=True)
+        drawn = torch.multinomial(logits.detach().softmax(1), 1).squeeze(1)
+        return F.cross_entropy(logits, batch[1]) + F.cross_entropy(logits, drawn)
+
+
 class Weighted(PersonalizedModule):
     """Overrides a function of PersonalizedModule, which still has means of samples."""
 
@@ -318,6 +358,14 @@ def set_tensor(module: Any, number: int) -> None:
         module.scale.mul_(1.5)
 
 
+def set_memory(module: Any, number: int) -> None:
+    module.scale.data = torch.full_like(module.scale, 1.0 + 0.1 * number)
+
+
+def set_type(module: Any, number: int) -> None:
+    torch.set_default_dtype(torch.float64 if number % 2 else torch.float32)
+
+
 def set_mode(module: Any, number: int) -> None:
     module.head.train(number % 2 == 0)
 
@@ -341,6 +389,11 @@ HONEST: list[Any] = [
     (ReadsClass, set_class),
     (ReadsFunction, set_function),
     (ReadsTensor, set_tensor),
+    (ReadsTensor, set_memory),
+    (ReadsBuffer, set_memory),
+    (ReadsMask, set_memory),
+    (ReadsFrozen, set_memory),
+    (MakesTensor, set_type),
     (ReadsMode, set_mode),
     (ReadsMode, set_step),
     (Inherits, set_scale),
@@ -350,6 +403,7 @@ HONEST: list[Any] = [
     (Regularised, set_scale),
     (Scheduled, set_scale),
     (Draws, set_scale),
+    (DrawsWithoutKeys, set_scale),
 ]
 
 
@@ -601,6 +655,13 @@ class Masks(Plain):
         return losses.mean() + losses[y > 0].sum() / (1 + len(losses[y > 0]))
 
 
+class MasksDrawn(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = F.cross_entropy(F.rrelu(self(x), training=True), y, reduction="none")
+        return losses.mean() + losses[y > 0].sum()
+
+
 class SelectsLarge(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -717,6 +778,7 @@ UNKNOWN: list[Any] = [
     (LogsFloat, nothing),
     (Branches, nothing),
     (Masks, nothing),
+    (MasksDrawn, nothing),
     (SelectsLarge, nothing),
     (HasMetric, nothing),
     (Catches, nothing),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_pfl import PersonalizedModule
@@ -169,6 +171,20 @@ def write(module: Any) -> None:
 def test_a_change_after_setup_is_refused(method: Any, change: Any, how: str, hook: str) -> None:
     with pytest.raises(MisconfigurationException, match=f"{how} in a later hook"):
         trainer(method(), max_epochs=2).fit(Changing(hook, change), points())
+
+
+def test_a_layer_replaced_after_setup_is_refused() -> None:
+    """The engines put a client's tensors into the layers with which the fit began."""
+
+    class Replacing(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch:
+                module.head = copy.deepcopy(module.head)
+
+    run = trainer(FedAvg(), max_epochs=2, callbacks=[Replacing()])
+    match = "`head.weight` was put into another layer in a later hook"
+    with pytest.raises(MisconfigurationException, match=match):
+        run.fit(network(), *classes())
 
 
 def test_a_change_in_setup_counts() -> None:

@@ -46,11 +46,11 @@ def watch_global_rng(key: int | None, torch_alone: bool = False) -> Iterator[Els
     found = Elsewhere()
     if key is not None:
         with seeded(key, everything=True):
-            before = _States()
+            before = States()
             yield found
             before.compare(found)
         return
-    before = _States(torch_alone)
+    before = States(torch_alone)
     try:
         yield found
     finally:
@@ -59,7 +59,7 @@ def watch_global_rng(key: int | None, torch_alone: bool = False) -> Iterator[Els
             before.restore()
 
 
-class _States:
+class States:
     """The states of all global generators, or of torch's alone."""
 
     def __init__(self, torch_alone: bool = False) -> None:
@@ -69,7 +69,7 @@ class _States:
 
     def compare(self, found: Elsewhere) -> None:
         """Note whether a generator was used since."""
-        now = _States(torch_alone=self.others is None)
+        now = States(torch_alone=self.others is None)
         found.moved = self._positions() != now._positions()
         found.moved_torch = not all(map(torch.equal, self.torch, now.torch))
 
