@@ -284,6 +284,7 @@ class StepGraphs:
 
         Each graph is checked when it is used first, and one of each phase in every round.
         """
+        given = [*self._layout.registers, *tensors]
         new, logged = function(self._state(_copy), minibatches)
         real: list[Tensor] = []
         flatten(logged, real)
@@ -294,7 +295,7 @@ class StepGraphs:
         replayed += self._layout.registers
         self._unchecked.discard(key)
         self._checked.add(self._context)
-        if self._layout is self._registers.layout_of(new) and agree(replayed, real):
+        if self._layout is self._registers.layout_of(new) and agree(replayed, real, given):
             return found
         self._refuse(
             "a step differs from its graph, so it reads something besides its minibatches, its "

@@ -251,6 +251,7 @@ class WholeSteps:
         Each is checked when it is used first, and one of each phase in a round that checks.
         """
         before = self._layout
+        given = [*before.registers, *leaves]
         # The step itself, on copies: where it agrees, the replay counts.
         new, logged = function(rebuild(before.tree, iter([copy(r) for r in before.registers])))
         real: list[Tensor] = []
@@ -262,7 +263,7 @@ class WholeSteps:
         replayed += self._layout.registers
         self._unchecked.discard(key)
         self._checked.add(self._context)
-        if self._layout is self._registers.layout_of(new) and agree(replayed, real):
+        if self._layout is self._registers.layout_of(new) and agree(replayed, real, given):
             return found
         self._refuse(
             "a step differs from its recording, so it reads something besides its batch, its "

@@ -99,9 +99,9 @@ def checks_apart(device: PretendedDevice) -> Iterator[list[Counter[str]]]:
     checks: list[Counter[str]] = []
     agree = trace.agree
 
-    def agrees(replayed: list[Tensor], real: list[Tensor]) -> bool:
+    def agrees(replayed: list[Tensor], real: list[Tensor], given: list[Tensor]) -> bool:
         before, device.waits = device.waits, Counter()
-        found = agree(replayed, real)
+        found = agree(replayed, real, given)
         checks.append(device.waits)
         device.waits = before
         return found

@@ -4,7 +4,8 @@ else."""
 from __future__ import annotations
 
 import re
-from typing import Any
+from functools import reduce
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -310,6 +311,52 @@ def test_replayed_evaluations_are_the_evaluations(layer: type[nn.Module]) -> Non
     assert heard == [0, 1, 2, 3] * 4
     assert (fast.traces.used > 0) == (layer is nn.Tanh)
     assert plain.traces.used == 0
+
+
+# --- how far a replay may be from its step --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "apart"), [(torch.float32, 3e-3), (torch.float64, 1e-11), (torch.complex128, 1e-11)]
+)
+def test_rounding_is_told_from_other_numbers(dtype: torch.dtype, apart: float) -> None:
+    """A sum in another order is as far off as both rounding errors, n units of the terms' sum."""
+    numbers = torch.rand(8000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    terms = numbers.to(dtype)
+    there, back = (reduce(torch.add, each.split(1)) for each in (terms, terms.flip(0)))
+    assert not torch.equal(there, back)
+    assert trace.agree([there], [back], [terms])
+    assert not trace.agree([there * (1 + apart)], [there], [terms])
+    assert not trace.agree([back * apart], [torch.zeros_like(back)], [terms])
+    assert trace.agree([there * torch.nan], [there * torch.nan], [terms])
+
+
+def test_results_have_the_rounding_of_what_they_are_computed_from() -> None:
+    single = torch.ones(1)
+    double = single.double()
+    assert trace.agree([double * (1 + 1e-6)], [double], [single, double])
+    assert not trace.agree([double * (1 + 1e-6)], [double], [double, torch.ones(1, dtype=int)])
+    assert trace.agree([single * (1 + 1e-6)], [single], [double])
+
+
+class Slowly(nn.Module):
+    """Reads a number that changes a little in each call, where no recording sees it."""
+
+    calls: ClassVar = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        return x * (1 + 1e-9 * self.calls[0])
+
+
+@pytest.mark.parametrize("method", [FedAvg(local_epochs=2), FedProx(0.5, local_epochs=2)])
+def test_a_step_that_changes_a_little_is_not_replayed(method: Method) -> None:
+    torch.manual_seed(0)
+    Slowly.calls[0] = 0
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 4), Slowly())
+    module = PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
+    engine: Any = run(module, method, "sequential").engine
+    assert not engine.traces.enabled or engine.whole._refused
 
 
 # --- what is made once ----------------------------------------------------------------------------
