@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from lightning_pfl.engine.active_phase import is_unmodified
-from lightning_pfl.engine.known_code import Read, UnknownCodeError, read_by_step
+from lightning_pfl.engine.known_code import (
+    Read,
+    UnknownCodeError,
+    asks_for_places,
+    read_by_step,
+)
 from lightning_pfl.engine.trace import Same, fingerprint
 
 RARELY = 16
@@ -67,12 +72,18 @@ class Checks:
         self.known = self.known and self._read is not None
         self.recordable = self._read is not None or is_unmodified(self.module)
 
+    @property
+    def placeless(self) -> bool:
+        """Whether nothing in the steps of this round depends on how tensors lie in memory."""
+        return self.known and self._read is not None and not asks_for_places(self._read)
+
     def settings(self) -> tuple[Any, ...]:
         """Return what recordings depend on besides their arguments, as it is now."""
         read = (self._read or {}).items()
         # Tensors that a step makes have the default type.
         return (
             fingerprint(self.module),
+            self.placeless,
             torch.get_default_dtype(),
             tuple(
                 (Same(owner) if not isinstance(owner, str) else owner, name, _by_value(value))

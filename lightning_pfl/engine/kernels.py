@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
+from lightning_pfl.engine import channels_last
 from lightning_pfl.engine.operators import OperatorMode, has_onednn, onednn_product
 
 
@@ -237,9 +238,13 @@ class BatchedLinear(torch.autograd.Function):
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Run steps of one client with faster kernels; it pays in steps that are recorded."""
-    with LargePooling(), LargeProducts():
+def alone(last: bool = False) -> Iterator[None]:
+    """Run steps of one client with faster kernels; it pays in steps that are recorded.
+
+    Args:
+        last: Whether pictures may lie with their channels last.
+    """
+    with LargePooling(), LargeProducts(last):
         yield
 
 
@@ -294,12 +299,21 @@ class LargeProducts(OperatorMode):
 
     To look at every operator costs more than a small step's arithmetic, so that it pays in steps
     that are recorded.
+
+    Args:
+        last: Whether it moves pictures to where convolutions are fastest, see ``channels_last.py``.
     """
+
+    def __init__(self, last: bool = False) -> None:
+        super().__init__()
+        self._last = last
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not kwargs and has_onednn():
+            if self._last and func in channels_last.CONVOLUTIONS:
+                return channels_last.convolve(func, args)
             if func is torch.ops.aten.mm.default and _is_large(*args):
                 return onednn_product(args[0], args[1], None)
             if func is torch.ops.aten.addmm.default and args[0].ndim == 1 and _is_large(*args[1:]):

@@ -51,6 +51,14 @@ OUTSIDE = frozenset(
     }
 )
 """Attributes by which a tensor's numbers reach Python, and a text or autograd what they hold."""
+PLACES = frozenset(
+    {
+        *("view", "view_as", "view_as_complex", "view_as_real", "as_strided", "as_strided_"),
+        *("stride", "is_contiguous", "is_non_overlapping_and_dense", "dim_order"),
+        *("as_strided_scatter", "resize", "resize_", "resize_as", "resize_as_"),
+    }
+)
+"""Names of functions whose results depend on how a tensor lies in memory."""
 BUILTINS = frozenset(
     {
         *("len", "range", "zip", "enumerate", "reversed", "sorted", "slice", "isinstance", "map"),
@@ -133,6 +141,11 @@ def read_by_step(module: nn.Module, step: str = "training_step", loose: bool = F
     return reader.read
 
 
+def asks_for_places(read: Read) -> bool:
+    """Whether code names a function whose result depends on how a tensor lies in memory."""
+    return any(name in PLACES for _, name in read)
+
+
 class _Reader:
     """Reads the code that a step of a module may run.
 
@@ -201,6 +214,8 @@ class _Reader:
         if name in self._seen:
             return
         self._seen.add(name)
+        if name in PLACES:
+            self.read[Tensor, name] = None
         if name.startswith("__") or name in OUTSIDE or name in self._hidden:
             _unknown(f"it reads an attribute {name!r}")
         for kind in self._kinds:

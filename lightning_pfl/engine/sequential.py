@@ -8,7 +8,7 @@ or batching over clients. Steps that a method and a module allow are recorded an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -175,9 +175,12 @@ class SequentialEngine:
         hooks, known = self.settings.batch_hooks, self._program
         if known is None or known.augment is not augment or known.hooks is not hooks:
             # Also in steps without a recording, so that all have the same bits.
-            modes = kernels.alone if self.fast else nullcontext
+            modes = self._kernels if self.fast else nullcontext
             known = self._program = ClientProgram(self.module, self.settings, augment, modes)
         return known
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        return kernels.alone(last=self.checks.placeless)
 
     def records(self, work: LocalWork) -> bool:
         """Whether steps of this work may be recorded."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -63,9 +63,9 @@ class SequentialEvaluation:
 
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
+        checks = self._checks.setdefault(work.step, Checks(self.module, work.step))
+        check = checks.due()
         if self._is_quiet(work):
-            checks = self._checks.setdefault(work.step, Checks(self.module, work.step))
-            check = checks.due()
             key = None if checks.known else derive(self.settings.seed, "guard", work.step)
             with watch_global_rng(key, checks.known) as found:
                 evaluation = self._unwatched(work, on_clients, checks, check)
@@ -143,12 +143,16 @@ class SequentialEvaluation:
         """Return the user's step, cached where it is replayed, without its calls of ``log``."""
         known = self._evaluators.get(work.step)
         if known is None or not self.may_replay(work.step):
-            modes = kernels.alone if self.fast else nullcontext
+            modes = partial(self._kernels, work.step) if self.fast else nullcontext
             known = ClientProgram(self.module, self.settings, kernels=modes)
             self._evaluators[work.step] = known
         known.throwaway, known.predict = writable(self.module), work.predict
         known.dataloader_idx = work.dataloader_idx
         return known
+
+    def _kernels(self, step: str) -> AbstractContextManager[None]:
+        # Predictions are the user's, in whose hands they lie where they always do.
+        return kernels.alone(step != "predict_step" and self._checks[step].placeless)
 
     def _watched(
         self, work: EvaluationWork, on_clients: OnClients | None

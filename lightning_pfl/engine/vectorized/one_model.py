@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class OneModelEvaluation:
         self.module, self.settings = module, settings
         self._checks: dict[str, Checks] = {}
         self._traces = Traces(enabled=is_unmodified(module))
-        self._known: ClientProgram | None = None
+        self._known: dict[str, ClientProgram] = {}
 
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`.
@@ -74,7 +75,7 @@ class OneModelEvaluation:
         assert isinstance(data, FederatedTensorDataset)
         checks = self._checks.setdefault(work.step, Checks(self.module, work.step))
         self._traces.begin(checks.due())
-        program = self._program()
+        program = self._program(work.step)
         self._traces.enter((program, checks.settings()))
         model = Given({name: leaf[0] for name, leaf in work.models.items()})
         counts = _counts(data, clients, work.limit)
@@ -110,14 +111,17 @@ class OneModelEvaluation:
         options = {key: LogOptions(key in self.module.shown) for key in named}
         return Evaluation(values, counts, options)
 
-    def _program(self) -> ClientProgram:
+    def _program(self, step: str) -> ClientProgram:
         """Return the user's function, the same for steps that are replayed."""
-        known = self._known
+        known = self._known.get(step)
         if known is None or not self._traces.enabled:
-            known = ClientProgram(self.module, self.settings, kernels=kernels.alone)
+            modes = partial(self._kernels, step)
+            known = self._known[step] = ClientProgram(self.module, self.settings, kernels=modes)
         known.throwaway = writable(self.module)
-        self._known = known
         return known
+
+    def _kernels(self, step: str) -> AbstractContextManager[None]:
+        return kernels.alone(last=self._checks[step].placeless)
 
     def _watched(self, step: str, known: bool) -> AbstractContextManager[Elsewhere]:
         """Watch what a step may leave behind: of layers that are torch's alone only draws."""
