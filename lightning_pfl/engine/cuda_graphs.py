@@ -16,7 +16,6 @@ minibatches. Where a step can't be captured it runs as usual, and the log says w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -28,15 +27,11 @@ from torch import Tensor
 
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.tree import Path, Tree, is_expanded
-from lightning_pfl.engine import trace
 from lightning_pfl.engine.recording import flatten, rebuild
-from lightning_pfl.engine.registers import Layout, Registers, fill, register_for, tensors_of
-from lightning_pfl.engine.trace import Numbers, agree, describe
+from lightning_pfl.engine.registers import Layout, Step, StepsInPlace, fill, tensors_of
+from lightning_pfl.engine.trace import copy
 
 Result = TypeVar("Result")
-Step = Callable[[Tree, Any], tuple[Tree, Any]]
-"""A step: of a state and minibatches; returns the new state and a tree of tensors to log."""
-log = logging.getLogger(__name__)
 
 
 class Capture(Protocol):
@@ -116,44 +111,24 @@ class Graph:
     values: list[Tensor]
 
 
-class StepGraphs:
+class StepGraphs(StepsInPlace[Graph]):
     """Takes the steps of one chunk of clients after another, and replays those that are captured.
 
     Args:
         device: The device of all tensors.
 
     Attributes:
-        used: Number of replays.
-        capturing: Whether a step is being captured.
         said: Why some steps aren't captured.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.used, self.capturing, self.said = 0, False, set[str]()
-        self._device, self._capture_of_device = device, CAPTURES[device.type](device)
-        self._registers = Registers(expanded=True)
-        self._contexts = Numbers()
-        self._calls: dict[Any, int] = {}
-        self._graphs: dict[Any, Graph] = {}
-        self._refused: set[int] = set()
-        self._unchecked: set[Any] = set()
-        self._checked: set[int] = set()
+        super().__init__(expanded=True)
+        self.said = set[str]()
+        self._capture = CAPTURES[device.type](device)
 
     def __len__(self) -> int:
         """Number of graphs."""
-        return len(self._graphs)
-
-    def begin_round(self) -> None:
-        """Check one graph of each phase again in this round."""
-        self._checked.clear()
-
-    def context(self, dependencies: Any) -> int | None:
-        """Return a number for what steps depend on besides state and minibatches.
-
-        None where a step of this kind couldn't be captured.
-        """
-        known = self._contexts[dependencies]
-        return None if known in self._refused else known
+        return len(self._recorded)
 
     def leave_out(self, why: str) -> None:
         """Say once why steps aren't captured."""
@@ -166,7 +141,8 @@ class StepGraphs:
     def load(self, context: int, state: Tree) -> None:
         """Begin a phase: copy the state to the registers."""
         self._context, self._given = context, dict(tensors_of(state))
-        self._end(state)
+        self._layout = self._registers.layout_of(state)
+        _fill(self._layout, state)
 
     def unload(self) -> Tree:
         """End a phase: return the state in new memory, but for what clients share as before."""
@@ -182,91 +158,29 @@ class StepGraphs:
         self._given = {}
         return new
 
-    def step(self, function: Step, minibatches: Any, kind: Any) -> Any:
-        """Take a step, and return what it logs.
-
-        Args:
-            function: The step; may change leaves of the state in place.
-            minibatches: A tree of tensors on the device, and of constants.
-            kind: What it depends on besides; None for a step that isn't captured.
-        """
-        tensors: list[Tensor] = []
-        if kind is None or self._context in self._refused:
-            return self._really(function, minibatches)
-        try:
-            key = self._context, kind, self._layout.number, describe(minibatches, tensors)
-        except TypeError:  # a minibatch with an object of the user's
-            return self._really(function, minibatches)
-        graph = self._graphs.get(key)
-        if graph is None:
-            return self._first_calls(key, function, minibatches, tensors)
-        self.used += 1
-        if key in self._unchecked or self._context not in self._checked:
-            return self._check(key, graph, function, minibatches, tensors)
-        return self._replayed(graph, tensors)
-
     # --- how a step is taken ---
 
-    def _replayed(self, graph: Graph, tensors: list[Tensor]) -> Any:
-        for buffer, tensor in zip(graph.buffers, tensors, strict=True):
+    def _replayed(self, recorded: Graph, leaves: list[Tensor]) -> Any:
+        for buffer, tensor in zip(recorded.buffers, leaves, strict=True):
             buffer.copy_(tensor)
-        graph.replay()
-        self._layout = graph.after
-        rows = [row for value in graph.values for row in value.clone()]
-        return rebuild(graph.logged, iter(rows))
+        recorded.replay()
+        self._layout = recorded.after
+        rows = [row for value in recorded.values for row in value.clone()]
+        return rebuild(recorded.logged, iter(rows))
 
-    def _really(self, function: Step, minibatches: Any) -> Any:
-        """Take the step on the registers."""
-        new, logged = function(self._state(), minibatches)
-        # Before registers change on which it may depend.
-        logged = _copied(logged)
-        self._end(new)
-        return logged
-
-    def _end(self, new: Tree) -> None:
-        """Copy a new state to the registers."""
-        self._layout = self._registers.layout_of(new)
-        _fill(self._layout, new)
-
-    def _first_calls(
-        self, key: Any, function: Step, minibatches: Any, tensors: list[Tensor]
-    ) -> Any:
-        """Take the step, and capture it if it was taken often enough."""
-        calls = self._calls[key] = self._calls.get(key, 0) + 1
-        if calls <= trace.WARM_UP or not trace.LIMIT:
-            return self._really(function, minibatches)
-        del self._calls[key]
-        if len(self._graphs) >= trace.LIMIT:  # an optimizer's rate that changes in each round
-            self._graphs.pop(next(iter(self._graphs)))
-        self.capturing = True
-        try:
-            graph = self._capture(function, minibatches, tensors)
-        # Whatever a method, a user's layers or CUDA raise; a true error recurs.
-        except Exception as error:
-            reason = (str(error).strip().splitlines() or [""])[0]
-            self._refuse(f"a step can't be captured ({type(error).__name__}: {reason})")
-            self.capturing = False
-            return self._really(function, minibatches)
-        self.capturing = False
-        self._graphs[key] = graph
-        # To be checked with other minibatches, which a constant in their place doesn't fit.
-        self._unchecked.add(key)
-        return self._replayed(graph, tensors)
-
-    def _capture(self, function: Step, minibatches: Any, tensors: list[Tensor]) -> Graph:
-        """Capture a step on the registers; nothing of it runs but on copies."""
+    def _record(self, function: Step, given: Any, leaves: list[Tensor]) -> tuple[Graph, Any]:
+        """Capture a step on the registers, of which nothing runs but on copies, and replay it."""
         if any(register.device.type == "cpu" for register in self._layout.registers):
             raise TypeError("its optimizer counts steps on the host")
-        capture = self._capture_of_device
-        buffers = [tensor.clone() for tensor in tensors]
-        given = rebuild(minibatches, iter(buffers))
-        copies = self._state(_copy)
-        new, _ = capture.warm_up(lambda: function(copies, given))
+        buffers = [tensor.clone() for tensor in leaves]
+        inputs = rebuild(given, iter(buffers))
+        copies = self._state(copy)
+        new, _ = self._capture.warm_up(lambda: function(copies, inputs))
         # With registers for what the step adds, outside of the graph's memory.
         after = self._registers.layout_of(new)
 
         def step() -> Any:
-            new, logged = function(self._state(), given)
+            new, logged = function(self._state(), inputs)
             if self._registers.layout_of(new) is not after:
                 raise TypeError("the entries of its state change")
             # Before registers change on which it may depend.
@@ -274,73 +188,14 @@ class StepGraphs:
             _fill(after, new)
             return logged, values
 
-        replay, (logged, values) = capture.capture(step)
-        return Graph(replay, buffers, after, logged, values)
-
-    def _check(
-        self, key: Any, graph: Graph, function: Step, minibatches: Any, tensors: list[Tensor]
-    ) -> Any:
-        """Compare a replay with the step.
-
-        Each graph is checked when it is used first, and one of each phase in every round.
-        """
-        given = [*self._layout.registers, *tensors]
-        new, logged = function(self._state(_copy), minibatches)
-        real: list[Tensor] = []
-        flatten(logged, real)
-        real += [leaf for _, leaf in tensors_of(new)]
-        replayed: list[Tensor] = []
-        found = self._replayed(graph, tensors)
-        flatten(found, replayed)
-        replayed += self._layout.registers
-        self._unchecked.discard(key)
-        self._checked.add(self._context)
-        if self._layout is self._registers.layout_of(new) and agree(replayed, real, given):
-            return found
-        self._refuse(
-            "a step differs from its graph, so it reads something besides its minibatches, its "
-            "state and its settings"
-        )
-        self._end(new)
-        return logged
-
-    def _refuse(self, why: str) -> None:
-        self._refused.add(self._context)
-        self.leave_out(why)
-
-    # --- registers ---
-
-    def _state(self, each: Callable[[Tensor], Tensor] | None = None) -> Tree:
-        """Return the registers, or a function of each, in new dicts, which steps change."""
-        leaves = self._layout.registers
-        state: Tree = rebuild(
-            self._layout.tree, iter(leaves) if each is None else map(each, leaves)
-        )
-        return state
+        replay, (logged, values) = self._capture.capture(step)
+        graph = Graph(replay, buffers, after, logged, values)
+        return graph, self._replayed(graph, leaves)
 
 
 def _fill(layout: Layout, state: Tree) -> None:
     """Copy a state to the registers of its layout."""
     fill(zip(layout.registers, (leaf for _, leaf in tensors_of(state)), strict=True), layout)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor to new memory, with its strides."""
-    if is_expanded(tensor):
-        register = register_for(tensor, shared=True)
-        register[:1].copy_(tensor[:1])
-        return register
-    new = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return new.copy_(tensor)
-
-
-def _copied(logged: Any) -> Any:
-    """Copy a tree of tensors to new memory."""
-    values: list[Tensor] = []
-    flatten(logged, values)
-    return rebuild(logged, iter([value.clone() for value in values]))
 
 
 def _in_rows(logged: Any) -> list[Tensor]:

@@ -6,7 +6,8 @@ place. A state is copied to its registers when its phase begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch import Tensor
 
 from lightning_pfl.core.tree import Path, Tree, is_expanded, items
 from lightning_pfl.engine.recording import flatten, rebuild
+from lightning_pfl.engine.trace import Recorded, Repeated, agree, copy, describe
+
+Step = Callable[[Tree, Any], tuple[Tree, Any]]
+"""A step: of a state and minibatches; returns the new state and a tree of tensors to log."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,98 @@ class Registers:
     def is_shared(self, leaf: Tensor) -> bool:
         """Whether clients share a leaf, and so its register."""
         return self._expanded and is_expanded(leaf)
+
+
+class StepsInPlace(Repeated[Recorded]):
+    """Takes the steps of one client, or chunk of clients, after another on registers.
+
+    Args:
+        expanded: As of :class:`Registers`.
+    """
+
+    _context: int
+    _layout: Layout
+
+    def __init__(self, expanded: bool) -> None:
+        super().__init__()
+        self._registers = Registers(expanded)
+        self._refused: set[int] = set()
+
+    def context(self, dependencies: Any) -> int | None:
+        """Return a number for what steps depend on besides state and minibatches.
+
+        None where steps can't be recorded.
+        """
+        number = self._contexts[dependencies]
+        return None if number in self._refused else number
+
+    def step(self, function: Step, minibatches: Any, kind: Any = ()) -> Any:
+        """Take a step, and return what it logs.
+
+        Args:
+            function: The step; may change leaves of the state in place.
+            minibatches: Those that it takes.
+            kind: What it depends on besides; None for a step that isn't recorded.
+        """
+        leaves: list[Tensor] = []
+        if kind is None or self._context in self._refused:
+            return self._really(function, minibatches)
+        try:
+            key = self._context, kind, self._layout.number, describe(minibatches, leaves)
+        except TypeError:  # a minibatch with an object of the user's
+            return self._really(function, minibatches)
+        return self._take(key, function, minibatches, leaves)
+
+    def _state(self, each: Callable[[Tensor], Tensor] | None = None) -> Tree:
+        """Return the registers, or a function of each, in new dicts, which steps change."""
+        leaves = self._layout.registers
+        state: Tree = rebuild(
+            self._layout.tree, iter(leaves) if each is None else map(each, leaves)
+        )
+        return state
+
+    def _really(self, function: Step, given: Any) -> Any:
+        return self._end(*function(self._state(), given))
+
+    def _end(self, new: Tree, logged: Any) -> Any:
+        """Copy to the registers what a step in Python has returned, and return what it logs."""
+        memory = {memory_of(register) for register in self._layout.registers}
+        values: list[Tensor] = []
+        flatten(logged, values)
+        # What is logged stays when registers change.
+        kept = [value.clone() if memory_of(value) in memory else value for value in values]
+        self._layout = self._registers.layout_of(new)
+        ends = zip(self._layout.registers, (leaf for _, leaf in tensors_of(new)), strict=True)
+        fill(ends, self._layout)
+        return rebuild(logged, iter(kept))
+
+    def _check(self, recorded: Recorded, function: Step, given: Any, leaves: list[Tensor]) -> Any:
+        inputs = [*self._layout.registers, *leaves]
+        # The step itself, on copies: where it agrees, the replay counts.
+        new, logged = function(self._state(copy), given)
+        real: list[Tensor] = []
+        flatten(logged, real)
+        real += [leaf for _, leaf in tensors_of(new)]
+        replayed: list[Tensor] = []
+        found = self._replayed(recorded, leaves)
+        flatten(found, replayed)
+        replayed += self._layout.registers
+        if self._layout is self._registers.layout_of(new) and agree(replayed, real, inputs):
+            return found
+        self.stop(
+            "a step differs from its recording, so it reads something besides its minibatches, its "
+            "state and its settings"
+        )
+        return self._end(new, logged)
+
+    def stop(self, why: str) -> None:
+        """Record and replay the steps of this kind of phase no more."""
+        self._refused.add(self._context)
+        self.leave_out(why)
+
+    @abstractmethod
+    def leave_out(self, why: str) -> None:
+        """Say why steps aren't recorded."""
 
 
 def register_for(leaf: Tensor, shared: bool) -> Tensor:

@@ -122,7 +122,7 @@ class SequentialEngine:
         with keyed random functions.
         """
         check = self.checks.due((work.method, *recorded_settings(work.method).values()))
-        self.traces.begin(check)
+        self.traces.begin_round(check)
         self.whole.begin_round(check)
         self._settings.clear()
         self._contexts.clear()

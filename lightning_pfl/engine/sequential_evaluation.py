@@ -108,7 +108,7 @@ class SequentialEvaluation:
             check: Whether a recording is compared with its step.
         """
         program = self._evaluator(work)
-        self.traces.begin(check)
+        self.traces.begin_round(check)
         self.traces.enter((work.step, program, checks.settings()))
         logs = ClientLogs(len(work.clients), self.settings.device)
         counts = torch.zeros(len(work.clients), dtype=torch.int64)

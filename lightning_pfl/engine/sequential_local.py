@@ -156,19 +156,21 @@ class SequentialLocalStep:
         kept = {} if self._optimizer is None else self._optimizer.placed()
         whole.load(context, {"state": state, "optimizer": kept})
 
-        def take(step: list[tuple[int, Any]], tree: Tree) -> tuple[Tree, Any]:
+        def take(numbers: list[int], tree: Tree, minibatches: list[Any]) -> tuple[Tree, Any]:
             self.optimizer.place(tree["optimizer"])
             self._logged = self.active.phase.data == "public"
             logs, self.logs = self.logs, ListedLogs(self.program.log)
             try:
-                new = take_step(method, tree["state"], split_draws(step, draws), self)
+                batch = split_draws(list(zip(numbers, minibatches, strict=True)), draws)
+                new = take_step(method, tree["state"], batch, self)
                 return {"state": new, "optimizer": self.optimizer.placed()}, self.logs.listed
             finally:
                 self.logs = logs
 
         for step in steps:
             self.new_step()
-            logged = whole.step(partial(take, step), [minibatch for _, minibatch in step])
+            numbers, minibatches = map(list, zip(*step, strict=True))
+            logged = whole.step(partial(take, numbers), minibatches)
             for values, size, way in logged:
                 self.program.log.replayed(way)
                 self.logs.add(values, size, None, self.program.log.reductions)

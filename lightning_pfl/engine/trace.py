@@ -1,4 +1,4 @@
-"""When a gradient is recorded, and when its recording is replayed.
+"""When a step or its gradient is recorded, and when its recording is replayed.
 
 In a small step most time goes to the module's code, to autograd and, for many clients, to ``vmap``.
 To record takes about as long as three steps.
@@ -7,19 +7,19 @@ To record takes about as long as three steps.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_pfl.core.tree import is_expanded
 from lightning_pfl.engine.recording import Function, Recording, flatten, record
 from lightning_pfl.engine.safety.global_rng import States
 from lightning_pfl.engine.safety.snapshot import DEPTH, MEMBERS, attributes, is_plain
@@ -31,6 +31,8 @@ LIMIT = 256
 CONTEXTS = 1024
 """Largest number of settings that are known, of which recordings depend on one each."""
 COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
+Recorded = TypeVar("Recorded")
+Leaves = list[Tensor]
 log = logging.getLogger(__name__)
 
 
@@ -185,36 +187,114 @@ def _tree(arg: Any) -> Any:
     return arg.tree if isinstance(arg, Given) else arg
 
 
-class Traces:
-    """Recordings by their dependencies.
+class Repeated(ABC, Generic[Recorded]):
+    """Steps that are recorded at their third call, and replayed from then on.
+
+    A recording is compared with its step when it is used first, so with other arguments than it was
+    made with, which a constant in their place doesn't fit, and one of each phase in rounds that
+    check.
 
     Attributes:
-        enabled: Whether steps may be recorded; False if the module's step may read anything but its
-            arguments and settings.
         used: Number of replays.
-        recording: Whether a function is being recorded.
-        checks: Whether this round compares recordings with steps.
+        recording: Whether a step is being recorded.
     """
 
-    def __init__(self, enabled: bool) -> None:
-        self.enabled, self.used, self.recording = enabled, 0, False
-        self.checks = True
-        self._calls: dict[Any, int] = {}
-        self._recorded: dict[Any, Recording] = {}
+    def __init__(self) -> None:
+        self.used, self.recording = 0, False
+        self._checks = True
+        # What the steps of a phase depend on: to compare that in each step takes as long as a step.
         self._contexts = Numbers()
-        self._givens: dict[Any, int] = {}
-        self._context: int | None = None
+        self._calls: dict[Any, int] = {}
+        self._recorded: dict[Any, Recorded] = {}
         self._unchecked: set[Any] = set()
         self._checked: set[Any] = set()
 
-    def begin(self, check: bool = True) -> None:
+    def begin_round(self, check: bool = True) -> None:
         """Begin a round.
 
         Args:
             check: Whether a recording of each phase is compared with its step in this round.
         """
-        self.checks = check
+        self._checks = check
         self._checked.clear()
+
+    def _take(self, key: tuple[Any, ...], function: Function, given: Any, leaves: Leaves) -> Any:
+        """Take a step.
+
+        Args:
+            key: All that a recording depends on, the number of its phase's settings first.
+            function: The step.
+            given: What it is given.
+            leaves: The tensors of that.
+        """
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            return self._first_calls(key, function, given, leaves)
+        self.used += 1
+        if key in self._unchecked or (self._checks and key[0] not in self._checked):
+            self._unchecked.discard(key)
+            self._checked.add(key[0])
+            return self._check(recorded, function, given, leaves)
+        return self._replayed(recorded, leaves)
+
+    def _first_calls(
+        self, key: tuple[Any, ...], function: Function, given: Any, leaves: Leaves
+    ) -> Any:
+        calls = self._calls[key] = self._calls.get(key, 0) + 1
+        if calls <= WARM_UP or not LIMIT:
+            return self._really(function, given)
+        del self._calls[key]
+        if len(self._recorded) >= LIMIT:  # an optimizer's rate that changes in each round
+            del self._recorded[next(iter(self._recorded))]
+        self.recording = True
+        try:
+            recorded, result = self._record(function, given, leaves)
+        # Whatever a method, a user's layers or a device raise; a true error recurs.
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            self.stop(f"a step can't be recorded ({type(error).__name__}: {reason})")
+        else:
+            self._recorded[key] = recorded
+            self._unchecked.add(key)
+            return result
+        finally:
+            self.recording = False
+        return self._really(function, given)
+
+    @abstractmethod
+    def _really(self, function: Function, given: Any) -> Any:
+        """Take the step as usual."""
+
+    @abstractmethod
+    def _record(self, function: Function, given: Any, leaves: Leaves) -> tuple[Recorded, Any]:
+        """Take the step and record it; an error leaves everything as it was."""
+
+    @abstractmethod
+    def _replayed(self, recorded: Recorded, leaves: Leaves) -> Any:
+        """Replay a recording."""
+
+    @abstractmethod
+    def _check(self, recorded: Recorded, function: Function, given: Any, leaves: Leaves) -> Any:
+        """Take the step once, compare it with a replay, and stop if they differ."""
+
+    @abstractmethod
+    def stop(self, why: str) -> None:
+        """Record and replay such steps no more."""
+
+
+class Traces(Repeated[Recording]):
+    """Recorded gradients, and other functions of trees.
+
+    Attributes:
+        enabled: Whether steps may be recorded; False if the module's step may read anything but its
+            arguments and settings.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.enabled = enabled
+        self._givens: dict[Any, int] = {}
+        self._context: int | None = None
 
     def enter(self, context: Any) -> None:
         """Begin a phase.
@@ -222,7 +302,6 @@ class Traces:
         Args:
             context: Dependencies of its steps besides their arguments; None to record nothing.
         """
-        # A number, as to hash and compare the settings in each step takes as long as a step.
         self._context = None if context is None else self._contexts[context]
 
     def run(self, function: Function, *args: Any) -> Any:
@@ -233,8 +312,8 @@ class Traces:
             args: Trees of tensors, or :class:`Given` ones.
         """
         if not self.enabled or self._context is None:
-            return function(*map(_tree, args))
-        leaves: list[Tensor] = []
+            return self._really(function, args)
+        leaves: Leaves = []
         signature: list[Any] = [self._context]
         try:
             for arg in args:
@@ -244,61 +323,33 @@ class Traces:
                 else:
                     signature.append(describe(arg, leaves))
         except TypeError:  # a minibatch with an object of the user's
-            return function(*map(_tree, args))
-        key = tuple(signature)
-        recorded = self._recorded.get(key)
-        if recorded is None:
-            return self._first_calls(key, function, tuple(map(_tree, args)), leaves)
-        self.used += 1
-        due = self.checks and self._context not in self._checked
-        if due or key in self._unchecked:
-            return self._check(key, recorded, function, tuple(map(_tree, args)), leaves)
+            return self._really(function, args)
+        return self._take(tuple(signature), function, args, leaves)
+
+    def _really(self, function: Function, given: Any) -> Any:
+        return function(*map(_tree, given))
+
+    def _record(self, function: Function, given: Any, leaves: Leaves) -> tuple[Recording, Any]:
+        before, generators = [copy(leaf) for leaf in leaves], States()
+        try:
+            result, recording = record(function, tuple(map(_tree, given)), leaves)
+        except Exception:
+            put_back(leaves, before)
+            generators.restore()
+            raise
+        return recording, result
+
+    def _replayed(self, recorded: Recording, leaves: Leaves) -> Any:
         return recorded(leaves)
 
-    def _first_calls(self, key: Any, function: Function, args: Any, leaves: list[Tensor]) -> Any:
-        """Run the function, and record it if it was called often enough."""
-        if len(self._recorded) >= LIMIT:
-            return function(*args)
-        calls = self._calls[key] = self._calls.get(key, 0) + 1
-        if calls <= WARM_UP:
-            return function(*args)
-        del self._calls[key]
-        before, generators = [copy(leaf) for leaf in leaves], States()
-        self.recording = True
-        try:
-            result, self._recorded[key] = record(function, args, leaves)
-        # Whatever a user's layers raise under a dispatch mode; a true error recurs.
-        except Exception as error:
-            self.stop(f"a step can't be recorded ({type(error).__name__}: {error})")
-            with torch.no_grad():
-                for leaf, old in zip(leaves, before, strict=True):
-                    if not is_expanded(leaf):
-                        leaf.copy_(old)
-            generators.restore()
-            self.recording = False
-            return function(*args)
-        self.recording = False
-        # To be checked with other arguments, which a constant in their place doesn't fit.
-        self._unchecked.add(key)
-        return result
-
-    def _check(
-        self, key: Any, recorded: Recording, function: Function, args: Any, leaves: list[Tensor]
-    ) -> Any:
-        """Compare a recording with the step, and return the step's result.
-
-        Each recording is checked when it is used first, and one of each phase in a round that
-        checks.
-        """
-        replayed: list[Tensor] = []
-        real: list[Tensor] = []
+    def _check(self, recorded: Recording, function: Function, given: Any, leaves: Leaves) -> Any:
+        replayed: Leaves = []
+        real: Leaves = []
         generators = States()
         flatten(recorded([copy(leaf) for leaf in leaves]), replayed)
         generators.restore()  # so that the step draws the same
-        result = function(*args)
+        result = self._really(function, given)
         flatten(result, real)
-        self._unchecked.discard(key)
-        self._checked.add(self._context)
         if not agree(replayed, real, leaves):
             self.stop(
                 "a step differs from its recording, so it reads something besides its batch, its "
@@ -310,6 +361,14 @@ class Traces:
         """Record and replay nothing any more."""
         self.enabled = False
         log.info("Steps are no longer recorded: %s.", why)
+
+
+def put_back(leaves: Leaves, before: Leaves) -> None:
+    """Undo what has written to tensors, of which there are copies by :func:`copy`."""
+    with torch.no_grad():
+        for leaf, old in zip(leaves, before, strict=True):
+            if old is not leaf:
+                leaf.copy_(old)
 
 
 def copy(leaf: Tensor) -> Tensor:

@@ -227,7 +227,7 @@ def test_adagrad_counts_on_the_host_and_runs_as_usual() -> None:
     graphs = engine_of(elsewhere(True, module=module)).graphs
     assert graphs is not None
     (why,) = graphs.said
-    assert "a step can't be captured (TypeError: its optimizer counts steps on the host)" in why
+    assert "a step can't be recorded (TypeError: its optimizer counts steps on the host)" in why
 
 
 # --- one step -------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_a_step_that_waits_for_the_device_runs_as_usual(
     assert not graphs.used
     assert len(graphs.said) == 1
     assert reason in caplog.text
-    assert "Steps run without CUDA graphs: a step can't be captured (RuntimeError" in caplog.text
+    assert "Steps run without CUDA graphs: a step can't be recorded (RuntimeError" in caplog.text
     assert graphs.context("test") is None
 
 
@@ -340,7 +340,7 @@ def test_a_step_that_reads_something_else_runs_as_usual(
     with caplog.at_level(logging.INFO):
         end, _ = taken(graphs, step, 6)
     assert end["model"].tolist() == [counted[0], counted[0]]
-    assert "a step differs from its graph" in caplog.text
+    assert "a step differs from its recording" in caplog.text
     assert graphs.used == 1
 
 
@@ -416,6 +416,14 @@ def with_one_group() -> Any:
     return cnn(norm=False, optimizer=optimizer)
 
 
+class ReadsTheRound(QuadraticModule):
+    """A module whose step reads the Trainer."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        assert self.current_epoch < 3
+        return super().training_step(batch)
+
+
 class Measuring(FedAvg):
     """A method that asks for the way of each client."""
 
@@ -433,8 +441,8 @@ class Measuring(FedAvg):
         ),
         ({"module": scheduled}, "a scheduler changes the optimizer in each step"),
         (
-            {"module": QuadraticModule, "data": lambda: quadratic_clients([1.0], [1.0])},
-            "QuadraticModule is no PersonalizedModule",
+            {"module": ReadsTheRound, "data": lambda: quadratic_clients([1.0], [1.0])},
+            "the code of ReadsTheRound may read what a recording wouldn't",
         ),
     ],
 )

@@ -265,8 +265,10 @@ def grown(state: Tree) -> Tree:
     return {**state, "a": torch.cat([state["a"], state["b"]]), "new": state["b"] * 2}
 
 
-def with_log(function: Callable[[Tree], Tree], x: Tensor, state: Tree) -> tuple[Tree, list[Any]]:
-    return function(state), [x * 2]
+def with_log(
+    function: Callable[[Tree], Tree], state: Tree, given: list[Tensor]
+) -> tuple[Tree, list[Any]]:
+    return function(state), [given[0] * 2]
 
 
 @pytest.mark.parametrize("function", [swapped, shifted, grown])
@@ -283,7 +285,7 @@ def test_results_of_all_kinds(function: Callable[[Tree], Tree]) -> None:
         for _ in range(3):
             x = torch.rand(2)
             expected = function(tmap(Tensor.clone, expected))
-            logged: Any = steps.step(partial(with_log, function, x), [x])
+            logged: Any = steps.step(partial(with_log, function), [x])
             assert torch.equal(logged[0], x * 2)
         found = steps.unload()
         assert_trees_equal(found, expected)
@@ -297,7 +299,7 @@ def test_what_is_logged_stays() -> None:
     steps = WholeSteps()
     steps.load(steps.context("any") or 0, {"a": torch.zeros(2)})
 
-    def step(state: Tree) -> tuple[Tree, list[Any]]:
+    def step(state: Tree, given: Any) -> tuple[Tree, list[Any]]:
         new = state["a"] + 1
         return {"a": new}, [new, state["a"]]
 
@@ -400,7 +402,7 @@ def test_a_leaf_that_clients_share_and_a_step_changes() -> None:
     assert context is not None
     given = expand({"a": shared, "anchor": shared}, 1)
 
-    def step(state: Tree) -> tuple[Tree, list[Any]]:
+    def step(state: Tree, given: Any) -> tuple[Tree, list[Any]]:
         return {"a": state["a"].add_(1), "anchor": state["anchor"]}, []
 
     for _ in range(6):

@@ -205,7 +205,7 @@ class VectorizedEngine:
     def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
         check = self.checks.due((work.method, *recorded_settings(work.method).values()))
-        self.traces.begin(check)
+        self.traces.begin_round(check)
         self.whole.begin_round(check)
         self._memory.begin_round()
         if self.graphs is not None:
@@ -413,13 +413,12 @@ class Chunk:
 
         Those in which one tick has all of a step's clients.
         """
-        graphs, whole, optimizer = self.engine.graphs, self.engine.whole, local_step.optimizer
-        (whole if graphs is None else graphs).load(
-            context, {"state": state, "optimizer": optimizer.placed()}
-        )
+        graphs, optimizer = self.engine.graphs, local_step.optimizer
+        repeated = self.engine.whole if graphs is None else graphs
+        repeated.load(context, {"state": state, "optimizer": optimizer.placed()})
 
         def take(tick: Tick, alone: bool, tree: Tree, tensors: list[Any]) -> tuple[Tree, Any]:
-            kept = whole.recording if graphs is None else graphs.capturing
+            kept = repeated.recording
             pairs = zip(tick.minibatches, tensors, strict=True)
             minibatches = [one.on(given, self.device, not kept) for one, given in pairs]
             optimizer.place(tree["optimizer"])
@@ -446,15 +445,11 @@ class Chunk:
                     minibatch.key = local_step.key(minibatch)
                 tensors = [minibatch.tensors(self.device) for minibatch in tick.minibatches]
                 kind = first if alone else None
-                function = partial(take, tick, alone)
-                if graphs is None:
-                    listed = whole.step(partial(function, tensors=tensors), tensors, kind)
-                else:
-                    listed = graphs.step(function, tensors, kind)
+                listed = repeated.step(partial(take, tick, alone), tensors, kind)
                 for values, sizes, way in listed:
                     self.program.log.replayed(way)
                     self.logs.add(values, sizes, tick.rows, self.program.log.reductions)
-        tree = (whole if graphs is None else graphs).unload()
+        tree = repeated.unload()
         optimizer.place(tree["optimizer"])
         new: Tree = tree["state"]
         return new
