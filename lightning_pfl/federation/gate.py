@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -190,14 +191,6 @@ def refuse_step(before: Tree, after: Tree, models: tuple[Model, Model], median: 
     Returns:
         The reason; empty for a step that may be taken.
     """
-    known = {name: leaf for name, leaf in named_leaves(before).items() if _is_float(leaf)}
-    broken: dict[str, Tensor] = {}
-    for name, leaf in named_leaves(after).items():
-        if _is_float(leaf):
-            old = known.get(name)
-            # A method may have infinities on purpose, as initial values.
-            held = torch.ones((), dtype=torch.bool) if old is None else _is_finite(old)
-            broken[name] = ~_is_finite(leaf) & held.to(leaf.device)
     old_model, new_model = models
     pairs = [
         (old_model[name].unsqueeze(0), leaf.unsqueeze(0))
@@ -205,15 +198,20 @@ def refuse_step(before: Tree, after: Tree, models: tuple[Model, Model], median: 
         if _is_float(leaf) and name in old_model
     ]
     moved = [double_sqnorm(new, old).sum() for old, new in pairs]
-    size = [double_sqnorm(old).sum() for old, _ in pairs]
-    if not broken:
+    # A norm that is finite is that of finite entries, and reads them once.
+    measured = {id(new_model[name]) for name in new_model.keys() & old_model.keys()}
+    others = [leaf for leaf in leaves(after) if _is_float(leaf) and id(leaf) not in measured]
+    sums = [*(_as_sum(leaf) for leaf in others), *moved]
+    if not sums:
         return ""
-    numbers = torch.stack([leaf.double() for leaf in (*broken.values(), *moved, *size)]).cpu()
-    flags, moved_sum, size_sum = numbers.split([len(broken), len(moved), len(size)])
-    if flags.any():
-        name = [*broken][int(flags.argmax())]
+    numbers = torch.stack([leaf.double() for leaf in sums]).cpu()
+    step = float(numbers[len(others) :].sum().sqrt())
+    if numbers.isfinite().all() and step <= ABSURD * median:
+        return ""
+    if name := _broken(before, after):
         return f"`{name}` would hold NaN or infinity"
-    step, usual = float(moved_sum.sum().sqrt()), max(float(size_sum.sum().sqrt()), median)
+    size = sum(float(double_sqnorm(old).sum()) for old, _ in pairs)
+    usual = max(math.sqrt(size), median)
     if usual and not step <= ABSURD * usual:
         return (
             f"it would move the model by {step:.3g}, {step / usual:.3g} times its own norm and the "
@@ -222,12 +220,23 @@ def refuse_step(before: Tree, after: Tree, models: tuple[Model, Model], median: 
     return ""
 
 
-def _is_finite(leaf: Tensor) -> Tensor:
-    """Whether all entries are finite, a bool scalar."""
+def _broken(before: Tree, after: Tree) -> str:
+    """Return the first entry that isn't finite and was, or is new; empty if there is none."""
+    known = {name: leaf for name, leaf in named_leaves(before).items() if _is_float(leaf)}
+    for name, leaf in named_leaves(after).items():
+        # A method may have infinities on purpose, as initial values.
+        meant = name in known and not known[name].isfinite().all()
+        if _is_float(leaf) and not meant and not leaf.isfinite().all():
+            return name
+    return ""
+
+
+def _as_sum(leaf: Tensor) -> Tensor:
+    """Return a number that is finite if all entries are, but for an overflow."""
     if leaf.dtype == torch.float64:
-        return leaf.isfinite().all()
+        return leaf.sum()
     # Squares of the other types are finite in double precision, and a sum reads the leaf once.
-    return double_sqnorm(leaf.unsqueeze(0))[0].isfinite()
+    return double_sqnorm(leaf.unsqueeze(0))[0]
 
 
 def _is_float(leaf: Tensor) -> bool:

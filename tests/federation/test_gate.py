@@ -409,3 +409,21 @@ def test_a_server_step_is_compared_with_the_model_and_the_median_update(
     new = {"w": torch.tensor([norm, step])}
     found = refuse_step({"model": old}, {"model": new}, (old, new), median)
     assert bool(found) == refused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("place", ["model", "control"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_server_step_names_the_entry_that_is_broken(
+    value: float, place: str, dtype: torch.dtype
+) -> None:
+    """Whether the models have it or not; an infinity that was there before is meant."""
+    old = {"w": torch.ones(3, dtype=dtype), "b": torch.ones(2, dtype=dtype)}
+    meant = torch.tensor([torch.inf, 1.0], dtype=dtype)
+    before = {"model": old, "control": {"c": torch.ones(2, dtype=dtype), "meant": meant}}
+    after = {part: {k: leaf.clone() for k, leaf in held.items()} for part, held in before.items()}
+    models = (before["model"], after["model"])
+    assert refuse_step(before, after, models, 1.0) == ""
+    name = "b" if place == "model" else "c"
+    after[place][name][1] = value
+    assert refuse_step(before, after, models, 1.0) == f"`{place}/{name}` would hold NaN or infinity"
