@@ -167,7 +167,7 @@ class FederatedTensorDataset:
             A batch with leaves ``(*positions.shape, ...)``.
         """
         shape = positions.shape
-        flat = positions.reshape(-1).to(self.device)
+        flat = (positions if len(shape) == 1 else positions.reshape(-1)).to(self.device)
         batch = map_batch(self.fields, lambda leaf: leaf.index_select(0, flat))
         if self.transform is not None:
             batch = self.transform(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -97,13 +97,17 @@ class SequentialLocalStep:
         self.drew: bool | None = None
         self.draws_elsewhere: bool | None = None
         self.random_calls: int | None = None
-        client, round = int(work.info.index), work.info.round
         self.logs: ClientLogs | ListedLogs = ClientLogs(1, settings.device)
         self.metrics: dict[str, Metric] = {}
-        self.key = random_keys(settings.seed, work.stream, round, [client])[0]
+        self._stream = settings.seed, work.stream, work.info.round, [int(work.info.index)]
         self.travel = Travel(1, settings.device) if work.method.measures_travel else None
         self.method = type(work.method).__name__
         self.bound: BoundModule | None = None
+
+    @cached_property
+    def key(self) -> Tensor:
+        """The key of the client's random numbers, int64 scalar on the host."""
+        return random_keys(*self._stream)[0]
 
     def begin(
         self,
