@@ -393,10 +393,37 @@ def weighted_mean(tree: Tree, weights: Tensor) -> Tree:
             return leaf[0]
         if not leaf.is_floating_point():
             return leaf.amax(0)
-        low, total = sum_above(leaf, weights)
-        return (low.double() + total).to(leaf.dtype)
+        found, doubtful = _plain_mean(leaf, weights)
+        if len(doubtful):
+            low, total = sum_above(as_rows(leaf).index_select(1, doubtful), weights)
+            found.view(-1)[doubtful] = (low.double() + total).to(leaf.dtype)
+        return found
 
     return tmap(mean, tree)
+
+
+def _plain_mean(leaf: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Average a leaf's rows, with the bits of :func:`sum_above` but for some columns.
+
+    A plain mean in double precision, which takes a third of the time, is within a bound of that of
+    ``sum_above``. Where both ends of this interval round to the same number, so do both means.
+
+    Returns:
+        The means, ``(...)`` in the dtype of the leaf, and the columns for which that isn't known:
+        those whose mean is next to halfway between two numbers, which are 3 to 7 % for ten clients
+        of equal weights, and hardly any for others.
+    """
+    columns = leaf[0].numel()
+    if leaf.device.type != "cpu" or leaf.dtype == torch.float64 or not columns:
+        return leaf.new_empty(leaf.shape[1:]), torch.arange(columns, device=leaf.device)
+    total = double_sum(leaf, weights).flatten()
+    largest = max(abs(float(end)) for end in leaf.aminmax())
+    # Rounding of products and sums, and of the terms of `sum_above` to multiples of a spacing.
+    rounding = (8 * len(leaf) + 16) * 2.0**-53
+    bound = largest * (rounding + abs(1 - float(weights.double().sum())))
+    low, high = (total - bound).to(leaf.dtype), (total + bound).to(leaf.dtype)
+    # NaN, of which a bound would be anything, isn't equal to itself.
+    return low.view(leaf.shape[1:]), (low != high).nonzero().flatten()
 
 
 def sum_above(

@@ -252,6 +252,50 @@ class TestWeightedMean:
         again = tree.weighted_mean({"w": rows[order]}, weights[order])["w"]
         assert torch.equal(mean, again)
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("count", [1, 2, 10, 300])
+    def test_means_have_the_bits_of_exact_sums(self, dtype: torch.dtype, count: int) -> None:
+        """Also where a mean is halfway between two numbers, which a plain sum may round either way.
+
+        Exact sums have the same bits in any order and grouping, as the test above shows.
+        """
+        generator = torch.Generator().manual_seed(count)
+        rows = torch.randn(count, 4000, generator=generator).to(dtype)
+        rows[:, :1000] *= 1e-6  # next to others that are large
+        rows[:, 1000:2000] = rows[:1, 1000:2000]
+        if count > 1:
+            step = torch.finfo(dtype).eps  # between 1 and 2
+            rows[:, 2000:3000] = torch.randint(99, (1, 1000), generator=generator) * step + 1
+            rows[::2, 2000:3000] += step
+        weights = torch.rand(count, generator=generator, dtype=torch.float64)
+        for each in (torch.full_like(weights, 1 / count), weights / weights.sum()):
+            low, total = tree.sum_above(rows, each)
+            mean = tree.weighted_mean({"w": rows}, each)["w"]
+            assert torch.equal(mean, (low.double() + total).to(dtype))
+            order = torch.randperm(count, generator=generator)
+            again = tree.weighted_mean({"w": rows[order].view(count, 40, 100)}, each[order])["w"]
+            assert torch.equal(again.flatten(), mean)
+
+    def test_a_plain_mean_is_enough_for_nearly_all_columns(self) -> None:
+        """But not where it is halfway between two numbers: 3/2 of the spacing above 1."""
+        rows = torch.randn(10, 20000, generator=torch.Generator().manual_seed(0))
+        rows[:, 5] = 1.0
+        rows[-1, 5] = 1 + 2 * 1.5 * 2**-23
+        weights = torch.linspace(1.0, 9.0, 10, dtype=torch.float64)
+        weights = weights / weights[:-1].sum() / 2
+        weights[-1] = 0.5
+        _, doubtful = tree._plain_mean(rows, weights)
+        assert 5 in doubtful.tolist()
+        assert len(doubtful) < 20
+
+    def test_weights_that_do_not_sum_to_one_make_all_columns_doubtful(self) -> None:
+        """Then a mean isn't a sum of differences, and is the one of before."""
+        rows = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+        weights = torch.tensor([0.1, 0.2, 0.3, 0.3], dtype=torch.float64)
+        low, total = tree.sum_above(rows, weights)
+        mean = tree.weighted_mean({"w": rows}, weights)["w"]
+        assert torch.equal(mean, (low.double() + total).float())
+
     def test_only_a_column_with_nan_or_infinity_has_no_mean(self) -> None:
         rows = torch.tensor([[1.0, torch.nan, torch.inf], [3.0, 1.0, 1.0]])
         mean = tree.weighted_mean({"w": rows}, torch.tensor([0.5, 0.5]))["w"]
