@@ -159,6 +159,9 @@ class SequentialEngine:
                     self.checks.look()
                     self._settings.clear()
                     self._contexts.clear()
+                    if not self.checks.known:
+                        self.traces.begin_round()
+                        self.whole.begin_round()
         names = dict.fromkeys(name for result in results for name in result.logs)
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         return LocalResult(

@@ -131,6 +131,8 @@ class SequentialEvaluation:
                     found.setdefault(number, []).append((row, size, values))
                 if on_clients is not None and on_clients([row]) is not False:
                     checks.look()
+                    if not checks.known:
+                        self.traces.begin_round()
                     self.traces.enter((work.step, program, checks.settings()))
         for results in found.values():
             at, sizes, values = zip(*results, strict=True)

@@ -838,6 +838,33 @@ def test_a_step_is_recorded_while_it_is_known(often: bool, together: bool) -> No
     assert_same(recorded, plain)
 
 
+class Unknown(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * GAINS[-1]
+
+
+def with_unknown_layer() -> PersonalizedModule:
+    torch.manual_seed(1)
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 4), Unknown())
+    return PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
+
+
+def set_list_late(module: Any, number: int) -> None:
+    """Between two clients of a round, after steps have been replayed."""
+    if number == 10:
+        GAINS.append(3.0)
+
+
+@ENGINES
+def test_steps_of_unknown_layers_are_compared_again_after_a_hook(together: bool) -> None:
+    options: dict[str, Any] = {"change": set_list_late, "often": True}
+    recorded, plain = (
+        train(with_unknown_layer, together, limit=limit, **options) for limit in (99, 0)
+    )
+    assert replays(recorded) > 5
+    assert_same(recorded, plain)
+
+
 def test_what_a_step_prints_is_printed_in_each(capsys: pytest.CaptureFixture[str]) -> None:
     class Prints(Plain):
         def scaled(self, loss: Tensor) -> Tensor:

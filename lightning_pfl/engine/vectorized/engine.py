@@ -225,8 +225,11 @@ class VectorizedEngine:
             results.append(replace(found, uploads={}, client_state={}))
             if on_clients is not None:
                 ran = on_clients(positions.tolist(), results[-1].loss)
-                if ran is not False:
+                if ran is not False:  # a hook may have changed what steps read
                     self.checks.look()
+                    if not self.checks.known:
+                        self.traces.begin_round()
+                        self.whole.begin_round()
         order = torch.cat(parts) if len(order) else order
         position = torch.argsort(order).to(self.settings.device)
         return _in_order(results, uploads, client_state, position)

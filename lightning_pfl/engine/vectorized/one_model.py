@@ -97,6 +97,8 @@ class OneModelEvaluation:
                 found.append({name: value.view(len(positions)) for name, value in values.items()})
                 if on_clients is not None and on_clients([*range(done, last)]) is not False:
                     checks.look()
+                    if not checks.known:
+                        self._traces.begin_round()
                     self._traces.enter((program, checks.settings()))
                 begin, done = end, last
         if elsewhere.moved_torch:

@@ -207,20 +207,34 @@ def test_nothing_of_a_replay_is_stale(what: str) -> None:
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
+class Bent(nn.LeakyReLU):
+    """Reads what no recording knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, self.negative_slope * BENT["by"])
+
+
+BENT = {"by": 1.0}
+
+
+@pytest.mark.parametrize("layer", [nn.LeakyReLU, Bent])
 def test_what_a_hook_of_a_client_changes_counts_from_the_next_minibatch_on(
-    monkeypatch: pytest.MonkeyPatch,
+    layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fourth client's samples end at 19 of 21: two minibatches of 19 are before and after."""
     monkeypatch.setattr(one_model, "samples_at_once", lambda _: 19)
     plain = cnn()
-    slope = nn.LeakyReLU(0.5)
+    slope = layer(0.5)
     module: Any = PersonalizedModule(nn.Sequential(plain.backbone, slope), plain.head)
     engine, work = vectorized(module.double().eval()), work_on(shared(module))
     repeated(engine, work)
     before = engine.evaluate(work).values["val_loss"]
 
     def hook(positions: list[int], losses: Tensor | None = None) -> None:
-        slope.negative_slope = 20.0
+        if layer is Bent:
+            monkeypatch.setitem(BENT, "by", 40.0)
+        else:
+            slope.negative_slope = 20.0
 
     found = engine.evaluate(work, hook).values["val_loss"]
     assert torch.equal(found[[0, 2, 3]], before[[0, 2, 3]])
