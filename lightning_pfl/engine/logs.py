@@ -20,6 +20,7 @@ from lightning_pfl.data.batch import batch_length
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 _JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": torch.add,
     "sum": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -218,7 +219,8 @@ class ClientLogs:
         self._weights: dict[str, Tensor] = {}
         self._kinds: dict[str, str] = {}
         self._pending: list[dict[str, Tensor]] = []
-        self._pending_size = 0
+        self._sizes: list[Tensor] = []
+        self._pending_size: int | None = None
         self._pending_rows: int | None = None
 
     def add(
@@ -233,38 +235,69 @@ class ClientLogs:
         Args:
             values: Per name a value for each client, ``(clients,)``.
             sizes: Samples in each client's minibatch, ``(clients,)`` or one number for all: the
-                weights of means.
+                weights of means. Values of a client with 0 don't count.
             rows: Positions of these clients; None for all.
             reductions: By name; default: a mean over samples.
         """
         if not values:  # a step without a loss that logs nothing
             return
         leading = rows is None or (isinstance(rows, slice) and not rows.start)
-        if leading and isinstance(sizes, int) and _plain_means(values, reductions):
+        if leading and _plain_means(values, reductions):
             self._defer(values, sizes, rows.stop if isinstance(rows, slice) else None)
             return
         clients = len(next(iter(values.values())))
         each = sizes if isinstance(sizes, Tensor) else torch.full((clients,), sizes)
         self._take_in(values, each, rows, reductions)
 
-    def _defer(self, values: dict[str, Tensor], size: int, rows: int | None) -> None:
-        """Queue minibatches of one size for the first clients, or all, to sum many at once."""
+    def _defer(self, values: dict[str, Tensor], size: Tensor | int, rows: int | None) -> None:
+        """Queue minibatches to sum many at once.
+
+        Of one size for the first clients, or all, or with a size of each of some first clients.
+        """
+        one = (size, rows) if isinstance(size, int) else (None, None)
         if self._pending and (
-            (size, rows) != (self._pending_size, self._pending_rows)
+            one != (self._pending_size, self._pending_rows)
             or values.keys() != self._pending[0].keys()
             or len(self._pending) == DEFERRED
         ):
             self._flush()
         self._pending.append(values)
-        self._pending_size, self._pending_rows = size, rows
+        self._pending_size, self._pending_rows = one
+        if isinstance(size, Tensor):
+            self._sizes.append(size)
 
     def _flush(self) -> None:
-        if self._pending:
+        if not self._pending:
+            return
+        if self._pending_size is None:
+            sums, weights = self._weighted_sums()
+            for name, total in sums.items():
+                self._add_to(name, "mean", total, weights, slice(len(total)))
+        else:
             means, rows = self._means(), self._pending_rows
             clients = self.clients if rows is None else rows
             weights = torch.full((clients,), self._pending_size * len(self._pending))
             self._take_in(means, weights, None if rows is None else slice(rows), None)
-            self._pending = []
+        self._pending, self._sizes = [], []
+
+    def _weighted_sums(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Sum the queued minibatches by their sizes, float64 ``(clients,)``, and these."""
+        names, sizes = list(self._pending[0]), self._sizes
+        if len({size.device for size in sizes}) > 1:
+            sizes = [size.to(self.device) for size in sizes]
+        lengths = torch.tensor([*map(len, sizes)])
+        given = (torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).to(self.device)
+
+        def padded(each: list[Tensor], times: int) -> Tensor:
+            shape = (times, *given.shape)
+            zeros = torch.zeros(shape, dtype=torch.float64, device=self.device)
+            return zeros.masked_scatter(given.expand(shape), torch.cat(each).to(zeros))
+
+        weights = padded(sizes, 1)
+        found = [values[name].to(self.device) for name in names for values in self._pending]
+        # Values that don't count may be anything.
+        sums = torch.where(weights > 0, padded(found, len(names)) * weights, 0).sum(1)
+        return dict(zip(names, sums.unbind(), strict=True)), weights[0].sum(0)
 
     def _means(self) -> dict[str, Tensor]:
         """Average the queued minibatches, float64 ``(clients,)``."""
@@ -285,16 +318,23 @@ class ClientLogs:
         samples = sizes.to(self.device, torch.float64, non_blocking=True)
         for name, value in values.items():
             reduction, weight = (reductions or {}).get(name, _MEAN)
-            weights = samples if weight is None else torch.full_like(samples, weight)
-            if name not in self._sums:
-                start = torch.full((self.clients,), _START[reduction], dtype=torch.float64)
-                self._sums[name] = start.to(self.device)
-                self._weights[name] = torch.zeros_like(self._sums[name])
-                self._kinds[name] = reduction
-            value = value.to(self.device, torch.float64)
-            old = self._sums[name][index]
-            self._sums[name][index] = _reduce(reduction, old, value, weights)
-            self._weights[name][index] += weights
+            weights = samples if weight is None else weight * (samples > 0)
+            value = value.to(self.device, torch.float64).where(samples > 0, _START[reduction])
+            value = value * weights if reduction == "mean" else value
+            self._add_to(name, reduction, value, weights, index)
+
+    def _add_to(
+        self, name: str, reduction: str, value: Tensor, weights: Tensor, index: slice | Tensor
+    ) -> None:
+        """Add some clients' sum, minimum or maximum of values to what is known."""
+        if name not in self._sums:
+            start = torch.full((self.clients,), _START[reduction], dtype=torch.float64)
+            self._sums[name] = start.to(self.device)
+            self._weights[name] = torch.zeros_like(self._sums[name])
+            self._kinds[name] = reduction
+        join = _JOINED[reduction]
+        self._sums[name][index] = join(self._sums[name][index], value)
+        self._weights[name][index] += weights
 
     def compute(self) -> dict[str, Tensor]:
         """Return the reduced values, float64 ``(clients,)``; NaN for clients that logged nothing.
@@ -302,7 +342,7 @@ class ClientLogs:
         A loss that wasn't finite is Inf, which distinguishes it from no loss.
         """
         if (
-            self._pending and not self._sums and self._pending_rows is None
+            self._pending and not self._sums and self._pending_size and self._pending_rows is None
         ):  # all of the client's minibatches have one size
             return {name: _with_inf(name, mean) for name, mean in self._means().items()}
         self._flush()
@@ -321,14 +361,6 @@ def _with_inf(name: str, value: Tensor) -> Tensor:
 
 def _plain_means(values: dict[str, Tensor], reductions: dict[str, Reduction] | None) -> bool:
     return not reductions or all(reductions.get(name, _MEAN) == _MEAN for name in values)
-
-
-def _reduce(reduction: str, old: Tensor, value: Tensor, weights: Tensor) -> Tensor:
-    if reduction == "mean":
-        return old + value * weights
-    if reduction == "sum":
-        return old + value
-    return torch.minimum(old, value) if reduction == "min" else torch.maximum(old, value)
 
 
 # --- a step's values, for one client ---

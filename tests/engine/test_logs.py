@@ -72,6 +72,34 @@ def test_minibatches_of_ever_fewer_first_clients() -> None:
     np.testing.assert_allclose(taken.compute()["x"], expected, rtol=1e-12)
 
 
+def test_values_of_clients_that_are_done_do_not_count() -> None:
+    """Whatever they are; a value that counts does, if it isn't finite."""
+    taken = logs()
+    for values, sizes in (
+        ([1.0, 3.0, torch.inf], [2, 3, 0]),
+        ([2.0, torch.nan], [1, 0]),
+        ([6.0], [1]),
+    ):
+        rows = slice(0, len(values))
+        taken.add(
+            {"x": torch.tensor(values), "y": -torch.tensor(values)}, torch.tensor(sizes), rows
+        )
+    found = taken.compute()
+    assert found["x"].tolist()[:2] == [(2 + 2 + 6) / 4, 3.0]
+    assert found["y"].tolist()[:2] == [-(2 + 2 + 6) / 4, -3.0]
+    assert found["x"][2].isnan()
+    taken.add({"x": torch.tensor([torch.inf, 1.0])}, torch.tensor([1, 1]), slice(0, 2))
+    assert taken.compute()["x"].tolist()[:2] == [torch.inf, (9.0 + 1.0) / 4]
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.float64])
+def test_values_of_several_types_keep_their_digits(first: torch.dtype) -> None:
+    taken, third = logs(), 1 / 3
+    taken.add({"x": torch.full((3,), 0.5, dtype=first)}, torch.tensor([1, 1, 1]), None)
+    taken.add({"x": torch.full((3,), third, dtype=torch.float64)}, torch.tensor([1, 2, 1]), None)
+    assert taken.compute()["x"].tolist() == [(0.5 + n * third) / (1 + n) for n in (1, 2, 1)]
+
+
 def test_names_may_come_and_go() -> None:
     taken = logs()
     one = torch.ones(CLIENTS)
