@@ -123,7 +123,7 @@ class SequentialEngine:
         """
         check = self.checks.due((work.method, *recorded_settings(work.method).values()))
         self.traces.begin_round(check)
-        self.whole.begin_round(check)
+        self.whole.begin_round(check, at_once=self.checks.known)
         self._settings.clear()
         self._contexts.clear()
         self._active.clear()

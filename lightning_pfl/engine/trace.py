@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from itertools import count
 from types import CellType, FunctionType, MethodType
 from typing import Any, Generic, TypeVar
 
@@ -40,16 +39,19 @@ class Numbers:
     """Numbers for what recordings depend on.
 
     Those that weren't asked for in a long time are forgotten, as settings may change in each round.
+
+    Attributes:
+        made: How many there were so far, which is the next one.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
-        self._numbers = count()
+        self.made = 0
 
     def __getitem__(self, key: Any) -> int:
         number = self._known.pop(key, None)
         if number is None:
-            number = next(self._numbers)
+            number, self.made = self.made, self.made + 1
             if len(self._known) >= CONTEXTS:
                 del self._known[next(iter(self._known))]
         self._known[key] = number
@@ -188,7 +190,7 @@ def _tree(arg: Any) -> Any:
 
 
 class Repeated(ABC, Generic[Recorded]):
-    """Steps that are recorded at their third call, and replayed from then on.
+    """Steps that are recorded at their third call, or their first, and replayed from then on.
 
     A recording is compared with its step when it is used first, so with other arguments than it was
     made with, which a constant in their place doesn't fit, and one of each phase in rounds that
@@ -201,7 +203,7 @@ class Repeated(ABC, Generic[Recorded]):
 
     def __init__(self) -> None:
         self.used, self.recording = 0, False
-        self._checks = True
+        self._checks, self._at_once, self._before = True, False, 0
         # What the steps of a phase depend on: to compare that in each step takes as long as a step.
         self._contexts = Numbers()
         self._calls: dict[Any, int] = {}
@@ -209,13 +211,15 @@ class Repeated(ABC, Generic[Recorded]):
         self._unchecked: set[Any] = set()
         self._checked: set[Any] = set()
 
-    def begin_round(self, check: bool = True) -> None:
+    def begin_round(self, check: bool = True, at_once: bool = False) -> None:
         """Begin a round.
 
         Args:
             check: Whether a recording of each phase is compared with its step in this round.
+            at_once: Whether steps may be recorded at their first call, as nothing runs in them that
+                could do something else there.
         """
-        self._checks = check
+        self._checks, self._at_once, self._before = check, at_once, self._contexts.made
         self._checked.clear()
 
     def _take(self, key: tuple[Any, ...], function: Function, given: Any, leaves: Leaves) -> Any:
@@ -241,7 +245,10 @@ class Repeated(ABC, Generic[Recorded]):
         self, key: tuple[Any, ...], function: Function, given: Any, leaves: Leaves
     ) -> Any:
         calls = self._calls[key] = self._calls.get(key, 0) + 1
-        if calls <= WARM_UP or not LIMIT:
+        # Settings that are new after the first round may change in each round, as a rate does: then
+        # a recording pays for what comes often within one.
+        stays = key[0] < self._before or not self._before
+        if (calls <= WARM_UP and not (self._at_once and stays)) or not LIMIT:
             return self._really(function, given)
         del self._calls[key]
         if len(self._recorded) >= LIMIT:  # an optimizer's rate that changes in each round

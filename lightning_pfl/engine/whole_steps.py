@@ -67,9 +67,9 @@ class WholeSteps(StepsInPlace[Program]):
         # By register what clients of a round share and no step has changed there.
         self._shared: dict[int, Tensor] = {}
 
-    def begin_round(self, check: bool = True) -> None:
+    def begin_round(self, check: bool = True, at_once: bool = False) -> None:
         """Begin a round; see :class:`~lightning_pfl.engine.trace.Repeated`."""
-        super().begin_round(check)
+        super().begin_round(check, at_once)
         self._shared.clear()
 
     # --- a client's phase ---

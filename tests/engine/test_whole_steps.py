@@ -315,6 +315,30 @@ def test_what_is_logged_stays() -> None:
     ]
 
 
+def test_settings_that_are_new_in_a_round_are_recorded_if_a_step_comes_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the first round, and with settings of an earlier one, at once."""
+    monkeypatch.setattr(trace, "WARM_UP", 2)
+    steps, replays = WholeSteps(), []
+
+    def step(state: Tree, given: list[Tensor]) -> tuple[Tree, list[Any]]:
+        return {"a": state["a"] + given[0]}, []
+
+    for rate in (1.0, 2.0, 2.0, 3.0, 1.0):
+        steps.begin_round(at_once=True)
+        context, before = steps.context(rate), steps.used
+        assert context is not None
+        for _ in range(2):
+            steps.load(context, {"a": torch.zeros(2)})
+            for _ in range(2):
+                steps.step(step, [torch.tensor(rate)])
+            assert steps.unload()["a"].tolist() == [2 * rate] * 2
+        replays.append(steps.used - before)
+    # All but the first of four; all but two and the third; all; and again.
+    assert replays == [3, 1, 4, 1, 4]
+
+
 # --- programs -------------------------------------------------------------------------------------
 
 

@@ -206,7 +206,7 @@ class VectorizedEngine:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
         check = self.checks.due((work.method, *recorded_settings(work.method).values()))
         self.traces.begin_round(check)
-        self.whole.begin_round(check)
+        self.whole.begin_round(check, at_once=self.checks.known)
         self._memory.begin_round()
         if self.graphs is not None:
             self.graphs.begin_round()
