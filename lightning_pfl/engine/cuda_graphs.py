@@ -10,8 +10,8 @@ captured. So everything that a step reads and writes stays in place:
   the device and copied to buffers.
 - What a step logs is copied out of the graph's memory, and summed on the device.
 
-There is a graph for each shape: the number of clients that still train, and the samples of their
-minibatches. Where a step can't be captured it runs as usual, and the log says why.
+There is a graph for each shape: the number of clients that still train, rounded up, and the samples
+of their minibatches. Where a step can't be captured it runs as usual, and the log says why.
 """
 
 from __future__ import annotations
@@ -174,13 +174,13 @@ class StepGraphs(StepsInPlace[Graph]):
             raise TypeError("its optimizer counts steps on the host")
         buffers = [tensor.clone() for tensor in leaves]
         inputs = rebuild(given, iter(buffers))
-        copies = self._state(copy)
+        copies = self.state(copy)
         new, _ = self._capture.warm_up(lambda: function(copies, inputs))
         # With registers for what the step adds, outside of the graph's memory.
         after = self._registers.layout_of(new)
 
         def step() -> Any:
-            new, logged = function(self._state(), inputs)
+            new, logged = function(self.state(), inputs)
             if self._registers.layout_of(new) is not after:
                 raise TypeError("the entries of its state change")
             # Before registers change on which it may depend.

@@ -112,7 +112,7 @@ class StepsInPlace(Repeated[Recorded]):
             return self._really(function, minibatches)
         return self._take(key, function, minibatches, leaves)
 
-    def _state(self, each: Callable[[Tensor], Tensor] | None = None) -> Tree:
+    def state(self, each: Callable[[Tensor], Tensor] | None = None) -> Tree:
         """Return the registers, or a function of each, in new dicts, which steps change."""
         leaves = self._layout.registers
         state: Tree = rebuild(
@@ -121,7 +121,7 @@ class StepsInPlace(Repeated[Recorded]):
         return state
 
     def _really(self, function: Step, given: Any) -> Any:
-        return self._end(*function(self._state(), given))
+        return self._end(*function(self.state(), given))
 
     def _end(self, new: Tree, logged: Any) -> Any:
         """Copy to the registers what a step in Python has returned, and return what it logs."""
@@ -138,7 +138,7 @@ class StepsInPlace(Repeated[Recorded]):
     def _check(self, recorded: Recorded, function: Step, given: Any, leaves: list[Tensor]) -> Any:
         inputs = [*self._layout.registers, *leaves]
         # The step itself, on copies: where it agrees, the replay counts.
-        new, logged = function(self._state(copy), given)
+        new, logged = function(self.state(copy), given)
         real: list[Tensor] = []
         flatten(logged, real)
         real += [leaf for _, leaf in tensors_of(new)]

@@ -136,7 +136,7 @@ class WholeSteps(StepsInPlace[Program]):
         before = self._layout
         recorder = Recorder([*before.registers, *leaves])
         with recorder.recording():
-            new, logged = function(self._state(), given)
+            new, logged = function(self.state(), given)
         values: list[Tensor] = []
         flatten(logged, values)
         after = self._registers.layout_of(new)

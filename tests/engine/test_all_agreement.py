@@ -6,16 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.engine.optimizer import ELEMENTWISE
 from lightning_pfl.methods import (
+    SCAFFOLD,
+    Ditto,
     FedAvg,
     FedBN,
+    FedMAP,
     FedProx,
     FedRep,
+    PFedMe,
 )
 from lightning_pfl.methods.base import LocalStep, Method
 from tests.engine.nets import SIZES, cnn, compare, image_clients, moved
@@ -72,6 +77,66 @@ def test_optimizers(name: str, norm: bool) -> None:
 )
 def test_chunk_sizes(make: Callable[[], Method], norm: bool) -> None:
     compare(lambda: cnn(norm), image_clients(), make, ALL_CHUNKS, stochastic=False)
+
+
+MANY = (16, 13, 9, 12, 5, 20, 0, 7)
+"""Sizes of clients of which 7, 7, 5, 3 and 1 have a first, second, ... minibatch. Where 7 step, all
+8 do, of which one has no sample; where 5 do, 6 do, of which one is done."""
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: FedAvg(local_epochs=2), {}),
+        (lambda: FedAvg(local_epochs=2), {"optimizer": OPTIMIZERS["Adam"]}),
+        (lambda: FedRep(head_epochs=2), {}),
+        (lambda: Ditto(0.5, personal_epochs=2), {}),
+        (lambda: SCAFFOLD("I"), {}),
+        (FedMAP, {}),
+        (lambda: PFedMe(inner_steps=2), {}),
+    ],
+    ids=["FedAvg", "Adam", "FedRep", "Ditto", "SCAFFOLD", "FedMAP", "PFedMe"],
+)
+def test_clients_that_are_done_go_along(
+    make: Callable[[], Method], options: dict[str, Any]
+) -> None:
+    """And nothing of it is left, in no state and in no logged value."""
+    data = image_clients(MANY)
+    outcome = compare(lambda: cnn(False, **options), data, make, (None, 6), stochastic=False)
+    assert moved(outcome, "head.weight") == [size > 0 for size in MANY]
+
+
+def test_normalised_clients_of_whole_minibatches_go_along() -> None:
+    """Which need no padding, so that statistics of a minibatch are those of the client alone."""
+    compare(cnn, image_clients(MANY, drop_last=True), stochastic=False)
+
+
+class Reducing(L.LightningModule):
+    """Logs in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = torch.nn.Linear(25, 3).double()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        loss = torch.nn.functional.cross_entropy(self.head(x.flatten(1)), y)
+        self.log("steps", 1.0, reduce_fx="sum")
+        self.log("least", loss, reduce_fx="min")
+        self.log("most", loss, reduce_fx="max")
+        self.log("mean", loss, batch_size=3)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_values_of_clients_that_go_along_are_not_reduced() -> None:
+    data = image_clients(MANY, drop_last=True)
+    outcome = compare(Reducing, data, stochastic=False)
+    steps = [2.0 * (size // 4) if size >= 4 else torch.nan for size in MANY]
+    assert outcome.result.logs["steps"].tolist() == pytest.approx(steps, nan_ok=True)
 
 
 class TwoSteps(Method):

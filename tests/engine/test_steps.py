@@ -121,6 +121,8 @@ def collect(batches: ResidentBatches) -> list[list[list[int]]]:
                     real: Tensor = minibatch.data[row]
                     if minibatch.mask is not None:
                         real = real[minibatch.mask[row] > 0]
+                    # Filled up with samples of its own, as others might not be finite.
+                    assert set(minibatch.data[row].tolist()) == set(real.tolist())
                     assert len(real) == minibatch.sizes[row]
                     seen[client].append(real.tolist())
         assert len(clients) == len(set(clients))
@@ -141,6 +143,73 @@ def test_clients_see_their_samples_in_the_documented_order(
         bounds = step_bounds(per_epoch, budget, accumulate)
         assert int(batches.steps[client]) == len(bounds)
         assert seen == by_hand(client, bounds[-1][1] if bounds else 0, drop_last)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("sizes", [(20, 16, 13, 9, 12, 5, 7, 0), (0, 5, 20, 7, 12, 9, 16, 13)])
+def test_clients_that_are_done_go_along(sizes: tuple[int, ...], drop_last: bool) -> None:
+    """Up to the last client that steps, rounded up to 1, 2, 3, 4, 6 or 8."""
+    positions = torch.arange(sum(sizes)).split(sizes)
+    data = FederatedTensorDataset(
+        torch.arange(sum(sizes)), positions, batch_size=4, drop_last=drop_last
+    )
+    batches = ResidentBatches(data, range(8), Budget(1, None), Limits(), key_of, pad=True)
+    steps = [epoch_minibatches(size, 4, drop_last) for size in sizes]
+    longest = steps.index(max(steps))
+
+    def samples(client: int, step: int) -> list[int]:
+        return positions[client][4 * step : 4 * step + 4].tolist()
+
+    left: list[int] = []
+    for step in range(max(steps)):
+        (tick,) = batches.at(step, along=True)
+        active = [client for client in range(8) if steps[client] > step]
+        going = next(n for n in (1, 2, 3, 4, 6, 8) if n > active[-1])
+        assert tick.rows == (None if going == 8 else slice(0, going))
+        (minibatch,) = tick.minibatches
+        assert tick.counted is not None
+        left += [] if tick.leaving is None else tick.leaving.tolist()
+        # What clients were after their last step is read before they go along.
+        assert {client for client in range(going) if client not in active} <= set(left)
+        assert all(steps[client] <= step for client in left)
+        for client in range(going):
+            expected = samples(client if client in active else longest, step)
+            mask = minibatch.mask
+            real = (
+                minibatch.data[client] if mask is None else minibatch.data[client][mask[client] > 0]
+            )
+            assert real.tolist() == expected
+            assert int(minibatch.sizes[client]) == len(expected)
+            counted = len(expected) if client in active else 0
+            assert int(tick.counted[client]) == counted
+        assert (minibatch.mask is None) == drop_last
+        assert minibatch.size == (4 if drop_last else None)
+        assert minibatch.width == 4
+    assert len(left) == len(set(left))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "widths", "masks"),
+    [
+        # Equal clients: their last minibatch is as small as it is.
+        ((9, 9, 9), [4, 4, 1], [False] * 3),
+        # 11 and 10 samples in 3 minibatches, of at most 4, 4 and 3: 12 are less than 1.25 times 11.
+        ((11, 10, 10), [4, 4, 4], [True] * 3),
+        # 4 and 1 to 2: twice 4 would be 8 samples instead of 6.
+        ((6, 5, 5), [4, 2], [True] * 2),
+    ],
+)
+def test_widths_of_minibatches(
+    sizes: tuple[int, ...], widths: list[int], masks: list[bool]
+) -> None:
+    data = FederatedTensorDataset(
+        torch.arange(sum(sizes)), torch.arange(sum(sizes)).split(sizes), batch_size=4
+    )
+    batches = ResidentBatches(data, range(3), Budget(1, None), Limits(), key_of, pad=True)
+    for along in (True, False):
+        found = [next(batches.at(step, along)).minibatches[0] for step in range(len(widths))]
+        assert [one.width for one in found] == widths
+        assert [one.mask is not None for one in found] == masks
 
 
 def test_without_shuffling_and_when_overfitting_samples_come_in_order() -> None:

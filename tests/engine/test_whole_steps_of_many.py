@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from lightning_pfl.core.tree import Tree, scale, tmap
-from lightning_pfl.engine import trace
+from lightning_pfl.engine import trace, whole_steps
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.recording import Recorder
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedMAP, FedRep, PFedMe
 from lightning_pfl.methods.base import LocalStep, Method, Phase, recordable
@@ -113,6 +114,53 @@ def test_normalisation_of_equal_clients() -> None:
     )
     assert replays(recorded) > 3
     assert_same(recorded, plain)
+
+
+def test_unequal_clients_have_few_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 9, 8, ..., 1 clients that step, where 7 and 5 step as 8 and 6; and of the first step."""
+    made: list[int] = []
+
+    class Counted(Recorder):
+        def __init__(self, leaves: list[torch.Tensor]) -> None:
+            super().__init__(leaves)
+            made.append(1)
+
+    monkeypatch.setattr(whole_steps, "Recorder", Counted)
+    sizes = tuple(4 * steps - 1 for steps in (3, 9, 1, 7, 5, 2, 8, 4, 6))
+    recorded, plain = (rounds(FedAvg(local_epochs=2), limit, sizes=sizes) for limit in (99, 0))
+    assert len(made) == len({9, 8, 6, 4, 3, 2, 1}) + 1
+    # Every other step is replayed, in both rounds and epochs: no step is taken before.
+    assert replays(recorded) == 2 * 2 * 9 - len(made)
+    assert_same(recorded, plain)
+
+
+class Counting(Method):
+    """Counts steps in a leaf that clients share as long as all of a tick step."""
+
+    def client_init(self, received: Tree, client_state: Tree, info: Any) -> Tree:
+        state = super().client_init(received, client_state, info)
+        return {
+            **state,
+            "count": info.num_samples.new_zeros((), dtype=torch.float64).expand(len(info)),
+        }
+
+    def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
+        count = state["count"]
+        shared = (count[:1] + 1).expand(len(count)) if count.stride(0) == 0 else count + 1
+        return {"model": client.train(state["model"], minibatches), "count": shared}
+
+    client_step = recordable()(client_step)
+
+    def client_final(self, received: Tree, client_state: Tree, state: Tree, info: Any) -> Any:
+        upload, kept = super().client_final(received, client_state, state, info)
+        return {**upload, "count": state["count"]}, kept
+
+
+def test_a_shared_leaf_of_clients_that_go_along() -> None:
+    """Five have a third minibatch; the sixth, which has none, goes along."""
+    module, data = cnn(norm=False), image_clients((12, 10, 9, 11, 12, 8))
+    outcome = local_round(Counting(local_epochs=1), module, data, stochastic=False)
+    assert outcome.result.uploads["count"].tolist() == [3, 3, 3, 3, 3, 2]
 
 
 class Stepping(Method):

@@ -419,6 +419,7 @@ class Chunk:
         graphs, optimizer = self.engine.graphs, local_step.optimizer
         repeated = self.engine.whole if graphs is None else graphs
         repeated.load(context, {"state": state, "optimizer": optimizer.placed()})
+        ends: list[tuple[Tensor, Tree]] = []
 
         def take(tick: Tick, alone: bool, tree: Tree, tensors: list[Any]) -> tuple[Tree, Any]:
             kept = repeated.recording
@@ -436,11 +437,14 @@ class Chunk:
             return {"state": new, "optimizer": optimizer.placed()}, listed.listed
 
         for step in range(int(batches.steps.max())):
-            ticks = list(batches.at(step))
+            ticks = list(batches.at(step, along=True))
             optimizer.new_tick()
             # Several ticks share counters of steps.
             alone = len(ticks) == 1
             for tick in ticks:
+                if (done := tick.leaving) is not None:
+                    copied = partial(torch.index_select, dim=0, index=done)
+                    ends.append((done, tmap(copied, repeated.state()["state"])))
                 # Rows of any positions differ each time.
                 first = len(self.clients) if tick.rows is None else _stop(tick.rows)
                 local_step.begin(tick, step)
@@ -451,10 +455,13 @@ class Chunk:
                 listed = repeated.step(partial(take, tick, alone), tensors, kind)
                 for values, sizes, way in listed:
                     self.program.log.replayed(way)
-                    self.logs.add(values, sizes, tick.rows, self.program.log.reductions)
+                    counted = sizes if tick.counted is None else tick.counted
+                    self.logs.add(values, counted, tick.rows, self.program.log.reductions)
         tree = repeated.unload()
         optimizer.place(tree["optimizer"])
         new: Tree = tree["state"]
+        for done, left in ends:
+            new = tmap(partial(_put_back, done=done), new, left)
         return new
 
     def _local_step(
@@ -489,6 +496,16 @@ class Chunk:
             lambda: self.noise_keys() + (number << 32),
             self.travel,
         )
+
+
+def _put_back(leaf: Tensor, left: Tensor, done: Tensor) -> Tensor:
+    """Write what a leaf of some clients was after their last step, when they went along."""
+    if 0 in leaf.stride():
+        # What clients share has hardly ever changed, and in a graph never.
+        if leaf.device.type != "cpu" or torch.equal(leaf.index_select(0, done), left):
+            return leaf
+        leaf = leaf.clone(memory_format=torch.contiguous_format)
+    return leaf.index_copy_(0, done, left)
 
 
 def _stop(index: slice | Tensor) -> int | None:

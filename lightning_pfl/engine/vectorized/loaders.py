@@ -49,8 +49,13 @@ class LoaderBatches:
         self.epochs_used = epochs_used(self.bounds, self.per_epoch)
         self._iterators: list[Iterator[Any] | None] = [None] * len(self.loaders)
 
-    def at(self, step: int) -> Iterator[Tick]:
-        """Iterate over the ticks of one step: clients whose minibatches have equal shapes."""
+    def at(self, step: int, along: bool = False) -> Iterator[Tick]:
+        """Iterate over the ticks of one step: clients whose minibatches have equal shapes.
+
+        Args:
+            step: Its number.
+            along: As of resident ones; here nobody goes along.
+        """
         groups: dict[Any, list[tuple[int, list[Any]]]] = {}
         for row in active_rows(self.steps, step):
             batches = [self._next(row, number) for number in range(*self.bounds[row][step])]

@@ -1,9 +1,17 @@
-"""Minibatches gathered from tensors on the device."""
+"""Minibatches gathered from tensors on the device.
+
+A recorded step is of one shape, so clients of unequal sizes have to get along with few shapes.
+Where clients have different numbers of samples, all minibatches are padded to one width, under a
+mask. As clients finish, the number of those that step is rounded up (:func:`rounded_up`): some that
+are done go along for a while, on minibatches of the client with the most steps, and what becomes of
+them doesn't count.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,7 +28,10 @@ from lightning_pfl.engine.steps import (
     step_bounds,
     step_size,
 )
-from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick, active_rows, tick_rows
+from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick, rounded_up, tick_rows
+
+WASTE = 1.25
+"""Minibatches of unequal clients have one width if that makes at most so many times the samples."""
 
 
 class ResidentBatches:
@@ -37,6 +48,9 @@ class ResidentBatches:
         first_epochs: Number of the phase's first epoch within the client's round, for ``key``; None
             for 0.
         batch_size: Samples per minibatch; None for the dataset's.
+
+    Attributes:
+        in_one: Whether the clients of every step form one tick.
     """
 
     def __init__(
@@ -65,8 +79,6 @@ class ResidentBatches:
         ]
         self.step_size = step_size(budget, limits)
         self.steps = torch.tensor([len(b) for b in self.bounds])
-        self._counts = self.steps.tolist()
-        self._longest_first = self._counts == sorted(self._counts, reverse=True)
         total = max((b[-1][1] for b in self.bounds if b), default=0)
         # Positions within each client's samples, which also index the feature cache; -1 pads.
         longest = max(samples, default=0)
@@ -84,20 +96,25 @@ class ResidentBatches:
                     used,
                     key(client, first_epochs[row] + epoch) if key is not None else None,
                 )
-        sizes = (local >= 0).sum(2)
-        self.sizes = sizes
-        self._full = bool((sizes == width).all())
-        device = data.device
+        real = local >= 0
+        self.sizes = self._counted = real.sum(2)
+        # A minibatch is filled up with its first sample, as another one might not be finite.
+        self.local = local.where(real, local[:, :, :1]).clamp_min(0).to(data.device)
         owned = data.positions_of(torch.tensor(self.clients, dtype=torch.int64))
-        # By number first, so that those of some clients lie together.
-        self._sizes_at = [] if self._full else sizes.T.tolist()
-        self._mask = None if self._full else (local >= 0).to(device)
-        self.local = local.clamp_min(0).to(device)
-        flat = self.local.flatten(1)
-        self.positions = owned.gather(1, flat).view_as(self.local)
+        self.positions = owned.gather(1, self.local.flatten(1)).view_as(self.local)
         self.features: Tensor | None = None
         self._targets: Any = None
-        self._aligned = self._full and all(b == self.bounds[0] for b in self.bounds)
+        complete = bool(((self.sizes == width) | (self.sizes == 0)).all())
+        alike = bool((self.sizes == self.sizes[:1]).all())
+        aligned = alike and all(b == self.bounds[0] for b in self.bounds)
+        self.in_one = aligned or (self.step_size == 1 and (pad or complete))
+        self._real = None if complete or aligned else real.to(data.device)
+        self._longest = int(self.steps.argmax()) if len(clients) else 0
+        self._slots, self._widths = [len(clients)] * total, self.sizes[self._longest].tolist()
+        self._gone: Tensor | None = None
+        self._leaving: dict[int, Tensor] = {}
+        if self.in_one and not aligned:
+            self._go_along(width)
         self.epochs_used = epochs_used(self.bounds, per_epoch)
 
     def _fill(
@@ -118,28 +135,80 @@ class ResidentBatches:
         """
         self.features, self._targets = features.flatten(0, 1), targets
         first = torch.arange(len(features), device=features.device) * features.shape[1]
-        self._feature_rows = self.local + first.view(-1, 1, 1)
+        self._feature_rows = self._filled(self.local + first.view(-1, 1, 1))
+        if self.in_one:
+            self._features_at = self._cut(self._feature_rows)
 
-    @property
-    def in_one(self) -> bool:
-        """Whether the clients of every step form one tick for certain."""
-        return self._aligned or (self.pad and self.step_size == 1)
+    def _go_along(self, width: int) -> None:
+        """Let clients that are done go along, and choose the shapes of all steps.
 
-    def at(self, step: int) -> Iterator[Tick]:
-        """Iterate over the ticks of one step number."""
-        number = step * self.step_size
-        if self._aligned:
-            yield self._aligned_tick(len(self.steps), range(*self.bounds[0][step]), number)
-            return
-        active = self._active(step)
-        first = self.bounds[active[0]][step]
-        # The chunk is sorted by its steps on training data, longest first.
-        leading = isinstance(active, range) and (self._full or self.pad)
-        if leading and all(self.bounds[row][step] == first for row in active):
-            yield self._aligned_tick(len(active), range(*first), number)
+        Args:
+            width: Samples of a complete minibatch.
+        """
+        gone = self.sizes == 0
+        last = (~gone).T * torch.arange(1, len(gone) + 1)
+        self._slots = [min(rounded_up(n), len(gone)) for n in last.amax(1).tolist()]
+        widths, slots = self.sizes.amax(0), torch.tensor(self._slots)
+        one = int(slots.sum()) * width <= WASTE * int((slots * widths).sum())
+        self._widths = [width] * len(widths) if one else widths.tolist()
+        leaving: dict[int, list[int]] = {}
+        for row, step in enumerate(self.steps.tolist()):
+            if step < len(self._slots) and row < self._slots[step]:
+                leaving.setdefault(step, []).append(row)
+        device = self.positions.device
+        rows = torch.tensor([row for some in leaving.values() for row in some]).to(device)
+        self._leaving = dict(zip(leaving, rows.split([*map(len, leaving.values())]), strict=True))
+        self._gone = gone.to(device)
+        self.sizes = torch.where(gone, self.sizes[self._longest], self.sizes)
+        self.positions = self._filled(self.positions)
+        if self._real is not None:
+            self._real = self._filled(self._real)
+
+    def _filled(self, each: Tensor) -> Tensor:
+        """Give clients that are done the minibatches of the longest, ``(clients, number, ...)``."""
+        if self._gone is None:
+            return each
+        return torch.where(self._gone.unsqueeze(2), each[self._longest], each)
+
+    def _cut(self, each: Tensor) -> list[Tensor]:
+        """Cut ``(clients, number, ...)`` by number, each for the first clients, in one piece."""
+        pieces = [(slots, len(list(group))) for slots, group in groupby(self._slots)]
+        # Few operators, as there may be thousands of numbers.
+        parts = each.transpose(0, 1).contiguous().split([length for _, length in pieces])
+        cut = zip(pieces, parts, strict=True)
+        return [one for (slots, _), part in cut for one in part[:, :slots].unbind()]
+
+    @cached_property
+    def _positions_at(self) -> list[Tensor]:
+        return self._cut(self.positions)
+
+    @cached_property
+    def _masks_at(self) -> list[Tensor] | None:
+        if self._real is None:
+            return None
+        return self._cut(self._real.to(torch.get_default_dtype()))
+
+    @cached_property
+    def _sizes_at(self) -> list[Tensor]:
+        return self._cut(self.sizes)
+
+    @cached_property
+    def _counted_at(self) -> list[Tensor]:
+        return self._cut(self._counted)
+
+    def at(self, step: int, along: bool = False) -> Iterator[Tick]:
+        """Iterate over the ticks of one step number.
+
+        Args:
+            step: The number.
+            along: Whether clients that are done go along, where ticks have all clients.
+        """
+        active = (self.steps > step).nonzero().flatten()
+        if self.in_one:
+            yield self._together(step, None if along else active)
             return
         groups: dict[Any, list[int]] = {}
-        for row in active:
+        for row in active.tolist():
             begin, end = self.bounds[row][step]
             sizes = tuple(self.sizes[row, begin:end].tolist())
             groups.setdefault(len(sizes) if self.pad else sizes, []).append(row)
@@ -149,51 +218,49 @@ class ResidentBatches:
                 torch.tensor(members),
                 [self.bounds[r][step][0] for r in members],
                 count,
-                number,
+                step * self.step_size,
             )
 
-    def _active(self, step: int) -> Sequence[int]:
-        if not self._longest_first:
-            return active_rows(self.steps, step)
-        return range(sum(count > step for count in self._counts))
+    def _together(self, step: int, active: Tensor | None) -> Tick:
+        """Make the tick of all clients of a step; None: with those that go along."""
+        begin, end = self.bounds[self._longest][step]
+        first, slots, clients = step * self.step_size, self._slots[step], len(self.steps)
+        if active is not None:
+            some = None if len(active) == slots else active
+            minibatches = [self._minibatch(n, first + n - begin, some) for n in range(begin, end)]
+            return Tick(tick_rows(active, clients, self.positions.device), minibatches)
+        minibatches = [self._minibatch(n, first + n - begin) for n in range(begin, end)]
+        rows = None if slots == clients else slice(0, slots)
+        counted = None if self._gone is None else self._counted_at[begin]
+        return Tick(rows, minibatches, counted, self._leaving.get(step))
 
-    def _aligned_tick(self, active: int, places: range, number: int) -> Tick:
-        """Make a tick of minibatches at equal positions of the first ``active`` clients."""
-        minibatches = []
-        for offset, place in enumerate(places):
-            width, equal = self.local.shape[2], True
-            if not self._full:
-                counts = self._sizes_at[place][:active]
-                width = max(counts)
-                equal = min(counts) == width
-            features, data = self._cached(slice(0, active), place, width)
-            gather = partial(self.data.gather, self.positions[:active, place, :width])
-            data, later = (gather(), None) if data is None else (data, gather)
-            mask = None if equal else self._real(slice(0, active), place, width)
-            # In memory of their own, as recordings depend on strides.
-            sizes = self.sizes[:active, place].clone()
-            size = width if equal else None
-            minibatches.append(Minibatch(data, sizes, mask, features, number + offset, size, later))
-        return Tick(None if active == len(self.steps) else slice(0, active), minibatches)
+    def _minibatch(self, place: int, number: int, some: Tensor | None = None) -> Minibatch:
+        """Make a minibatch of the first clients, or of some of them, at a place in their orders."""
+        width = self._widths[place]
 
-    def _real(self, rows: Any, numbers: Any, width: int) -> Tensor | None:
-        """Return the mask of real samples of some minibatches."""
-        if self._mask is None:
-            return None
-        mask = self._mask[rows, numbers][:, :width]
-        # Contiguous also where nothing is converted.
-        return mask.to(torch.get_default_dtype(), memory_format=torch.contiguous_format)
+        def of(each: list[Tensor]) -> Tensor:
+            one = each[place] if some is None else each[place][some.to(each[place].device)]
+            return one if one.ndim == 1 or one.shape[1] == width else one[:, :width].contiguous()
 
-    def _cached(self, rows: slice | Tensor, numbers: Any, width: int) -> tuple[Tensor | None, Any]:
+        def gather() -> Any:
+            return self.data.gather(of(self._positions_at))
+
+        features, data = None, None
+        if self.features is not None:
+            features, data = self._cached(of(self._features_at))
+        data, later = (gather(), None) if data is None else (data, gather)
+        mask = None if self._masks_at is None else of(self._masks_at)
+        size = width if mask is None else None
+        return Minibatch(data, of(self._sizes_at), mask, features, number, size, later)
+
+    def _cached(self, at: Tensor) -> tuple[Tensor, Any]:
         """Select features, and the rest of the batch if its samples aren't needed."""
-        if self.features is None:
-            return None, None
-        at = self._feature_rows[rows, numbers][:, :width]
         flat = at.flatten()
 
         def pick(leaf: Tensor) -> Tensor:
             return leaf.index_select(0, flat).view(*at.shape, *leaf.shape[1:])
 
+        assert self.features is not None
         features = pick(self.features)
         if self._targets is None:
             return features, None
@@ -208,12 +275,14 @@ class ResidentBatches:
             sizes = self.sizes[rows, numbers]
             width = int(sizes.max())
             at = (index, numbers.to(device))
-            positions = self.positions[at][:, :width]
-            ragged = self.pad and bool((sizes != width).any())
-            features, data = self._cached(*at, width)
-            gather = partial(self.data.gather, positions)
+            data: Any = None
+            features, later, mask = None, None, None
+            gather = partial(self.data.gather, self.positions[at][:, :width])
+            if self.features is not None:
+                features, data = self._cached(self._feature_rows[at][:, :width])
             data, later = (gather(), None) if data is None else (data, gather)
-            mask = self._real(*at, width) if ragged else None
+            if self.pad and bool((sizes != width).any()) and self._real is not None:
+                mask = self._real[at][:, :width].contiguous().to(torch.get_default_dtype())
             minibatches.append(
                 Minibatch(data, sizes, mask, features, number + offset, gather=later)
             )

@@ -79,10 +79,26 @@ class Tick:
     Attributes:
         rows: Positions of the clients: None for all, else a slice or a tensor.
         minibatches: The step's minibatches.
+        counted: Samples of each client that count, int64 ``(clients,)`` on the CPU, 0 of clients
+            that are done and go along; None if all do.
+        leaving: Positions of the clients that go along from this step on.
     """
 
     rows: slice | Tensor | None
     minibatches: list[Minibatch]
+    counted: Tensor | None = None
+    leaving: Tensor | None = None
+
+
+def rounded_up(clients: int) -> int:
+    """Round a number of clients up to a power of two, or to one and a half of one.
+
+    Example:
+        >>> [rounded_up(n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17)]
+        [1, 2, 3, 4, 6, 6, 8, 8, 12, 16, 24]
+    """
+    power = 1 << (clients - 1).bit_length()
+    return min(n for n in (power * 3 // 4, power) if n >= clients)
 
 
 def active_rows(steps: Tensor, step: int) -> Sequence[int]:
