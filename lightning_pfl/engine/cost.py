@@ -19,6 +19,9 @@ CALL_ALONE = 62.0
 """Cost of the calls in a gradient of one client."""
 CALL_TOGETHER = 7.0
 """A client's share of the calls in a gradient of many clients."""
+PROGRAM = 70.0
+"""Cost of the calls in a gradient of many clients, which few share where minibatches of other sizes
+can't be padded."""
 BATCHED = 1.5
 """Cost of a million operations for many clients at once."""
 CALL_REPLAYED = 12.0
@@ -39,11 +42,14 @@ class Share:
         cached: Whether the frozen backbone's features are cached when clients run together, so that
             hardly any operations are left after the first pass over the data.
         passes: Passes over the data, where features are cached.
+        served: Clients of unequal sizes that one program serves on average; None for equal ones,
+            and where minibatches are padded.
     """
 
     gradients: int
     cached: bool = False
     passes: int = 1
+    served: float | None = None
 
 
 def batching_pays(operations: float, shares: Iterable[Share], replayed: bool = False) -> bool:
@@ -70,5 +76,8 @@ def batching_pays(operations: float, shares: Iterable[Share], replayed: bool = F
         alone += share.gradients * one
         # The first pass computes the features.
         batched = share.gradients / share.passes if share.cached else share.gradients
-        together += batched * BATCHED * work + share.gradients * CALL_TOGETHER
+        calls = CALL_TOGETHER
+        if share.served is not None:
+            calls = max(calls, PROGRAM / share.served)
+        together += batched * BATCHED * work + share.gradients * calls
     return together <= alone

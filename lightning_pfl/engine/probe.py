@@ -30,7 +30,7 @@ from lightning_pfl.engine.safety.compare import (
 from lightning_pfl.engine.safety.double import in_double
 from lightning_pfl.engine.safety.snapshot import restore, snapshot
 from lightning_pfl.engine.sequential import SequentialEngine
-from lightning_pfl.engine.steps import phase_budget
+from lightning_pfl.engine.steps import clients_served, phase_budget
 from lightning_pfl.engine.timing import (
     CACHED,
     Candidate,
@@ -210,7 +210,8 @@ class Probe:
             passes = phase_budget(phase).of(first).passes
             active = ActivePhase(phase, self.sequential.parameter_split)
             cached = passes > 1 and engine.prefix.expects(active, work.data)
-            shares.append(Share(gradients, cached, passes if cached else 1))
+            served = None if phase.full_batch else _clients_served(work, engine)
+            shares.append(Share(gradients, cached, passes if cached else 1, served))
         return shares
 
     def seconds(
@@ -273,6 +274,15 @@ def results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:
     if isinstance(work, LocalWork):
         return training_trees(engine.train(work))
     return evaluation_trees(engine.evaluate(work), work.models)
+
+
+def _clients_served(work: LocalWork, engine: VectorizedEngine) -> float | None:
+    """Count the clients that one program serves, where it can't serve those of all sizes."""
+    data = work.data
+    if not isinstance(data, FederatedTensorDataset) or engine.pads(engine.needs_keys()):
+        return None
+    sizes = data.num_samples[work.info.index].tolist()
+    return clients_served(sizes, data.batch_size, data.drop_last)
 
 
 def _first_minibatch(work: EvaluationWork) -> EvaluationWork:

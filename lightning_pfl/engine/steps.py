@@ -7,7 +7,7 @@ clients whose minibatches have equal sizes run together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -80,6 +80,30 @@ def epoch_minibatches(samples: int, batch_size: int, drop_last: DropLast) -> int
     complete, rest = divmod(samples, batch_size)
     least = 2 if drop_last == "single" else batch_size if drop_last else 1
     return complete + (rest >= least)
+
+
+def clients_served(sizes: Iterable[int], batch_size: int, drop_last: DropLast) -> float | None:
+    """Count the clients of a minibatch number whose minibatches have one size, on average.
+
+    Args:
+        sizes: Samples of each client.
+        batch_size: Samples of a minibatch, but for the last one of a client.
+        drop_last: As of the data.
+
+    Returns:
+        None if all minibatches of each number have one size.
+
+    Example:
+        >>> clients_served([8, 8, 6, 4], 4, False)  # all first ones; the second ones of two sizes
+        2.3333333333333335
+    """
+    kinds: set[tuple[int, int]] = set()
+    total = most = 0
+    for samples in sizes:
+        number = epoch_minibatches(samples, batch_size, drop_last)
+        kinds |= {(at, min(batch_size, samples - at * batch_size)) for at in range(number)}
+        total, most = total + number, max(most, number)
+    return total / len(kinds) if len(kinds) > most else None
 
 
 def count_steps(per_epoch: int, budget: Budget, accumulate: int) -> int:

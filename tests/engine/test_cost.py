@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightning_pfl.engine import cost
@@ -16,6 +16,7 @@ from lightning_pfl.engine.cost import (
     CALL_ALONE,
     CALL_REPLAYED,
     CALL_TOGETHER,
+    PROGRAM,
     REPLAYED,
     Share,
     batching_pays,
@@ -44,6 +45,45 @@ def test_replayed_steps_of_one_client_are_cheaper() -> None:
     assert even < EVEN
     assert batching_pays(even * 0.99, [Share(3)], replayed=True)
     assert not batching_pays(even * 1.01, [Share(3)], replayed=True)
+
+
+def test_few_clients_share_the_calls_where_sizes_differ() -> None:
+    """Without operations, calls alone decide: 70 / served against 12."""
+    even = PROGRAM / CALL_REPLAYED
+    assert batching_pays(0, [Share(3, served=even * 1.01)], replayed=True)
+    assert not batching_pays(0, [Share(3, served=even * 0.99)], replayed=True)
+    assert batching_pays(0, [Share(3, served=1000.0)], replayed=True)
+
+
+class Own(PersonalizedModule):
+    """Its samples aren't known to be independent, so minibatches aren't padded."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        return self._step("train", batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "served"),
+    [
+        (PersonalizedModule, (8, 8, 6, 4), None),
+        (Own, (8, 8, 8, 8), None),
+        # One program for the four first minibatches, two for the second ones.
+        (Own, (8, 8, 6, 4), 7 / 3),
+    ],
+)
+def test_clients_that_a_program_serves_are_counted(
+    kind: Any, sizes: tuple[int, ...], served: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Share] = []
+
+    def watch(operations: float, shares: list[Share], _: bool) -> bool:
+        seen.extend(shares)
+        return True
+
+    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
+    module = kind(nn.Sequential(nn.Flatten(), nn.Linear(25, 6)), nn.Linear(6, CLASSES)).double()
+    fit(FedAvg(), image_clients(sizes, batch_size=4), module, 1, "auto")
+    assert [share.served for share in seen] == [served]
 
 
 @pytest.mark.parametrize("replayed", [False, True])
@@ -91,7 +131,7 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
 def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Share] = []
 
-    def watch(operations: float, shares: list[Share], replayed: bool) -> bool:
+    def watch(operations: float, shares: list[Share], _: bool) -> bool:
         seen.extend(shares)
         return True
 

@@ -153,6 +153,17 @@ class VectorizedEngine:
         known = self.settings.batch_hooks is None and fingerprint(self.module) == self._settled
         return self.stochastic or not known
 
+    def pads(self, random: bool) -> bool:
+        """Whether minibatches of unequal sizes are padded, and so run together.
+
+        Args:
+            random: Whether steps may make random calls.
+        """
+        # A dropout mask is a function of the shape: a padded batch could get another one than the
+        # client alone where samples aren't the first axis.
+        plain = not random and not couples_samples(self.module, True)
+        return is_sample_wise(self.module) and plain
+
     def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
         """Return the user's step, cached since a replayed step doesn't log its options again."""
         hooks, known = self.settings.batch_hooks, self._program
@@ -334,11 +345,7 @@ class Chunk:
         budget, limits = phase_budget(phase), phase_limits(phase, self.engine.limits)
         data = self.work.split(phase)
         if isinstance(data, FederatedTensorDataset):
-            # A dropout mask is a function of the shape: a padded batch could get another one than
-            # the client alone where samples aren't the first axis.
-            random = self.keys is not None
-            module = self.engine.module
-            pad = is_sample_wise(module) and not random and not couples_samples(module, True)
+            pad = self.engine.pads(self.keys is not None)
             return ResidentBatches(data, self.clients, budget, limits, key, pad, first_epochs)
         return LoaderBatches(data, self.clients, budget, limits, key, self.device, first_epochs)
 
