@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pfl import methods
 from lightning_pfl.callbacks import HeadFineTuning, NewClientAdaptation
 from lightning_pfl.data.datasets import FederatedLoaders, FederatedTensorDataset
-from lightning_pfl.engine import trace, whole_steps
+from lightning_pfl.engine import registers, trace
 from lightning_pfl.inspect import (
     ClientGraph,
     ClientHistogram,
@@ -106,7 +106,7 @@ def checks_apart(device: PretendedDevice) -> Iterator[list[Counter[str]]]:
         device.waits = before
         return found
 
-    with patch.object(trace, "agree", agrees), patch.object(whole_steps, "agree", agrees):
+    with patch.object(trace, "agree", agrees), patch.object(registers, "agree", agrees):
         yield checks
     # However many gradients, parameters and logged values a step has.
     assert all(waits == {"aten::_local_scalar_dense": 1} for waits in checks)
