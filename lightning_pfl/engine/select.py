@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pfl.contract.records import Evaluation, LocalResult, OnClients
 from lightning_pfl.core.parameters import ParameterSplit
@@ -19,7 +18,7 @@ from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import is_unmodified
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork, ModuleLoop
 from lightning_pfl.engine.optimizer import why_not_elementwise
-from lightning_pfl.engine.probe import Probe, results
+from lightning_pfl.engine.probe import OperationCounter, Probe, results
 from lightning_pfl.engine.program import NotVectorizableError
 from lightning_pfl.engine.safety.compare import OTHER_NUMBERS, is_out_of_memory, reason_of
 from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten
@@ -302,7 +301,7 @@ class SelectedEngine:
             transforms = tuple(sorted(transforms, key=lambda transform: transform != before))
             for transform in transforms if not reasons else ():
                 engine = self._probe.at_once(transform, stochastic)
-                counter = FlopCounterMode(display=False)
+                counter = OperationCounter()
                 mode: AbstractContextManager[Any] = counter if estimates else nullcontext()
                 estimated = work, piece, engine, counter
                 pays = partial(self._probe.pays, *estimated)
@@ -373,7 +372,10 @@ class SelectedEngine:
         engine.chunk_size = int(size) if size else None
         kind, how = self._kind(work), self._how(work, engine.transform)
         self.found[self._place(kind)] = f"{engine.transform} {size}".strip()
-        many = f", {engine.together(work)} at once" if kind == work.step else ""
+        # A sanity check is of a few of the clients.
+        few = self.trial and isinstance(work, EvaluationWork)
+        counts = kind == work.step and not few
+        many = f", {engine.together(work)} at once" if counts else ""
         self._settle(kind, engine, f"{how}{many}{more}")
 
     def _how(self, work: LocalWork | EvaluationWork, transform: Transform) -> str:

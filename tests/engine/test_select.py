@@ -198,3 +198,20 @@ def test_the_log_says_how_many_run_at_once_and_what_was_counted(
         made.fit(module, data, data)
     said = f"{at_once} at once, {million:.3g} million operations a gradient."
     assert f"training_step runs vectorized: vmap over the forward pass, {said}" in caplog.text
+
+
+def test_the_log_counts_no_clients_of_a_sanity_check(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        made = trainer(engine="auto", max_epochs=1, num_sanity_val_steps=2)
+        made.fit(Classifier(), clients(), clients())
+    line = re.search(r"validation_step runs vectorized: .*", caplog.text)
+    assert line is not None
+    assert "at once" not in line[0]
+
+
+def test_what_the_probe_counts_makes_no_known_step_unknown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning_pfl"):
+        run(Classifier, "auto")
+    assert "isn't known" not in caplog.text
