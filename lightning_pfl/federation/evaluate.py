@@ -31,10 +31,11 @@ from lightning_pfl.metrics.summary import summarize
 
 GLOBAL = "global/"
 """Prefix of the global model's values."""
-MEMORY, ON_GPU = 2**23, 8
+MEMORY, FEWEST, ON_GPU = 2**23, 8, 8
 """Largest size in bytes of personal models that are built at once, and how many times as large it
 is elsewhere than on a CPU, where memory of this size is used again and fresh pages take longer than
-copies."""
+copies. Each evaluation reads code and settings of the module again, so that at least 8 models are
+built at once if they fit into 8 times this memory."""
 
 
 # --- the models that are evaluated ----------------------------------------------------------------
@@ -230,12 +231,13 @@ def evaluate_shard(
 
 
 def models_at_a_time(architecture: Architecture) -> int:
-    """Count the personal models of an architecture that fit into :data:`MEMORY`."""
+    """Count the personal models of an architecture that are built at once."""
     held = architecture.client_states.row_nbytes()
     if architecture.method.evaluation_phases():
         held = total_nbytes(dict(architecture.module.named_parameters()))
     memory = MEMORY * (1 if next(architecture.module.parameters()).device.type == "cpu" else ON_GPU)
-    return int(max(1, memory // max(held, 1)))
+    fit, more = (size // max(held, 1) for size in (memory, FEWEST * memory))
+    return int(max(1, fit, min(FEWEST, more)))
 
 
 def join(parts: list[Evaluation], order: list[Tensor]) -> Evaluation:

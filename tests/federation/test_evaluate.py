@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from lightning_pfl.contract.records import Evaluation
-from lightning_pfl.federation.evaluate import join
+from lightning_pfl.federation.evaluate import join, models_at_a_time
 
 
 @pytest.mark.parametrize("order", [[[1, 2], [0]], [[2, 0], [3, 1]], [[3], [1], [0, 2]]])
@@ -37,3 +41,17 @@ def test_values_that_only_some_log_are_nan_for_the_others() -> None:
     found = join(parts, [torch.tensor([1, 2]), torch.tensor([0])]).values
     torch.testing.assert_close(found["a"], torch.tensor([torch.nan, 1, 2]), equal_nan=True)
     torch.testing.assert_close(found["b"], torch.tensor([7, torch.nan, torch.nan]), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "models"),
+    [(2**10, 2**13), (2**20, 8), (6 * 2**20, 8), (2**24, 4), (2**26, 1), (2**30, 1)],
+)
+def test_models_that_are_built_at_once(size: int, models: int) -> None:
+    """8 MB of small ones; of larger ones 8, or what 64 MB hold; one of any size."""
+    architecture: Any = SimpleNamespace(
+        client_states=SimpleNamespace(row_nbytes=lambda: size),
+        method=SimpleNamespace(evaluation_phases=lambda: ()),
+        module=nn.Linear(1, 1),
+    )
+    assert models_at_a_time(architecture) == models
