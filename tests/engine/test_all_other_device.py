@@ -207,8 +207,9 @@ EPOCHS: dict[str, Callable[[int], Method]] = {
 def test_no_step_waits_for_the_device(name: str, engine: str) -> None:
     few = elsewhere(EPOCHS[name](1), engine=engine)
     many = elsewhere(EPOCHS[name](2), engine=engine)
-    assert few.waits == many.waits
-    assert few.waits.total() > 0  # the gate and the metrics of a round
+    # Fewer where more steps are replayed: an unrecorded one has its state compared at the end.
+    assert many.waits <= few.waits
+    assert many.waits.total() > 0  # the gate and the metrics of a round
     if engine == "vectorized":
         assert many.checks > 0  # steps are replayed
 
