@@ -325,37 +325,47 @@ def test_rounding_is_told_from_other_numbers(dtype: torch.dtype, apart: float) -
     terms = numbers.to(dtype)
     there, back = (reduce(torch.add, each.split(1)) for each in (terms, terms.flip(0)))
     assert not torch.equal(there, back)
-    assert trace.agree([there], [back], [terms])
-    assert not trace.agree([there * (1 + apart)], [there], [terms])
-    assert not trace.agree([back * apart], [torch.zeros_like(back)], [terms])
-    assert trace.agree([there * torch.nan], [there * torch.nan], [terms])
+    assert trace.close([there], [back], [terms])
+    assert not trace.close([there * (1 + apart)], [there], [terms])
+    assert not trace.close([back * apart], [torch.zeros_like(back)], [terms])
+    assert trace.close([there * torch.nan], [there * torch.nan], [terms])
 
 
 def test_results_have_the_rounding_of_what_they_are_computed_from() -> None:
     single = torch.ones(1)
     double = single.double()
-    assert trace.agree([double * (1 + 1e-6)], [double], [single, double])
-    assert not trace.agree([double * (1 + 1e-6)], [double], [double, torch.ones(1, dtype=int)])
-    assert trace.agree([single * (1 + 1e-6)], [single], [double])
+    assert trace.close([double * (1 + 1e-6)], [double], [single, double])
+    assert not trace.close([double * (1 + 1e-6)], [double], [double, torch.ones(1, dtype=int)])
+    assert trace.close([single * (1 + 1e-6)], [single], [double])
+
+
+def test_a_replay_on_a_cpu_has_the_bits_of_its_step() -> None:
+    one, nan = torch.ones(2), torch.tensor([1.0, torch.nan])
+    assert trace.agree([one], [one.clone()], [one])
+    assert trace.agree([nan], [nan.clone()], [one])
+    assert not trace.agree([one.nextafter(2 * one)], [one], [one])
+    assert not trace.agree([one], [nan], [one])
 
 
 class Slowly(nn.Module):
-    """Reads a number that changes a little in each call, where no recording sees it."""
+    """Reads a number that changes by few roundings in each call, where no recording sees it."""
 
     calls: ClassVar = [0]
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls[0] += 1
-        return x * (1 + 1e-9 * self.calls[0])
+        return x * (1 + 4 * torch.finfo(x.dtype).eps * self.calls[0])
 
 
 @pytest.mark.parametrize("method", [FedAvg(local_epochs=2), FedProx(0.5, local_epochs=2)])
-def test_a_step_that_changes_a_little_is_not_replayed(method: Method) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_that_changes_a_little_is_not_replayed(method: Method, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     Slowly.calls[0] = 0
     backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 4), Slowly())
-    module = PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).double()
-    engine: Any = run(module, method, "sequential").engine
+    module = PersonalizedModule(backbone, nn.Linear(4, CLASSES), lr=0.1).to(dtype)
+    found = local_round(method, module, image_clients(dtype=dtype), "sequential")
+    engine: Any = found.engine
     assert not engine.traces.enabled or engine.whole._refused
 
 
