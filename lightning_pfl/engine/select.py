@@ -413,7 +413,7 @@ class SelectedEngine:
             rank_zero_info(f"{self._whose}{step} runs {engine.name}: {why}.")
 
 
-SLOWER = "it could run for many clients at once, which is slower for a network of this size"
+SLOWER = "it could run for many clients at once, which is slower for such a network and data"
 OF_ONE_MODEL = " with one model"
 """Added to the name of a step of an evaluation in which all clients have the same model."""
 ONE_BATCH = "samples of many clients as one batch"
