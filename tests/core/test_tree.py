@@ -276,17 +276,37 @@ class TestWeightedMean:
             again = tree.weighted_mean({"w": rows[order].view(count, 40, 100)}, each[order])["w"]
             assert torch.equal(again.flatten(), mean)
 
-    def test_a_plain_mean_is_enough_for_nearly_all_columns(self) -> None:
-        """But not where it is halfway between two numbers: 3/2 of the spacing above 1."""
-        rows = torch.randn(10, 20000, generator=torch.Generator().manual_seed(0))
+    @pytest.mark.parametrize(
+        ("weights", "most"), [(torch.linspace(1.0, 9.0, 10), 20), (torch.ones(2), 2000)]
+    )
+    def test_few_columns_need_exact_sums(
+        self, weights: Tensor, most: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """But those whose mean is halfway between two numbers, as every other one of two clients.
+
+        Of these only the columns of the first part are tried.
+        """
+        rows = 1 + torch.rand(len(weights), 20000, generator=torch.Generator().manual_seed(0))
         rows[:, 5] = 1.0
-        rows[-1, 5] = 1 + 2 * 1.5 * 2**-23
-        weights = torch.linspace(1.0, 9.0, 10, dtype=torch.float64)
-        weights = weights / weights[:-1].sum() / 2
+        rows[-1, 5] = 1 + 2 * 1.5 * 2**-23  # of weight 1/2: 3/2 of the spacing above 1
+        weights = weights.double()
+        weights /= 2 * weights[:-1].sum()
         weights[-1] = 0.5
-        _, doubtful = tree._plain_mean(rows, weights)
-        assert 5 in doubtful.tolist()
-        assert len(doubtful) < 20
+        monkeypatch.setattr(tree, "DOUBLED", len(rows) * 2000)
+        exact: list[int] = []
+        really = tree.sum_above
+
+        def counted(leaf: Tensor, *args: Any) -> Any:
+            exact.append(leaf.shape[1])
+            return really(leaf, *args)
+
+        monkeypatch.setattr(tree, "sum_above", counted)
+        mean = tree.weighted_mean({"w": rows}, weights)["w"]
+        monkeypatch.undo()
+        low, total = tree.sum_above(rows, weights)
+        assert torch.equal(mean, (low.double() + total).float())
+        assert 0 < exact[0] < most
+        assert exact[1:] == ([] if most == 20 else [2000] * 9)
 
     def test_weights_that_do_not_sum_to_one_make_all_columns_doubtful(self) -> None:
         """Then a mean isn't a sum of differences, and is the one of before."""
