@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedTensorDataset
-from lightning_pfl.engine import kernels, trace
+from lightning_pfl.engine import channels_last, kernels, trace
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.known_code import asks_for_places, read_by_step
@@ -22,6 +23,7 @@ from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedRep
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import LocalRound, assert_trees_equal, local_round
 from tests.engine.nets import CLASSES, image_clients
 
@@ -249,6 +251,33 @@ def test_steps_of_known_modules_have_pictures_last(monkeypatch: pytest.MonkeyPat
     run(FedAvg(), network(Viewed))
     run(FedAvg(), network(), record=False)
     assert not noted
+
+
+def test_a_resumed_run_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[bool] = []
+
+    def placed(pictures: Tensor, *args: Any) -> Tensor:
+        noted.append(lies_last(found := really(pictures, *args)))
+        return found
+
+    really = channels_last._placed
+    monkeypatch.setattr(channels_last, "_placed", placed)
+
+    def end(rounds: int, **settings: Any) -> Fit:
+        data = image_clients((9, 4, 12, 13, 8), dtype=torch.float32)
+        return fit(SCAFFOLD("II"), data, network(), rounds, engine="sequential", **settings)
+
+    whole = end(4, val_data=image_clients((9, 4, 12, 13, 8), dtype=torch.float32))
+    assert any(noted)
+    resumed = end(4, ckpt_path=end(2).save(tmp_path / "begun.ckpt"))
+    for got, want in (
+        (resumed.server, whole.server),
+        (resumed.client_state, whole.client_state),
+        (resumed.models, whole.models),
+    ):
+        assert_trees_equal(got, want)
 
 
 def test_a_view_of_a_convolution_has_the_bits_of_the_readable_engine() -> None:
