@@ -36,7 +36,7 @@ def convolved(tensors: list[Tensor], fast: bool, **settings: Any) -> list[Tensor
     """A convolution, and the gradients of the sum of its squares."""
     leaves = [leaf.clone().requires_grad_() for leaf in tensors]
     with kernels.alone(last=fast):
-        out = F.conv2d(*leaves, **settings)
+        out: Tensor = F.conv2d(*leaves, **settings)  # type: ignore[call-overload]
         grads = torch.autograd.grad(out.square().sum(), leaves)
     return [out.detach(), *grads]
 
@@ -241,10 +241,12 @@ def test_replayed_steps_are_the_steps(method: Method) -> None:
 
 def test_steps_of_known_modules_have_pictures_last(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[bool] = []
-    monkeypatch.setattr(
-        "lightning_pfl.engine.channels_last._placed",
-        lambda pictures, *_: noted.append(True) or pictures,
-    )
+
+    def placed(pictures: Tensor, *_: Any) -> Tensor:
+        noted.append(True)
+        return pictures
+
+    monkeypatch.setattr(channels_last, "_placed", placed)
     run(FedAvg(), network())
     assert noted
     noted.clear()
@@ -300,7 +302,7 @@ def test_a_hook_that_is_registered_later_finds_pictures_where_they_always_are(
 
     module = network()
     before = run(FedAvg(local_epochs=2), module)
-    module.backbone[0].register_forward_hook(look)
+    module.get_submodule("backbone.0").register_forward_hook(look)
     fresh = run(FedAvg(local_epochs=2), module)
     assert all(noted)
     noted.clear()
@@ -333,10 +335,13 @@ def test_evaluations_of_one_model_have_pictures_last(
     work = EvaluationWork(models, torch.arange(2), data, "validation_step")
     engine = VectorizedEngine(module, split, EngineSettings(), "forward", stochastic=False)
     noted: list[bool] = []
-    batch_norm = torch.batch_norm
-    monkeypatch.setattr(
-        torch, "batch_norm", lambda x, *args: noted.append(lies_last(x)) or batch_norm(x, *args)
-    )
+    really = torch.batch_norm
+
+    def batch_norm(x: Tensor, *args: Any) -> Tensor:
+        noted.append(lies_last(x))
+        return really(x, *args)
+
+    monkeypatch.setattr(torch, "batch_norm", batch_norm)
     found = engine.evaluate(work).values["val_loss"]
     assert noted
     assert set(noted) == {last}

@@ -53,6 +53,8 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Plain(L.LightningModule):
     """An ordinary module."""
 
+    hparams: Any
+
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self.save_hyperparameters(settings)
@@ -165,7 +167,7 @@ class ReadsAttribute(Plain):
 
 class ReadsHparam(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.hparams.scale * self.hparams["scale"]  # type: ignore[operator]
+        return loss * self.hparams.scale * self.hparams["scale"]  # type: ignore[no-any-return]
 
 
 class ReadsGlobal(Plain):
@@ -221,7 +223,7 @@ class ReadsMask(Plain):
         self.register_buffer("scale", torch.tensor([1.0, torch.inf], dtype=torch.float64))
 
     def scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.scale[0]
+        return loss * self.scale[0]  # type: ignore[index]
 
 
 class ReadsFrozen(ReadsTensor):
@@ -285,7 +287,7 @@ class Regularised(Plain):
         self.loss_fn, self.val_acc = nn.CrossEntropyLoss(), torchmetrics.MeanMetric()
         self.backbone.append(nn.BatchNorm1d(4).double())
 
-    def training_step(self, batch: Any) -> Any:
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
         with torch.no_grad():
             scale = self.head.weight.norm()
         penalty = torch.stack([p.square().sum() for p in self.parameters()]).sum()
@@ -517,18 +519,18 @@ class ReadsObject(Plain):
         self.held = SimpleNamespace(gain=1.0)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.held.gain
+        return loss * self.held.gain  # type: ignore[no-any-return]
 
 
 class ReadsHeldHparam(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
-        return loss * self.hparams.held["gain"]  # type: ignore[no-any-return, operator]
+        return loss * self.hparams.held["gain"]  # type: ignore[no-any-return]
 
 
 class CountsHparam(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
-        self.hparams["count"] += 1  # type: ignore[operator]
-        return loss * self.hparams["count"]  # type: ignore[operator]
+        self.hparams["count"] += 1
+        return loss * self.hparams["count"]  # type: ignore[no-any-return]
 
 
 class Counts(Plain):

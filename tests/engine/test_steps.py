@@ -158,7 +158,8 @@ def test_clients_that_are_done_go_along(sizes: tuple[int, ...], drop_last: bool)
     longest = steps.index(max(steps))
 
     def samples(client: int, step: int) -> list[int]:
-        return positions[client][4 * step : 4 * step + 4].tolist()
+        found: list[int] = positions[client][4 * step : 4 * step + 4].tolist()
+        return found
 
     left: list[int] = []
     for step in range(max(steps)):

@@ -335,7 +335,9 @@ def test_results_have_the_rounding_of_what_they_are_computed_from() -> None:
     single = torch.ones(1)
     double = single.double()
     assert trace.close([double * (1 + 1e-6)], [double], [single, double])
-    assert not trace.close([double * (1 + 1e-6)], [double], [double, torch.ones(1, dtype=int)])
+    assert not trace.close(
+        [double * (1 + 1e-6)], [double], [double, torch.ones(1, dtype=torch.int64)]
+    )
     assert trace.close([single * (1 + 1e-6)], [single], [double])
 
 

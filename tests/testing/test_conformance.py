@@ -280,7 +280,7 @@ class PassesOverBrokenData(Method):
         return {**state, "model": {**state["model"], **moved}}
 
 
-CASES: list[tuple[type[Method], Callable[..., None], str]] = [
+CASES: list[tuple[Callable[[], Method], Callable[..., None], str]] = [
     (MixesClients, conformance.check_engines_agree, "Expected the same upload with 2 clients"),
     (
         lambda: CountsItsSteps(local_epochs=4),
