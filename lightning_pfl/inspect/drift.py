@@ -103,7 +103,7 @@ def drift(uploads: Tree, received: Tree, weights: Tensor) -> tuple[Tensor, Tenso
     for _, leaf, before in changes(uploads, received):
         change = leaf if before is None else leaf - before
         flat = as_rows(change).double()
-        mean = weights.to(flat) @ flat
+        mean = flat.T @ weights.to(flat)
         squares += flat.square().sum(1).cpu()
         products += (flat @ mean).cpu()
         mean_square += float(mean.square().sum())

@@ -232,7 +232,10 @@ COUNTED = sorted({*methods.__all__} - NOT_COUNTED.keys())
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTED)
 def test_no_step_of_any_method_waits_for_the_device(name: str) -> None:
-    """With twice as many steps in a round, a round waits as often."""
+    """With twice as many steps in a round, a round waits no more often.
+
+    Less often where more steps are replayed: an unrecorded one has its state compared at the end.
+    """
     problem = PROBLEMS.get(name, {})
 
     def waits(more: bool) -> Counter[str]:
@@ -241,7 +244,7 @@ def test_no_step_of_any_method_waits_for_the_device(name: str) -> None:
         data = twice(data) if more else data
         return elsewhere(CASES[name](), engine="vectorized", module=module, data=data).waits
 
-    assert waits(more=True) == waits(more=False)
+    assert waits(more=True) <= waits(more=False)
 
 
 @pytest.mark.slow
