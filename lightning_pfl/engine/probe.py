@@ -47,6 +47,8 @@ from lightning_pfl.engine.vectorized.one_model import is_of_one_model
 
 PROBED_CLIENTS = 2
 PROBED_SAMPLES = 8
+COUNTED_CLIENTS = 16
+"""Clients of whose sizes the estimate counts how many one program serves."""
 CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 PER_CLIENT_PRODUCTS = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
@@ -298,8 +300,9 @@ def _clients_served(work: LocalWork, engine: VectorizedEngine) -> float | None:
     data = work.data
     if not isinstance(data, FederatedTensorDataset) or engine.pads(engine.needs_keys()):
         return None
-    sizes = data.num_samples[work.info.index].tolist()
-    return clients_served(sizes, data.batch_size, data.drop_last)
+    # Of as many as often run together; not of the cohort, of which each process has a part.
+    every = -(-len(data.num_samples) // COUNTED_CLIENTS)
+    return clients_served(data.num_samples[::every].tolist(), data.batch_size, data.drop_last)
 
 
 def _first_minibatch(work: EvaluationWork) -> EvaluationWork:
