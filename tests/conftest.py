@@ -62,6 +62,12 @@ def write_idx(path: Path, array: np.ndarray) -> None:
     path.write_bytes(gzip.compress(header + array.tobytes(), compresslevel=1))
 
 
+@pytest.fixture
+def clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `engine="auto"` run clients at once where it can, as few small ones of unequal sizes."""
+    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", lambda *_: True)
+
+
 @pytest.fixture(scope="session")
 def fashion_mnist_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny Fashion-MNIST: noise whose brightness tells the class."""

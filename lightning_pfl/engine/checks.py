@@ -22,7 +22,7 @@ from lightning_pfl.engine.known_code import (
     asks_for_places,
     read_by_step,
 )
-from lightning_pfl.engine.trace import Same, fingerprint
+from lightning_pfl.engine.trace import Repeated, Same, fingerprint
 
 RARELY = 16
 """Every which round recordings of known code are compared, the first one included."""
@@ -71,6 +71,17 @@ class Checks:
                 log.info("The code of %s isn't known: %s.", self.step, unknown)
         self.known = self.known and self._read is not None
         self.recordable = self._read is not None or is_unmodified(self.module)
+
+    def look_after_hooks(self, *recorders: Repeated[Any]) -> None:
+        """Read the code again, as a hook of a user's may have changed what steps read.
+
+        Args:
+            recorders: Those whose recordings are compared again, unless the code is known.
+        """
+        self.look()
+        if not self.known:
+            for one in recorders:
+                one.begin_round()
 
     @property
     def placeless(self) -> bool:

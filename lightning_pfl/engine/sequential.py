@@ -155,13 +155,10 @@ class SequentialEngine:
             results.append(replace(result, uploads={}, client_state={}))
             if on_clients is not None:
                 ran = on_clients([row], result.loss)
-                if ran is not False:  # a hook may have changed what steps read
-                    self.checks.look()
+                if ran is not False:
+                    self.checks.look_after_hooks(self.traces, self.whole)
                     self._settings.clear()
                     self._contexts.clear()
-                    if not self.checks.known:
-                        self.traces.begin_round()
-                        self.whole.begin_round()
         names = dict.fromkeys(name for result in results for name in result.logs)
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         return LocalResult(

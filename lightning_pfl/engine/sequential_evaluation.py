@@ -130,9 +130,7 @@ class SequentialEvaluation:
                     counts[row] += size
                     found.setdefault(number, []).append((row, size, values))
                 if on_clients is not None and on_clients([row]) is not False:
-                    checks.look()
-                    if not checks.known:
-                        self.traces.begin_round()
+                    checks.look_after_hooks(self.traces)
                     self.traces.enter((work.step, program, checks.settings()))
         for results in found.values():
             at, sizes, values = zip(*results, strict=True)

@@ -150,3 +150,14 @@ def assert_trees_equal(actual: Tree, expected: Tree, message: str = "") -> None:
         AssertionError: If a leaf differs, with ``message`` and the leaf's name.
     """
     assert_trees_close(actual, expected, rtol=0.0, atol=0.0, message=message)
+
+
+def assert_rounds_equal(actual: LocalRound, expected: LocalRound) -> None:
+    """Check that local rounds end with the same uploads, client states and logs, to the bit.
+
+    Raises:
+        AssertionError: If a leaf differs, with its name.
+    """
+    assert_trees_equal(actual.result.uploads, expected.result.uploads)
+    assert_trees_equal(actual.result.client_state, expected.result.client_state)
+    assert_trees_equal(actual.result.logs, expected.result.logs)

@@ -90,6 +90,7 @@ def plain(module: Skips, start: dict[str, Tensor], client: int, accumulate: int)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("skipped", [{0}, {1}, {0, 1}, {3}, set(range(2, 20))], ids=str)
+@pytest.mark.usefixtures("clients_at_once")
 def test_against_a_plain_loop(
     skipped: set[int],
     optimizer: str,
@@ -99,8 +100,6 @@ def test_against_a_plain_loop(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("lightning_pfl.engine.select.rank_zero_info", said.append)
-    # The estimate runs so few clients of unequal sizes one after another.
-    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", lambda *_: True)
     module = Skips(skipped, optimizer)
     start: Any = copy.deepcopy(module.state_dict())
     losses = []

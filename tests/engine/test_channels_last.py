@@ -24,7 +24,12 @@ from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedRep
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import Fit, fit
-from lightning_pfl.testing.rounds import LocalRound, assert_trees_equal, local_round
+from lightning_pfl.testing.rounds import (
+    LocalRound,
+    assert_rounds_equal,
+    assert_trees_equal,
+    local_round,
+)
 from tests.engine.nets import CLASSES, image_clients
 
 
@@ -216,12 +221,6 @@ def run(method: Method, module: Any, limit: int = 99, record: bool = True) -> Lo
         return local_round(method, module, data, "sequential", record=record)
 
 
-def assert_same(one: LocalRound, other: LocalRound) -> None:
-    assert_trees_equal(one.result.uploads, other.result.uploads)
-    assert_trees_equal(one.result.client_state, other.result.client_state)
-    assert_trees_equal(one.result.logs, other.result.logs)
-
-
 @pytest.mark.parametrize(
     "method",
     [
@@ -236,7 +235,7 @@ def test_replayed_steps_are_the_steps(method: Method) -> None:
     recorded, plain = (run(method, network(), limit) for limit in (99, 0))
     assert isinstance(recorded.engine, SequentialEngine)
     assert recorded.engine.whole.used > 10
-    assert_same(recorded, plain)
+    assert_rounds_equal(recorded, plain)
 
 
 def test_steps_of_known_modules_have_pictures_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +287,7 @@ def test_a_view_of_a_convolution_has_the_bits_of_the_readable_engine() -> None:
     )
     assert isinstance(found.engine, SequentialEngine)
     assert found.engine.whole.used > 10
-    assert_same(found, readable)
+    assert_rounds_equal(found, readable)
 
 
 def test_a_hook_that_is_registered_later_finds_pictures_where_they_always_are(
@@ -309,7 +308,7 @@ def test_a_hook_that_is_registered_later_finds_pictures_where_they_always_are(
     monkeypatch.setattr(
         "lightning_pfl.testing.rounds.SequentialEngine", lambda *_, **__: before.engine
     )
-    assert_same(run(FedAvg(local_epochs=2), module), fresh)
+    assert_rounds_equal(run(FedAvg(local_epochs=2), module), fresh)
     assert noted
     assert all(noted)
 

@@ -15,7 +15,12 @@ from lightning_pfl.engine.recording import Recorder
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedMAP, FedRep, PFedMe
 from lightning_pfl.methods.base import LocalStep, Method, Phase, recordable
-from lightning_pfl.testing.rounds import LocalRound, assert_trees_equal, local_round
+from lightning_pfl.testing.rounds import (
+    LocalRound,
+    assert_rounds_equal,
+    assert_trees_equal,
+    local_round,
+)
 from tests.engine.nets import cnn, image_clients
 
 SIZES = (8, 0, 13, 12)
@@ -58,9 +63,7 @@ def replays(outcome: list[LocalRound]) -> int:
 def assert_same(recorded: list[LocalRound], plain: list[LocalRound]) -> None:
     assert replays(plain) == 0
     for found, expected in zip(recorded, plain, strict=True):
-        assert_trees_equal(found.result.uploads, expected.result.uploads)
-        assert_trees_equal(found.result.client_state, expected.result.client_state)
-        assert_trees_equal(found.result.logs, expected.result.logs)
+        assert_rounds_equal(found, expected)
         assert_trees_equal(found.before, expected.before)
 
 

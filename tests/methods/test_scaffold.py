@@ -199,11 +199,8 @@ def test_the_server_has_to_move(bad: float) -> None:
         SCAFFOLD(server_lr=bad)
 
 
-def test_controls_that_are_zero_but_for_rounding_are_no_other_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # The estimate runs so few clients of unequal sizes one after another.
-    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", lambda *_: True)
+@pytest.mark.usefixtures("clients_at_once")
+def test_controls_that_are_zero_but_for_rounding_are_no_other_result() -> None:
     # The gradient of a bias before BatchNorm is zero, and its control variate is rounding.
     run = trainer(SCAFFOLD(), max_epochs=1, engine="auto")
     run.fit(network(), *classes())

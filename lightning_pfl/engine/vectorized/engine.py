@@ -5,7 +5,7 @@ shared backbone once per phase; ``evaluation.py`` gives shared layers all client
 batch; ``whole_steps.py`` replays steps whose code is known without Python, and ``trace.py``
 gradients where the rest of a step can't be recorded; ``kernels.py`` has faster convolutions and
 pooling for CPUs. Listeners are called when a chunk is done: ``chunk_size`` clients, or else at most
-32 on a CPU and 512 on a GPU, so progress bars move by chunks.
+128 on a CPU and 512 on a GPU, so progress bars move by chunks.
 """
 
 from __future__ import annotations
@@ -236,11 +236,8 @@ class VectorizedEngine:
             results.append(replace(found, uploads={}, client_state={}))
             if on_clients is not None:
                 ran = on_clients(positions.tolist(), results[-1].loss)
-                if ran is not False:  # a hook may have changed what steps read
-                    self.checks.look()
-                    if not self.checks.known:
-                        self.traces.begin_round()
-                        self.whole.begin_round()
+                if ran is not False:
+                    self.checks.look_after_hooks(self.traces, self.whole)
         order = torch.cat(parts) if len(order) else order
         position = torch.argsort(order).to(self.settings.device)
         return _in_order(results, uploads, client_state, position)

@@ -33,7 +33,6 @@ from lightning_pfl.models.base import PersonalizedModule
 SAMPLES, MOST = 768, 3072
 """Samples per program on a CPU, of greyscale images of 28 x 28 numbers and at most: enough for two
 cores, few enough for their caches."""
-NUMBERS = SAMPLES * 28 * 28
 ON_GPU = 16
 """How many times as many samples a GPU gets, whose programs take as long to start as to run."""
 ONE_BY_ONE = (
@@ -73,17 +72,27 @@ def evaluation_batches(
 
 
 def samples_at_once(data: FederatedDataset) -> int:
-    """Choose the samples per program on a CPU, by the size of one.
+    """Choose the samples per program on a CPU; ids, which an embedding makes larger, are images."""
+    return fitting_samples(data, SAMPLES, MOST, SAMPLES)
 
-    Activations are larger than inputs by a factor that is much the same for images and tables. Ids,
-    which an embedding makes larger, count as images.
+
+def fitting_samples(data: FederatedDataset, images: int, most: int, ids: int) -> int:
+    """Choose samples of as many numbers in all as some images have.
+
+    Activations are larger than inputs by a factor that is much the same for images and tables.
+
+    Args:
+        data: The dataset.
+        images: Greyscale images of 28 x 28 numbers.
+        most: Largest number of samples.
+        ids: Samples of whole numbers, and of data whose size isn't known.
     """
     if not isinstance(data, FederatedTensorDataset) or not data.pool_size:
-        return SAMPLES
+        return ids
     inputs = next(batch_leaves(data.fields))
     if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
-        return SAMPLES
-    return max(1, min(MOST, NUMBERS // max(1, inputs[0].numel())))
+        return ids
+    return max(1, min(most, images * 28 * 28 // max(1, inputs[0].numel())))
 
 
 class VectorizedEvaluation:

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.randomness import derive
-from lightning_pfl.data.batch import batch_leaves
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine import kernels
 from lightning_pfl.engine.active_phase import couples_samples, is_unmodified, writable
@@ -28,6 +27,7 @@ from lightning_pfl.engine.vectorized.evaluation import (
     ONE_BY_ONE,
     STAGES,
     evaluates_per_sample,
+    fitting_samples,
 )
 
 IMAGES, MOST, OF_IDS = 256, 1024, 128
@@ -96,9 +96,7 @@ class OneModelEvaluation:
                     values = self._traces.run(program.per_sample, model, samples)
                 found.append({name: value.view(len(positions)) for name, value in values.items()})
                 if on_clients is not None and on_clients([*range(done, last)]) is not False:
-                    checks.look()
-                    if not checks.known:
-                        self._traces.begin_round()
+                    checks.look_after_hooks(self._traces)
                     self._traces.enter((program, checks.settings()))
                 begin, done = end, last
         if elsewhere.moved_torch:
@@ -143,12 +141,8 @@ class OneModelEvaluation:
 
 
 def samples_at_once(data: FederatedTensorDataset) -> int:
-    """Choose the samples of a minibatch on a CPU, by the size of one."""
-    inputs = next(batch_leaves(data.fields))
-    if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
-        return OF_IDS
-    numbers = max(1, inputs[0].numel() if len(inputs) else 1)
-    return max(1, min(MOST, IMAGES * 28 * 28 // numbers))
+    """Choose the samples of a minibatch on a CPU."""
+    return fitting_samples(data, IMAGES, MOST, OF_IDS)
 
 
 def _counts(data: FederatedTensorDataset, clients: Tensor, limit: float | int) -> Tensor:

@@ -275,9 +275,8 @@ class LateNoise(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_noise_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The estimate runs so few clients of unequal sizes one after another.
-    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", lambda *_: True)
+@pytest.mark.usefixtures("clients_at_once")
+def test_noise_may_come_later() -> None:
     data = image_clients((12, 9))
     fast, slow = (fit(FedAvg(), data, LateNoise(), 2, e) for e in ("auto", "reference"))
     assert fast.strategy.federation.engine.choices["training_step"].startswith("vectorized")
