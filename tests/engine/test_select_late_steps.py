@@ -157,7 +157,7 @@ def test_memory_that_ran_out_is_no_matter_of_the_module(monkeypatch: pytest.Monk
 
     class Later(Callback):
         def on_train_epoch_end(self, *args: Any) -> None:
-            monkeypatch.setattr("lightning_pfl.engine.vectorized.engine.Chunk.run", full)
+            monkeypatch.setattr("lightning_pfl.engine.vectorized.chunk.Chunk.run", full)
 
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         run("nothing", "auto", callbacks=[Later()])

@@ -1,0 +1,98 @@
+"""What the chunks of an engine have in common: the user's step, recordings, what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.engine.active_phase import couples_samples, is_sample_wise, is_unmodified
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.checks import Checks, may_be_recorded
+from lightning_pfl.engine.cuda_graphs import StepGraphs
+from lightning_pfl.engine.kernels import FastKernels
+from lightning_pfl.engine.optimizer import Recordings
+from lightning_pfl.engine.program import ClientProgram
+from lightning_pfl.engine.steps import Limits
+from lightning_pfl.engine.trace import Traces, fingerprint
+from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
+from lightning_pfl.engine.vectorized.gradient import Transform
+from lightning_pfl.engine.whole_steps import WholeSteps
+
+
+class Shared:
+    """What the chunks of an engine have in common.
+
+    Args:
+        module: The user's module.
+        parameter_split: Names of the module.
+        settings: The Trainer's flags.
+        transform: ``"forward"``: ``vmap`` of the forward pass and one ordinary backward pass;
+            ``"grad"``: ``vmap`` of the gradient, for layers without a batching rule for autograd
+            (LSTM, GRU).
+        stochastic: Whether the training step makes random calls; False avoids intercepting every
+            torch function.
+
+    Attributes:
+        records: Whether steps of training are recorded, where they may be in a round.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        parameter_split: ParameterSplit,
+        settings: EngineSettings,
+        transform: Transform = "forward",
+        stochastic: bool = True,
+    ) -> None:
+        self.module, self.parameter_split = module, parameter_split
+        self.settings, self.transform = settings, transform
+        self.limits = Limits(
+            settings.accumulate, settings.limit_train_batches, settings.overfit_batches
+        )
+        self.prefix = PrefixCache(parameter_split, enabled=settings.feature_cache)
+        self.records = may_be_recorded(module)
+        self.traces = Traces(enabled=self.records)
+        self.graphs = StepGraphs(settings.device) if settings.cuda_graphs else None
+        self.whole, self.checks = WholeSteps(expanded=True), Checks(module)
+        self.optimizer_steps: Recordings = {}
+        self._program: ClientProgram | None = None
+        self.stochastic = stochastic or not is_unmodified(module)
+        self._settled = fingerprint(module)
+
+    @property
+    def gradients(self) -> int:
+        """Number of gradients of a client so far, without those of replayed steps."""
+        return 0 if self._program is None else self._program.gradients
+
+    def needs_keys(self) -> bool:
+        """Whether steps may make random calls.
+
+        One step without random calls settles it only for modules that provably do the same in
+        every step, while their settings, such as a dropout rate, stay the same.
+        """
+        known = self.settings.batch_hooks is None and fingerprint(self.module) == self._settled
+        return self.stochastic or not known
+
+    def pads(self, random: bool) -> bool:
+        """Whether minibatches of unequal sizes are padded, and so run together.
+
+        Args:
+            random: Whether steps may make random calls.
+        """
+        # A dropout mask is a function of the shape: a padded batch could get another one than the
+        # client alone where samples aren't the first axis.
+        plain = not random and not couples_samples(self.module, True)
+        return is_sample_wise(self.module) and plain
+
+    def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
+        """Return the user's step, cached since a replayed step doesn't log its options again."""
+        hooks, known = self.settings.batch_hooks, self._program
+        if known is None or known.augment is not augment or known.hooks is not hooks:
+            fast = partial(FastKernels, recorded=self.records)
+            kernels = fast if self.transform == "forward" else nullcontext
+            known = ClientProgram(self.module, self.settings, augment, kernels)
+            self._program = known
+        return known
