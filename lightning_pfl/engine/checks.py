@@ -23,6 +23,7 @@ from lightning_pfl.engine.known_code import (
     read_by_step,
 )
 from lightning_pfl.engine.trace import Repeated, Same, fingerprint
+from lightning_pfl.models.base import PersonalizedModule
 
 RARELY = 16
 """Every which round recordings of known code are compared, the first one included."""
@@ -70,7 +71,7 @@ class Checks:
                 self._said = str(unknown)
                 log.info("The code of %s isn't known: %s.", self.step, unknown)
         self.known = self.known and self._read is not None
-        self.recordable = self._read is not None or is_unmodified(self.module)
+        self.recordable = self._read is not None or _promises(self.module, self.step)
 
     def look_after_hooks(self, *recorders: Repeated[Any]) -> None:
         """Read the code again, as a hook of a user's may have changed what steps read.
@@ -103,13 +104,19 @@ class Checks:
         )
 
 
-def may_be_recorded(module: Any) -> bool:
+def may_be_recorded(module: Any, step: str = "training_step") -> bool:
     """Whether steps of a module are recorded in some round, whatever its attributes are then."""
     try:
-        read_by_step(module, loose=True)
+        read_by_step(module, step, loose=True)
     except UnknownCodeError:
-        return is_unmodified(module)
+        return _promises(module, step)
     return True
+
+
+def _promises(module: Any, step: str) -> bool:
+    """Whether a step is that of ``PersonalizedModule``."""
+    its_own = getattr(PersonalizedModule, step)
+    return is_unmodified(module) and getattr(type(module), step) is its_own
 
 
 def _by_value(value: Any) -> Any:

@@ -339,6 +339,7 @@ class _Reader:
         if not isinstance(value, BuiltinFunctionType):  # most operators' module is torch._C
             parts.update(str(getattr(value, "__module__", "")).split("."))
         usual = isinstance(value, (type, FunctionType, BuiltinFunctionType))
+        usual &= not (isinstance(value, type) and issubclass(value, (Metric, MetricCollection)))
         if not (usual and ours and READING.isdisjoint(parts)):
             _unknown(f"it reads {name!r}")
 

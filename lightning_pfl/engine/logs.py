@@ -151,6 +151,10 @@ class LogCapture:
             self.reductions[name], self.options[name] = reduction, LogOptions(*options)
         self._way = way
 
+    def reductions_of(self, way: int) -> dict[str, Reduction]:
+        """Return the names that a way of logging has, in their order, with their reductions."""
+        return {name: reduction for name, reduction, _ in list(self._ways)[way]}
+
     def take(self) -> dict[str, Tensor | Metric]:
         """Return and clear the step's values, since tensors are invalid outside their ``vmap``."""
         values, self.values = self.values, {}

@@ -26,7 +26,7 @@ from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Stacked
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine import kernels
-from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
+from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import (
     EngineSettings,
     EvaluationWork,
@@ -98,9 +98,7 @@ class SequentialEngine:
         self._contexts: dict[int, int | None] = {}
         self._active: dict[int, ActivePhase] = {}
         self.quiet: dict[str, bool] = {}
-        self._evaluation = SequentialEvaluation(
-            module, settings, self.traces, self.fast and is_unmodified(module), self.quiet
-        )
+        self._evaluation = SequentialEvaluation(module, settings, record, self.quiet)
         self.deterministic: bool | None = None
         self.random_calls = 0
         self.draws_elsewhere = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,17 +19,36 @@ from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model
 from lightning_pfl.data.batch import batch_length
 from lightning_pfl.engine import kernels
-from lightning_pfl.engine.active_phase import is_unmodified, writable
+from lightning_pfl.engine.active_phase import writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
-from lightning_pfl.engine.checks import Checks
+from lightning_pfl.engine.checks import Checks, may_be_recorded
 from lightning_pfl.engine.logs import ClientLogs, computed_metrics, plain_values
 from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
 from lightning_pfl.engine.safety.snapshot import changed, snapshot
-from lightning_pfl.engine.steps import Limits
+from lightning_pfl.engine.steps import Limits, Unread
 from lightning_pfl.engine.trace import Given, Traces
-from lightning_pfl.models.base import PersonalizedModule
+
+EVALUATING = ("validation_step", "test_step")
+"""Steps whose results are what they log."""
+
+
+@dataclass
+class _Step:
+    """A step of the module's.
+
+    Attributes:
+        checks: What its code reads.
+        traces: Its recordings.
+        fast: Whether large products are oneDNN's, as in steps that are replayed.
+        program: The step as a function.
+    """
+
+    checks: Checks
+    traces: Traces
+    fast: bool
+    program: ClientProgram | None = None
 
 
 class SequentialEvaluation:
@@ -37,8 +57,7 @@ class SequentialEvaluation:
     Args:
         module: The user's module.
         settings: The Trainer's flags.
-        traces: Where steps are recorded.
-        fast: Whether large products are oneDNN's, as in steps that are replayed.
+        record: Whether steps may be recorded and replayed.
         quiet: Filled with whether a step has never drawn nor, the first time, written to an
             attribute, by its name.
 
@@ -48,124 +67,136 @@ class SequentialEvaluation:
     """
 
     def __init__(
-        self,
-        module: Any,
-        settings: EngineSettings,
-        traces: Traces,
-        fast: bool,
-        quiet: dict[str, bool],
+        self, module: Any, settings: EngineSettings, record: bool, quiet: dict[str, bool]
     ) -> None:
-        self.module, self.settings, self.traces, self.fast = module, settings, traces, fast
+        self.module, self.settings, self.record, self.quiet = module, settings, record, quiet
         self.draws_elsewhere = False
-        self._evaluators: dict[str, ClientProgram] = {}
-        self.quiet = quiet
-        self._checks: dict[str, Checks] = {}
+        self._steps: dict[str, _Step] = {}
 
     def run(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
-        checks = self._checks.setdefault(work.step, Checks(self.module, work.step))
-        check = checks.due()
-        if self._is_quiet(work):
-            key = None if checks.known else derive(self.settings.seed, "guard", work.step)
-            with watch_global_rng(key, checks.known) as found:
-                evaluation = self._unwatched(work, on_clients, checks, check)
+        step = self._step(work.step)
+        step.traces.begin_round(step.checks.due())
+        if self._is_quiet(work, step):
+            known = step.checks.known
+            key = None if known else derive(self.settings.seed, "guard", work.step)
+            with watch_global_rng(key, known) as found:
+                evaluation = self._unwatched(work, on_clients, step)
             if not (found.moved or found.moved_torch):
                 return evaluation
             on_clients = None  # they have heard of it
-        # Where steps write to attributes, they differ from their recordings.
-        before = {} if work.step in self.quiet else snapshot(self.module)
-        evaluation, moved = self._watched(work, on_clients)
-        moved |= bool(before) and changed(self.module, before) is not None
+        evaluation, moved = self._watched(work, on_clients, step)
         self.quiet[work.step] = not moved and self.quiet.get(work.step, True)
         return evaluation
 
-    def may_replay(self, step: str) -> bool:
-        """Whether steps of an evaluation may be recorded: those of ``PersonalizedModule`` alone."""
-        return self.traces.enabled and self._is_known(step)
+    def may_replay(self, name: str) -> bool:
+        """Whether steps of an evaluation may be recorded, by what their code reads now."""
+        step = self._step(name)
+        step.checks.look()
+        return self._is_replayed(name, step)
 
-    def _is_known(self, step: str) -> bool:
-        """Whether a step logs means over samples, and nothing else that is collected."""
-        return (
-            is_unmodified(self.module)
-            and self.settings.batch_hooks is None
-            and step in ("validation_step", "test_step")
-            and getattr(type(self.module), step) is getattr(PersonalizedModule, step)
-        )
+    def _step(self, name: str) -> _Step:
+        if name not in self._steps:
+            # Also in steps without a recording, so that all have the same bits.
+            fast = self.record and may_be_recorded(self.module, name)
+            self._steps[name] = _Step(Checks(self.module, name), Traces(enabled=fast), fast)
+        return self._steps[name]
 
-    def _is_quiet(self, work: EvaluationWork) -> bool:
-        drawn = not self.quiet.get(work.step, False)
-        return self._is_known(work.step) and not drawn and not is_mixed(work.models)
+    def _is_replayed(self, name: str, step: _Step) -> bool:
+        hooked = self.settings.batch_hooks is not None
+        return step.traces.enabled and step.checks.recordable and not hooked and name in EVALUATING
+
+    def _is_quiet(self, work: EvaluationWork, step: _Step) -> bool:
+        replayed = self._is_replayed(work.step, step)
+        return replayed and self.quiet.get(work.step, False) and not is_mixed(work.models)
 
     def _unwatched(
-        self, work: EvaluationWork, on_clients: OnClients | None, checks: Checks, check: bool
+        self, work: EvaluationWork, on_clients: OnClients | None, step: _Step
     ) -> Evaluation:
-        """Evaluate without watching random generators in each step, which may be replayed.
+        """Evaluate without watching random generators in each step, which may be replayed."""
+        program, checks, traces = self._program(work, step), step.checks, step.traces
 
-        Args:
-            work: The evaluation.
-            on_clients: As in :meth:`run`.
-            checks: What the step's code reads.
-            check: Whether a recording is compared with its step.
-        """
-        program = self._evaluator(work)
-        self.traces.begin_round(check)
-        self.traces.enter((work.step, program, checks.settings()))
+        def settings() -> Any:
+            return program, work.dataloader_idx, checks.settings()
+
+        def run(number: int, model: Model, batch: Any) -> tuple[Tensor | None, int]:
+            at: Any = Unread() if traces.recording else number
+            logged = program.evaluation_step(model, work.step, batch, at)[1]
+            return self._numbers(logged), program.log.way()
+
+        traces.enter(settings())
         logs = ClientLogs(len(work.clients), self.settings.device)
         counts = torch.zeros(len(work.clients), dtype=torch.int64)
-        # By the minibatch's number, so that all clients' values of one are added at once.
-        found: dict[int, list[tuple[int, int, dict[str, Tensor]]]] = {}
+        # By the minibatch's number and how it logs, so that all clients' values are added at once.
+        found: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
 
-        def run(number: int, model: Model, batch: Any) -> dict[str, Tensor]:
-            return program.evaluation_step(model, work.step, batch, number)[1]
+        def given(row: int) -> Given:
+            return Given({name: leaf[row] for name, leaf in work.models.items()})
 
+        shared = given(0) if work.is_of_one_model and len(work.clients) else None
         with torch.no_grad(), program.capturing():
             for row, client in enumerate(work.clients.tolist()):
-                model = Given({name: leaf[row] for name, leaf in work.models.items()})
+                model = shared or given(row)
                 for number, batch in evaluation_minibatches(
                     work.data, client, Limits(1, work.limit), self.settings
                 ):
                     size = batch_length(batch)
                     with naming_clients(work.step, work.data.names, [client], work.round):
-                        values = self.traces.run(partial(run, number), model, batch)
+                        values, way = traces.run(partial(run, number), model, batch)
+                    program.log.replayed(way)
                     counts[row] += size
-                    found.setdefault(number, []).append((row, size, values))
+                    if values is not None:
+                        found.setdefault((number, way), []).append((row, size, values))
                 if on_clients is not None and on_clients([row]) is not False:
-                    checks.look_after_hooks(self.traces)
-                    self.traces.enter((work.step, program, checks.settings()))
-        for results in found.values():
-            at, sizes, values = zip(*results, strict=True)
-            stacked = {name: torch.stack([one[name] for one in values]) for name in values[0]}
-            logs.add(stacked, torch.tensor(sizes), torch.tensor(at), program.log.reductions)
+                    checks.look_after_hooks(traces)
+                    traces.enter(settings())
+        for (_, way), results in sorted(found.items()):
+            rows, sizes, values = zip(*results, strict=True)
+            reductions = program.log.reductions_of(way)
+            named = zip(reductions, torch.stack(values).unbind(1), strict=True)
+            logs.add(dict(named), torch.tensor(sizes), torch.tensor(rows), reductions)
         # Nothing is predicted here.
         return Evaluation(logs.compute(), counts, dict(program.log.options))
 
-    def _evaluator(self, work: EvaluationWork) -> ClientProgram:
+    def _numbers(self, logged: dict[str, Any]) -> Tensor | None:
+        """Return what a step logs as one tensor of its own; None for nothing."""
+        if not logged:
+            return None
+        device = self.settings.device
+        return torch.stack([value.to(device, torch.float64) for value in logged.values()])
+
+    def _program(self, work: EvaluationWork, step: _Step) -> ClientProgram:
         """Return the user's step, cached where it is replayed, without its calls of ``log``."""
-        known = self._evaluators.get(work.step)
-        if known is None or not self.may_replay(work.step):
-            modes = partial(self._kernels, work.step) if self.fast else nullcontext
-            known = ClientProgram(self.module, self.settings, kernels=modes)
-            self._evaluators[work.step] = known
+        known = step.program
+        if known is None or not self._is_replayed(work.step, step):
+            modes = partial(self._kernels, work.step, step) if step.fast else nullcontext
+            known = step.program = ClientProgram(self.module, self.settings, kernels=modes)
         known.throwaway, known.predict = writable(self.module), work.predict
         known.dataloader_idx = work.dataloader_idx
         return known
 
-    def _kernels(self, step: str) -> AbstractContextManager[None]:
+    def _kernels(self, name: str, step: _Step) -> AbstractContextManager[None]:
         # Predictions are the user's, in whose hands they lie where they always do.
-        return kernels.alone(step != "predict_step" and self._checks[step].placeless)
+        return kernels.alone(name in EVALUATING and step.checks.placeless)
 
     def _watched(
-        self, work: EvaluationWork, on_clients: OnClients | None
+        self, work: EvaluationWork, on_clients: OnClients | None, step: _Step
     ) -> tuple[Evaluation, bool]:
-        """Evaluate with the global generators seeded for each minibatch; whether any drew."""
-        clients, data, step = work.clients, work.data, work.step
-        program = self._evaluator(work)
+        """Evaluate with the global generators seeded for each minibatch.
+
+        Returns:
+            The evaluation, and whether any drew or, the first time, a step wrote to an attribute.
+        """
+        clients, data, name = work.clients, work.data, work.step
+        program = self._program(work, step)
         logs = ClientLogs(len(clients), self.settings.device)
         counts = torch.zeros(len(clients), dtype=torch.int64)
-        predicts = range(len(clients)) if step == "predict_step" else ()
+        predicts = range(len(clients)) if name == "predict_step" else ()
         predictions: list[list[Any]] = [[] for _ in predicts]
         limits = Limits(1, work.limit)
         self.draws_elsewhere = moved = False
+        # Where steps write to attributes, they differ from their recordings.
+        before = None if name in self.quiet else snapshot(self.module)
         with torch.no_grad(), program.capturing():
             for row, client in enumerate(clients.tolist()):
                 model = {name: leaf[row] for name, leaf in work.models.items()}
@@ -176,23 +207,26 @@ class SequentialEvaluation:
                     size = torch.tensor([batch_length(batch)])
                     with (
                         watch_global_rng(
-                            derive(self.settings.seed, step, client, number)
+                            derive(self.settings.seed, name, client, number)
                         ) as elsewhere,
-                        naming_clients(step, data.names, [client], work.round),
+                        naming_clients(name, data.names, [client], work.round),
                     ):
-                        out, logged = program.evaluation_step(model, step, batch, number)
+                        out, logged = program.evaluation_step(model, name, batch, number)
                     self.draws_elsewhere |= elsewhere.moved
                     moved |= elsewhere.moved or elsewhere.moved_torch
                     counts[row] += size[0]
                     metrics |= {n: v for n, v in logged.items() if isinstance(v, Metric)}
                     logs.add(plain_values(logged), size, at, program.log.reductions)
-                    if step == "predict_step":
+                    if name == "predict_step":
                         predictions[row].append(
                             apply_to_collection(out, Tensor, lambda leaf: leaf.cpu())
                         )
-                with naming_clients(step, data.names, [client], work.round):
+                with naming_clients(name, data.names, [client], work.round):
                     logs.add(computed_metrics(metrics), torch.ones(1), at)
                 if on_clients is not None:
-                    on_clients([row])
+                    moved |= before is not None and changed(self.module, before) is not None
+                    hooked = on_clients([row]) is not False
+                    before = snapshot(self.module) if hooked and before is not None else None
+        moved |= before is not None and changed(self.module, before) is not None
         options = dict(program.log.options)
         return Evaluation(logs.compute(), counts, options, predictions), moved

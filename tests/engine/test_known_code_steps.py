@@ -6,15 +6,12 @@ clients. A run that records must end with the bits of one that doesn't, and repl
 
 from __future__ import annotations
 
-import inspect
 import math
-import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -26,7 +23,6 @@ from lightning_pfl.methods import Ditto, FedAvg, FedProx, FedRep
 from lightning_pfl.methods.base import Method
 from lightning_pfl.testing.fitting import Fit, fit
 from lightning_pfl.testing.rounds import assert_trees_close, assert_trees_equal
-from tests.engine import users_steps
 from tests.engine.nets import image_clients
 from tests.engine.users_steps import (
     HONEST,
@@ -35,11 +31,9 @@ from tests.engine.users_steps import (
     Logs,
     Plain,
     ReadsAttribute,
-    ReadsClass,
-    ReadsMode,
     Regularised,
     Weighted,
-    kept,
+    as_they_were,
     set_list_late,
     set_logs,
     set_scale,
@@ -93,15 +87,7 @@ def train(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "LIMIT", limit)
         patch.setattr("lightning_pfl.engine.probe.batching_pays", lambda *_: together)
-        # Put back afterwards what a change replaces.
-        patch.setattr(users_steps, "GAINS", [1.0])
-        patch.setattr(kept, "values", [1.0], raising=False)
-        for owner, name in ((users_steps, "GAIN"), (users_steps, "bent"), (ReadsClass, "gain"),
-                            (ReadsClass, "bent"), (ReadsMode, "scaled")):  # fmt: skip
-            patch.setattr(owner, name, inspect.getattr_static(owner, name))
-        torch.set_default_dtype(torch.float32)
-        random.seed(0)
-        np.random.seed(0)
+        as_they_were(patch)
         return fit(
             FedAvg(local_epochs=2) if method is None else method,
             image_clients(sizes),

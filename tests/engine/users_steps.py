@@ -7,6 +7,7 @@ changes between rounds or clients.
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import sys
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
@@ -26,6 +28,20 @@ from tests.engine.nets import CLASSES
 GAIN = 1.0
 GAINS = [1.0]
 HERE: Any = sys.modules[__name__]
+
+
+def as_they_were(patch: pytest.MonkeyPatch) -> None:
+    """Begin as if nothing had changed, and put back afterwards what a change replaces."""
+    patch.setattr(HERE, "GAINS", [1.0])
+    patch.setattr(kept, "values", [1.0], raising=False)
+    for owner, name in (
+        *((HERE, "GAIN"), (HERE, "bent")),
+        *((ReadsClass, "gain"), (ReadsClass, "bent"), (ReadsMode, "scaled")),
+    ):
+        patch.setattr(owner, name, inspect.getattr_static(owner, name))
+    torch.set_default_dtype(torch.float32)
+    random.seed(0)
+    np.random.seed(0)
 
 
 class Plain(L.LightningModule):
@@ -174,6 +190,12 @@ class Logs(Plain):
         return loss.mean()
 
 
+class LogsTensor(ReadsTensor):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("scale", self.scale)
+        return super().training_step(batch, batch_idx)
+
+
 class HandsTheNumberOn(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.shared(batch, batch_idx, "train")
@@ -305,6 +327,7 @@ HONEST: list[Any] = [
     (Inherits, set_scale),
     (Weighted, set_scale),
     (Logs, set_logs),
+    (LogsTensor, set_tensor),
     (HandsTheNumberOn, set_scale),
     (Regularised, set_scale),
     (Scheduled, set_scale),
@@ -516,6 +539,14 @@ class HasMetric(Plain):
         return F.cross_entropy(logits, y)
 
 
+class MakesMetric(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        metric = torchmetrics.MeanMetric()
+        metric.update(loss.detach())
+        self.log("mean", metric)
+        return loss
+
+
 class Catches(Plain):
     def scaled(self, loss: Tensor) -> Tensor:
         try:
@@ -615,6 +646,7 @@ UNKNOWN: list[Any] = [
     (MasksDrawn, nothing),
     (SelectsLarge, nothing),
     (HasMetric, nothing),
+    (MakesMetric, nothing),
     (Catches, nothing),
     (OfFunction, set_list),
     (Imports, set_list),

@@ -1,0 +1,279 @@
+"""Replayed evaluations of a LightningModule of the user's: the values of its steps themselves.
+
+Each module reads something that changes between evaluations or between clients. An engine that
+records must return the bits of one that doesn't, and replay honest steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from lightning_pfl.contract.records import Evaluation
+from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.tree import Model
+from lightning_pfl.engine import trace
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork
+from lightning_pfl.engine.sequential import SequentialEngine
+from lightning_pfl.methods import FedAvg
+from lightning_pfl.testing.fitting import Fit, fit, quiet, quiet_trainer
+from lightning_pfl.testing.rounds import assert_trees_close, assert_trees_equal
+from lightning_pfl.trainer.strategy import FederatedStrategy
+from tests.engine.nets import image_clients
+from tests.engine.users_steps import (
+    HONEST,
+    UNKNOWN,
+    Draws,
+    DrawsWithoutKeys,
+    HandsTheNumberOn,
+    Logs,
+    Plain,
+    ReadsAttribute,
+    as_they_were,
+    set_logs,
+    set_scale,
+)
+
+EVALUATIONS = 5
+HERE: Any = sys.modules[__name__]
+SIZES = (16, 0, 10, 20, 16)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Record at the second call, so that short tests replay."""
+    monkeypatch.setattr(trace, "WARM_UP", 1)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def evaluating(make: Callable[[], Any]) -> Any:
+    """Make a module that logs its training loss when it is evaluated."""
+    module = make()
+    kind = type(module)
+    if "validation_step" not in vars(kind):
+        takes = kind.training_step.__code__.co_argcount if kind.__name__ != "IsDecorated" else 3
+        step = Evaluated.validation_step if takes == 3 else EvaluatedAlone.validation_step
+        module.__class__ = type(kind.__name__, (kind,), {"validation_step": step})
+    return module
+
+
+class Evaluated(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        found = self.training_step(batch, batch_idx)
+        self.log("val_loss", found["loss"] if isinstance(found, dict) else found)
+
+
+class EvaluatedAlone(Plain):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch))  # type: ignore[call-arg]
+
+
+def models(module: Any, number: int) -> Model:
+    """Another model for each client and evaluation."""
+    generator = torch.Generator().manual_seed(number)
+
+    def one(leaf: Tensor) -> Tensor:
+        shape = len(SIZES), *leaf.shape
+        return leaf + 0.1 * torch.randn(shape, generator=generator, dtype=leaf.dtype)
+
+    split = ParameterSplit(module)
+    # Buffers stay: infinities of a mask have no sum, and a variance isn't negative.
+    return {
+        name: leaf.expand(len(SIZES), *leaf.shape) if name in split.buffers else one(leaf)
+        for name, leaf in split.model().items()
+    }
+
+
+def evaluate(
+    make: Callable[[], Any],
+    change: Callable[[Any, int], Any] = lambda *_: None,
+    often: bool = False,
+    limit: int = 99,
+    record: bool = True,
+    numbers: tuple[int | None, ...] = (None,),
+) -> tuple[list[Evaluation], int]:
+    """Evaluate some times, and count replays.
+
+    Args:
+        make: Makes the module.
+        change: Gets it, and how often it was called, before each evaluation or after each client.
+        often: Whether after each client.
+        limit: Largest number of recordings.
+        record: Whether steps may be recorded.
+        numbers: The numbers of data sets, one after another.
+    """
+    found, done, data = [], 0, image_clients(SIZES)
+    with pytest.MonkeyPatch.context() as patch, quiet():
+        patch.setattr(trace, "LIMIT", limit)
+        as_they_were(patch)
+        module = evaluating(make)
+        module.trainer = quiet_trainer(FederatedStrategy(FedAvg()), EVALUATIONS)
+        engine = SequentialEngine(module, ParameterSplit(module), EngineSettings(), record=record)
+
+        def on_clients(positions: list[int], losses: Tensor | None = None) -> bool:
+            nonlocal done
+            if often:
+                done += 1
+                change(module, done)
+            return often
+
+        for number in range(EVALUATIONS):
+            module.trainer.fit_loop.epoch_progress.current.processed = number
+            module.eval()
+            if number and not often:
+                done += 1
+                change(module, done)
+            for which in numbers:
+                work = EvaluationWork(
+                    models(module, number),
+                    torch.arange(len(SIZES)),
+                    data,
+                    "validation_step",
+                    dataloader_idx=which,
+                )
+                found.append(engine.evaluate(work, on_clients))
+    step: Any = engine._evaluation._steps["validation_step"]
+    return found, step.traces.used
+
+
+def assert_same(found: list[Evaluation], expected: list[Evaluation]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert_trees_equal(one.values, other.values)
+        assert torch.equal(one.counts, other.counts)
+        assert one.options == other.options
+
+
+OFTEN = pytest.mark.parametrize(
+    "often",
+    [
+        pytest.param(False, id="evaluations", marks=pytest.mark.slow),
+        pytest.param(True, id="clients"),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"), HONEST, ids=lambda value: getattr(value, "__name__", "ReadsHparam")
+)
+@OFTEN
+def test_honest_steps_are_replayed(make: Any, change: Any, often: bool) -> None:
+    found, replays = evaluate(make, change, often)
+    expected, none = evaluate(make, change, often, limit=0)
+    assert none == 0
+    assert_same(found, expected)
+    draws = make in (Draws, DrawsWithoutKeys)
+    metric = "validation_step" in vars(make) if isinstance(make, type) else False
+    assert (replays > 5) is not (draws or metric)
+    assert all(len(one.values) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"), UNKNOWN, ids=lambda value: getattr(value, "__name__", str(value))
+)
+@OFTEN
+def test_steps_that_may_read_more_are_taken(make: Any, change: Any, often: bool) -> None:
+    found, replays = evaluate(make, change, often)
+    assert_same(found, evaluate(make, change, often, limit=0)[0])
+    assert replays == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [(ReadsAttribute, set_scale), (Logs, set_logs), (HandsTheNumberOn, set_scale)],
+)
+@OFTEN
+def test_values_are_those_of_the_reference(make: Any, change: Any, often: bool) -> None:
+    found, replays = evaluate(make, change, often)
+    reference, none = evaluate(make, change, often, record=False)
+    assert (replays > 5, none) == (True, 0)
+    for one, other in zip(found, reference, strict=True):
+        assert_trees_close(one.values, other.values)
+
+
+class Several(Plain):
+    """Reads the number of the data set."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log(f"loss_{dataloader_idx}", loss * (1 + dataloader_idx))
+
+
+def test_the_number_of_the_data_set_is_read() -> None:
+    found, replays = evaluate(Several, numbers=(0, 1))
+    assert_same(found, evaluate(Several, numbers=(0, 1), limit=0)[0])
+    assert replays > 5
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert_trees_close({"loss_1": 2 * one.values["loss_0"]}, other.values)
+
+
+class LogsSome(Plain):
+    """Logs by the number of samples, and in the last minibatch of some clients nothing."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        if len(batch[0]) > 2:
+            self.log("loss", loss, batch_size=7 + len(batch[0]))
+            self.log("most", loss, reduce_fx="max", prog_bar=len(batch[0]) > 3)
+
+
+def test_minibatches_of_other_sizes_log_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of a client of 4, 4 and 3 samples has the weights 11, 11 and 10."""
+    monkeypatch.setattr(HERE, "SIZES", (16, 0, 11, 10, 2))
+    found, replays = evaluate(LogsSome)
+    assert_same(found, evaluate(LogsSome, limit=0)[0])
+    assert replays > 5
+    module, data = LogsSome(), image_clients((16, 0, 11, 10, 2))
+    for number, one in enumerate(found):
+        for client, sizes in ((2, (4, 4, 3)), (3, (4, 4))):
+            model = {name: leaf[client] for name, leaf in models(module, number).items()}
+            batches = data.indices[client].split(4)[: len(sizes)]
+            losses = torch.stack([
+                F.cross_entropy(functional_call(module, model, (x,)), y)
+                for x, y in map(data.gather, batches)
+            ])  # fmt: skip
+            weights = torch.tensor(sizes) + 7
+            expected = {"loss": (losses * weights).sum() / weights.sum(), "most": losses.max()}
+            got = {name: value[client] for name, value in one.values.items()}
+            assert_trees_close(got, expected)
+        assert one.counts.tolist() == [16, 0, 11, 10, 2]
+        assert all(value[[1, 4]].isnan().all() for value in one.values.values())
+
+
+class ReadsNumberLate(Plain):
+    """Its evaluation can't be recorded, its training can."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]) * (1 + batch_idx))
+
+
+def run(make: Callable[[], Any], engine: str, rounds: int = 4, path: Any = None) -> Fit:
+    data = image_clients(SIZES)
+    return fit(FedAvg(), data, make(), rounds, engine, val_data=data, ckpt_path=path)
+
+
+def test_an_evaluation_that_is_not_replayed_leaves_training_replayed() -> None:
+    found = run(ReadsNumberLate, "sequential")
+    engine: Any = found.federation.engine
+    assert engine._sequential.whole.used > 5
+    assert engine._sequential.whole._refused == set()
+    assert engine._sequential.traces.enabled
+    reference = run(ReadsNumberLate, "reference")
+    assert found.metrics == pytest.approx(reference.metrics, rel=1e-9)
+
+
+def test_a_resumed_run_has_the_same_values(tmp_path: Any) -> None:
+    def make() -> Any:
+        return evaluating(Logs)
+
+    whole = run(make, "sequential", 5)
+    checkpoint = run(make, "sequential", 2).save(tmp_path / "last.ckpt")
+    assert run(make, "sequential", 5, checkpoint).metrics == whole.metrics
+    assert "val_loss" in whole.metrics
