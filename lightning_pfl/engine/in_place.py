@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pfl.engine.operators import inner_call
 from lightning_pfl.engine.recording import (
     KEPT,
     Call,
     Recorder,
+    called,
     compiled,
     is_constant,
     layout,
@@ -130,7 +130,7 @@ class _Program:
         for name, target in targets:
             if given.get(name) is not target:
                 self.targets.setdefault(name, []).append(target)
-        self.tensors, self.roots = recorder.tensors, recorder.roots
+        self.tensors, self.roots = dict(recorder.tensors), recorder.roots
         self.space: dict[str, Any] = {**recorder.constants, **given}
         self.arguments = [name for name in recorder.arguments if name not in given]
         wanted = [*(name for name, _ in targets), *results]
@@ -285,8 +285,8 @@ class _Program:
         if operator is same:
             self.lines.append(f"{made} = {text.split(', ')[0]}")
             return
-        self.space[function] = inner_call(operator)
         self.space |= also or {}
+        self.space[function] = called(operator, text, {**self.tensors, **self.space})
         self.lines.append(f"{made} = {function}({text})" if made != "_" else f"{function}({text})")
 
     def _in_new_memory(self, name: str) -> str:
@@ -307,6 +307,7 @@ class _Program:
         read_first = {name for name, _ in moved if self.roots[name] in self.recorder.arguments}
         for name in sorted(read_first):
             self._line(aten.clone.default, name, f"new_{name}")
+            self.tensors[f"new_{name}"] = self.tensors[name]
         for number, (name, target) in enumerate(moved):
             source = f"new_{name}" if name in read_first else name
             self._line(aten.copy_.default, f"t{number}, {source}", "_", {f"t{number}": target})

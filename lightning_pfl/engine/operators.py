@@ -1,7 +1,10 @@
-"""Operators of torch, for modes that see each, oneDNN's product, and hooks of all layers."""
+"""Operators of torch, for modes that see each, their fastest calls, and hooks of all layers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -41,9 +44,80 @@ def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def inner_call(operator: Any) -> Any:
-    """Return the function that an operator calls, without a layer of Python."""
+def fastest_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the function that calls an operator with the least of Python.
+
+    torch's own functions read their arguments in half the time of ``torch.ops``, 0.3 to 1.6
+    microseconds of it. One of the operator's name may call another one, as ``torch.add`` does where
+    a tensor is a number, so that it is asked which one it calls.
+
+    Args:
+        operator: The operator.
+        args: Arguments like those of later calls; nothing is computed with them.
+        kwargs: Those by name.
+    """
+    if operator.namespace != "aten":
+        return operator._op
+    for place in (torch,) if "out" in kwargs else (torch.Tensor, torch):
+        function = getattr(place, operator.overloadpacket.__name__, None)
+        if type(function) in _OWN and _is_called(operator, function, args, kwargs):
+            return function
     return operator._op
+
+
+_OWN = (BuiltinFunctionType, MethodDescriptorType)
+"""Types of functions of torch that aren't written in Python."""
+
+
+def _is_called(operator: Any, function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function calls an operator, with all arguments as they are."""
+    try:
+        with _Catching():
+            function(*args, **kwargs)
+    except _Caught as caught:
+        given = _by_name(operator, args, kwargs)
+        return caught.operator is operator and given == _by_name(operator, *caught.arguments)
+    except (TypeError, RuntimeError):  # it takes other arguments
+        pass
+    return False
+
+
+class _Caught(BaseException):
+    """Carries an operator that was called."""
+
+    def __init__(self, operator: Any, *arguments: Any) -> None:
+        super().__init__()
+        self.operator, self.arguments = operator, arguments
+
+
+class _Catching(OperatorMode):
+    """Raises the first operator that is called in the place of running it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise _Caught(func, args, kwargs or {})
+
+
+def _by_name(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe an operator's arguments by name, with those left out; tensors by identity."""
+    names, defaults = _schema(operator)
+    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    return {name: _described(value) for name, value in given.items()}
+
+
+@cache
+def _schema(operator: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of an operator's arguments, and the defaults of some."""
+    arguments = operator._schema.arguments
+    defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}
+    return [one.name for one in arguments], defaults
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_described(one) for one in value]
+    return id(value) if isinstance(value, torch.Tensor) else (type(value), value)
 
 
 def global_hooks() -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_pfl.engine.operators import OperatorMode, inner_call
+from lightning_pfl.engine.operators import OperatorMode, fastest_call
 
 Function = Callable[..., Any]
 
@@ -69,6 +69,18 @@ class Recording:
         # As when they were recorded: some operators keep more for a backward pass.
         with torch.set_grad_enabled(self._differentiates):
             return rebuild(self._result, iter(self.replay(*leaves)))
+
+
+def called(operator: Any, text: str, space: Mapping[str, Any]) -> Any:
+    """Return the function by which a line of a program calls an operator.
+
+    Args:
+        operator: The operator.
+        text: Its arguments, as Python's source.
+        space: What their names stand for, or something like it.
+    """
+    args, kwargs = eval(f"given({text})", {**space, "given": lambda *a, **k: (a, k)})
+    return fastest_call(operator, args, kwargs)
 
 
 def compiled(source: str, space: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
@@ -306,7 +318,8 @@ class Recorder(OperatorMode):
             if call.operator is same:
                 line = f"{target} = {call.text.split(', ')[0]}"
             else:
-                operators[f"f{number}"] = inner_call(call.operator)
+                space = {**self.constants, **self.tensors}
+                operators[f"f{number}"] = called(call.operator, call.text, space)
                 line = f"{target or '_'} = f{number}({call.text})"
             lines.append(f"{line}; del {', '.join(free)}" if free else line)
         return written(self.arguments, lines[::-1], names), {**operators, **self.constants}

@@ -1,0 +1,88 @@
+"""Functions that call operators of torch with little of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pfl.engine.operators import OperatorMode, fastest_call
+
+aten = torch.ops.aten
+MANY = 2, 3
+
+
+class Noting(OperatorMode):
+    """Notes operators and what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.found.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def noted(call: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+    with Noting() as mode:
+        call(*args, **kwargs)
+    return [(func, list(map(id, args))[:1], sorted(kwargs)) for func, args, kwargs in mode.found]
+
+
+def sgd(**options: Any) -> tuple[Any, Any, Any]:
+    numbers = {"weight_decay": 0.0, "momentum": 0.5, "lr": 0.1, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": False}
+    lists = [[torch.ones(MANY)] for _ in range(3)]
+    return aten._fused_sgd_.default, lists, {**numbers, **flags, **options}
+
+
+CALLED: list[tuple[Any, Any, Any]] = [
+    (aten.as_strided.default, (torch.ones(MANY), [3, 2], [1, 3]), {}),
+    (aten.add_.Tensor, (torch.ones(MANY), torch.ones(MANY)), {"alpha": 2}),
+    (aten.add.out, (torch.ones(MANY), torch.ones(MANY)), {"out": torch.ones(MANY)}),
+    (aten.mean.default, (torch.ones(MANY),), {}),
+    (aten.sum.IntList_out, (torch.ones(MANY), [0], True), {"out": torch.ones(1, 3)}),
+    sgd(),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("operator", "args", "kwargs"), CALLED, ids=lambda one: str(one)[5:12])
+def test_a_function_of_torchs_own_calls_the_operator_alone(
+    operator: Any, args: Any, kwargs: Any
+) -> None:
+    found = fastest_call(operator, args, kwargs)
+    assert found is not operator._op
+    assert noted(found, args, kwargs) == noted(operator, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("operator", "args"),
+    [
+        # `torch.add` takes a number for a tensor without dimensions.
+        (aten.add.Scalar, (torch.ones(MANY), 2.0)),
+        # `torch.split` is written in Python.
+        (aten.split.Tensor, (torch.ones(MANY), 1)),
+        # torch has no function of this name.
+        (aten._to_copy.default, (torch.ones(MANY),)),
+    ],
+    ids=["add", "split", "_to_copy"],
+)
+def test_an_operator_that_no_function_calls_alone_is_called_itself(
+    operator: Any, args: Any
+) -> None:
+    assert fastest_call(operator, args, {}) is operator._op
+
+
+def test_an_operator_is_only_asked_for() -> None:
+    # Its argument keeps its numbers, and no random number is drawn.
+    x, state = torch.ones(MANY), torch.get_rng_state()
+    fastest_call(aten.add_.Tensor, (x, x), {})
+    fastest_call(aten.bernoulli_.float, (x, 0.5), {})
+    assert torch.equal(x, torch.ones(MANY))
+    assert torch.equal(torch.get_rng_state(), state)
