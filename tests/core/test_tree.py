@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -277,14 +278,13 @@ class TestWeightedMean:
             assert torch.equal(again.flatten(), mean)
 
     @pytest.mark.parametrize(
-        ("weights", "most"), [(torch.linspace(1.0, 9.0, 10), 20), (torch.ones(2), 2000)]
+        ("weights", "most"), [(torch.linspace(1.0, 9.0, 10), 20), (torch.ones(3), 2000)]
     )
     def test_few_columns_need_exact_sums(
         self, weights: Tensor, most: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """But those whose mean is halfway between two numbers, as every other one of two clients.
-
-        Of these only the columns of the first part are tried.
+        """But those whose mean is halfway between two numbers, as every fourth one of a quarter, a
+        quarter and half. Of these only the columns of the first part are tried.
         """
         rows = 1 + torch.rand(len(weights), 20000, generator=torch.Generator().manual_seed(0))
         rows[:, 5] = 1.0
@@ -307,6 +307,32 @@ class TestWeightedMean:
         assert torch.equal(mean, (low.double() + total).float())
         assert 0 < exact[0] < most
         assert exact[1:] == ([] if most == 20 else [2000] * 9)
+
+    def test_two_clients_of_equal_weight_are_averaged_exactly(self) -> None:
+        """By one sum in single precision, with the bits of exact sums: means are rounded once."""
+        generator = np.random.default_rng(0)
+        first = generator.standard_normal(2000, dtype=np.float32)
+        # Some halves of the spacing, and the next number: next to halfway between two numbers.
+        second = np.spacing(first) * generator.integers(-3, 4, 2000).astype(np.float32) / 2
+        second[::2] = np.nextafter(second[::2], np.float32(1))
+        anything = generator.integers(0, 2**32, (2, 4000), dtype=np.uint32).view(np.float32)
+        anything[~np.isfinite(anything)] = 3.4e38  # their sum is infinite
+        least = np.array([[1e-45, 1e-45, -1e-45, -0.0], [0.0, 3e-45, 0.0, -0.0]], np.float32)
+        beside = np.stack([first, second])
+        parts = beside, beside - first, anything, np.float32(1e-38) * anything, least
+        rows = torch.from_numpy(np.concatenate(parts, 1))
+        weights = torch.full((2,), 0.5, dtype=torch.float64)
+        mean = tree.weighted_mean({"w": rows}, weights)["w"]
+        low, total = tree.sum_above(rows, weights)
+        exact_sums = (low.double() + total).float()
+        assert torch.equal(mean.view(torch.int32), exact_sums.view(torch.int32))
+        for found, column in zip(mean.numpy(), rows.T.tolist(), strict=True):
+            exact = sum(map(Fraction, column), Fraction(0)) / 2
+            error = abs(Fraction(float(found)) - exact)
+            beyond = [float(np.nextafter(found, np.float32(end))) for end in (-np.inf, np.inf)]
+            others = min(abs(Fraction(x) - exact) for x in beyond if math.isfinite(x))
+            even = found.view(np.uint32) % 2 == 0
+            assert error < others or (error == others and even)
 
     def test_weights_that_do_not_sum_to_one_make_all_columns_doubtful(self) -> None:
         """Then a mean isn't a sum of differences, and is the one of before."""
