@@ -77,7 +77,7 @@ def accept_uploads(
     everyone = torch.ones(len(info), dtype=torch.bool, device=loss.device)
     norms = update_norm(result.uploads, received, everyone)
     checks = {
-        "upload is not finite": everyone & finite(result.uploads),
+        "upload is not finite": everyone & _finite(result.uploads, received, norms),
         "client state is not finite": everyone & finite(result.client_state),
         # NaN means no loss: the client took no step, or the method solves in closed form.
         "loss is not finite": ~loss.isinf(),
@@ -92,6 +92,21 @@ def accept_uploads(
         failed = [reason for reason, ok in zip(checks, passed, strict=True) if not ok[position]]
         rejected[int(info.index[position])] = failed[0]
     return Verdict(accepted, rejected, norms)
+
+
+def _finite(uploads: Tree, received: Tree, norms: Tensor) -> Tensor:
+    """Find the clients whose uploads are finite, bool ``(clients,)``.
+
+    Args:
+        uploads: Trees that clients send, ``(clients, ...)``.
+        received: Trees that they received, ``(clients, ...)``.
+        norms: Those of the differences; finite ones are of finite entries, which aren't read again.
+    """
+    if norms.device.type != "cpu" or not norms.isfinite().all():
+        return finite(uploads)
+    measured = {path for path, _, _ in changes(uploads, received)}
+    others = {"/".join(path): leaf for path, leaf in items(uploads) if path not in measured}
+    return finite(others)
 
 
 Decisions = tuple[dict[int, str], list[bool], list[float]]

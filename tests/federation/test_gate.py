@@ -66,6 +66,27 @@ def test_what_is_not_finite_is_rejected_with_its_reason(where: str, bad: float) 
     assert verdict.rejected == {11: f"{where} is not finite"}
 
 
+@pytest.mark.parametrize("clients", [[1], [0, 1]])
+@pytest.mark.parametrize("bad", BAD)
+def test_an_upload_that_is_no_part_of_the_update_is_read_as_well(
+    clients: list[int], bad: float
+) -> None:
+    log_weight = torch.zeros(3)
+    log_weight[clients] = bad
+    uploads = {"model": {"w": torch.ones(3, 2)}, "log_weight": log_weight}
+    verdict = accept_uploads(LocalResult(uploads, {}, loss=torch.zeros(3)), {}, info(3), None)
+    assert verdict.norms.isfinite().all()
+    assert verdict.rejected == {10 + one: "upload is not finite" for one in clients}
+
+
+def test_a_change_without_a_finite_norm_may_be_of_finite_numbers() -> None:
+    uploads = {"model": {"w": torch.tensor([[3e38], [torch.inf], [1.0]])}}
+    received = {"model": {"w": torch.full((3, 1), -3e38)}}
+    verdict = accept_uploads(LocalResult(uploads, {}, loss=torch.zeros(3)), received, info(3), None)
+    assert verdict.norms.isfinite().tolist() == [False, False, True]
+    assert verdict.accepted.tolist() == [True, False, True]
+
+
 def test_a_client_without_a_loss_is_accepted() -> None:
     # NaN: no step taken, or a step that solves without a loss. Inf: a loss that wasn't finite.
     loss = torch.tensor([torch.nan, torch.inf])
