@@ -1,7 +1,7 @@
 """Large pictures of one client on channels-last memory.
 
 oneDNN convolves pictures faster whose channels are neighbours in memory, and BatchNorm, ReLU and
-pooling run faster on them. Where pictures are larger than the weights, they are moved there before
+pooling run faster on them. Pictures that are larger than half of the weights are moved there before
 a convolution, and what is computed from its result stays there; weights and their gradients lie as
 always. Numbers differ in the last bits, so it depends on shapes and on the module's code alone: all
 steps of a module, recorded or not, have the same bits.
@@ -50,7 +50,7 @@ def _placed(
     groups: int,
     *_: Any,
 ) -> Tensor:
-    """Move pictures to channels-last memory if they are larger than the weights, or from there."""
+    """Move pictures to channels-last memory, or from there where weights are twice as large."""
     single = pictures.device.type == "cpu" and pictures.dtype == weight.dtype == torch.float32
     # With one channel there is no first and no last.
     several = pictures.ndim == 4 and groups == 1 and pictures.shape[1] > 1
@@ -59,6 +59,6 @@ def _placed(
     rows, columns = pictures.shape[2:]
     made = len(pictures) * len(weight) * rows * columns // (stride[0] * stride[-1])
     # Weights are moved, too, in each call.
-    large = pictures.numel() + made >= weight.numel()
+    large = 2 * (pictures.numel() + made) >= weight.numel()
     places = torch.channels_last if large else torch.contiguous_format
     return pictures.contiguous(memory_format=places)

@@ -87,7 +87,7 @@ def test_other_pictures_stay(shapes: Any, dtype: torch.dtype, groups: int) -> No
     assert [leaf.stride() for leaf in found] == [leaf.stride() for leaf in usual]
 
 
-def test_pictures_smaller_than_the_weights_move_back() -> None:
+def test_pictures_smaller_than_half_of_the_weights_move_back() -> None:
     """4 x 2 x 2 numbers in and 16 x 2 x 2 out, of 576 weights, which would be moved as well."""
     torch.manual_seed(0)
     x, w = torch.randn(1, 4, 2, 2), torch.randn(16, 4, 3, 3)
@@ -95,6 +95,18 @@ def test_pictures_smaller_than_the_weights_move_back() -> None:
         out = F.conv2d(x.contiguous(memory_format=torch.channels_last), w, padding=1)
     assert out.is_contiguous()
     assert torch.equal(out, F.conv2d(x, w, padding=1))
+
+
+@pytest.mark.parametrize(("pictures", "side", "moved"), [(2, 3, True), (1, 4, False)])
+def test_pictures_of_half_as_many_numbers_as_the_weights_move(
+    pictures: int, side: int, moved: bool
+) -> None:
+    """2 x 8 x 3 x 3 in and as many out are half of 576, 8 x 4 x 4 are fewer."""
+    torch.manual_seed(0)
+    x, w = torch.randn(pictures, 8, side, side), torch.randn(8, 8, 3, 3)
+    with kernels.alone(last=True):
+        out = F.conv2d(x, w, padding=1)
+    assert lies_last(out) is moved
 
 
 def test_transposed_convolutions_are_torchs() -> None:
