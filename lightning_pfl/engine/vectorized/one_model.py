@@ -74,7 +74,7 @@ class OneModelEvaluation:
         data, clients, stage = work.data, work.clients, STAGES[work.step]
         assert isinstance(data, FederatedTensorDataset)
         checks = self._checks.setdefault(work.step, Checks(self.module, work.step))
-        self._traces.begin_round(checks.due())
+        self._traces.begin_round(checks.due(), at_once=checks.known)
         program = self._program(work.step)
         self._traces.enter((program, checks.settings()))
         model = Given({name: leaf[0] for name, leaf in work.models.items()})

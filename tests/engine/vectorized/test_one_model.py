@@ -15,6 +15,7 @@ from lightning_pfl.contract.records import Evaluation
 from lightning_pfl.core.errors import ClientError
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, expand
+from lightning_pfl.engine import trace
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.program import NotVectorizableError
 from lightning_pfl.engine.select import SelectedEngine
@@ -107,6 +108,7 @@ def test_a_layer_sees_samples_of_many_clients_as_one_minibatch(
 ) -> None:
     """21 samples are minibatches of 8, 8 and 5; the client of 13 is in all of them."""
     monkeypatch.setattr(one_model, "samples_at_once", lambda _: 8)
+    monkeypatch.setattr(trace, "LIMIT", 0)
     module = cnn().eval()
     with Shapes() as shapes:
         vectorized(module).evaluate(work_on(shared(module)))
@@ -177,6 +179,17 @@ def test_a_replayed_evaluation_has_the_bits_of_the_first(monkeypatch: pytest.Mon
     for one in found[1:]:
         for name, value in found[0].values.items():
             torch.testing.assert_close(one.values[name], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_first_minibatch_is_recorded_where_the_code_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 8, 8 and 5 samples: the second is compared with the first one's recording."""
+    monkeypatch.setattr(one_model, "samples_at_once", lambda _: 8)
+    module = cnn().eval()
+    engine = vectorized(module)
+    repeated(engine, work_on(shared(module)), 1)
+    assert engine._of_one_model._traces.used == 1
 
 
 @pytest.mark.parametrize("what", ["model", "samples", "slope", "layer", "loss"])
