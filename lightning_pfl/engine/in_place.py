@@ -158,7 +158,7 @@ class _Program:
     def write(self) -> Callable[..., tuple[Tensor, ...]]:
         """Write the program."""
         for number, call in enumerate(self.calls):
-            if not self._is_made_once(call):
+            if not self._is_made_once(number, call):
                 self._add(number, call)
             for root in {self.roots[name] for name in (*call.reads, *call.makes) if name != "_"}:
                 if self.last[root] <= number:
@@ -168,7 +168,7 @@ class _Program:
         source = written(self.arguments, self.lines, results)
         return compiled(source, self.space)
 
-    def _is_made_once(self, call: Call) -> bool:
+    def _is_made_once(self, number: int, call: Call) -> bool:
         """Make what no replay changes: constants, and views of what stays in place."""
         if call.writes or call.several:
             return False
@@ -181,7 +181,9 @@ class _Program:
             self.constant.add(name)
             return True
         if call.operator in EMPTY and root not in self.escaping:
-            self._place(name, self.buffers.take(name, self.tensors[name]))
+            like = self.tensors[name]
+            free = self._free_target(name, number, call)
+            self._place(name, self.buffers.take(name, like) if free is None else free)
             return True
         if root != name and call.reads <= self.placed:
             view = eval(f"operator({call.text})", {**self.space, "operator": call.operator})
@@ -221,11 +223,11 @@ class _Program:
             return False
         operator = call.operator
         variant, argument = out_variant(operator)
-        for target in self.targets.get(name, ()):
-            if variant is not None and self._is_free(target, number, call, like):
-                self._place(name, target)
-                self._line(variant, f"{call.text}, {argument}={name}", "_")
-                return True
+        target = self._free_target(name, number, call)
+        if variant is not None and target is not None:
+            self._place(name, target)
+            self._line(variant, f"{call.text}, {argument}={name}", "_")
+            return True
         for old in self._dying(number, call, like):
             if variant is not None and old not in self.placed and like.numel() <= KEPT:
                 continue  # views of a buffer are made once; larger ones don't stay in the cache
@@ -250,8 +252,13 @@ class _Program:
         self._place(name, self.buffers.take(name, like))
         return True
 
+    def _free_target(self, name: str, number: int, call: Call) -> Tensor | None:
+        """Return where a result is to be in the end, if an operator can write it there."""
+        like = self.tensors[name]
+        found = self.targets.get(name, ())
+        return next((one for one in found if self._is_free(one, number, call, like)), None)
+
     def _is_free(self, target: Tensor, number: int, call: Call, like: Tensor) -> bool:
-        """Whether a result can be written where it is to be in the end."""
         names = [name for name in self.recorder.arguments if self.space.get(name) is target]
         if layout(target) != layout(like):
             return False

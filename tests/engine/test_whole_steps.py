@@ -344,7 +344,7 @@ def test_settings_that_are_new_in_a_round_are_recorded_if_a_step_comes_often(
 def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
     """Draw a function of four matrices that makes four, by operators of all kinds."""
     draws = random.Random(seed)
-    kinds = [draws.randrange(12) for _ in range(12)]
+    kinds = [draws.randrange(13) for _ in range(12)]
     picks = [(draws.randrange(99), draws.randrange(99)) for _ in kinds]
     ends = [draws.randrange(99) for _ in range(4)]
 
@@ -365,6 +365,7 @@ def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
                 lambda a, b: torch.zeros_like(a).addcmul_(a, b.sigmoid()),
                 lambda a, b: a.add_(torch.tanh(b)) if a.is_contiguous() else a,
                 lambda a, b: b.sum(0, keepdim=True).expand(4, 4) * a.clone(),
+                lambda a, b: torch.empty_like(a).copy_(b).mul_(a),
             ]
             held.append(operators[kind](a, b))
         return [held[end % len(held)] for end in ends]
@@ -416,6 +417,19 @@ def test_a_program_uses_its_memory_again() -> None:
     assert replay(b) == ()
     assert torch.equal(x, result)
     assert buffers.count() == 2
+
+
+def test_memory_that_a_program_fills_is_where_its_result_is_to_be() -> None:
+    """As an optimizer makes its states: then nothing is copied, and no buffer is taken."""
+    x, new = torch.randn(4, 4), torch.empty(4, 4)
+    with (recorder := Recorder([x])):
+        result = torch.empty_like(x).copy_(x)
+    buffers, targets = Buffers(), [(recorder.name(result), new)]
+    with (replayed := Recorder([x, new])):
+        compile_in_place(recorder, {"a0": x}, targets, [], buffers)()
+    assert torch.equal(new, x)
+    assert buffers.count() == 0
+    assert [call.operator for call in replayed.calls] == [torch.ops.aten.copy_.default]
 
 
 def test_a_leaf_that_clients_share_and_a_step_changes() -> None:
