@@ -69,15 +69,22 @@ BUILTINS = frozenset(
     }
 )
 """Functions of Python that read their arguments alone, and errors."""
-ELSEWHERE = frozenset(
-    {
-        *("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT_NAME"),
-        *("LOAD_BUILD_CLASS", "MATCH_CLASS", "GET_AWAITABLE", "GET_AITER"),
-        # After an error that it catches, code goes on in another way.
-        *("SETUP_FINALLY", "CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"),
-    }
+COMPUTING = (
+    *("BINARY_", "INPLACE_", "UNARY_", "COMPARE_OP", "CONTAINS_OP", "IS_OP", "TO_BOOL", "CALL"),
+    *("BUILD_", "LIST_", "SET_ADD", "SET_UPDATE", "MAP_ADD", "DICT_", "UNPACK_", "FORMAT_"),
+    *("CONVERT_VALUE", "MATCH_KEYS", "MATCH_MAPPING", "MATCH_SEQUENCE", "STORE_SUBSCR"),
+    *("STORE_SLICE", "DELETE_SUBSCR", "KW_NAMES", "MAKE_", "SET_FUNCTION_ATTRIBUTE"),
+    *("LOAD_FAST", "STORE_FAST", "DELETE_FAST", "LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF"),
+    *("LOAD_CLOSURE", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"),
+    *("COPY", "SWAP", "ROT_", "DUP_", "POP_", "PUSH_EXC_INFO", "JUMP_ABSOLUTE", "JUMP_BACKWARD"),
+    *("JUMP_FORWARD", "JUMP_IF_FALSE_OR_POP", "JUMP_IF_TRUE_OR_POP", "FOR_ITER", "END_FOR"),
+    *("GET_ITER", "GET_LEN", "GET_YIELD_FROM_ITER", "YIELD_", "GEN_START", "SEND", "END_SEND"),
+    *("RETURN_", "LOAD_ASSERTION_ERROR", "RAISE_VARARGS", "RERAISE", "CLEANUP_THROW"),
+    *("SETUP_WITH", "BEFORE_WITH", "LOAD_SPECIAL", "WITH_EXCEPT_START"),
 )
-"""Instructions that change or read more, or catch errors."""
+"""How instructions begin that read and change locals and values at hand alone, in Python 3.10 to
+3.15. Any other may change, read or catch something: attributes, globals, imports, classes, errors.
+"""
 SILENT = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "RESUME", "PRECALL", "PUSH_NULL", "NOT_TAKEN"})
 GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
@@ -97,7 +104,7 @@ HARMLESS = frozenset(
         *("__module__", "__doc__", "__init__", "__annotations__", "__annotate__", "__dict__"),
         *("__weakref__", "__qualname__", "__firstlineno__", "__static_attributes__", "__repr__"),
         *("__parameters__", "__orig_bases__", "__abstractmethods__", "__annotate_func__"),
-        *("__annotations_cache__", "__jit_unused_properties__"),
+        *("__annotations_cache__", "__type_params__", "__jit_unused_properties__"),
     }
 )
 """Names of Python's in a class by which attributes and operators mean what they always do."""
@@ -294,14 +301,14 @@ class _Reader:
         while at < len(code):
             kind, name = code[at]
             at += 1
-            if kind in ELSEWHERE:
-                _unknown(f"{function.__qualname__} changes, imports or catches something ({kind})")
             if kind in GLOBALS:
                 at = self._name(function, name, code, at)
             elif kind in ATTRIBUTES and name == "hparams":
                 at = self._hparams(code, at)
             elif kind in ATTRIBUTES:
                 self._attribute(name)
+            elif not kind.startswith(COMPUTING):
+                _unknown(f"{function.__qualname__} changes, imports or catches something ({kind})")
 
     def _name(self, function: FunctionType, name: str, code: list[tuple[str, Any]], at: int) -> int:
         """Require a global name to be known; return the position behind it and its attributes."""

@@ -1,0 +1,248 @@
+"""Code of each kind of syntax: whether the numbers that it reads are found in every Python.
+
+Python's instructions differ from version to version, and so does which of them a line becomes.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_pfl.engine import known_code
+from lightning_pfl.engine.known_code import UnknownCodeError, read_by_step
+from lightning_pfl.models.base import PersonalizedModule
+
+# Each reads NUMBER, which stands for a global name or an attribute, in a place of its own.
+READS = [
+    "return x * NUMBER",
+    "return (-x + NUMBER) @ x.T - x / 2 // 3 % 4 ** 1",
+    "x *= NUMBER; x += 1; x @= x; x -= 1; x /= 2; return x",
+    "return x if x.shape[0] > NUMBER else -x",
+    "return x if 0 < NUMBER < 2 and not x.dim() or x is None else x",
+    "return x if NUMBER in (1.0, 2.0) and x.dim() not in (3, 4) else x",
+    "return x[:, : int(NUMBER)]",
+    "found = [x, x]; found[0:1] = [x * NUMBER]; del found[1:]; return found[0]",
+    "found = {'a': x}; found['b'] = x * NUMBER; del found['a']; return found['b']",
+    "return sum([x * NUMBER for _ in range(2)])",
+    "return sum(x * NUMBER for _ in range(2))",
+    "return sum({i: x * NUMBER for i in range(2)}.values())",
+    "return x * len({i * NUMBER for i in range(2)})",
+    "return sum(x * j for i in range(2) for j in range(i) if j < NUMBER)",
+    "return torch.stack([*[x], x * NUMBER]).sum(0)",
+    "first, *others = (x, x * NUMBER, x); return first + others[0]",
+    "return sum({**{'a': x}, 'b': x * NUMBER}.values())",
+    "return torch.add(*(x, x), **{'alpha': NUMBER})",
+    "return torch.add(x, x, alpha=NUMBER)",
+    "return F.leaky_relu(input=x, negative_slope=NUMBER)",
+    "return (lambda y: y * NUMBER)(x)",
+    "return (lambda y, by=NUMBER: y * by)(x)",
+    "return x * float(f'{NUMBER:.3f}{2!r}')",
+    "return x if (y := NUMBER) else x * y",
+    "return super().forward(x) * NUMBER",
+    "return super().forward(x * NUMBER)",
+    """
+    scale = NUMBER
+    def inner(y, *, by=2):
+        nonlocal scale
+        scale = scale * by
+        return y * scale
+    return inner(x)
+    """,
+    """
+    def inner():
+        yield x
+        yield from [x * NUMBER]
+    return sum(inner())
+    """,
+    """
+    def inner(y: Tensor) -> Tensor:
+        return y * NUMBER
+    return inner(x)
+    """,
+    """
+    for i in range(3):
+        if i == 1:
+            continue
+        x = x * NUMBER
+        if i > 1:
+            break
+    else:
+        return x
+    return x
+    """,
+    """
+    i = 0
+    while i < NUMBER:
+        i += 1
+    return x * i
+    """,
+    """
+    with torch.no_grad():
+        scale = x.std() * NUMBER
+    return x / scale
+    """,
+    """
+    with torch.no_grad(), torch.enable_grad() as _:
+        return x * NUMBER
+    """,
+    """
+    if x.dim() > 99:
+        raise ValueError(f"{NUMBER} is too much")
+    return x
+    """,
+    """
+    assert x.dim() < 99, NUMBER
+    return x
+    """,
+    """
+    y = x * NUMBER
+    del x
+    return y
+    """,
+    """
+    match x.dim():
+        case 1 | 2 if NUMBER > 0:
+            return x
+        case other:
+            return x * other
+    """,
+    """
+    match (1, {"a": x}):
+        case [_, {"a": y, **rest}]:
+            return y * NUMBER + len(rest)
+    return x
+    """,
+]  # fmt: skip
+READS_NEWER = [
+    """
+    def inner[T](y: T) -> T:
+        return y * NUMBER
+    return inner(x)
+    """,
+    "return x * float(f'{f'{NUMBER}'}')",
+]
+REFUSED = [
+    "self.last = x; return x",
+    "del self.last; return x",
+    "global SCALE; SCALE = 3.0; return x",
+    "global SCALE; del SCALE; return x",
+    "import os; return x",
+    "from os import path; return x",
+    "import torch.nn as here; return x",
+    "return self.hparams",
+    "self.hparams['scale'] = 2; return x",
+    "self.hparams['scale'] += 1; return x",
+    "del self.hparams['scale']; return x",
+    """
+    class Inner:
+        pass
+    return x
+    """,
+    """
+    match x:
+        case int(y):
+            return y
+    return x
+    """,
+    """
+    try:
+        return x.sum(9)
+    except IndexError:
+        return x
+    """,
+    """
+    try:
+        return x.sum(9)
+    finally:
+        return x
+    """,
+    """
+    with torch.no_grad():
+        try:
+            x = x.sum(9)
+        except Exception as error:
+            x = -x
+    return x
+    """,
+    """
+    try:
+        with torch.no_grad():
+            x = x.sum(9)
+    except Exception:
+        pass
+    return x
+    """,
+    """
+    async def inner():
+        await x
+        async with x:
+            pass
+    return x
+    """,
+]
+newer = pytest.mark.skipif(sys.version_info < (3, 12), reason="syntax of Python 3.12")
+
+
+class Base(nn.Module):
+    """Holds a number and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.held = 2.0, [2.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def network(body: str, kind: str = "class Net(Base)") -> PersonalizedModule:
+    """A network with a layer whose `forward` is some source text."""
+    body = textwrap.indent(textwrap.dedent(body).strip(), 8 * " ")
+    names: dict[str, Any] = {
+        "__name__": __name__, "torch": torch, "F": F, "Base": Base, "Tensor": Tensor,
+        "SCALE": 2.0, "TABLE": [2.0],
+    }  # fmt: skip
+    exec(f"{kind}:\n    def forward(self, x):\n{body}", names)
+    return PersonalizedModule(nn.Sequential(names["Net"]()), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("body", [*READS, *(pytest.param(one, marks=newer) for one in READS_NEWER)])
+def test_what_code_reads_is_found_wherever_it_stands(body: str) -> None:
+    read = read_by_step(network(body.replace("NUMBER", "SCALE")))
+    assert 2.0 in [value for (_, name), value in read.items() if name == "SCALE"]
+    read_by_step(network(body.replace("NUMBER", "self.gain")))
+    with pytest.raises(UnknownCodeError, match="'TABLE'"):
+        read_by_step(network(body.replace("NUMBER", "TABLE")))
+    with pytest.raises(UnknownCodeError, match="'held'"):
+        read_by_step(network(body.replace("NUMBER", "self.held")))
+
+
+@pytest.mark.parametrize("body", REFUSED)
+def test_code_that_may_change_import_or_catch_something_is_refused(body: str) -> None:
+    with pytest.raises(UnknownCodeError, match=r"changes, imports or catches|hparams"):
+        read_by_step(network(body))
+
+
+@newer
+def test_generic_classes() -> None:
+    read_by_step(network("return x * SCALE", "class Net[T](Base)"))
+    with pytest.raises(UnknownCodeError, match="'TABLE'"):
+        read_by_step(network("return x * TABLE[0]", "class Net[T](Base)"))
+
+
+def test_an_instruction_that_no_version_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = """
+    match {"a": x}:
+        case {"a": y}:
+            return y
+    """
+    read_by_step(network(body))
+    without = tuple(one for one in known_code.COMPUTING if one != "MATCH_MAPPING")
+    monkeypatch.setattr(known_code, "COMPUTING", without)
+    with pytest.raises(UnknownCodeError, match="MATCH_MAPPING"):
+        read_by_step(network(body))
