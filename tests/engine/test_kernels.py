@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_pfl.engine import kernels
 from lightning_pfl.engine.kernels import FastKernels, LargeProducts
+from lightning_pfl.engine.recording import Recorder
 
 CLIENTS = 3
 Dims = tuple[int | None, ...]
@@ -213,6 +214,36 @@ def test_large_products_are_those_of_the_layer(shape: tuple[int, ...], bias: boo
     want = layer_and_gradients([leaf.double() for leaf in tensors], bias)
     for got, exact in zip(found, want, strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_a_layer_on_samples_that_do_not_lie_one_after_another(bias: bool) -> None:
+    """torch multiplies each by a copy of the weights; one product of all is as near to the sums."""
+    torch.manual_seed(0)
+    x, w, b = torch.randn(32, 4, 256), torch.randn(64, 256) / 16, torch.randn(64)
+
+    def layer(dtype: torch.dtype) -> Tensor:
+        given = x.to(dtype).transpose(0, 1), w.to(dtype), b.to(dtype)
+        return F.linear(given[0], given[1], given[2] if bias else None)
+
+    with (calls := Recorder([])), LargeProducts():
+        found = layer(torch.float32)
+    torch.testing.assert_close(found.double(), layer(torch.float64), rtol=1e-5, atol=1e-4)
+    assert found.stride() == layer(torch.float32).stride()
+    names = [str(call.operator) for call in calls.calls]
+    assert "mkldnn._linear_pointwise.default" in names
+    assert "aten.bmm.default" not in names
+
+
+@torch.no_grad()
+def test_products_with_matrices_of_their_own_are_torchs() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(4, 32, 256), torch.randn(4, 256, 64)
+    with LargeProducts():
+        found = a @ b, a @ b[:1].expand(4, -1, -1)[:, :, :32]  # the other one is small
+    assert torch.equal(found[0], a @ b)
+    assert torch.equal(found[1], a @ b[:1].expand(4, -1, -1)[:, :, :32])
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(64, torch.float32), (128, torch.float64)])
