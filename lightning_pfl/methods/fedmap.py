@@ -257,12 +257,14 @@ class FedMAP(WatchedPull, Method):
     def _step(
         self, model: Model, gamma: Tree, minibatches: Any, client: LocalStep, samples: Tensor
     ) -> Model:
-        grads = client.grad(model, minibatches)
-        pull = self.prior.theta_gradient(select(model, self.under), gamma)
+        grads, theta = client.grad(model, minibatches), select(model, self.under)
         if self.data_term == "sum":
+            pull = self.prior.theta_gradient(theta, gamma)
             pull = tmap(lambda leaf: leaf / per_client(samples, leaf), pull)
-        both = {name: g + pull[name] if name in pull else g for name, g in grads.items()}
-        return client.update(model, both)
+            grads = {name: g + pull[name] if name in pull else g for name, g in grads.items()}
+        else:
+            grads = self.prior.add_gradient(grads, theta, gamma)
+        return client.update(model, grads)
 
     def adaptation_step(
         self, server: Tree, model: Model, minibatches: Any, client: LocalStep, samples: Tensor

@@ -153,9 +153,9 @@ class SCAFFOLD(Method):
         """Send the model and the change of the control variate."""
         control, count = client_state["control"], state["count"]
         mean = mean_gradient(state)
-        # A client without a step has no gradient. `where` takes four times as long as this.
-        some = (count > 0).to(count)
-        moved = tmap(lambda new, old: torch.lerp(old, new, per_client(some, new)), mean, control)
+        # A client without a step has no gradient, a mean of 0, and keeps its control variate.
+        none = (count == 0).to(count)
+        moved = tmap(lambda new, old: new.addcmul_(old, per_client(none, old)), mean, control)
         upload = {"model": state["model"], "control_change": sub(moved, control)}
         return upload, {"control": moved}
 

@@ -67,6 +67,17 @@ class Prior(ABC):
         r"""Compute :math:`\partial R / \partial\theta`, ``(clients, ...)``; default: autograd."""
         return gradient(lambda tree: self.regularizer(tree, gamma).sum(), theta)
 
+    def add_gradient(self, grads: Model, theta: Model, gamma: Tree) -> Model:
+        r"""Add :math:`\partial R / \partial\theta` to the gradient of a client's loss.
+
+        Args:
+            grads: The gradient; only names of :math:`\theta` get the term.
+            theta: :math:`\theta`, ``(clients, ...)``.
+            gamma: :math:`\gamma`, ``(clients, ...)``.
+        """
+        pull = self.theta_gradient(theta, gamma)
+        return {name: g + pull[name] if name in pull else g for name, g in grads.items()}
+
     def curvature(self, gamma: Tree) -> float | None:
         r"""Return the largest second derivative of :math:`R` by :math:`\theta`, if it is constant.
 

@@ -103,6 +103,16 @@ class GaussianPrior(Prior):
         """Divide the difference to the mean by the variance."""
         return self._over(sub(theta, gamma["mean"]))
 
+    def add_gradient(self, grads: Model, theta: Model, gamma: Tree) -> Model:
+        """Add the difference to the mean, times one over the variance, in two passes."""
+        if type(self).theta_gradient is not GaussianPrior.theta_gradient:
+            return super().add_gradient(grads, theta, gamma)  # it is another one's gradient
+        variances, mean = self._variances(theta), gamma["mean"]
+        return {
+            name: g.add(theta[name] - mean[name], alpha=1 / variances[name]) if name in theta else g
+            for name, g in grads.items()
+        }
+
     def curvature(self, gamma: Tree) -> float:
         """Return one over the smallest variance."""
         found = self.variance

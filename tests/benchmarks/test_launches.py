@@ -76,7 +76,7 @@ def expected(module: L.LightningModule, method: str) -> int:
         # Five gradients, each with a proximal term and a step; the step of the local model.
         "PFedMe": trained + 4 * (gradient - ACCURACY) + 17 * leaves,
         # The prior's gradient; before it, the mean loss of each client for the prior's weight.
-        "FedMAP": trained + 3 * leaves + GATHER + forward + 9 + 7,
+        "FedMAP": trained + 2 * leaves + GATHER + forward + 9 + 7,
     }[method]
 
 

@@ -3,7 +3,7 @@ the centre c_k + (u_k - u) / a, so a round is ``descend`` to that centre."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -184,6 +184,20 @@ def test_the_further_pass_of_option_one_leaves_model_and_statistics_alone() -> N
     start = small_module().state_dict()
     assert_trees_close(server["model"], start, rtol=1e-14, atol=0)
     assert float(server["control"]["head.weight"].abs().max()) > 0
+
+
+def test_a_client_without_a_step_keeps_its_control_variate() -> None:
+    """The first took three steps, whose gradients add up to 6, the second none."""
+    one = torch.ones(2, 2)
+    controls: Any = {"control": {"w": torch.tensor([[0.5, -1.0], [0.25, 3.0]])}}
+    state: Any = {
+        "model": {"w": one},
+        "gradients": {"w": 6 * one * torch.tensor([[1.0], [0.0]])},
+        "count": torch.tensor([3.0, 0.0], dtype=torch.float64),
+    }
+    upload, kept = SCAFFOLD().client_final({}, controls, state, cast(Any, None))
+    assert kept["control"]["w"].tolist() == [[2.0, 2.0], [0.25, 3.0]]
+    assert upload["control_change"]["w"].tolist() == [[1.5, 3.0], [0.0, 0.0]]
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -107,6 +107,17 @@ class TestGradients:
         want = differences(lambda tree: prior.regularizer(tree, each).sum(), theta)
         assert_trees_close(prior.theta_gradient(theta, each), want, rtol=1e-7, atol=1e-8)
 
+    def test_added_to_a_gradient(self, name: str) -> None:
+        prior = PRIORS[name]()
+        theta, gamma = problem(prior)
+        each = expand(gamma, 3)
+        pull = prior.theta_gradient(theta, each)
+        grads = {**tmap(torch.sin, theta), "shared": torch.ones(3, 2)}
+        found = prior.add_gradient(grads, theta, each)
+        assert_trees_close(found, {**grads, **{n: grads[n] + r for n, r in pull.items()}})
+        # A parameter that no minibatch's loss reaches has no gradient.
+        assert prior.add_gradient({"shared": grads["shared"]}, theta, each).keys() == {"shared"}
+
     def test_by_gamma(self, name: str) -> None:
         prior = PRIORS[name]()
         theta, gamma = problem(prior)
@@ -216,6 +227,17 @@ def test_an_infinite_variance_pulls_nobody() -> None:
     each = expand(gamma, 3)
     assert prior.regularizer(theta, each).tolist() == [0, 0, 0]
     assert all(not leaf.any() for leaf in leaves(prior.theta_gradient(theta, each)))
+
+
+def test_a_gradient_of_a_subclass_is_what_is_added() -> None:
+    class Stronger(GaussianPrior):
+        def theta_gradient(self, theta: Model, gamma: Tree) -> Model:
+            return tmap(lambda leaf: 3 * leaf, super().theta_gradient(theta, gamma))
+
+    theta, gamma = problem(Stronger(2.0))
+    found = Stronger(2.0).add_gradient(tmap(torch.zeros_like, theta), theta, expand(gamma, 3))
+    # Three times the difference to the mean, over the variance 2.
+    assert_trees_close(found, tmap(lambda t, m: 1.5 * (t - m), theta, gamma["mean"]))
 
 
 class TestDiagonal:
