@@ -44,6 +44,7 @@ from lightning_pfl.engine.timing import (
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.engine.vectorized.gradient import Transform
 from lightning_pfl.engine.vectorized.one_model import is_of_one_model
+from lightning_pfl.methods.base import Phase
 
 PROBED_CLIENTS = 2
 PROBED_SAMPLES = 8
@@ -59,6 +60,17 @@ class OperationCounter(FlopCounterMode):
     def __init__(self) -> None:
         super().__init__(display=False)
         self.mod_tracker = _NoHooks()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing inside a ``with`` block."""
+        before = self.get_flop_counts()
+        try:
+            yield
+        finally:
+            for name, counts in self.flop_counts.items():
+                counts.clear()
+                counts.update(before.get(name, {}))
 
 
 class _NoHooks(ModuleTracker):
@@ -89,15 +101,14 @@ class Probe:
         split = self.sequential.parameter_split
         return SequentialEngine(self.module, split, self.settings, record=record)
 
-    def at_once(self, transform: Transform, stochastic: bool) -> VectorizedEngine:
+    def at_once(self, transform: Transform) -> VectorizedEngine:
         """Make a vectorized engine.
 
         Args:
             transform: What runs under ``vmap``.
-            stochastic: Whether steps draw random numbers.
         """
         split = self.sequential.parameter_split
-        return VectorizedEngine(self.module, split, self.settings, transform, stochastic)
+        return VectorizedEngine(self.module, split, self.settings, transform)
 
     def piece(self, work: LocalWork | EvaluationWork) -> LocalWork | EvaluationWork:
         """Cut work to what both engines do: one step of a few clients."""
@@ -122,6 +133,8 @@ class Probe:
             counter: Counts the operations that it runs, or does nothing.
             is_wanted: Whether it would be used, so that a doubt is worth another try.
         """
+        if isinstance(counter, OperationCounter):
+            engine.surveys.uncounted = counter.paused
         try:
             with self.undisturbed(), hidden_loops_are_errors(), counter:
                 found = results(engine, piece)
@@ -145,7 +158,7 @@ class Probe:
         if double is None or settings.autocast is not None or settings.default_dtype is not None:
             return False
         one_by_one = self.alone(record=False)
-        at_once = self.at_once(engine.transform, engine.stochastic)
+        at_once = self.at_once(engine.transform)
         try:
             with self.undisturbed():
                 expected, found = (results(each, double) for each in (one_by_one, at_once))
@@ -229,7 +242,8 @@ class Probe:
             passes = phase_budget(phase).of(first).passes
             active = ActivePhase(phase, self.sequential.parameter_split)
             cached = passes > 1 and engine.prefix.expects(active, work.data)
-            served = None if phase.full_batch else _clients_served(work, engine)
+            with active.modes():
+                served = None if phase.full_batch else _clients_served(work, phase, engine)
             shares.append(Share(gradients, cached, passes if cached else 1, served))
         return shares
 
@@ -246,7 +260,7 @@ class Probe:
         """
         now = partial(clock, self.settings.device)
         if isinstance(work, EvaluationWork):
-            several = self.at_once(engine.transform, engine.stochastic)
+            several = self.at_once(engine.transform)
             piece = evaluation_piece(work, several.groups(work))
             size = len(piece.clients)
             alone = self.alone(record=True)
@@ -266,7 +280,7 @@ class Probe:
         def make(size: int) -> SequentialEngine | VectorizedEngine:
             if not size:
                 return self.alone(record=True)
-            made = self.at_once(engine.transform, engine.stochastic)
+            made = self.at_once(engine.transform)
             made.chunk_size = size
             return made
 
@@ -295,10 +309,13 @@ def results(engine: Engine, work: LocalWork | EvaluationWork) -> Tree:
     return evaluation_trees(engine.evaluate(work), work.models)
 
 
-def _clients_served(work: LocalWork, engine: VectorizedEngine) -> float | None:
+def _clients_served(work: LocalWork, phase: Phase, engine: VectorizedEngine) -> float | None:
     """Count the clients that one program serves, where it can't serve those of all sizes."""
     data = work.data
-    if not isinstance(data, FederatedTensorDataset) or engine.pads(engine.needs_keys()):
+    if not isinstance(data, FederatedTensorDataset):
+        return None
+    program, settings = engine.program(data.augment), engine.checks.settings()
+    if engine.survey(work, phase, program, settings).pads:
         return None
     # Of as many as often run together; not of the cohort, of which each process has a part.
     every = -(-len(data.num_samples) // COUNTED_CLIENTS)

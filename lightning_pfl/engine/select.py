@@ -294,13 +294,12 @@ class SelectedEngine:
                 expected = results(self._sequential, piece)
             if getattr(self._sequential, "draws_elsewhere", False):
                 reasons.append(DRAWS_ELSEWHERE)
-            stochastic = self._sequential.random_calls > 0
             estimates = self.name == "auto" and self.settings.device.type == "cpu" and not before
             alike = step != work.step  # there is nothing to map over
             transforms: tuple[Transform, ...] = ("forward",) if alike else ("forward", "grad")
             transforms = tuple(sorted(transforms, key=lambda transform: transform != before))
             for transform in transforms if not reasons else ():
-                engine = self._probe.at_once(transform, stochastic)
+                engine = self._probe.at_once(transform)
                 counter = OperationCounter()
                 mode: AbstractContextManager[Any] = counter if estimates else nullcontext()
                 estimated = work, piece, engine, counter

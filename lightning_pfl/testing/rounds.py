@@ -80,7 +80,7 @@ def local_round(
         server: The server's tree; None for the initial one.
         client_state: The states of all clients ``(num_clients, ...)``; None for the initial ones.
         only: Number of the one phase to run; None for all phases of the round.
-        **options: Passed to the engine (``transform``, ``stochastic``).
+        **options: Passed to the engine (``transform``).
     """
     parameter_split = ParameterSplit(module, method.resolve_personal(ParameterSplit(module)))
     known = Known.of(parameter_split, data.num_clients, 0, data.num_samples)

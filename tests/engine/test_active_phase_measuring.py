@@ -71,7 +71,7 @@ def recurrent() -> PersonalizedModule:
 
 MODULES: dict[str, tuple[Callable[[], PersonalizedModule], dict[str, Any]]] = {
     "BatchNorm": (lambda: cnn(True), {}),
-    "padded": (lambda: cnn(False), {"stochastic": False}),
+    "padded": (lambda: cnn(False), {}),
     "dropout": (lambda: cnn(True, dropout=0.5), {}),
     "LSTM": (recurrent, {"transform": "grad"}),
 }

@@ -58,9 +58,7 @@ def test_every_elementwise_optimizer_is_compared() -> None:
 @pytest.mark.parametrize("norm", [True, False], ids=["groups", "padded"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str, norm: bool) -> None:
-    outcome = compare(
-        lambda: cnn(norm, optimizer=OPTIMIZERS[name]), image_clients(), stochastic=False
-    )
+    outcome = compare(lambda: cnn(norm, optimizer=OPTIMIZERS[name]), image_clients())
     assert moved(outcome, "head.weight") == [size > 0 for size in SIZES]
 
 
@@ -76,7 +74,7 @@ def test_optimizers(name: str, norm: bool) -> None:
     ids=["FedAvg", "FedBN", "FedProx", "FedRep"],
 )
 def test_chunk_sizes(make: Callable[[], Method], norm: bool) -> None:
-    compare(lambda: cnn(norm), image_clients(), make, ALL_CHUNKS, stochastic=False)
+    compare(lambda: cnn(norm), image_clients(), make, ALL_CHUNKS)
 
 
 MANY = (16, 13, 9, 12, 5, 20, 0, 7)
@@ -102,13 +100,13 @@ def test_clients_that_are_done_go_along(
 ) -> None:
     """And nothing of it is left, in no state and in no logged value."""
     data = image_clients(MANY)
-    outcome = compare(lambda: cnn(False, **options), data, make, (None, 6), stochastic=False)
+    outcome = compare(lambda: cnn(False, **options), data, make, (None, 6))
     assert moved(outcome, "head.weight") == [size > 0 for size in MANY]
 
 
 def test_normalised_clients_of_whole_minibatches_go_along() -> None:
     """Which need no padding, so that statistics of a minibatch are those of the client alone."""
-    compare(cnn, image_clients(MANY, drop_last=True), stochastic=False)
+    compare(cnn, image_clients(MANY, drop_last=True))
 
 
 class Reducing(L.LightningModule):
@@ -134,7 +132,7 @@ class Reducing(L.LightningModule):
 
 def test_values_of_clients_that_go_along_are_not_reduced() -> None:
     data = image_clients(MANY, drop_last=True)
-    outcome = compare(Reducing, data, stochastic=False)
+    outcome = compare(Reducing, data)
     steps = [2.0 * (size // 4) if size >= 4 else torch.nan for size in MANY]
     assert outcome.result.logs["steps"].tolist() == pytest.approx(steps, nan_ok=True)
 
@@ -160,7 +158,7 @@ def test_order_of_the_cohort_does_not_matter() -> None:
 @pytest.mark.parametrize("norm", [True, False])
 def test_single_precision(norm: bool) -> None:
     data = image_clients(dtype=torch.float32)
-    compare(lambda: cnn(norm, dtype=torch.float32), data, rtol=1e-5, stochastic=False)
+    compare(lambda: cnn(norm, dtype=torch.float32), data, rtol=1e-5)
 
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -178,7 +176,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("norm", [True, False], ids=["groups", "padded"])
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_trainer_flags(flags: dict[str, Any], norm: bool) -> None:
-    compare(lambda: cnn(norm), image_clients(), settings=flags, stochastic=False)
+    compare(lambda: cnn(norm), image_clients(), settings=flags)
 
 
 @pytest.mark.parametrize("flags", [{}, {"accumulate": 2}], ids=["every batch", "accumulate 2"])
@@ -212,7 +210,7 @@ def test_no_step_at_all() -> None:
 def test_logged_values_are_means_over_samples() -> None:
     """One epoch at lr 0: each client's logged loss is its loss over all of its samples."""
     data, module = image_clients(), cnn(norm=False, lr=0.0)
-    outcome = compare(lambda: cnn(norm=False, lr=0.0), data, FedAvg, stochastic=False)
+    outcome = compare(lambda: cnn(norm=False, lr=0.0), data, FedAvg)
     for client, size in enumerate(SIZES):
         logged = outcome.result.logs["train_loss"][client]
         if not size:

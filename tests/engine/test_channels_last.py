@@ -344,7 +344,7 @@ def test_evaluations_of_one_model_have_pictures_last(
     split = ParameterSplit(module)
     models = {name: leaf.expand(2, *leaf.shape) for name, leaf in split.model().items()}
     work = EvaluationWork(models, torch.arange(2), data, "validation_step")
-    engine = VectorizedEngine(module, split, EngineSettings(), "forward", stochastic=False)
+    engine = VectorizedEngine(module, split, EngineSettings(), "forward")
     noted: list[bool] = []
     really = torch.batch_norm
 

@@ -45,7 +45,7 @@ def rounds(
     module, data = cnn(**options), image_clients(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "LIMIT", limit)
-        first = local_round(method, module, data, settings=settings, stochastic=False)
+        first = local_round(method, module, data, settings=settings)
         patch.setattr("lightning_pfl.testing.rounds.VectorizedEngine", lambda *_: first.engine)
         state = first.result.client_state
         return [
@@ -162,7 +162,7 @@ class Counting(Method):
 def test_a_shared_leaf_of_clients_that_go_along() -> None:
     """Five have a third minibatch; the sixth, which has none, goes along."""
     module, data = cnn(norm=False), image_clients((12, 10, 9, 11, 12, 8))
-    outcome = local_round(Counting(local_epochs=1), module, data, stochastic=False)
+    outcome = local_round(Counting(local_epochs=1), module, data)
     assert outcome.result.uploads["count"].tolist() == [3, 3, 3, 3, 3, 2]
 
 

@@ -37,8 +37,6 @@ def two_rounds(name: str, engine: Any) -> list[LocalRound]:
     for number in range(2):
         module = problem.get("make_module", network)(torch.float64)
         options: dict[str, Any] = {"round": number, "server": server, "client_state": client_state}
-        if engine == "vectorized":
-            options["stochastic"] = False
         done = local_round(CASES[name](), module, data, engine, **options)
         server, client_state = tmap(_copy, done.server), tmap(_copy, done.result.client_state)
         rounds.append(done)

@@ -30,6 +30,7 @@ from lightning_pfl.engine.vectorized.local import VectorizedLocalStep
 from lightning_pfl.engine.vectorized.metrics import ClientMetrics
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
 from lightning_pfl.engine.vectorized.shared import Shared
+from lightning_pfl.engine.vectorized.survey import Survey
 from lightning_pfl.engine.vectorized.ticks import Minibatch, Tick
 from lightning_pfl.methods.base import Phase
 
@@ -44,7 +45,7 @@ class Chunk:
         self.clients = [int(client) for client in self.info.index]
         self.program = engine.program(getattr(self.data, "augment", None))
         self.logs = ClientLogs(len(self.clients), self.device)
-        self.keys = self.noise_keys() if engine.needs_keys() else None
+        self.keys: Tensor | None = None
         self.metrics = ClientMetrics(engine.module, len(self.clients), self.device)
         measured = self.method.measures_travel
         self.travel = Travel(len(self.clients), self.device) if measured else None
@@ -69,8 +70,12 @@ class Chunk:
                 self.program.plain(phase.data == "public"),
             ):
                 self.program.throwaway = active.throwaway
-                batches = self._batches(phase, active, first_epochs)
-                self.engine.prefix.attach(batches, active, state, self.program)
+                self.settings = self.engine.checks.settings()
+                survey = self.engine.survey(self.work, phase, self.program, self.settings)
+                self.keys = self.noise_keys() if survey.draws else None
+                batches = self._batches(phase, survey, first_epochs)
+                given = active, state, self.program, self.settings
+                self.engine.prefix.attach(batches, *given)
                 state = self._phase(state, active, batches, number)
             if phase.data != "training":
                 continue
@@ -92,7 +97,7 @@ class Chunk:
         with self.program.capturing(), self.metrics.deferring():
             yield
 
-    def _batches(self, phase: Phase, active: ActivePhase, first_epochs: list[int]) -> Batches:
+    def _batches(self, phase: Phase, survey: Survey, first_epochs: list[int]) -> Batches:
         def key(client: int, epoch: int) -> int:
             return order_key(
                 self.engine.settings.seed, self.work.stream, self.info.round, client, epoch
@@ -101,8 +106,9 @@ class Chunk:
         budget, limits = phase_budget(phase), phase_limits(phase, self.engine.limits)
         data = self.work.split(phase)
         if isinstance(data, FederatedTensorDataset):
-            pad = self.engine.pads(self.keys is not None)
-            return ResidentBatches(data, self.clients, budget, limits, key, pad, first_epochs)
+            return ResidentBatches(
+                data, self.clients, budget, limits, key, survey.pads, first_epochs
+            )
         return LoaderBatches(data, self.clients, budget, limits, key, self.device, first_epochs)
 
     def _phase(self, state: Tree, active: ActivePhase, batches: Batches, number: int) -> Tree:
@@ -162,7 +168,7 @@ class Chunk:
                 *((name, of_object(getattr(self.method, name))) for name in settings or ()),
                 (active.trainable, active.buffers, active.throwaway),
                 (phase.name, phase.lr, phase.data, phase.evaluate_only, phase.batches_per_step),
-                (Same(program), engine.checks.settings()),
+                (Same(program), self.settings),
                 options_of(work.optimizer),
             )
         )
@@ -236,8 +242,8 @@ class Chunk:
         if engine.traces.enabled:
             plain = program.augment is None and program.hooks is None
             recordable = engine.checks.recordable and plain and not whole
-            settings = engine.checks.settings() if recordable else None
-            engine.traces.enter((active.trainable, program, settings) if recordable else None)
+            context = (active.trainable, program, self.settings)
+            engine.traces.enter(context if recordable else None)
         return VectorizedLocalStep(
             engine.settings,
             active,

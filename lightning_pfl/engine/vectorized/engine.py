@@ -56,7 +56,6 @@ class VectorizedEngine(Shared):
         parameter_split: Names of the module.
         settings: The Trainer's flags.
         transform: As of :class:`~lightning_pfl.engine.vectorized.shared.Shared`.
-        stochastic: As there.
 
     Attributes:
         quiet: Steps of evaluations that are the package's own, and whether they have never drawn.
@@ -71,9 +70,8 @@ class VectorizedEngine(Shared):
         parameter_split: ParameterSplit,
         settings: EngineSettings,
         transform: Transform = "forward",
-        stochastic: bool = True,
     ) -> None:
-        super().__init__(module, parameter_split, settings, transform, stochastic)
+        super().__init__(module, parameter_split, settings, transform)
         self._memory = KeptMemory()
         self.quiet: dict[str, bool] = {}
         self._of_one_model = OneModelEvaluation(module, settings)
@@ -123,6 +121,7 @@ class VectorizedEngine(Shared):
         check = self.checks.due((work.method, *recorded_settings(work.method).values()))
         self.traces.begin_round(check)
         self.whole.begin_round(check, at_once=self.checks.known)
+        self.look()
         self._memory.begin_round()
         if self.graphs is not None:
             self.graphs.begin_round()
@@ -143,6 +142,7 @@ class VectorizedEngine(Shared):
                 ran = on_clients(positions.tolist(), results[-1].loss)
                 if ran is not False:
                     self.checks.look_after_hooks(self.traces, self.whole)
+                    self.look()
         order = torch.cat(parts) if len(order) else order
         position = torch.argsort(order).to(self.settings.device)
         return _in_order(results, uploads, client_state, position)

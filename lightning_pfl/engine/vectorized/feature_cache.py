@@ -15,12 +15,15 @@ from lightning_pfl.data.batch import map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
+from lightning_pfl.engine.trace import Same
 from lightning_pfl.engine.vectorized.loaders import Batches
 from lightning_pfl.engine.vectorized.resident import ResidentBatches
 
 log = logging.getLogger(__name__)
 BATCH = 768
 """Samples per forward pass of the backbone."""
+KEPT = 64
+"""Largest number of settings of which findings are kept."""
 MAX_BYTES = 2**30
 """Largest size of cached features; computing them again is cheaper than swapping."""
 
@@ -30,8 +33,9 @@ class PrefixCache:
 
     The backbone must be frozen, the same for all clients and deterministic: the phase trains none
     of it, its leaves are expanded, the data is resident without augmentation, and it has no active
-    dropout. Before the first use one step is checked: it must call the backbone once, make no
-    random calls until then, and get features of a sample that don't depend on the other samples.
+    dropout. Before the first use with each of the module's settings one step is checked: it must
+    call the backbone once, make no random calls until then, and get features of a sample that don't
+    depend on the other samples.
 
     Args:
         parameter_split: Names of the module.
@@ -47,12 +51,29 @@ class PrefixCache:
         self._backbone = backbone if isinstance(backbone, nn.Module) else None
         self._names = tuple(name for name in parameter_split.names if name.startswith("backbone."))
         self._source = 0
-        self._checked = False
+        self._suits: dict[Any, bool] = {}
+
+    def forget(self) -> None:
+        """Check steps again, as their code may read more than the module's settings."""
+        self._suits.clear()
 
     def attach(
-        self, batches: Batches, active: ActivePhase, state: Tree, program: ClientProgram
+        self,
+        batches: Batches,
+        active: ActivePhase,
+        state: Tree,
+        program: ClientProgram,
+        settings: Any,
     ) -> None:
-        """Compute the features for the chunk of ``batches`` if the phase allows it."""
+        """Compute the features for the chunk of ``batches`` if the phase allows it.
+
+        Args:
+            batches: The chunk's minibatches.
+            active: The phase.
+            state: The clients' states.
+            program: The user's step.
+            settings: What steps depend on besides their arguments.
+        """
         self.used = False
         model = state.get("model")
         hooked = program.hooks is not None
@@ -60,20 +81,26 @@ class PrefixCache:
             return
         assert isinstance(batches, ResidentBatches)
         shared = {name: leaf[0] for name, leaf in model.items()}
+        key = Same(program), settings
         try:
-            if not self._checked:
-                self._checked = _check(batches, shared, program)
-            if not self._checked:
+            if key not in self._suits and _check(batches, shared, program):
+                self._note(key, suits=True)
+            if not self._suits.get(key, False):
                 return
             cached = _compute(batches, shared, program, self._takes_pairs(batches))
         except NotVectorizableError as reason:
-            self.enabled = False
+            self._note(key, suits=False)
             log.info("The frozen backbone's features are not cached: %s.", reason)
             return
         if cached is not None:
             batches.cache(*cached)
             self.used = True
             self._source = model[self._names[0]].data_ptr()
+
+    def _note(self, key: Any, suits: bool) -> None:
+        if len(self._suits) >= KEPT:
+            self.forget()
+        self._suits[key] = suits
 
     def _takes_pairs(self, batches: ResidentBatches) -> bool:
         """Whether a step uses ``batch[0]`` for the backbone alone for certain."""

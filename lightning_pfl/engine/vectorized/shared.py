@@ -8,18 +8,19 @@ from functools import partial
 from typing import Any
 
 from lightning_pfl.core.parameters import ParameterSplit
-from lightning_pfl.engine.active_phase import couples_samples, is_sample_wise, is_unmodified
-from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.base import EngineSettings, LocalWork
 from lightning_pfl.engine.checks import Checks, may_be_recorded
 from lightning_pfl.engine.cuda_graphs import StepGraphs
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.optimizer import Recordings
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.steps import Limits
-from lightning_pfl.engine.trace import Traces, fingerprint
+from lightning_pfl.engine.trace import Traces
 from lightning_pfl.engine.vectorized.feature_cache import PrefixCache
 from lightning_pfl.engine.vectorized.gradient import Transform
+from lightning_pfl.engine.vectorized.survey import NOTHING_KNOWN, Survey, Surveys
 from lightning_pfl.engine.whole_steps import WholeSteps
+from lightning_pfl.methods.base import Phase
 
 
 class Shared:
@@ -32,8 +33,6 @@ class Shared:
         transform: ``"forward"``: ``vmap`` of the forward pass and one ordinary backward pass;
             ``"grad"``: ``vmap`` of the gradient, for layers without a batching rule for autograd
             (LSTM, GRU).
-        stochastic: Whether the training step makes random calls; False avoids intercepting every
-            torch function.
 
     Attributes:
         records: Whether steps of training are recorded, where they may be in a round.
@@ -45,7 +44,6 @@ class Shared:
         parameter_split: ParameterSplit,
         settings: EngineSettings,
         transform: Transform = "forward",
-        stochastic: bool = True,
     ) -> None:
         self.module, self.parameter_split = module, parameter_split
         self.settings, self.transform = settings, transform
@@ -59,33 +57,34 @@ class Shared:
         self.whole, self.checks = WholeSteps(expanded=True), Checks(module)
         self.optimizer_steps: Recordings = {}
         self._program: ClientProgram | None = None
-        self.stochastic = stochastic or not is_unmodified(module)
-        self._settled = fingerprint(module)
+        self.surveys = Surveys(parameter_split, settings)
 
     @property
     def gradients(self) -> int:
         """Number of gradients of a client so far, without those of replayed steps."""
         return 0 if self._program is None else self._program.gradients
 
-    def needs_keys(self) -> bool:
-        """Whether steps may make random calls.
+    def look(self) -> None:
+        """Begin a round, or go on after a hook of a user's: forget what may no longer hold."""
+        if not self.checks.known:
+            self.surveys.forget()
+            self.prefix.forget()
 
-        One step without random calls settles it only for modules that provably do the same in
-        every step, while their settings, such as a dropout rate, stay the same.
-        """
-        known = self.settings.batch_hooks is None and fingerprint(self.module) == self._settled
-        return self.stochastic or not known
-
-    def pads(self, random: bool) -> bool:
-        """Whether minibatches of unequal sizes are padded, and so run together.
+    def survey(
+        self, work: LocalWork, phase: Phase, program: ClientProgram, settings: Any
+    ) -> Survey:
+        """Find what the steps of a phase do; to be asked inside of its modes.
 
         Args:
-            random: Whether steps may make random calls.
+            work: The clients' work.
+            phase: The phase.
+            program: The user's step.
+            settings: As of :meth:`~lightning_pfl.engine.checks.Checks.settings`.
         """
-        # A dropout mask is a function of the shape: a padded batch could get another one than the
-        # client alone where samples aren't the first axis.
-        plain = not random and not couples_samples(self.module, True)
-        return is_sample_wise(self.module) and plain
+        # Public samples may have no labels that a loss could mean, and are as many for all.
+        if phase.data == "public":
+            return NOTHING_KNOWN
+        return self.surveys.of(work.split(phase), program, settings)
 
     def program(self, augment: Callable[[Any], Any] | None) -> ClientProgram:
         """Return the user's step, cached since a replayed step doesn't log its options again."""

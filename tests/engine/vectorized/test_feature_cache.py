@@ -16,6 +16,7 @@ from lightning_pfl.core.tree import Model, Tree, rows
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.vectorized import feature_cache as prefix
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
+from lightning_pfl.engine.vectorized.survey import Survey
 from lightning_pfl.methods import FedAvg, FedPer, FedRep
 from lightning_pfl.methods.base import LocalStep, Method, Phase
 from lightning_pfl.models.base import PersonalizedModule
@@ -243,12 +244,15 @@ class Looking(Method):
         return {**upload, "sum": state["sum"]}, kept
 
 
-@pytest.mark.parametrize("stochastic", [True, False], ids=["groups", "padded"])
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "groups"])
 @pytest.mark.parametrize("measure", [True, False])
-def test_samples_and_measured_losses_are_those_of_the_data(measure: bool, stochastic: bool) -> None:
+def test_samples_and_measured_losses_are_those_of_the_data(
+    measure: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Survey, "pads", padded)
     data, module = image_clients(), cnn(norm=False)
-    options: dict[str, Any] = {"data": data, "stochastic": stochastic}
-    found = run(lambda: cnn(norm=False), Looking(measure), **options).result.uploads["sum"]
+    done = run(lambda: cnn(norm=False), Looking(measure), data=data)
+    found = done.result.uploads["sum"]
     expected = []
     for owned in data.indices:
         x, y = data.gather(owned)

@@ -1,0 +1,199 @@
+"""A run that goes on from any round's checkpoint ends with the bits of the whole run.
+
+Though something that steps read is another in each round, and clients have unequal sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from lightning_pfl.data.datasets import FederatedTensorDataset
+from lightning_pfl.engine.probe import Probe
+from lightning_pfl.methods import SCAFFOLD, FedAvg, FedRep
+from lightning_pfl.methods.base import Method
+from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.testing.fitting import Fit, fit
+from lightning_pfl.testing.rounds import assert_trees_close, assert_trees_equal
+
+ROUNDS, CLASSES = 4, 3
+WORLD = {"noise": 0.0}
+
+
+def clients(sizes: tuple[int, ...] = (8, 5, 13, 3)) -> FederatedTensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(sum(sizes), 25, generator=generator, dtype=torch.float64)
+    y = torch.randint(CLASSES, (sum(sizes),), generator=generator)
+    indices = torch.randperm(len(x), generator=generator).split(list(sizes))
+    return FederatedTensorDataset((x, y), indices, batch_size=8, shuffle=True)
+
+
+# --- layers, and how they change from round to round ----------------------------------------------
+
+
+class Held(nn.Module):
+    """Adds noise by an attribute, scales by another and centres by a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise, self.gain, self.centred = 0.0, 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.noise * torch.randn_like(x) if self.noise else x
+        return (x - x.mean(0) if self.centred else x) * self.gain
+
+
+class OfWorld(nn.Module):
+    """Adds noise by a global dict, which isn't known to stay the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + WORLD["noise"] * torch.randn_like(x) if WORLD["noise"] else x
+
+
+def hold(name: str, *values: Any) -> Callable[[Any, int], None]:
+    """Set an attribute of the layer to the round's value."""
+    return lambda layer, round: setattr(layer, name, values[round])
+
+
+def of_world(layer: Any, round: int) -> None:
+    WORLD["noise"] = (0.0, 0.3, 0.0, 0.3)[round]
+
+
+def rest(layer: Any, round: int) -> None:
+    layer.train(round % 2 == 0)
+
+
+CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], None]]] = {
+    "an attribute that nothing reads": (nn.Tanh, hold("k", 1.0, 1.1, 1.2, 1.3)),
+    "a gain": (Held, hold("gain", 1.0, 1.1, 0.9, 1.2)),
+    "noise that begins": (Held, hold("noise", 0.0, 0.3, 0.0, 0.3)),
+    "noise that ends": (Held, hold("noise", 0.3, 0.0, 0.0, 0.0)),
+    "noise of the world": (OfWorld, of_world),
+    "dropout that begins": (nn.Dropout, hold("p", 0.0, 0.3, 0.0, 0.0)),
+    "dropout that ends": (nn.Dropout, hold("p", 0.3, 0.0, 0.0, 0.3)),
+    "centring that begins": (Held, hold("centred", 0, 1, 0, 1)),
+    "centring that ends": (Held, hold("centred", 1, 0, 0, 1)),
+    "BatchNorm that rests": (lambda: nn.BatchNorm1d(6), rest),
+}
+
+
+class Change(Callback):
+    """Changes a layer before each round, and writes a checkpoint after it."""
+
+    def __init__(self, change: Callable[[Any, int], None], folder: Path | None) -> None:
+        self.change, self.folder = change, folder
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Change it as a function of the round alone."""
+        self.change(pl_module.get_submodule("backbone.1"), trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the checkpoint."""
+        if self.folder is not None:
+            trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
+
+
+class Own(L.LightningModule):
+    """A module of a user's own."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss."""
+        x, y = batch
+        loss = F.cross_entropy(self.head(self.backbone(x)), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def run(
+    name: str,
+    folder: Path | None = None,
+    engine: str = "auto",
+    ckpt_path: Path | None = None,
+    method: Callable[[], Method] = lambda: FedAvg(local_epochs=2),
+    kind: Any = PersonalizedModule,
+) -> Fit:
+    """Train with a change, and keep a checkpoint of each round in a folder."""
+    layer, change = CHANGES[name]
+    WORLD["noise"] = 0.0
+    torch.manual_seed(1)
+    body = nn.Sequential(nn.Linear(25, 6), layer(), nn.Tanh(), nn.Linear(6, 6))
+    options = {} if kind is Own else {"lr": 0.1, "momentum": 0.9}
+    module = kind(body, nn.Linear(6, CLASSES), **options).double()
+    return fit(
+        method(), clients(), module, ROUNDS, engine,
+        callbacks=[Change(change, folder)], ckpt_path=ckpt_path, options={"chunk_size": 3},
+    )  # fmt: skip
+
+
+def require_resumed(
+    name: str, together: bool, tmp_path: Path, patch: pytest.MonkeyPatch, **problem: Any
+) -> None:
+    """Require a run resumed after each round to have the whole run's bits."""
+    patch.setattr(Probe, "pays", lambda *_: together)
+    whole = run(name, tmp_path, **problem)
+    reference = run(name, engine="reference", **problem)
+    assert_trees_close(whole.server, reference.server, rtol=1e-9)
+    assert_trees_close(whole.client_state, reference.client_state, rtol=1e-9)
+    for round in range(ROUNDS - 1):
+        resumed = run(name, ckpt_path=tmp_path / f"{round}.ckpt", **problem)
+        assert len(resumed.recorder.rounds) == ROUNDS - 1 - round
+        message = f"resumed after round {round}"
+        assert_trees_equal(resumed.server, whole.server, message)
+        assert_trees_equal(resumed.client_state, whole.client_state, message)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "an attribute that nothing reads",
+        "noise of the world",
+        "dropout that begins",
+        "centring that begins",
+        "BatchNorm that rests",
+    ],
+)
+def test_a_resumed_run_has_the_whole_runs_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_resumed(name, True, tmp_path, monkeypatch)
+
+
+def test_features_of_a_backbone_that_begins_to_draw_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_resumed(
+        "noise that begins", True, tmp_path, monkeypatch, method=lambda: FedRep(head_epochs=2)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "together"), [(PersonalizedModule, True), (PersonalizedModule, False), (Own, True)]
+)
+@pytest.mark.parametrize("method", [FedAvg, SCAFFOLD, FedRep])
+@pytest.mark.parametrize("name", CHANGES)
+def test_all_kinds(
+    name: str,
+    method: Any,
+    kind: Any,
+    together: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require_resumed(name, together, tmp_path, monkeypatch, method=method, kind=kind)
