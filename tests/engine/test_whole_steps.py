@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pfl.core.tree import Tree, expand, tmap
-from lightning_pfl.engine import trace
+from lightning_pfl.engine import slices, trace
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
+from lightning_pfl.engine.operators import OperatorMode
 from lightning_pfl.engine.recording import Recorder
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.whole_steps import WholeSteps
@@ -338,13 +339,65 @@ def test_settings_that_are_new_in_a_round_are_recorded_if_a_step_comes_often(
     assert replays == [3, 1, 4, 1, 4]
 
 
+class Attending(nn.Module):
+    """Attention among the rows of a picture, of which the last one counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(5, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        return cast(Tensor, self.attention(rows, rows, rows)[0][:, -1])
+
+
+@pytest.mark.parametrize("method", [FedAvg(local_epochs=2), SCAFFOLD("II", local_epochs=2)])
+def test_gradients_of_slices_are_those_of_the_steps(method: Method) -> None:
+    torch.manual_seed(0)
+    module = PersonalizedModule(Attending(), nn.Linear(5, CLASSES), lr=0.1).double()
+    recorded, plain = (run(method, module, limit) for limit in (99, 0))
+    assert replays(recorded) > 10
+    assert_rounds_equal(recorded, plain)
+
+
 # --- programs -------------------------------------------------------------------------------------
+
+
+class Ran(OperatorMode):
+    """Notes the names of operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def row(gradient: Tensor, at: int, of: int = 4) -> Tensor:
+    """The gradient of a row."""
+    shape = [of, len(gradient)]
+    return cast(Tensor, torch.ops.aten.select_backward.default(gradient, shape, 0, at))
+
+
+def column(gradient: Tensor, at: int, dim: int = 1) -> Tensor:
+    """The gradient of a column."""
+    return cast(Tensor, torch.ops.aten.select_backward.default(gradient, [4, 4], dim, at))
+
+
+def rows(gradient: Tensor, begin: int, end: int) -> Tensor:
+    """The gradient of some rows."""
+    found = torch.ops.aten.slice_backward.default(gradient, [4, 4], 0, begin, end, 1)
+    return cast(Tensor, found)
 
 
 def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
     """Draw a function of four matrices that makes four, by operators of all kinds."""
     draws = random.Random(seed)
-    kinds = [draws.randrange(13) for _ in range(12)]
+    kinds = [draws.randrange(17) for _ in range(12)]
     picks = [(draws.randrange(99), draws.randrange(99)) for _ in kinds]
     ends = [draws.randrange(99) for _ in range(4)]
 
@@ -366,6 +419,10 @@ def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
                 lambda a, b: a.add_(torch.tanh(b)) if a.is_contiguous() else a,
                 lambda a, b: b.sum(0, keepdim=True).expand(4, 4) * a.clone(),
                 lambda a, b: torch.empty_like(a).copy_(b).mul_(a),
+                lambda a, b: row(a[0], 2),
+                lambda a, b: row(a[0], 2) + row(b[1], -1) + row(a[1], 1),
+                lambda a, b: rows(a[:3], 0, 3) + row(b[1], -1),
+                lambda a, b: (row(a[0], 2) + row(b[1], -2)).add_(rows(b[:2], 1, 3)),
             ]
             held.append(operators[kind](a, b))
         return [held[end % len(held)] for end in ends]
@@ -373,7 +430,7 @@ def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
     return function
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(200))
 def test_programs_of_all_kinds(seed: int) -> None:
     """Three tensors are in place, of which the results are copied; one is an argument."""
     function, generator = draw_program(seed), torch.Generator().manual_seed(seed)
@@ -425,11 +482,67 @@ def test_memory_that_a_program_fills_is_where_its_result_is_to_be() -> None:
     with (recorder := Recorder([x])):
         result = torch.empty_like(x).copy_(x)
     buffers, targets = Buffers(), [(recorder.name(result), new)]
-    with (replayed := Recorder([x, new])):
+    with (ran := Ran()):
         compile_in_place(recorder, {"a0": x}, targets, [], buffers)()
     assert torch.equal(new, x)
     assert buffers.count() == 0
-    assert [call.operator for call in replayed.calls] == [torch.ops.aten.copy_.default]
+    assert ran.operators == ["aten.copy_.default"]
+
+
+@pytest.mark.parametrize("attention", [True, False])
+def test_gradients_of_slices_are_written_side_by_side(attention: bool) -> None:
+    """Of all rows, or of two: no zeros are made or added, and -0 becomes 0, as in a sum."""
+    x = torch.tensor([[-0.0, 1.0], [2.0, -0.0], [-3.0, torch.nan]])
+
+    def function(x: Tensor) -> Tensor:
+        found = row(x[0] * 1, 0, 3) + row(x[1] * 1, 2, 3)
+        return (found + row(x[2] * 1, 1, 3) if attention else found) * 1
+
+    with (recorder := Recorder([x])):
+        expected = function(x)
+    replay = compile_in_place(recorder, {}, [], [recorder.name(expected)], Buffers())
+    for _ in range(2):
+        with (ran := Ran()):
+            (found,) = replay(x)
+        assert torch.equal(found.nan_to_num(9), expected.nan_to_num(9))
+        assert torch.equal(found.signbit(), expected.signbit())
+        assert ran.operators.count("aten.add.out") == 2 + attention
+        assert not any("backward" in name or "zero" in name for name in ran.operators)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: row(a, 1) + row(b, 1),
+        lambda a, b: row(a, 1) + row(b, -3),
+        lambda a, b: (row(a, 0) + row(b, 1)) * row(a, 0),
+        lambda a, b: (one := row(a, 0)) + row(b, 1) - one,
+        lambda a, b: row(a, 0) + row(b, 1) + column(a, 2),
+        lambda a, b: column(a, 1) + column(b, 1, -1),
+        lambda a, b: torch.add(row(a, 0), row(b, 1), alpha=2),
+        lambda a, b: (row(a, 0) + row(b, 1)).view(16)[2:9] + 1,
+    ],
+)
+def test_sums_of_slices_that_share_entries_or_are_read(
+    function: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    a, b = torch.randn(4), torch.randn(4)
+    with (recorder := Recorder([a, b])):
+        expected = function(a, b) * 2
+    replay = compile_in_place(recorder, {}, [], [recorder.name(expected)], Buffers())
+    for _ in range(2):
+        assert torch.equal(replay(a, b)[0], expected)
+
+
+def test_large_zeros_around_a_slice_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "KEPT", 5)
+    with (recorder := Recorder([x := torch.randn(2)])):
+        result = row(x, 1, 3) * 2
+    replay = compile_in_place(recorder, {}, [], [recorder.name(result)], Buffers())
+    with (ran := Ran()):
+        (found,) = replay(x)
+    assert torch.equal(found, result)
+    assert "aten.select_backward.default" in ran.operators
 
 
 def test_a_leaf_that_clients_share_and_a_step_changes() -> None:
