@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from lightning_pfl.core.tree import Tree
+from lightning_pfl.core.tree import Tree, tmap
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import Engine, EvaluationWork, LocalWork
@@ -81,6 +81,19 @@ class _NoHooks(ModuleTracker):
         pass
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Why the vectorized engine can't run a piece of work.
+
+    Attributes:
+        reason: In words.
+        rounding: Whether its results may be others by rounding alone.
+    """
+
+    reason: str
+    rounding: bool = False
+
+
 class Probe:
     """Compares the vectorized engine with the sequential one, on short pieces of work.
 
@@ -123,7 +136,7 @@ class Probe:
         expected: Tree,
         counter: AbstractContextManager[Any],
         is_wanted: Callable[[], bool],
-    ) -> str | None:
+    ) -> Problem | None:
         """Describe why the vectorized engine can't be used, or return None.
 
         Args:
@@ -140,17 +153,20 @@ class Probe:
                 found = results(engine, piece)
         # Any exception of a user's module under vmap; true errors recur in the other engine.
         except Exception as error:
-            return reason_of(error)
-        before = (
+            return Problem(reason_of(error))
+        before: Tree = (
             {"uploads": piece.received, "own": piece.client_state}
             if isinstance(piece, LocalWork)
             else {}
         )
         why = difference(expected, found, before, mixed=self.settings.autocast is not None)
-        rounded = why is not None and OTHER_NUMBERS in why and is_alike(expected, found, before)
-        if not (rounded and isinstance(piece, LocalWork) and is_wanted()):
-            return why
-        return None if self._agrees_in_double(engine, piece) else why
+        if why is None:
+            return None
+        start = before or {"values": tmap(torch.zeros_like, expected["values"])}
+        rounding = OTHER_NUMBERS in why and is_alike(expected, found, start)
+        if rounding and isinstance(piece, LocalWork) and is_wanted():
+            return None if self._agrees_in_double(engine, piece) else Problem(why, rounding)
+        return Problem(why, rounding)
 
     def _agrees_in_double(self, engine: VectorizedEngine, piece: LocalWork) -> bool:
         """Whether a step is the same in double precision, as far as that can be tried."""

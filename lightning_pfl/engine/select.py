@@ -19,8 +19,7 @@ from lightning_pfl.engine.active_phase import is_unmodified
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork, ModuleLoop
 from lightning_pfl.engine.optimizer import why_not_elementwise
 from lightning_pfl.engine.probe import OperationCounter, Probe, results
-from lightning_pfl.engine.program import NotVectorizableError
-from lightning_pfl.engine.safety.compare import OTHER_NUMBERS, is_out_of_memory, reason_of
+from lightning_pfl.engine.safety.compare import is_out_of_memory, reason_of
 from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten
 from lightning_pfl.engine.safety.snapshot import has_hooks_or_generators, hooks_of
 from lightning_pfl.engine.sequential import SequentialEngine
@@ -53,7 +52,8 @@ class SelectedEngine:
     sequentially all the same where ``cost.py`` estimates that to be faster. That choice depends on
     the module, the minibatches and the method, never on timing. With ``"timed"`` the clock chooses
     (``timing.py``), and several processes take what the first one has found. A resumed run repeats
-    the choice.
+    the choice. Where hooks of layers or of the optimizer have come or gone, the probe runs again:
+    what it has found before holds, unless a step can't run so now.
 
     ``validation_step``, ``test_step`` and ``predict_step`` are probed on their own, and where all
     clients have one model, whose samples then are one batch, once more.
@@ -106,7 +106,7 @@ class SelectedEngine:
         self.seconds: dict[str, dict[int, float]] = {}
         self.trial = False
         self._engines: dict[str, SequentialEngine | VectorizedEngine] = {}
-        self._hooks: dict[str, list[Any]] = {}
+        self._conditions: dict[str, tuple[str | None, list[Any]]] = {}
         self._checked: set[str] = set()
         self._said: set[str] = set()
         self._sequential = SequentialEngine(
@@ -131,17 +131,14 @@ class SelectedEngine:
 
     def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
-        if work.step not in self._engines:
+        why_not = self._why_one_by_one(work)
+        if self._is_open(work, why_not):
             if not int(work.info.steps.sum()):
                 return self._sequential.train(work, on_clients)
-            why_not = why_not_elementwise(work.optimizer) if self.loop is None else self.loop.why
-            if work.kept is not None and any(not p.ndim for p in self.module.parameters()):
-                why_not = why_not or "optimizer states are kept, and a parameter has no axes"
             self._choose_together(work, why_not)
         engine, listener = self._engines[work.step], _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
-                self._require_known_hooks(work)
                 return engine.train(work, listener)
         with self._checking(work):
             return self._sequential.train(work, listener)
@@ -150,12 +147,11 @@ class SelectedEngine:
         """Run a validation, test or prediction step for each client."""
         kind = self._kind(work)
         later = self.trial and self.name == "timed" and not self._known(kind)[1]
-        if kind not in self._engines and not later:
+        if not later and self._is_open(work):
             self._choose_together(work)
         engine, listener = self._engines.get(kind, self._sequential), _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
-                self._require_known_hooks(work)
                 return engine.evaluate(work, listener)
         with self._checking(work):
             return self._sequential.evaluate(work, listener)
@@ -207,22 +203,25 @@ class SelectedEngine:
                 self._said.add(why)
                 rank_zero_info(why)
 
-    def _require_known_hooks(self, work: LocalWork | EvaluationWork) -> None:
-        """Raise NotVectorizableError for hooks that the probe hasn't seen.
+    def _why_one_by_one(self, work: LocalWork) -> str | None:
+        """Describe why clients have to train one after another in this round, whatever the step."""
+        why_not = why_not_elementwise(work.optimizer) if self.loop is None else self.loop.why
+        if work.kept is not None and any(not p.ndim for p in self.module.parameters()):
+            why_not = why_not or "optimizer states are kept, and a parameter has no axes"
+        return why_not
 
-        One may be a loop over samples, or do nothing under ``vmap``, as those of gradients.
+    def _is_open(self, work: LocalWork | EvaluationWork, why_not: str | None = None) -> bool:
+        """Whether an engine has to be chosen, as none was or under other conditions.
+
+        A hook may be a loop over samples, or do nothing under ``vmap``, as those of gradients.
         """
-        if hooks_of(self.module) != self._hooks[self._kind(work)]:
-            raise NotVectorizableError(
-                f"Expected the layers' hooks to stay as they were when `{work.step}` first ran, "
-                "but some were registered or removed since. Register them before the fit, or use "
-                "engine='auto'."
-            )
-        if isinstance(work, LocalWork) and (why := why_not_elementwise(work.optimizer)) is not None:
-            raise NotVectorizableError(
-                f"Expected an optimizer that can step many clients at once, but {why}. Use "
-                "engine='auto'."
-            )
+        kind = self._kind(work)
+        known = self.name in UNPROBED or self._conditions.get(kind) == self._now(why_not)
+        return kind not in self._engines or not known
+
+    def _now(self, why_not: str | None) -> tuple[str | None, list[Any]]:
+        """Return what a choice depends on and may be otherwise in each round."""
+        return why_not, hooks_of(self.module)
 
     def _checking(self, work: LocalWork | EvaluationWork) -> AbstractContextManager[None]:
         """Check, the first time, whether a step writes to tensors that clients share."""
@@ -239,7 +238,9 @@ class SelectedEngine:
     ) -> None:
         """Choose, and if another process has found something else before, choose that."""
         self._choose(work, why_not)
-        if self._agree is None or self.name in UNPROBED:
+        self._conditions[self._kind(work)] = self._now(why_not)
+        # What is so in a round alone is so for all processes.
+        if self._agree is None or self.name in UNPROBED or why_not is not None:
             return
         place = self._place(self._kind(work))
         mine = self.found.get(place, self._one_by_one)
@@ -282,7 +283,7 @@ class SelectedEngine:
         before, size = self._known(step)
         if self.name == "timed" and not size:
             before = ""  # an estimate's choice
-        if before == self._sequential.name and self.name in ("auto", "timed"):
+        if before == self._sequential.name and self.name in ("auto", "timed") and why_not is None:
             self._settle(step, self._sequential, f"as in {finder}")
             return
         reasons = []
@@ -306,8 +307,8 @@ class SelectedEngine:
                 pays = partial(self._probe.pays, *estimated)
                 # What a run has begun with is taken anyway.
                 wanted = pays if estimates else partial(ne, before, transform)
-                reason = self._probe.problem(engine, piece, expected, mode, wanted)
-                if reason is None or (before == transform and OTHER_NUMBERS in reason):
+                problem = self._probe.problem(engine, piece, expected, mode, wanted)
+                if problem is None or (before == transform and problem.rounding):
                     if self.name == "timed" and not before:
                         self._settle_fastest(work, engine)
                     elif estimates:
@@ -317,8 +318,8 @@ class SelectedEngine:
                         again = f" as in {finder}" if before == transform else ""
                         self._settle_at_once(work, engine, size, again)
                     return
-                reasons.append(f"{self._how(work, transform)}: {reason}")
-            if any(OTHER_NUMBERS in reason for reason in reasons):
+                reasons.append(f"{self._how(work, transform)}: {problem.reason}")
+            if not before:
                 self.found[place] = self._one_by_one
         why = "; ".join(dict.fromkeys(reasons))
         if self.name == "vectorized":
@@ -406,7 +407,7 @@ class SelectedEngine:
         self._settle(kind, engine, f"{best} clients at once; a {unit} takes {times}")
 
     def _settle(self, step: str, engine: SequentialEngine | VectorizedEngine, why: str) -> None:
-        self._engines[step], self._hooks[step] = engine, hooks_of(self.module)
+        self._engines[step] = engine
         self.choices[step] = f"{engine.name} ({why})"
         if self.name not in UNPROBED:
             rank_zero_info(f"{self._whose}{step} runs {engine.name}: {why}.")

@@ -21,7 +21,7 @@ from lightning_pfl.engine.cost import (
     Share,
     batching_pays,
 )
-from lightning_pfl.engine.probe import Probe
+from lightning_pfl.engine.probe import Probe, Problem
 from lightning_pfl.engine.safety.compare import OTHER_NUMBERS
 from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.methods import FedAvg, FedRep
@@ -172,9 +172,10 @@ def test_a_resumed_run_keeps_an_engine_that_rounding_has_chosen(
     probe, data, path = Probe.problem, image_clients((8, 8), batch_size=4), tmp_path / "a"
 
     def run(rounds: int, wrong: list[str], resume: Path | None = None) -> Any:
-        def problem(self: Any, made: Any, *args: Any) -> str | None:
+        def problem(self: Any, made: Any, *args: Any) -> Problem | None:
             found = probe(self, made, *args)
-            return f"its result {OTHER_NUMBERS}" if made.transform in wrong else found
+            other = Problem(f"its result {OTHER_NUMBERS}", rounding=True)
+            return other if made.transform in wrong else found
 
         monkeypatch.setattr(Probe, "problem", problem)
         made = trainer(FedAvg(), engine=engine, max_epochs=rounds, limit_val_batches=0)

@@ -60,15 +60,46 @@ class OfWorld(nn.Module):
 
 def hold(name: str, *values: Any) -> Callable[[Any, int], None]:
     """Set an attribute of the layer to the round's value."""
-    return lambda layer, round: setattr(layer, name, values[round])
+    return lambda module, round: setattr(layer_of(module), name, values[round])
 
 
-def of_world(layer: Any, round: int) -> None:
+def layer_of(module: Any) -> Any:
+    return module.get_submodule("backbone.1")
+
+
+def of_world(module: Any, round: int) -> None:
     WORLD["noise"] = (0.0, 0.3, 0.0, 0.3)[round]
 
 
-def rest(layer: Any, round: int) -> None:
-    layer.train(round % 2 == 0)
+def rest(module: Any, round: int) -> None:
+    layer_of(module).train(round % 2 == 0)
+
+
+def hook(kind: str, *rounds: int) -> Callable[[Any, int], None]:
+    """Register a hook in some rounds alone."""
+    handles: list[Any] = []
+
+    def change(module: Any, round: int) -> None:
+        while handles:
+            handles.pop().remove()
+        if round not in rounds:
+            return
+        layer, optimizer = layer_of(module), module.trainer.optimizers[0]
+        if kind == "scales":
+            handles.append(layer.register_forward_hook(lambda *given: given[-1] * 1.5))
+        elif kind == "reads":
+            handles.append(layer.register_forward_hook(lambda *given: given[-1] * sign(given[-1])))
+        elif kind == "gradient":
+            handles.append(layer.register_full_backward_pre_hook(lambda _, given: (given[0] / 2,)))
+        else:
+            handles.append(optimizer.register_step_pre_hook(lambda *_: None))
+
+    return change
+
+
+def sign(x: Tensor) -> float:
+    """A number in a tensor, which a program of many clients hasn't."""
+    return 1.0 if float(x.detach().sum()) > 0 else -1.0
 
 
 CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], None]]] = {
@@ -82,6 +113,14 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], None]]] =
     "centring that begins": (Held, hold("centred", 0, 1, 0, 1)),
     "centring that ends": (Held, hold("centred", 1, 0, 0, 1)),
     "BatchNorm that rests": (lambda: nn.BatchNorm1d(6), rest),
+    "a hook that begins": (nn.Tanh, hook("scales", 2, 3)),
+    "a hook that ends": (nn.Tanh, hook("scales", 0, 1)),
+    "a hook for one client that begins": (nn.Tanh, hook("reads", 1, 2)),
+    "a hook for one client that ends": (nn.Tanh, hook("reads", 0)),
+    "a gradient's hook that begins": (nn.Tanh, hook("gradient", 1, 2)),
+    "a gradient's hook that ends": (nn.Tanh, hook("gradient", 0)),
+    "an optimizer's hook that begins": (nn.Tanh, hook("optimizer", 1, 2)),
+    "an optimizer's hook that ends": (nn.Tanh, hook("optimizer", 0, 3)),
 }
 
 
@@ -93,7 +132,7 @@ class Change(Callback):
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Change it as a function of the round alone."""
-        self.change(pl_module.get_submodule("backbone.1"), trainer.current_epoch)
+        self.change(pl_module, trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the checkpoint."""
@@ -166,6 +205,9 @@ def require_resumed(
         "dropout that begins",
         "centring that begins",
         "BatchNorm that rests",
+        "a hook for one client that ends",
+        "a gradient's hook that begins",
+        "an optimizer's hook that ends",
     ],
 )
 def test_a_resumed_run_has_the_whole_runs_bits(

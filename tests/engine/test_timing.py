@@ -351,7 +351,7 @@ def test_a_chunk_size_that_was_given_is_the_only_one(machine: dict[int, float]) 
 def test_what_can_not_run_at_once_is_not_timed(
     machine: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe.Probe, "problem", lambda *_: "no batching rule")
+    monkeypatch.setattr(probe.Probe, "problem", lambda *_: probe.Problem("no batching rule"))
     made = run()
     assert choice_of(made) == (
         "sequential (vmap over the forward pass: no batching rule; "
