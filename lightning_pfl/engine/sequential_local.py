@@ -8,8 +8,8 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchmetrics import Metric
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
 from lightning_pfl.contract.records import (
     LogOptions,
@@ -38,6 +38,7 @@ from lightning_pfl.engine.optimizer import (
 )
 from lightning_pfl.engine.program import ClientProgram, sample_gradient
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
+from lightning_pfl.engine.safety.snapshot import restore, snapshot
 from lightning_pfl.engine.steps import Unread, split_draws
 from lightning_pfl.engine.terms import Term, split_terms
 from lightning_pfl.engine.trace import Given, Traces
@@ -256,7 +257,7 @@ class SequentialLocalStep:
         """Yield a minibatch as the module gets it and a list for its loss, which is logged."""
         found: list[Tensor | None] = []
         self.program.log.begin(minibatch)
-        with self._randomness(number):
+        with self._metrics_kept(self._logged), self._randomness(number):
             yield self.program.prepared(minibatch), found
         logged = self.program.log.take()
         if not self._logged:
@@ -309,6 +310,23 @@ class SequentialLocalStep:
         drew = bool(self.program.random_calls) or found.moved or found.moved_torch
         self.drew = bool(self.drew) or drew
 
+    @contextmanager
+    def _metrics_kept(self, kept: bool = True) -> Iterator[None]:
+        """Leave torchmetrics objects as they are where a step doesn't log what they are told."""
+        # What is recorded doesn't tell them anything.
+        objects = self._metric_objects if kept and not self._is_recorded else ()
+        before = [snapshot(one) for one in objects]
+        try:
+            yield
+        finally:
+            for one, was in zip(objects, before, strict=True):
+                restore(one, was)
+
+    @cached_property
+    def _metric_objects(self) -> tuple[nn.Module, ...]:
+        parts = self.parameter_split.module.modules()
+        return tuple(part for part in parts if isinstance(part, (Metric, MetricCollection)))
+
     def new_step(self) -> None:
         """Start a step, whose first gradient logs, unless samples are public."""
         self._logged = self.active.phase.data == "public"
@@ -350,7 +368,7 @@ class SequentialLocalStep:
         total: Model = {}
         terms = split_terms(widths, objective, given, weights, sample_data)
         for (number, minibatch), term, width in zip(batch, terms, widths, strict=True):
-            with self._randomness(number) as key:
+            with self._metrics_kept(self._logged), self._randomness(number) as key:
                 if term is None:
                     step = partial(self._differentiated, number)
                     found = self.traces.run(step, known, minibatch, key)
@@ -437,7 +455,7 @@ class SequentialLocalStep:
         sums, samples = [], 0
         for number, minibatch in batch:
             step = partial(self._measured, number)
-            with torch.no_grad(), self._randomness(number) as key:
+            with torch.no_grad(), self._metrics_kept(), self._randomness(number) as key:
                 loss = self.traces.run(step, given, minibatch, key, MEASURED)
             if loss is not None:
                 size = batch_length(minibatch)
@@ -467,7 +485,7 @@ class SequentialLocalStep:
         one, plain = self._one(model), self.active.phase.evaluate_only
         found = []
         for number, minibatch in batch:
-            with self._randomness(number) as key:
+            with self._metrics_kept(), self._randomness(number) as key:
                 at = self._number(number)
                 found.append(self.program.observed(one, minibatch, key, at, what, plain)[None])
         return join_batches(found)
@@ -477,7 +495,7 @@ class SequentialLocalStep:
         one = self._one(model)
         found = []
         for number, minibatch in batch:
-            with torch.no_grad(), self._randomness(number) as key:
+            with torch.no_grad(), self._metrics_kept(), self._randomness(number) as key:
                 found.append(self.program.sample_losses(one, minibatch, key, None, checked=True))
         return torch.cat(found).unsqueeze(0)
 
@@ -488,7 +506,7 @@ class SequentialLocalStep:
         trained = {n: one[n].detach().requires_grad_() for n in self.active.trainable}
         found = []
         for number, minibatch in batch:
-            with self._randomness(number) as key:
+            with self._metrics_kept(), self._randomness(number) as key:
                 losses = self.program.sample_losses(
                     {**one, **trained}, minibatch, key, None, training=True, checked=True
                 )

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
-from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.methods import Ditto, FedAvg, FedRep, PFedMe
 from lightning_pfl.testing.fitting import fit
+from lightning_pfl.testing.rounds import local_round
 from tests.engine.nets import CLASSES, compare, image_clients
 from tests.engine.test_select import Classifier
 
@@ -127,6 +128,49 @@ def test_an_accuracy_by_hand(engine: str) -> None:
     choice = run.federation.engine.choices["training_step"]
     assert choice.startswith("vectorized" if engine == "auto" else "sequential")
     assert not module.accuracy.update_called
+
+
+class Told(Measured):
+    """Counts the samples that its object is told."""
+
+    def build(self) -> None:
+        self.samples = SumMetric()
+
+    def measure(self, scores: Tensor, classes: Tensor) -> None:
+        self.samples.update(torch.ones_like(classes).sum())
+        self.log("samples", self.samples)
+
+
+class TwoLosses(FedAvg):
+    """Measures the loss twice before each step."""
+
+    def client_step(self, state: Any, minibatches: Any, client: Any) -> Any:
+        for _ in range(2):
+            client.loss(state["model"], minibatches)
+        return super().client_step(state, minibatches, client)
+
+
+class Looped(Told):
+    """Takes its steps in Lightning's own loop, as it has a hook in them."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.steps = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "engine"),
+    [
+        *((Told, method, "vectorized") for method in (TwoLosses, Ditto, PFedMe)),
+        *((Told, method, "sequential") for method in (TwoLosses, Ditto, PFedMe)),
+        (Looped, Ditto, "sequential"),
+    ],
+)
+def test_an_object_is_told_each_sample_once(
+    kind: type[Told], method: Callable[..., Any], engine: Any
+) -> None:
+    """However many gradients and losses a method computes in a step."""
+    result = local_round(method(local_epochs=2), kind(), clients(), engine).result
+    assert result.logs["samples"].tolist() == [2.0 * size for size in SIZES]
 
 
 class Reading(Measured):
