@@ -13,9 +13,8 @@ from torch import Tensor
 
 SMALLEST = 2**16
 """Bytes from which a tensor's memory is kept; less than this the allocator keeps by itself."""
-LIMIT = 2**26
-"""Largest number of bytes that are kept: uploads of large networks would double the memory of a
-round, where page faults are few beside the arithmetic."""
+LIMIT = 2**28
+"""Largest number of bytes that are kept, also while clients are evaluated."""
 NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 
 
