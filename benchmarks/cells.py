@@ -33,7 +33,7 @@ WARM_UP, MOST = 2, 9
 """Rounds before the clock counts, which have the engine's probe and its recordings, and the most
 that count, as many as take the seconds that are asked for. Without another side, whose ratio needs
 more, one round warms up, one may do, and a third of the seconds."""
-LEAST = 2
+LEAST = 4
 APART = 0.02
 """Largest distance of the two sides' models after the first round, relative to the way from the
 initial models, in single precision: the median over the server's and the clients' models. Rounding
