@@ -203,6 +203,8 @@ class Recorder(OperatorMode):
         kwargs = kwargs or {}
         if torch.Tag.dynamic_output_shape in func.tags and not _has_plain_indices(func, args):
             raise TypeError(f"the shape of what {func} returns depends on numbers in a tensor")
+        if torch.Tag.inplace_view in func.tags:
+            return self._reshaped(func, args, kwargs)
         writes = frozenset(self._changed(func, args, kwargs))
         if any(self.roots[name] in self.constants for name in writes):
             raise TypeError(f"{func} writes to a tensor that stays from step to step")
@@ -222,6 +224,24 @@ class Recorder(OperatorMode):
         several = isinstance(result, (tuple, list))
         makes = tuple(map(self._new, result if several else [result]))
         self.calls.append(Call(func, text, frozenset(reads), makes, several, writes))
+        return result
+
+    def _reshaped(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Note what turns a tensor into another view of its memory: as a view, by a new name.
+
+        A replay that turned its tensors would find them turned by the replay before.
+        """
+        tensor = args[0]
+        name, before = self.name(tensor), tensor.detach()
+        result = func(*args, **kwargs)
+        place = [(one.data_ptr(), one.dtype, one.numel()) for one in (before, tensor)]
+        if not name.startswith("v") or place[0] != place[1]:
+            raise TypeError(f"{func} changes more than the shape of a tensor of the step's own")
+        self.tensors[name] = before
+        shape, strides = list(tensor.shape), list(tensor.stride())
+        text, view = f"{name}, {shape}, {strides}", torch.ops.aten.as_strided.default
+        made = self._keep(tensor, f"v{len(self.tensors)}")
+        self.calls.append(Call(view, text, frozenset({name}), (made,), False, frozenset()))
         return result
 
     def _changed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> set[str]:

@@ -397,7 +397,7 @@ def rows(gradient: Tensor, begin: int, end: int) -> Tensor:
 def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
     """Draw a function of four matrices that makes four, by operators of all kinds."""
     draws = random.Random(seed)
-    kinds = [draws.randrange(17) for _ in range(12)]
+    kinds = [draws.randrange(19) for _ in range(12)]
     picks = [(draws.randrange(99), draws.randrange(99)) for _ in kinds]
     ends = [draws.randrange(99) for _ in range(4)]
 
@@ -423,6 +423,8 @@ def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
                 lambda a, b: row(a[0], 2) + row(b[1], -1) + row(a[1], 1),
                 lambda a, b: rows(a[:3], 0, 3) + row(b[1], -1),
                 lambda a, b: (row(a[0], 2) + row(b[1], -2)).add_(rows(b[:2], 1, 3)),
+                lambda a, b: (a + b).transpose_(0, 1),
+                lambda a, b: a[:].t_(),
             ]
             held.append(operators[kind](a, b))
         return [held[end % len(held)] for end in ends]
