@@ -39,7 +39,8 @@ class Phase:
         full_batch: Whether the client's samples are one minibatch, in their stored order. Not for
             users' DataLoaders.
         evaluate_only: Whether nothing trains: every layer runs in eval mode without augmentation
-            and logs, and ``client_step`` calls ``client.loss``. Its steps count.
+            and logs, and ``client_step`` calls ``client.loss``. Its steps count. Where a step adds
+            up what it finds of each sample, it may get several minibatches as one.
         data: ``"validation"``: a pass over the client's validation samples, all of them whatever
             the Trainer's limits, with ``evaluate_only``. ``"public"``: the round's public samples,
             the same ones in the same order for all clients and in each epoch, without

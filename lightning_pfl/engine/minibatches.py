@@ -20,11 +20,17 @@ from lightning_pfl.engine.steps import (
     Budget,
     Limits,
     epoch_minibatches,
+    fitting_samples,
+    joined,
     minibatches_per_epoch,
     order_key,
     step_bounds,
     step_size,
 )
+
+IMAGES, MOST, OF_IDS = 256, 1024, 128
+"""Samples of minibatches that are joined: of greyscale images of 28 x 28 numbers, at most, and of
+ids, as of a model that all clients have."""
 
 
 class ClientMinibatches:
@@ -41,6 +47,8 @@ class ClientMinibatches:
         round: The communication round.
         stream: Name of the random stream.
         first_epoch: Number of the phase's first epoch within the round.
+        join: Whether steps may have several minibatches as one, as they add up what they find of
+            each sample.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class ClientMinibatches:
         round: int,
         stream: str,
         first_epoch: int,
+        join: bool = False,
     ) -> None:
         self.data, self.client, self.limits = data, client, limits
         self.device, self.seed = settings.device, settings.seed
@@ -63,9 +72,20 @@ class ClientMinibatches:
         self.whole = budget.full_batch
         self.per_epoch = minibatches_per_epoch(data, client, self.limits, budget.full_batch)
         mine = budget.of(data.names[client])
+        if isinstance(data, FederatedTensorDataset):
+            self._cuts = self._cut(data, self.per_epoch, join and mine.epochs is not None)
+            self.per_epoch = len(self._cuts)
         self.bounds = step_bounds(self.per_epoch, mine, self.limits.accumulate)
         self.size = step_size(budget, self.limits)
         self.epochs_used = -(-self.bounds[-1][1] // self.per_epoch) if self.bounds else 0
+
+    def _cut(self, data: FederatedTensorDataset, minibatches: int, join: bool) -> list[int]:
+        """Return the samples of each minibatch of an epoch, of which several may be one."""
+        size = max(1, self.samples) if self.whole else data.batch_size
+        complete, rest = divmod(min(self.samples, minibatches * size), size)
+        most = fitting_samples(data, IMAGES, MOST, OF_IDS) // size if join else 1
+        # The last one may have any size, and would make one of a group that is another client's.
+        return [size * some for some in joined(complete, most)] + ([rest] if rest else [])
 
     def key(self, epoch: int) -> int:
         """Return the key of an epoch's order."""
@@ -83,7 +103,7 @@ class ClientMinibatches:
     def _resident(self) -> Iterator[Any]:
         assert isinstance(self.data, FederatedTensorDataset)
         shuffle = self.data.shuffle and not self.limits.overfit and not self.whole
-        size = max(1, self.samples) if self.whole else self.data.batch_size
+        used = sum(self._cuts)
         for epoch in range(self.epochs_used):
             order = (
                 permutation(self.samples, self.key(epoch))
@@ -91,7 +111,7 @@ class ClientMinibatches:
                 else torch.arange(self.samples)
             )
             mine = self.data.indices[self.client][order.to(self.data.device)]
-            yield from map(self.data.gather, mine.split(size)[: self.per_epoch])
+            yield from map(self.data.gather, mine[:used].split(self._cuts))
 
     def _drawn(self) -> Iterator[Any]:
         assert not isinstance(self.data, FederatedTensorDataset)

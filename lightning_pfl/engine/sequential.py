@@ -26,7 +26,7 @@ from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Stacked
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine import kernels
-from lightning_pfl.engine.active_phase import ActivePhase
+from lightning_pfl.engine.active_phase import ActivePhase, couples_samples, is_sample_wise
 from lightning_pfl.engine.base import (
     EngineSettings,
     EvaluationWork,
@@ -285,21 +285,20 @@ class SequentialEngine:
             if number not in self._active:
                 self._active[number] = ActivePhase(phase, self.parameter_split)
             active = self._active[number]
-            budget = phase_budget(phase)
-            order = (info.round, work.stream, first_epoch)
-            minibatches = ClientMinibatches(
-                work.split(phase),
-                client,
-                budget,
-                phase_limits(phase, self.limits),
-                self.settings,
-                *order,
-            )
             with (
                 active.modes(),
                 local_step.program.capturing(),
                 local_step.program.plain(phase.data == "public"),
             ):
+                minibatches = ClientMinibatches(
+                    work.split(phase),
+                    client,
+                    phase_budget(phase),
+                    phase_limits(phase, self.limits),
+                    self.settings,
+                    *(info.round, work.stream, first_epoch),
+                    join=self._adds_up(work, phase),
+                )
                 local_step.program.throwaway = active.throwaway
                 whole = self.whole_steps(work, number, active, local_step)
                 schedule = work.options(phase, len(minibatches.bounds))
@@ -345,6 +344,15 @@ class SequentialEngine:
         options = dict(local_step.program.log.options)
         states = [] if kept is None else [kept]
         return LocalResult(upload, client_state, logs, options, loss, states)
+
+    def _adds_up(self, work: LocalWork, phase: Phase) -> bool:
+        """Whether a phase adds up losses of samples; within the modes of the phase."""
+        if not phase.evaluate_only or phase.data != "training" or phase.full_batch:
+            return False
+        one_by_one = phase.batches_per_step == 1 and self.limits.accumulate == 1
+        unseen = self.settings.batch_hooks is None and work.schedule is None
+        per_sample = is_sample_wise(self.module) and not couples_samples(self.module, False)
+        return one_by_one and unseen and per_sample
 
     @contextmanager
     def _leaving_no_trace(self, phase: Phase) -> Iterator[None]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfl.core.randomness import derive
+from lightning_pfl.data.batch import batch_leaves
 from lightning_pfl.data.datasets import DropLast, FederatedDataset, FederatedTensorDataset
 from lightning_pfl.methods.base import PerClient, Phase
 
@@ -203,6 +204,46 @@ def phase_limits(phase: Phase, limits: Limits) -> Limits:
 def phase_budget(phase: Phase) -> Budget:
     """Return the length of a phase and the cut of its steps."""
     return Budget(phase.epochs, phase.steps, phase.batches_per_step, phase.full_batch)
+
+
+def fitting_samples(data: FederatedDataset, images: int, most: int, ids: int) -> int:
+    """Choose samples of as many numbers in all as some images have.
+
+    Activations are larger than inputs by a factor that is much the same for images and tables.
+
+    Args:
+        data: The dataset.
+        images: Greyscale images of 28 x 28 numbers.
+        most: Largest number of samples.
+        ids: Samples of whole numbers, and of data whose size isn't known.
+    """
+    if not isinstance(data, FederatedTensorDataset) or not data.pool_size:
+        return ids
+    inputs = next(batch_leaves(data.fields))
+    if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
+        return ids
+    return max(1, min(most, images * 28 * 28 // max(1, inputs[0].numel())))
+
+
+def joined(minibatches: int, most: int) -> list[int]:
+    """Cut a number of minibatches into groups of powers of two, of which there are few sizes.
+
+    Args:
+        minibatches: How many there are.
+        most: Largest size of a group.
+
+    Example:
+        >>> joined(15, 5), joined(2, 5)
+        ([4, 4, 4, 2, 1], [2])
+    """
+    found, size = [], 1 << (max(1, most).bit_length() - 1)
+    while minibatches:
+        if size <= minibatches:
+            found.append(size)
+            minibatches -= size
+        else:
+            size >>= 1
+    return found
 
 
 class Unread:

@@ -15,6 +15,7 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.tree import Tree
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.steps import joined
 from lightning_pfl.methods.base import LocalStep, Method, Phase
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import assert_trees_equal, local_round
@@ -37,18 +38,20 @@ class Measures(Method):
     def client_init(self, received: Tree, client_state: Tree, info: ClientInfo) -> Tree:
         nothing = torch.zeros(len(info), dtype=torch.float64)
         model = {name: leaf.clone() for name, leaf in received["model"].items()}
-        return {"model": model, "total": nothing, "count": nothing.clone()}
+        zeros = {name: nothing.clone() for name in ("total", "count", "calls")}
+        return {"model": model, **zeros}
 
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         if client.phase != "measure":
             return super().client_step(state, minibatches, client)
         loss, count = client.loss(state["model"], minibatches)
-        return {**state, "total": state["total"] + loss * count, "count": state["count"] + count}
+        found = {"total": loss * count, "count": count, "calls": (count > 0).to(count)}
+        return {**state, **{name: state[name] + more for name, more in found.items()}}
 
     def client_final(
         self, received: Tree, client_state: Tree, state: Tree, info: ClientInfo
     ) -> tuple[Tree, Tree]:
-        measured = {"total": state["total"], "count": state["count"]}
+        measured = {name: state[name] for name in ("total", "count", "calls")}
         return {"model": state["model"], **measured}, {}
 
 
@@ -130,6 +133,72 @@ def test_flags_cut_and_group_the_minibatches(engine: Any) -> None:
     few = FederatedTensorDataset(data.fields, [p[:8] for p in data.indices], batch_size=4)
     want = losses(cnn(), uploads["model"], few)
     assert uploads["total"].tolist() == pytest.approx(want, rel=1e-10, abs=1e-12)
+
+
+class OwnStep(PersonalizedModule):
+    """Has a step of its own, whose loss may be anything of a minibatch."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        return super().training_step(batch)
+
+
+def linear(kind: type[PersonalizedModule], *layers: nn.Module) -> PersonalizedModule:
+    torch.manual_seed(1)
+    return kind(nn.Sequential(*layers, nn.Flatten()), nn.Linear(25, CLASSES)).double()
+
+
+# Of minibatches of 4 samples, 13 are three and a rest, and three are joined as two and one.
+JOINED, CUT = [1, 0, 2, 3, 1], [1, 0, 2, 4, 1]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "reference"])
+@pytest.mark.parametrize(
+    ("module", "settings", "calls"),
+    [
+        (linear(PersonalizedModule), {}, JOINED),
+        (linear(PersonalizedModule, nn.BatchNorm2d(1)), {}, JOINED),
+        (linear(PersonalizedModule, nn.BatchNorm2d(1, track_running_stats=False)), {}, CUT),
+        (linear(OwnStep), {}, CUT),
+        (linear(PersonalizedModule), {"accumulate": 3}, [1, 0, 1, 2, 1]),
+    ],
+    ids=["plain", "BatchNorm", "statistics of the minibatch", "own step", "accumulated"],
+)
+def test_minibatches_are_joined_where_no_cut_changes_the_sum(
+    module: PersonalizedModule, settings: dict[str, Any], calls: list[int], engine: Any
+) -> None:
+    flags = EngineSettings(**settings)
+    out = local_round(Measures(), module, image_clients(), engine, settings=flags)
+    assert out.result.uploads["calls"].tolist() == calls
+    assert out.info.steps.tolist() == ([1, 0, 2, 4, 1] if not settings else calls)
+
+
+@pytest.mark.parametrize("options", [{"drop_last": True}, {"drop_last": "single"}, {}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"limit_train_batches": 3}, {"limit_train_batches": 0.5}, {"overfit_batches": 2}],
+    ids=str,
+)
+def test_joined_minibatches_have_the_samples_of_those_that_are_cut(
+    options: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    data = image_clients((27, 0, 5, 13, 8), **options)
+    flags = EngineSettings(**settings)
+    ours, theirs = (
+        local_round(
+            Measures(trains=True), linear(kind), data, "sequential", settings=flags
+        ).result.uploads
+        for kind in (PersonalizedModule, OwnStep)
+    )
+    assert ours["calls"].sum() < theirs["calls"].sum()
+    assert ours["count"].tolist() == theirs["count"].tolist()
+    assert ours["total"].tolist() == pytest.approx(theirs["total"].tolist(), rel=1e-12)
+    assert_trees_equal(ours["model"], theirs["model"])
+
+
+def test_many_lengths_have_few_shapes_of_joined_minibatches() -> None:
+    sizes = {size for number in range(200) for size in joined(number, 21)}
+    assert sizes == {1, 2, 4, 8, 16}
+    assert all(sum(joined(number, 21)) == number for number in range(200))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

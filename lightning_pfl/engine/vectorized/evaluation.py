@@ -13,7 +13,6 @@ from lightning_pfl.contract.records import Evaluation, LogOptions, OnClients
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, rows
-from lightning_pfl.data.batch import batch_leaves
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import couples_samples, is_unmodified, writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
@@ -22,7 +21,7 @@ from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, batchable_kernels
 from lightning_pfl.engine.safety.global_rng import Elsewhere
 from lightning_pfl.engine.safety.guard import guarded
-from lightning_pfl.engine.steps import Budget, Limits
+from lightning_pfl.engine.steps import Budget, Limits, fitting_samples
 from lightning_pfl.engine.vectorized.gradient import inside_gradient, unbatch
 from lightning_pfl.engine.vectorized.loaders import LoaderBatches
 from lightning_pfl.engine.vectorized.metrics import ClientMetrics
@@ -74,25 +73,6 @@ def evaluation_batches(
 def samples_at_once(data: FederatedDataset) -> int:
     """Choose the samples per program on a CPU; ids, which an embedding makes larger, are images."""
     return fitting_samples(data, SAMPLES, MOST, SAMPLES)
-
-
-def fitting_samples(data: FederatedDataset, images: int, most: int, ids: int) -> int:
-    """Choose samples of as many numbers in all as some images have.
-
-    Activations are larger than inputs by a factor that is much the same for images and tables.
-
-    Args:
-        data: The dataset.
-        images: Greyscale images of 28 x 28 numbers.
-        most: Largest number of samples.
-        ids: Samples of whole numbers, and of data whose size isn't known.
-    """
-    if not isinstance(data, FederatedTensorDataset) or not data.pool_size:
-        return ids
-    inputs = next(batch_leaves(data.fields))
-    if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
-        return ids
-    return max(1, min(most, images * 28 * 28 // max(1, inputs[0].numel())))
 
 
 class VectorizedEvaluation:

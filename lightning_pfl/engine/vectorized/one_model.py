@@ -21,13 +21,12 @@ from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
 from lightning_pfl.engine.safety.global_rng import Elsewhere, watch_global_rng
 from lightning_pfl.engine.safety.guard import guarded
-from lightning_pfl.engine.steps import Limits, epoch_minibatches
+from lightning_pfl.engine.steps import Limits, epoch_minibatches, fitting_samples
 from lightning_pfl.engine.trace import Given, Traces
 from lightning_pfl.engine.vectorized.evaluation import (
     ONE_BY_ONE,
     STAGES,
     evaluates_per_sample,
-    fitting_samples,
 )
 
 IMAGES, MOST, OF_IDS = 256, 1024, 128
