@@ -21,7 +21,7 @@ from lightning_pfl.engine.optimizer import why_not_elementwise
 from lightning_pfl.engine.probe import OperationCounter, Probe, results
 from lightning_pfl.engine.safety.compare import is_out_of_memory, reason_of
 from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten
-from lightning_pfl.engine.safety.snapshot import has_hooks_or_generators, hooks_of
+from lightning_pfl.engine.safety.snapshot import has_generators, hooks_of
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.engine.vectorized.evaluation import evaluates_per_sample
@@ -178,7 +178,8 @@ class SelectedEngine:
             or not is_unmodified(self.module)
             or not evaluates_per_sample(self.module, step)
             or not engine.quiet.get(step, False)
-            or has_hooks_or_generators(self.module)
+            or has_generators(self.module)
+            or hooks_of(self.module)
         ):
             return None
         return engine.groups(work)

@@ -45,7 +45,7 @@ from lightning_pfl.engine.optimizer import (
 )
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
-from lightning_pfl.engine.safety.snapshot import attributes, changed, restore, snapshot
+from lightning_pfl.engine.safety.snapshot import changed, has_generators, restore, snapshot
 from lightning_pfl.engine.sequential_evaluation import SequentialEvaluation
 from lightning_pfl.engine.sequential_local import SequentialLocalStep, take_step
 from lightning_pfl.engine.steps import Limits, phase_budget, phase_limits, phase_steps, split_draws
@@ -67,8 +67,6 @@ class SequentialEngine:
     Attributes:
         deterministic: Whether no training step has drawn random numbers so far; None before the
             first one.
-        random_calls: Random calls in the last training step; 0 shows that the step is
-            deterministic.
         quiet: Steps of evaluations so far, and whether they have never drawn, nor, the first time,
             written to an attribute of the module.
         draws_elsewhere: Whether the last training step, or a step of the last evaluation, used
@@ -100,7 +98,6 @@ class SequentialEngine:
         self.quiet: dict[str, bool] = {}
         self._evaluation = SequentialEvaluation(module, settings, record, self.quiet)
         self.deterministic: bool | None = None
-        self.random_calls = 0
         self.draws_elsewhere = False
         self.limits = Limits(
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
@@ -127,11 +124,14 @@ class SequentialEngine:
         self._active.clear()
         results: list[LocalResult] = []
         self._memory.begin_round()
+        # What generators of the module's own draw leaves no trace in the global ones.
+        own = has_generators(self.module)
         uploads, client_state = (Stacked(len(work.info), self._memory) for _ in range(2))
 
         for row in range(len(work.info)):
             one = work.rows(slice(row, row + 1))
-            if self.deterministic and self.loop is None:
+            keyed = not self.deterministic or self.loop is not None or own
+            if not keyed:
                 # Replayed steps and layers of torch don't write to attributes.
                 quiet = self.records_now or self.checks.known
                 before = {} if quiet else snapshot(self.module)
@@ -141,7 +141,8 @@ class SequentialEngine:
                     if before:
                         restore(self.module, before)
                     self.deterministic = False
-            if not self.deterministic or self.loop is not None:
+                    keyed = True
+            if keyed:
                 local_step = self._local_step(one, keyed=True)
                 before = snapshot(self.module) if self.traces.enabled else {}
                 result = self._client(one, local_step)
@@ -269,10 +270,7 @@ class SequentialEngine:
 
     def _note_draws(self, local_step: SequentialLocalStep) -> None:
         if local_step.drew is not None:
-            # A generator of the module's own leaves no trace in the global ones.
-            own = any(isinstance(held, torch.Generator) for *_, held in attributes(self.module))
-            drew = local_step.drew or own
-            self.deterministic = self.deterministic is not False and not drew
+            self.deterministic = self.deterministic is not False and not local_step.drew
 
     def _client(self, work: LocalWork, local_step: SequentialLocalStep) -> LocalResult:
         method, info, data = work.method, work.info, work.data
@@ -330,8 +328,6 @@ class SequentialEngine:
                     kept[phase.name] = after
             if phase.data == "training":
                 first_epoch += minibatches.epochs_used
-        if local_step.random_calls is not None:
-            self.random_calls = local_step.random_calls
         if local_step.draws_elsewhere is not None:
             self.draws_elsewhere = local_step.draws_elsewhere
         if local_step.travel is not None:

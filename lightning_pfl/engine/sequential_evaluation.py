@@ -26,7 +26,7 @@ from lightning_pfl.engine.logs import ClientLogs, computed_metrics, plain_values
 from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.program import ClientProgram
 from lightning_pfl.engine.safety.global_rng import watch_global_rng
-from lightning_pfl.engine.safety.snapshot import changed, snapshot
+from lightning_pfl.engine.safety.snapshot import changed, has_generators, snapshot
 from lightning_pfl.engine.steps import Limits, Unread
 from lightning_pfl.engine.trace import Given, Traces
 
@@ -107,7 +107,7 @@ class SequentialEvaluation:
         return step.traces.enabled and step.checks.recordable and not hooked and name in EVALUATING
 
     def _is_quiet(self, work: EvaluationWork, step: _Step) -> bool:
-        replayed = self._is_replayed(work.step, step)
+        replayed = self._is_replayed(work.step, step) and not has_generators(self.module)
         return replayed and self.quiet.get(work.step, False) and not is_mixed(work.models)
 
     def _unwatched(

@@ -77,7 +77,6 @@ class SequentialLocalStep:
         drew: Whether a keyed step has drawn random numbers; None before the first one.
         draws_elsewhere: Whether the last step used Python's or NumPy's global generator; None
             before the first one.
-        random_calls: Random calls in the last gradient; None before the first one.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class SequentialLocalStep:
         self.loop, self.template, self.keyed = loop, work.optimizer, keyed
         self.drew: bool | None = None
         self.draws_elsewhere: bool | None = None
-        self.random_calls: int | None = None
         self.logs: ClientLogs | ListedLogs = ClientLogs(1, settings.device)
         self.metrics: dict[str, Metric] = {}
         self._stream = settings.seed, work.stream, work.info.round, [int(work.info.index)]
@@ -378,7 +376,6 @@ class SequentialLocalStep:
                     grads, values, metrics, _ = self._differentiated(
                         number, known.tree, minibatch, key, term.first()
                     )
-            self.random_calls = self.program.random_calls
             if LOSS not in values:  # `training_step` may skip a batch
                 continue
             if not self._logged:

@@ -58,6 +58,29 @@ class OfWorld(nn.Module):
         return x + WORLD["noise"] * torch.randn_like(x) if WORLD["noise"] else x
 
 
+class Drawing(nn.Module):
+    """Draws from a generator of its own, if it has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.generator is None:
+            return x
+        return x + 0.1 * torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+
+
+def seed(*rounds: int) -> Callable[[Any, int], None]:
+    """Give the layer a generator in some rounds alone."""
+
+    def change(module: Any, round: int) -> None:
+        made = torch.Generator().manual_seed(round) if round in rounds else None
+        layer_of(module).generator = made
+
+    return change
+
+
 def hold(name: str, *values: Any) -> Callable[[Any, int], None]:
     """Set an attribute of the layer to the round's value."""
     return lambda module, round: setattr(layer_of(module), name, values[round])
@@ -113,6 +136,8 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], None]]] =
     "centring that begins": (Held, hold("centred", 0, 1, 0, 1)),
     "centring that ends": (Held, hold("centred", 1, 0, 0, 1)),
     "BatchNorm that rests": (lambda: nn.BatchNorm1d(6), rest),
+    "a generator that begins": (Drawing, seed(1, 3)),
+    "a generator that ends": (Drawing, seed(0)),
     "a hook that begins": (nn.Tanh, hook("scales", 2, 3)),
     "a hook that ends": (nn.Tanh, hook("scales", 0, 1)),
     "a hook for one client that begins": (nn.Tanh, hook("reads", 1, 2)),
@@ -214,6 +239,11 @@ def test_a_resumed_run_has_the_whole_runs_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_resumed(name, True, tmp_path, monkeypatch)
+
+
+def test_a_generator_of_the_modules_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each client draws by its key, also where no step drew before."""
+    require_resumed("a generator that begins", False, tmp_path, monkeypatch)
 
 
 def test_features_of_a_backbone_that_begins_to_draw_are_not_kept(

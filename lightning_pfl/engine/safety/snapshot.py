@@ -16,6 +16,8 @@ from lightning_pfl.engine.operators import global_hooks
 Snapshot = dict[tuple[str, str], tuple[Any, list[tuple[Any, Any]]]]
 """By submodule and attribute: the value, and a copy of the contents of it and of what it holds."""
 COLLECTIONS = (list, dict, set, deque)
+WHOLE = (Tensor, torch.Generator)
+"""What holds nothing else."""
 DEPTH, MEMBERS = 4, 1000
 """How deep contents are followed, and up to how many members of a collection."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -54,10 +56,9 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return own + [("", hook) for hook in global_hooks()]
 
 
-def has_hooks_or_generators(module: nn.Module) -> bool:
-    """Whether layers have hooks, or a generator of their own, whose use leaves no trace."""
-    own = any(isinstance(held, torch.Generator) for *_, held in attributes(module))
-    return own or bool(hooks_of(module))
+def has_generators(module: nn.Module) -> bool:
+    """Whether layers have a generator of their own, whose use the global ones don't show."""
+    return any(isinstance(held, torch.Generator) for *_, held in attributes(module))
 
 
 def snapshot(module: nn.Module) -> Snapshot:
@@ -75,12 +76,12 @@ def snapshot(module: nn.Module) -> Snapshot:
 def _reachable(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
     """Iterate over a value and what it holds, as far as a step may change their contents."""
     if id(value) in seen or not (
-        isinstance(value, (Tensor, *COLLECTIONS, nn.Module)) or is_plain(value)
+        isinstance(value, (*WHOLE, *COLLECTIONS, nn.Module)) or is_plain(value)
     ):
         return
     seen.add(id(value))
     yield value
-    if not isinstance(value, Tensor) and depth < DEPTH and len(held := _members(value)) <= MEMBERS:
+    if not isinstance(value, WHOLE) and depth < DEPTH and len(held := _members(value)) <= MEMBERS:
         for one in held:
             yield from _reachable(one, seen, depth + 1)
 
@@ -100,6 +101,8 @@ def _contents(value: Any, attribute: bool) -> Any:
     if isinstance(value, Tensor):
         # Held ones aren't copied, as they may be a data set.
         return _writes(value), value.detach().clone() if attribute else None
+    if isinstance(value, torch.Generator):
+        return value.get_state()
     return copy(value) if isinstance(value, COLLECTIONS) else dict(vars(value))
 
 
@@ -135,6 +138,8 @@ def _differs(value: Any, old: Any, held: list[tuple[Any, Any]]) -> bool:
 def _has_changed(value: Any, contents: Any) -> bool:
     if isinstance(value, Tensor):
         return _written(value, contents)
+    if isinstance(value, torch.Generator):
+        return not torch.equal(value.get_state(), contents)
     now, before = _members(value), _members(contents)
     return len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True))
 
@@ -156,6 +161,8 @@ def _put_back(value: Any, contents: Any) -> None:
     if isinstance(value, Tensor):
         if contents[1] is not None:
             value.data.copy_(contents[1])
+    elif isinstance(value, torch.Generator):
+        value.set_state(contents)
     elif isinstance(value, (list, deque)):
         value.clear()
         value.extend(contents)

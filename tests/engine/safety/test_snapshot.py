@@ -322,3 +322,14 @@ def test_a_probe_looks_at_tensors_of_inference_mode() -> None:
         restore(module, before)
     assert float(module.average) == 3.0
     assert changed(module, before) is None
+
+
+def test_a_generators_state_is_restored() -> None:
+    layer: Any = nn.Linear(1, 1)
+    layer.generator = torch.Generator().manual_seed(3)
+    before = snapshot(layer)
+    first = torch.rand(2, generator=layer.generator)
+    assert changed(layer, before) == "generator"
+    restore(layer, before)
+    assert changed(layer, before) is None
+    assert torch.equal(torch.rand(2, generator=layer.generator), first)
