@@ -405,8 +405,8 @@ def _mean_of_rows(flat: Tensor, weights: Tensor) -> Tensor:
     On a CPU a plain mean in double precision takes a third of the time, and is within a bound of
     that of ``sum_above``. Where both ends of this interval round to the same number, so do both
     means. The others are next to halfway between two numbers: hardly any, or as many as one in 20
-    of ten clients with equal weights and a quarter of four. Then the plain mean isn't tried any
-    more. Two with equal weights need neither.
+    of ten clients with equal weights, and a quarter of four, of which the plain mean isn't tried
+    any more. Two with equal weights need neither.
     """
     if flat.device.type == "cpu" and flat.dtype == torch.float32 and weights.tolist() == [0.5, 0.5]:
         return _mean_of_two(flat)
@@ -415,6 +415,7 @@ def _mean_of_rows(flat: Tensor, weights: Tensor) -> Tensor:
     tries = flat.device.type == "cpu" and flat.dtype != torch.float64
     # Rounding of products and sums, and of the terms of `sum_above` to multiples of a spacing.
     rounding = (8 * len(flat) + 16) * 2.0**-53 + abs(1 - float(wide.sum())) if tries else 0.0
+    doubts = []
     for first in range(0, flat.shape[1], together):
         rows, out = flat[:, first : first + together], mean[first : first + together]
         if not tries:
@@ -424,10 +425,11 @@ def _mean_of_rows(flat: Tensor, weights: Tensor) -> Tensor:
         bound = rounding * max(abs(float(end)) for end in rows.aminmax())
         torch.sub(total, bound, out=out)
         # NaN, of which a bound would be anything, isn't equal to itself.
-        doubtful = (out != (total + bound).to(flat.dtype)).nonzero().flatten()
-        if len(doubtful):
-            out[doubtful] = _exact_mean(rows.index_select(1, doubtful), wide)
-        tries = 32 * len(doubtful) < len(out)
+        doubts.append((out != (total + bound).to(flat.dtype)).nonzero().flatten() + first)
+        tries = 8 * len(doubts[-1]) < len(out)
+    if any(map(len, doubts)):
+        doubtful = torch.cat(doubts)
+        mean[doubtful] = _exact_mean(flat.index_select(1, doubtful), wide)
     return mean
 
 
