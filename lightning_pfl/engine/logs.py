@@ -223,9 +223,8 @@ class ClientLogs:
         self._weights: dict[str, Tensor] = {}
         self._kinds: dict[str, str] = {}
         self._pending: list[dict[str, Tensor]] = []
-        self._sizes: list[Tensor] = []
-        self._pending_size: int | None = None
-        self._pending_rows: int | None = None
+        self._sizes: list[Any] = []
+        self._kind: tuple[bool, int | None] = True, None
 
     def add(
         self,
@@ -246,7 +245,8 @@ class ClientLogs:
         if not values:  # a step without a loss that logs nothing
             return
         leading = rows is None or (isinstance(rows, slice) and not rows.start)
-        if leading and _plain_means(values, reductions):
+        empty = isinstance(sizes, int) and not sizes
+        if leading and not empty and _plain_means(values, reductions):
             self._defer(values, sizes, rows.stop if isinstance(rows, slice) else None)
             return
         clients = len(next(iter(values.values())))
@@ -256,31 +256,32 @@ class ClientLogs:
     def _defer(self, values: dict[str, Tensor], size: Tensor | int, rows: int | None) -> None:
         """Queue minibatches to sum many at once.
 
-        Of one size for the first clients, or all, or with a size of each of some first clients.
+        Of one size for the first clients each, or all, or with a size of each of some first
+        clients.
         """
-        one = (size, rows) if isinstance(size, int) else (None, None)
+        kind = (True, rows) if isinstance(size, int) else (False, None)
         if self._pending and (
-            one != (self._pending_size, self._pending_rows)
+            kind != self._kind
             or values.keys() != self._pending[0].keys()
             or len(self._pending) == DEFERRED
         ):
             self._flush()
         self._pending.append(values)
-        self._pending_size, self._pending_rows = one
-        if isinstance(size, Tensor):
-            self._sizes.append(size)
+        self._sizes.append(size)
+        self._kind = kind
 
     def _flush(self) -> None:
         if not self._pending:
             return
-        if self._pending_size is None:
+        one_size, rows = self._kind
+        if not one_size:
             sums, weights = self._weighted_sums()
             for name, total in sums.items():
                 self._add_to(name, "mean", total, weights, slice(len(total)))
         else:
-            means, rows = self._means(), self._pending_rows
+            means = self._means()
             clients = self.clients if rows is None else rows
-            weights = torch.full((clients,), self._pending_size * len(self._pending))
+            weights = torch.full((clients,), sum(self._sizes))
             self._take_in(means, weights, None if rows is None else slice(rows), None)
         self._pending, self._sizes = [], []
 
@@ -308,7 +309,12 @@ class ClientLogs:
         names, count = list(self._pending[0]), len(self._pending)
         # One tensor of all, as a client alone has few numbers.
         found = [values[name].to(self.device) for name in names for values in self._pending]
-        means = torch.cat(found).double().view(len(names), count, -1).mean(1)
+        values = torch.cat(found).double().view(len(names), count, -1)
+        if len(set(self._sizes)) == 1:
+            means = values.mean(1)
+        else:
+            sizes = torch.tensor(self._sizes, dtype=torch.float64, device=self.device)
+            means = (values * sizes.unsqueeze(1)).sum(1) / sum(self._sizes)
         return dict(zip(names, means.unbind(), strict=True))
 
     def _take_in(
@@ -345,9 +351,8 @@ class ClientLogs:
 
         A loss that wasn't finite is Inf, which distinguishes it from no loss.
         """
-        if (
-            self._pending and not self._sums and self._pending_size and self._pending_rows is None
-        ):  # all of the client's minibatches have one size
+        # All minibatches of a client are in the queue.
+        if self._pending and not self._sums and self._kind == (True, None):
             return {name: _with_inf(name, mean) for name, mean in self._means().items()}
         self._flush()
         results = {}

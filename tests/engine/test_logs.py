@@ -72,6 +72,17 @@ def test_minibatches_of_ever_fewer_first_clients() -> None:
     np.testing.assert_allclose(taken.compute()["x"], expected, rtol=1e-12)
 
 
+def test_minibatches_of_several_sizes() -> None:
+    """The last one of a client is smaller, and an empty one doesn't count."""
+    taken, sizes = logs(), [4, 4, 3, 0, 4, 1]
+    for values, size in zip(VALUES, sizes, strict=False):
+        taken.add({"x": values if size else values * torch.nan}, size, None)
+    counted = [number for number, size in enumerate(sizes) if size]
+    weights = [sizes[number] for number in counted]
+    expected = np.average(VALUES[counted].double().numpy(), axis=0, weights=weights)
+    np.testing.assert_allclose(taken.compute()["x"], expected, rtol=1e-12)
+
+
 def test_values_of_clients_that_are_done_do_not_count() -> None:
     """Whatever they are; a value that counts does, if it isn't finite."""
     taken = logs()
