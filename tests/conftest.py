@@ -65,7 +65,8 @@ def write_idx(path: Path, array: np.ndarray) -> None:
 @pytest.fixture
 def clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `engine="auto"` run clients at once where it can, as few small ones of unequal sizes."""
-    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", lambda *_: True)
+    for name in ("batching_pays", "evaluating_pays"):
+        monkeypatch.setattr(f"lightning_pfl.engine.probe.{name}", lambda *_: True)
 
 
 @pytest.fixture(scope="session")

@@ -120,6 +120,7 @@ class LocalWork:
         schedule: Makes the options of each group of ``optimizer`` at each of some steps of a phase;
             None if they stay.
         public: Public samples; None if there are none.
+        cohort: Clients of the round in all processes; None where these are all.
     """
 
     method: Method
@@ -134,6 +135,7 @@ class LocalWork:
     schedule: StepOptions | None = None
     kept: Sequence[OptimizerState] | None = None
     public: PublicData | None = None
+    cohort: int | None = None
 
     def split(self, phase: Phase) -> FederatedDataset:
         """Return the data of a phase.

@@ -13,24 +13,38 @@ the last bits.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 CALL_ALONE = 62.0
 """Cost of the calls in a gradient of one client."""
+CALL_REPLAYED = 12.0
+"""The same, if whole steps are recorded and replayed."""
 CALL_TOGETHER = 7.0
 """A client's share of the calls in a gradient of many clients."""
-PROGRAM = 70.0
-"""Cost of the calls in a gradient of many clients, which few share where minibatches of other sizes
-can't be padded."""
-BATCHED = 1.5
-"""Cost of a million operations for many clients at once."""
-CALL_REPLAYED = 12.0
-"""Cost of the calls in a gradient of one client, if whole steps are recorded and replayed."""
-REPLAYED = 0.75
-"""Cost of a million operations of matrix products in a replayed step, of which oneDNN runs the
-large ones (``kernels.py``)."""
+PROGRAM, PROGRAM_CONVOLUTION = 70.0, 60.0
+"""Cost of the calls in a gradient of many clients, and more for each convolution, which few clients
+share where minibatches of other sizes can't be padded."""
+CONVOLUTION = 28.0
+"""Cost of a convolution in a gradient of one client, whose channels are few for its operators."""
+ALONE, TOGETHER = 0.75, 1.5
+"""Cost of a million operations of matrix products in a gradient of one client, and of many."""
+CONVOLVED, CONVOLVED_TOGETHER = 0.5, 0.9
+"""The same in networks with convolutions."""
 FORWARD = 1 / 3
 """The forward pass's share of a gradient's operations."""
+
+EVALUATED, WATCHED = 5.0, 21.0
+"""Cost of the calls in an evaluated minibatch of one client, and more where it isn't replayed."""
+EVALUATED_PROGRAM, EVALUATED_TOGETHER = 45.0, 1.0
+"""Cost of the calls in an evaluated program, and more for each client in it."""
+EVALUATED_CONVOLUTION, EVALUATED_PROGRAM_CONVOLUTION = 14.0, 32.0
+"""More for each convolution, of one client and in a program."""
+FORWARD_ALONE, FORWARD_TOGETHER, FORWARD_SHARED = 1.4, 3.0, 0.75
+"""Cost of a million operations in a forward pass: of one client, whose weights are read for few
+samples, of many, and of layers that many have in common."""
+FORWARD_CONVOLVED, FORWARD_CONVOLVED_TOGETHER = 0.5, 2.0
+"""The same in networks with convolutions."""
 
 
 @dataclass(frozen=True)
@@ -52,32 +66,94 @@ class Share:
     served: float | None = None
 
 
-def batching_pays(operations: float, shares: Iterable[Share], replayed: bool = False) -> bool:
+@dataclass(frozen=True)
+class Load:
+    """The parts of an evaluation of some clients.
+
+    Args:
+        minibatches: Minibatches of one client after another.
+        programs: Programs of many clients.
+        parts: Clients in these, summed.
+        samples: Samples.
+        padded: Samples in the programs, with those that fill them up.
+    """
+
+    minibatches: int
+    programs: int
+    parts: int
+    samples: int
+    padded: int
+
+    def __add__(self, other: Load) -> Load:
+        """Add what another one consists of."""
+        return Load(*map(add, astuple(self), astuple(other)))
+
+
+def batching_pays(
+    operations: float, shares: Iterable[Share], replayed: bool = False, convolutions: float = 0.0
+) -> bool:
     """Whether clients train faster together than one after another.
 
     Args:
         operations: Floating-point operations of one client's gradient, on average over the shares.
         shares: Its gradients in a round, one share of each phase.
-        replayed: Whether one client's step would be replayed, and has no convolutions, which
-            torch's operators run.
+        replayed: Whether one client's step would be replayed.
+        convolutions: Convolutions in a gradient.
 
     Example:
         >>> batching_pays(17e6, [Share(60)]), batching_pays(700e6, [Share(5)])
         (True, False)
     """
     shares = list(shares)
+    convolved = convolutions > 0
+    rate, rate_together = (CONVOLVED, CONVOLVED_TOGETHER) if convolved else (ALONE, TOGETHER)
     # Above a frozen backbone a gradient has the forward pass alone, a third of the operations.
     parts = [FORWARD if share.cached else 1.0 for share in shares]
     full = operations / 1e6 * len(shares) / sum(parts)
+    call = CALL_REPLAYED if replayed else CALL_ALONE
     alone = together = 0.0
     for share, part in zip(shares, parts, strict=True):
         work = full * part
-        one = REPLAYED * work + CALL_REPLAYED if replayed else work + CALL_ALONE
-        alone += share.gradients * one
+        alone += share.gradients * (call + part * convolutions * CONVOLUTION + rate * work)
         # The first pass computes the features.
         batched = share.gradients / share.passes if share.cached else share.gradients
         calls = CALL_TOGETHER
         if share.served is not None:
-            calls = max(calls, PROGRAM / share.served)
-        together += batched * BATCHED * work + share.gradients * calls
+            program = PROGRAM + part * convolutions * PROGRAM_CONVOLUTION
+            calls = max(calls, program / share.served)
+        together += batched * rate_together * work + share.gradients * calls
     return together <= alone
+
+
+def evaluating_pays(
+    operations: float,
+    load: Load,
+    replayed: bool = False,
+    convolutions: float = 0.0,
+    shared: float = 0.0,
+) -> bool:
+    """Whether clients are evaluated faster together than one after another.
+
+    Args:
+        operations: Floating-point operations for a sample.
+        load: What there is to evaluate.
+        replayed: Whether one client's step would be replayed.
+        convolutions: Convolutions in a forward pass.
+        shared: The fraction of the operations that is in layers which clients have in common.
+
+    Example:
+        >>> few, many = Load(30, 12, 30, 480, 480), Load(100, 1, 100, 1600, 1600)
+        >>> evaluating_pays(1e4, few, replayed=True), evaluating_pays(1e4, many, replayed=True)
+        (False, True)
+    """
+    work = operations / 1e6
+    if convolutions > 0:
+        rate, rate_together = FORWARD_CONVOLVED, FORWARD_CONVOLVED_TOGETHER
+    else:
+        rate = FORWARD_ALONE
+        rate_together = shared * FORWARD_SHARED + (1 - shared) * FORWARD_TOGETHER
+    call = EVALUATED + (0.0 if replayed else WATCHED) + convolutions * EVALUATED_CONVOLUTION
+    program = EVALUATED_PROGRAM + convolutions * EVALUATED_PROGRAM_CONVOLUTION
+    alone = load.minibatches * call + rate * work * load.samples
+    together = load.programs * program + load.parts * EVALUATED_TOGETHER
+    return together + rate_together * work * load.padded <= alone

@@ -30,6 +30,10 @@ def has_onednn() -> bool:
     return bool(backend.is_available() and backend.enabled)
 
 
+ONEDNN_PRODUCT: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+"""The operator of a linear layer; None in a torch without oneDNN."""
+
+
 def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply two matrices of single precision by oneDNN, and add a bias to each row.
 
@@ -40,7 +44,7 @@ def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         b: ``(inner, columns)``.
         bias: ``(columns,)``; None for none.
     """
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
+    out: Tensor = ONEDNN_PRODUCT.default(a, b.t(), bias, "none", [], "")
     return out
 
 

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 from lightning_pfl.core.tree import Tree, tmap
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import Engine, EvaluationWork, LocalWork
-from lightning_pfl.engine.cost import Share, batching_pays
+from lightning_pfl.engine.cost import Share, batching_pays, evaluating_pays
+from lightning_pfl.engine.operators import ONEDNN_PRODUCT
 from lightning_pfl.engine.safety.compare import (
     OTHER_NUMBERS,
     difference,
@@ -48,29 +49,53 @@ from lightning_pfl.methods.base import Phase
 
 PROBED_CLIENTS = 2
 PROBED_SAMPLES = 8
-COUNTED_CLIENTS = 16
-"""Clients of whose sizes the estimate counts how many one program serves."""
-CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
+CONVOLUTION = torch.ops.aten.convolution
 PER_CLIENT_PRODUCTS = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 class OperationCounter(FlopCounterMode):
-    """Counts all operations together, so that no layer has a hook, as torch's counter sets."""
+    """Counts all operations together, so that no layer has a hook, as torch's counter sets.
+
+    Attributes:
+        convolutions: The number of convolutions, without their gradients.
+    """
 
     def __init__(self) -> None:
-        super().__init__(display=False)
+        super().__init__(display=False, custom_mapping=self._counted())
         self.mod_tracker = _NoHooks()
+        self.convolutions = 0
+
+    def _counted(self) -> dict[Any, Any]:
+        mine: dict[Any, Any] = {CONVOLUTION: self._convolution}
+        return {**mine, ONEDNN_PRODUCT: _product} if ONEDNN_PRODUCT is not None else mine
+
+    def _convolution(self, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        self.convolutions += 1
+        return int(flop_registry[CONVOLUTION](*args, out_val=out_shape, **kwargs))
+
+    @property
+    def shared(self) -> float:
+        """The fraction of the operations that isn't in products of each client's own weights."""
+        counts = self.get_flop_counts().get("Global", {})
+        total, own = sum(counts.values()), sum(counts.get(op, 0) for op in PER_CLIENT_PRODUCTS)
+        return (total - own) / total if total else 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing inside a ``with`` block."""
-        before = self.get_flop_counts()
+        before, convolutions = self.get_flop_counts(), self.convolutions
         try:
             yield
         finally:
+            self.convolutions = convolutions
             for name, counts in self.flop_counts.items():
                 counts.clear()
                 counts.update(before.get(name, {}))
+
+
+def _product(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """Count the operations of ``(rows, inner)`` times ``(columns, inner)``."""
+    return 2 * a.numel() * b[0]
 
 
 class _NoHooks(ModuleTracker):
@@ -208,21 +233,19 @@ class Probe:
             engine: The vectorized engine.
             counter: The operations that it has run for the piece.
         """
-        # A module may have no product at all.
-        counts = counter.get_flop_counts().get("Global", {})
         operations = self.operations(work, piece, engine, counter)
-        convolves = any(op in counts for op in CONVOLUTIONS)
         if isinstance(work, LocalWork):
-            replayed = self.sequential.records(work) and not convolves
-            return batching_pays(operations, self._shares(work, engine), replayed)
+            convolutions = counter.convolutions / max(engine.gradients, 1)
+            replayed = self.sequential.records(work)
+            return batching_pays(operations, self._shares(work, engine), replayed, convolutions)
         if is_of_one_model(self.module, self.settings, work):  # large minibatches of all clients
             return True
-        # A shared layer sees all clients' samples as one large batch, which nothing beats;
-        # attention and recurrent layers don't.
-        if engine.transform == "forward" and not any(op in counts for op in PER_CLIENT_PRODUCTS):
-            return True
-        replayed = self.sequential.may_replay(work.step) and not convolves
-        return batching_pays(operations, [Share(1)], replayed)
+        load = engine.load(work)
+        replayed = self.sequential.may_replay(work.step)
+        each = operations / _full_minibatch(work)
+        # Under a gradient all layers have a client axis.
+        shared = counter.shared if engine.transform == "forward" else 0.0
+        return evaluating_pays(each, load, replayed, counter.convolutions, shared)
 
     def operations(
         self,
@@ -245,8 +268,7 @@ class Probe:
         assert isinstance(work, EvaluationWork)
         operations /= len(piece.clients)
         if isinstance(work.data, FederatedTensorDataset):
-            whole = min(work.data.batch_size, int(work.data.num_samples[work.clients].max()))
-            operations *= max(1.0, whole / PROBED_SAMPLES)
+            operations *= max(1.0, _full_minibatch(work) / PROBED_SAMPLES)
         return operations
 
     def _shares(self, work: LocalWork, engine: VectorizedEngine) -> list[Share]:
@@ -333,9 +355,15 @@ def _clients_served(work: LocalWork, phase: Phase, engine: VectorizedEngine) -> 
     program, settings = engine.program(data.augment), engine.checks.settings()
     if engine.survey(work, phase, program, settings).pads:
         return None
-    # Of as many as often run together; not of the cohort, of which each process has a part.
-    every = -(-len(data.num_samples) // COUNTED_CLIENTS)
+    # Of as many of all clients as run together; each process has a part of the cohort.
+    every = max(1, len(data.num_samples) // engine.at_once(work.cohort or len(work.info)))
     return clients_served(data.num_samples[::every].tolist(), data.batch_size, data.drop_last)
+
+
+def _full_minibatch(work: EvaluationWork) -> int:
+    """Count the samples of the largest minibatch of all clients."""
+    most, data = max(1, int(work.data.num_samples.max())), work.data
+    return min(data.batch_size, most) if isinstance(data, FederatedTensorDataset) else most
 
 
 def _first_minibatch(work: EvaluationWork) -> EvaluationWork:

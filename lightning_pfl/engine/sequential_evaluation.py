@@ -90,10 +90,10 @@ class SequentialEvaluation:
         return evaluation
 
     def may_replay(self, name: str) -> bool:
-        """Whether steps of an evaluation may be recorded, by what their code reads now."""
+        """Whether steps are replayed, by what their code reads now and whether any has drawn."""
         step = self._step(name)
         step.checks.look()
-        return self._is_replayed(name, step)
+        return self._is_replayed(name, step) and self.quiet.get(name, True)
 
     def _step(self, name: str) -> _Step:
         if name not in self._steps:

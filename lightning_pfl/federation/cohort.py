@@ -197,6 +197,7 @@ class Cohort:
                 schedule=architecture.schedule,
                 kept=self.federation.kept_optimizers(info.index),
                 public=public,
+                cohort=len(self.info),
             )
             with naming_architecture(
                 architecture, data.names, info.index, "client_step", info.round

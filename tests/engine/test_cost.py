@@ -10,19 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.engine import cost
+from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.cost import (
-    BATCHED,
+    ALONE,
     CALL_ALONE,
     CALL_REPLAYED,
     CALL_TOGETHER,
     PROGRAM,
-    REPLAYED,
+    TOGETHER,
+    Load,
     Share,
     batching_pays,
+    evaluating_pays,
 )
-from lightning_pfl.engine.probe import Probe, Problem
+from lightning_pfl.engine.operators import has_onednn, onednn_product
+from lightning_pfl.engine.probe import OperationCounter, Probe, Problem
 from lightning_pfl.engine.safety.compare import OTHER_NUMBERS
+from lightning_pfl.engine.vectorized import evaluation
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.federation.ranks import Ranks
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.models.base import PersonalizedModule
@@ -30,8 +37,8 @@ from lightning_pfl.testing.fitting import fit
 from tests.engine.nets import CLASSES, image_clients
 from tests.trainer.setting import trainer
 
-EVEN = 1e6 * (CALL_ALONE - CALL_TOGETHER) / (BATCHED - 1)
-"""Operations of a gradient at which w + alone = batched w + together."""
+EVEN = 1e6 * (CALL_ALONE - CALL_TOGETHER) / (TOGETHER - ALONE)
+"""Operations of a gradient at which both cost the same."""
 
 
 @pytest.mark.parametrize("gradients", [1, 60])
@@ -41,7 +48,7 @@ def test_the_number_of_steps_does_not_matter_in_one_phase(gradients: int) -> Non
 
 
 def test_replayed_steps_of_one_client_are_cheaper() -> None:
-    even = 1e6 * (CALL_REPLAYED - CALL_TOGETHER) / (BATCHED - REPLAYED)
+    even = 1e6 * (CALL_REPLAYED - CALL_TOGETHER) / (TOGETHER - ALONE)
     assert even < EVEN
     assert batching_pays(even * 0.99, [Share(3)], replayed=True)
     assert not batching_pays(even * 1.01, [Share(3)], replayed=True)
@@ -67,8 +74,9 @@ class Own(PersonalizedModule):
     [
         (PersonalizedModule, (8, 8, 6, 4), None),
         (Own, (8, 8, 8, 8), None),
-        # One program for the four first minibatches, two for the second ones.
-        (Own, (8, 8, 6, 4), 7 / 3),
+        # Of the first and the third client: one program for the first minibatches, two for the
+        # second ones.
+        (Own, (8, 8, 6, 4), 4 / 3),
     ],
 )
 def test_clients_that_a_program_serves_are_counted(
@@ -76,13 +84,13 @@ def test_clients_that_a_program_serves_are_counted(
 ) -> None:
     seen: list[Share] = []
 
-    def watch(operations: float, shares: list[Share], _: bool) -> bool:
+    def watch(operations: float, shares: list[Share], *_: Any) -> bool:
         seen.extend(shares)
         return True
 
     monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
     module = kind(nn.Sequential(nn.Flatten(), nn.Linear(25, 6)), nn.Linear(6, CLASSES)).double()
-    # Of all clients, as each of several processes trains a part of a cohort.
+    # Of as many of all clients as train in a round, of whom each of several processes has a part.
     fit(FedAvg(), image_clients(sizes, batch_size=4), module, 1, "auto", participation=2)
     assert [share.served for share in seen] == [served]
 
@@ -94,10 +102,10 @@ def test_cached_features_pay_if_there_are_many_passes(
 ) -> None:
     """Of a head ``w / 3`` a gradient alone, and once each minibatch together; of the body ``w``."""
     shares = [Share(passes * each, cached=True, passes=passes), Share(each)]
-    factor, call = (REPLAYED, CALL_REPLAYED) if replayed else (1.0, CALL_ALONE)
+    call = CALL_REPLAYED if replayed else CALL_ALONE
     gradients = (passes + 1) * each
     calls = gradients * (call - CALL_TOGETHER)
-    slope = each * (BATCHED * (1 / 3 + 1) - factor * (passes / 3 + 1))
+    slope = each * (TOGETHER * (1 / 3 + 1) - ALONE * (passes / 3 + 1))
     if slope <= 0:  # alone the operations cost more, too
         assert batching_pays(1e12, shares, replayed)
         return
@@ -118,7 +126,7 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
     both, and by the features: 2 n m k operations each."""
     seen: list[float] = []
 
-    def watch(operations: float, shares: list[Share], replayed: bool) -> bool:
+    def watch(operations: float, shares: list[Share], replayed: bool, _: float) -> bool:
         seen.extend([operations, *(share.gradients for share in shares), replayed])
         assert [share.cached for share in shares] == [False]
         return True
@@ -132,7 +140,7 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
 def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Share] = []
 
-    def watch(operations: float, shares: list[Share], _: bool) -> bool:
+    def watch(operations: float, shares: list[Share], *_: Any) -> bool:
         seen.extend(shares)
         return True
 
@@ -200,7 +208,7 @@ def test_large_networks_train_one_client_after_another_and_a_resumed_run_repeats
         return str(run.strategy.federation.engine.choices["training_step"])
 
     assert choice("auto", 1).startswith("vectorized")
-    monkeypatch.setattr(cost, "BATCHED", 1e9)  # as if any network were large
+    monkeypatch.setattr(cost, "TOGETHER", 1e9)  # as if any network were large
     assert choice("auto", 2, resume=path).startswith("vectorized")
     assert choice("vectorized", 1).startswith("vectorized")
     assert choice("auto", 1).startswith("sequential (it could run for many clients at once")
@@ -220,9 +228,9 @@ def test_a_process_takes_the_choice_that_another_has_made_before(
 
     monkeypatch.setattr(Ranks, "agreement", agreement)
     data, choices = image_clients((8, 8), batch_size=4), []
-    usual, large = cost.BATCHED, 1e9
+    usual, large = cost.TOGETHER, 1e9
     for factor in (usual, large) if first.startswith("vectorized") else (large, usual):
-        monkeypatch.setattr(cost, "BATCHED", factor)
+        monkeypatch.setattr(cost, "TOGETHER", factor)
         made = trainer(FedAvg(), engine="auto", max_epochs=1, limit_val_batches=0)
         made.fit(network(), data, data)
         choices.append(made.strategy.federation.engine.choices["training_step"])
@@ -232,3 +240,126 @@ def test_a_process_takes_the_choice_that_another_has_made_before(
         "sequential": "sequential (as in another process)",
     }
     assert choices[1] == taken[first.split()[0]]
+
+
+@pytest.mark.parametrize("convolutions", [1, 2])
+def test_convolutions_have_a_cost_of_their_own(convolutions: int) -> None:
+    """Of one client in each step, of many in each program, which few share."""
+    alone = CALL_REPLAYED + convolutions * cost.CONVOLUTION
+    even = 1e6 * (alone - CALL_TOGETHER) / (cost.CONVOLVED_TOGETHER - cost.CONVOLVED)
+    assert batching_pays(even * 0.99, [Share(3)], True, convolutions)
+    assert not batching_pays(even * 1.01, [Share(3)], True, convolutions)
+    served = (PROGRAM + convolutions * cost.PROGRAM_CONVOLUTION) / alone
+    assert batching_pays(0, [Share(3, served=served * 1.01)], True, convolutions)
+    assert not batching_pays(0, [Share(3, served=served * 0.99)], True, convolutions)
+
+
+@pytest.mark.parametrize("convolutions", [0, 2])
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
+def test_evaluated_programs_pay_for_small_networks_and_many_clients(
+    convolutions: int, replayed: bool, shared: float
+) -> None:
+    """Clients have 12 minibatches of 4 samples, which 2 programs fill up to 5: calls cost less in
+    these, and operations more, so that both are equal for some number of operations."""
+    load = Load(minibatches=12, programs=2, parts=12, samples=48, padded=60)
+    calls = 12 * (cost.EVALUATED + convolutions * cost.EVALUATED_CONVOLUTION)
+    calls += 0 if replayed else 12 * cost.WATCHED
+    program = cost.EVALUATED_PROGRAM + convolutions * cost.EVALUATED_PROGRAM_CONVOLUTION
+    calls -= 2 * program + 12 * cost.EVALUATED_TOGETHER
+    if convolutions:
+        slope = 60 * cost.FORWARD_CONVOLVED_TOGETHER - 48 * cost.FORWARD_CONVOLVED
+    else:
+        rate = shared * cost.FORWARD_SHARED + (1 - shared) * cost.FORWARD_TOGETHER
+        slope = 60 * rate - 48 * cost.FORWARD_ALONE
+    for part in (0.99, 1.01):
+        # Where both signs are equal, one side costs less for any number.
+        even = calls / slope if calls * slope > 0 else 1.0
+        pays = evaluating_pays(1e6 * even * part, load, replayed, convolutions, shared)
+        assert pays is (slope * even * part <= calls)
+
+
+class Convolving(PersonalizedModule):
+    """Two convolutions and two products."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3), nn.Flatten()
+        super().__init__(nn.Sequential(*layers, nn.Linear(2, 4)), nn.Linear(4, CLASSES))
+        self.double()
+
+
+def test_convolutions_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once forward in each of a client's gradients, for whichever number of clients."""
+    seen: list[float] = []
+
+    def watch(*args: Any) -> bool:
+        seen.append(args[-1])
+        return True
+
+    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
+    fit(FedAvg(), image_clients((8, 8), batch_size=4), Convolving(), 1, "auto")
+    assert seen == [2]
+
+
+@pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
+def test_products_of_onednn_are_counted() -> None:
+    with OperationCounter() as counter:
+        onednn_product(torch.ones(3, 4), torch.ones(4, 5), torch.ones(5))
+        torch.ones(2, 3, 4).bmm(torch.ones(2, 4, 5))
+    assert counter.get_total_flops() == 2 * 3 * 4 * 5 + 2 * (2 * 3 * 4 * 5)
+    assert counter.shared == 1 / 3
+
+
+class OwnEvaluation(PersonalizedModule):
+    """Its minibatches aren't known to be means of samples."""
+
+    def validation_step(self, batch: Any, batch_idx: int = 0) -> None:
+        self._step("val", batch)
+
+
+@pytest.mark.parametrize("sizes", [(8,) * 6, (9, 0, 5, 13, 2, 8, 8)])
+@pytest.mark.parametrize("kind", [PersonalizedModule, OwnEvaluation])
+def test_an_evaluation_is_counted(
+    kind: Any, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it runs, with the minibatches of one client after another."""
+    monkeypatch.setattr(evaluation, "samples_at_once", lambda _: 10)
+    data = image_clients(sizes, batch_size=4)
+    torch.manual_seed(0)
+    module = kind(nn.Sequential(nn.Flatten(), nn.Linear(25, 6)), nn.Linear(6, CLASSES)).double()
+    split = ParameterSplit(module)
+    own = {name: torch.stack([leaf] * len(sizes)) for name, leaf in split.model().items()}
+    work = EvaluationWork(own, torch.arange(len(sizes)), data, "validation_step")
+    run, ran = evaluation.VectorizedEvaluation._tick, []
+
+    def tick(self: Any, models: Any, tick: Any, *args: Any) -> Any:
+        x, _ = tick.minibatches[0].data
+        ran.append(x.shape[:2])
+        return run(self, models, tick, *args)
+
+    monkeypatch.setattr(evaluation.VectorizedEvaluation, "_tick", tick)
+    engine = VectorizedEngine(module, split, EngineSettings())
+    engine.evaluate(work)
+    assert engine.load(work) == Load(
+        minibatches=sum(-(-size // 4) for size in sizes),
+        programs=len(ran),
+        parts=sum(clients for clients, _ in ran),
+        samples=sum(sizes),
+        padded=sum(clients * width for clients, width in ran),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [((6,) * 20, "vectorized"), (tuple(range(1, 21)), "sequential")],
+)
+def test_evaluations_of_steps_of_ones_own_run_together_where_sizes_are_equal(
+    sizes: tuple[int, ...], name: str
+) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Flatten(), nn.Linear(25, 6)), nn.Linear(6, CLASSES)
+    data = image_clients(sizes, batch_size=20)
+    run = fit(FedAvg(), data, OwnEvaluation(*layers).double(), 1, "auto", val_data=data)
+    choices: Any = run.federation.engine
+    assert choices.choices["validation_step"].startswith(name)

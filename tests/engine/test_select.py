@@ -158,6 +158,7 @@ def run(make: Callable[[], Classifier], engine: str) -> Fit:
         return fit(FedAvg(), clients(), make(), 3, engine, val_data=clients())
 
 
+@pytest.mark.usefixtures("clients_at_once")
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_trains_like_one_client_after_another(name: str) -> None:
     make, training, validation = MODULES[name]
@@ -177,6 +178,7 @@ def test_what_can_not_run_at_once_is_refused_where_that_was_asked_for(name: str)
         run(MODULES[name][0], "vectorized")
 
 
+@pytest.mark.usefixtures("clients_at_once")
 def test_the_log_says_what_runs_and_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         trainer(engine="auto", max_epochs=1).fit(OwnOptimizer(), clients(), clients())
@@ -200,6 +202,7 @@ def test_the_log_says_how_many_run_at_once_and_what_was_counted(
     assert f"training_step runs vectorized: vmap over the forward pass, {said}" in caplog.text
 
 
+@pytest.mark.usefixtures("clients_at_once")
 def test_the_log_counts_no_clients_of_a_sanity_check(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         made = trainer(engine="auto", max_epochs=1, num_sanity_val_steps=2)

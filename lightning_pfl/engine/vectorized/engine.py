@@ -24,6 +24,7 @@ from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Stacked, total_nbytes
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork
+from lightning_pfl.engine.cost import Load
 from lightning_pfl.engine.optimizer import counters
 from lightning_pfl.engine.safety.guard import guarded
 from lightning_pfl.engine.steps import phase_steps
@@ -85,13 +86,17 @@ class VectorizedEngine(Shared):
         fast = max(FEW_ON_CPU, min(MOST_ON_CPU, CACHED // model)) if model < LARGE else OF_LARGE
         return min(fast, self.most())
 
-    def _cut(self, clients: Tensor) -> tuple[Tensor, ...]:
-        """Cut clients into chunks; of about equal sizes if `chunk_size` is None."""
+    def at_once(self, clients: int) -> int:
+        """Count the clients of a chunk; they are of about equal sizes if `chunk_size` is None."""
         size = self.settings.chunk_size or self.chunk_size
         if size is None:
-            parts = -(-len(clients) // self._fitting())
-            size = -(-len(clients) // max(1, parts))
-        return torch.split(clients, max(1, size))
+            parts = -(-clients // self._fitting())
+            size = -(-clients // max(1, parts))
+        return max(1, size)
+
+    def _cut(self, clients: Tensor) -> tuple[Tensor, ...]:
+        """Cut clients into chunks."""
+        return torch.split(clients, self.at_once(len(clients)))
 
     def most(self) -> int:
         """Compute the clients whose models, gradients and moments fill a quarter of the memory.
@@ -169,6 +174,10 @@ class VectorizedEngine(Shared):
     def groups(self, work: EvaluationWork) -> Tensor:
         """Number the program that evaluates each client, int64 ``(clients,)``."""
         return self._evaluation().groups(work)
+
+    def load(self, work: EvaluationWork) -> Load:
+        """Count what an evaluation consists of, for clients of all sizes in the data."""
+        return self._evaluation().load(work)
 
     def together(self, work: LocalWork | EvaluationWork) -> int:
         """Count the clients of the largest program for this work."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_pfl.core.tree import Model, rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import couples_samples, is_unmodified, writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
+from lightning_pfl.engine.cost import Load
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.logs import ClientLogs
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError, batchable_kernels
@@ -32,6 +34,8 @@ from lightning_pfl.models.base import PersonalizedModule
 SAMPLES, MOST = 768, 3072
 """Samples per program on a CPU, of greyscale images of 28 x 28 numbers and at most: enough for two
 cores, few enough for their caches."""
+COUNTED = 64
+"""Largest number of chunks of which the estimate counts what they run, as there may be many."""
 ON_GPU = 16
 """How many times as many samples a GPU gets, whose programs take as long to start as to run."""
 ONE_BY_ONE = (
@@ -162,12 +166,27 @@ class VectorizedEvaluation:
             found[positions] = number
         return found
 
+    def load(self, work: EvaluationWork) -> Load:
+        """Count what an evaluation consists of, for clients of all sizes in the data."""
+        data, per_sample = work.data, self._per_sample_alone(work.step)
+        everyone = replace(work, clients=torch.arange(len(data.num_samples)))
+        width = self._width(everyone, per_sample)
+        size = data.batch_size if isinstance(data, FederatedTensorDataset) else width
+        chunks = self._chunks(everyone, width)
+        total = Load(0, 0, 0, 0, 0)
+        for positions in chunks[:: -(-len(chunks) // COUNTED)]:
+            counts = data.num_samples[positions].tolist()
+            total += _load_padded(counts, width) if per_sample else _load_in_groups(counts, size)
+            total += Load(sum(-(-count // size) for count in counts), 0, 0, sum(counts), 0)
+        return total
+
     def _chunks(self, work: EvaluationWork, width: int) -> tuple[Tensor, ...]:
         """Cut the clients into chunks: their positions, those with the most samples first."""
         samples = work.data.num_samples[work.clients]
         order = torch.argsort(samples, descending=True, stable=True)
+        most = min(width, max(1, int(work.data.num_samples.max())))
         # torch.split: the stubs leave the method untyped.
-        return torch.split(order, max(1, self._samples(work.data) // width))
+        return torch.split(order, max(1, self._samples(work.data) // most))
 
     def _per_sample_alone(self, step: str) -> bool:
         """Whether values of samples are all that a step computes."""
@@ -238,6 +257,23 @@ class VectorizedEvaluation:
             return torch.vmap(inside_gradient(function))(models, data)
         plain, dims = unbatch(models)
         return torch.vmap(function, in_dims=(dims, 0))(plain, data)
+
+
+def _load_padded(counts: list[int], width: int) -> Load:
+    """Count programs in which all clients of a chunk have minibatches of one size."""
+    total = Load(0, 0, 0, 0, 0)
+    for begin in range(0, max(counts, default=0), width):
+        here = [min(width, count - begin) for count in counts if count > begin]
+        total += Load(0, 1, len(here), 0, len(here) * max(here))
+    return total
+
+
+def _load_in_groups(counts: list[int], size: int) -> Load:
+    """Count programs for each size that minibatches of a number have: full ones, and the rest."""
+    full = max(count // size for count in counts)
+    rests = len({count for count in counts if count % size})
+    parts = sum(-(-count // size) for count in counts)
+    return Load(0, full + rests, parts, 0, sum(counts))
 
 
 def _store_outputs(predictions: list[list[Any]], outputs: Any, at: Tensor) -> None:

@@ -293,6 +293,7 @@ def with_layer(make: Callable[[], nn.Module]) -> PersonalizedModule:
     return PersonalizedModule(backbone, nn.Linear(width, CLASSES)).double().eval()
 
 
+@pytest.mark.usefixtures("clients_at_once")
 def test_a_recurrent_layer_has_samples_of_all_clients_at_once_if_they_have_one_model() -> None:
     module = with_layer(Recurrent)
     engine = selected(module)
