@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, Generic, TypeVar
@@ -189,6 +190,14 @@ def _tree(arg: Any) -> Any:
     return arg.tree if isinstance(arg, Given) else arg
 
 
+@dataclass
+class _Kept(Generic[Recorded]):
+    """A recording, and the round in which it was used last."""
+
+    recorded: Recorded
+    round: int
+
+
 class Repeated(ABC, Generic[Recorded]):
     """Steps that are recorded at their third call, or their first, and replayed from then on.
 
@@ -207,7 +216,8 @@ class Repeated(ABC, Generic[Recorded]):
         # What the steps of a phase depend on: to compare that in each step takes as long as a step.
         self._contexts = Numbers()
         self._calls: dict[Any, int] = {}
-        self._recorded: dict[Any, Recorded] = {}
+        self._round = 0
+        self._recorded: dict[Any, _Kept[Recorded]] = {}
         self._unchecked: set[Any] = set()
         self._checked: set[Any] = set()
 
@@ -221,6 +231,7 @@ class Repeated(ABC, Generic[Recorded]):
         """
         self._checks, self._at_once, self._before = check, at_once, self._contexts.made
         self._checked.clear()
+        self._round += 1
 
     def _take(self, key: tuple[Any, ...], function: Function, given: Any, leaves: Leaves) -> Any:
         """Take a step.
@@ -231,10 +242,11 @@ class Repeated(ABC, Generic[Recorded]):
             given: What it is given.
             leaves: The tensors of that.
         """
-        recorded = self._recorded.get(key)
-        if recorded is None:
+        kept = self._recorded.get(key)
+        if kept is None:
             return self._first_calls(key, function, given, leaves)
         self.used += 1
+        kept.round, recorded = self._round, kept.recorded
         if key in self._unchecked or (self._checks and key[0] not in self._checked):
             self._unchecked.discard(key)
             self._checked.add(key[0])
@@ -248,11 +260,9 @@ class Repeated(ABC, Generic[Recorded]):
         # Settings that are new after the first round may change in each round, as a rate does: then
         # a recording pays for what comes often within one.
         stays = key[0] < self._before or not self._before
-        if (calls <= WARM_UP and not (self._at_once and stays)) or not LIMIT:
+        if (calls <= WARM_UP and not (self._at_once and stays)) or not self._has_room():
             return self._really(function, given)
         del self._calls[key]
-        if len(self._recorded) >= LIMIT:  # an optimizer's rate that changes in each round
-            del self._recorded[next(iter(self._recorded))]
         self.recording = True
         try:
             recorded, result = self._record(function, given, leaves)
@@ -261,12 +271,26 @@ class Repeated(ABC, Generic[Recorded]):
             reason = (str(error).strip().splitlines() or [""])[0]
             self.stop(f"a step can't be recorded ({type(error).__name__}: {reason})")
         else:
-            self._recorded[key] = recorded
+            self._recorded[key] = _Kept(recorded, self._round)
             self._unchecked.add(key)
             return result
         finally:
             self.recording = False
         return self._really(function, given)
+
+    def _has_room(self) -> bool:
+        """Whether there is room for a recording; one that no round uses any more makes room.
+
+        So one of an optimizer's rate that changes in each round, but none of many sizes that come
+        again in each, which would all be recorded again and again.
+        """
+        if len(self._recorded) < LIMIT:
+            return True
+        oldest = min(self._recorded, key=lambda key: self._recorded[key].round, default=None)
+        if oldest is None or self._recorded[oldest].round >= self._round - 1:
+            return False
+        del self._recorded[oldest]
+        return True
 
     @abstractmethod
     def _really(self, function: Function, given: Any) -> Any:

@@ -247,6 +247,33 @@ def test_minibatches_of_other_sizes_log_otherwise(monkeypatch: pytest.MonkeyPatc
         assert all(value[[1, 4]].isnan().all() for value in one.values.values())
 
 
+def test_sizes_that_come_again_are_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four sizes of minibatches, with room for two."""
+    made, record = [], trace.Traces._record
+
+    def counting(self: Any, *args: Any) -> Any:
+        made.append(self)
+        return record(self, *args)
+
+    monkeypatch.setattr(trace.Traces, "_record", counting)
+    found, replays = evaluate(Logs, limit=2)
+    assert len(made) == 2
+    assert_same(found, evaluate(Logs, limit=0)[0])
+    assert replays > 5
+
+
+def test_recordings_of_settings_that_are_gone_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each third evaluation has another attribute, and two sizes of minibatches."""
+    monkeypatch.setattr(HERE, "EVALUATIONS", 12)
+
+    def change(module: Any, number: int) -> None:
+        module.scale = float(number // 3)
+
+    found, replays = evaluate(ReadsAttribute, change, limit=2)
+    assert_same(found, evaluate(ReadsAttribute, change, limit=0)[0])
+    assert replays > 12 * 5
+
+
 class ReadsNumberLate(Plain):
     """Its evaluation can't be recorded, its training can."""
 
