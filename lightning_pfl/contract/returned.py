@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pfl.core.tree import Tree, items, leaves
+from lightning_pfl.core.tree import Path, Tree, items, leaves
 
 
 def require_tree(tree: Any, function: str, method: object, clients: int | None = None) -> Tree:
@@ -27,15 +27,16 @@ def require_tree(tree: Any, function: str, method: object, clients: int | None =
         remedy = "Does it end with `return`?" if tree is None else "Return a dict of tensors."
         raise TypeError(f"{start}a dict of tensors, but got {_named(tree)}. {remedy}")
     for path, leaf in items(tree):
-        name = "/".join(map(str, path))
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{start}tensors, but its entry {name!r} is {_named(leaf)}. Make it a tensor."
+                f"{start}tensors, but its entry {_written(path)} is {_named(leaf)}. Make it a "
+                "tensor."
             )
-        if clients is not None and (not leaf.ndim or len(leaf) != clients):
+        if clients is not None and (not leaf.ndim or leaf.shape[0] != clients):
             raise ValueError(
                 f"{start}tensors with a row for each client, {clients} at work, but its entry "
-                f"{name!r} has the shape {tuple(leaf.shape)}. Keep the first axis, that of clients."
+                f"{_written(path)} has the shape {tuple(leaf.shape)}. Keep the first axis, that of "
+                "clients."
             )
     return tree
 
@@ -110,6 +111,10 @@ def require_unwritten(
             "`client_state` as they are, but it changes a tensor in place. Return new tensors: "
             "`0.9 * leaf` in the place of `leaf.mul_(0.9)`."
         )
+
+
+def _written(path: Path) -> str:
+    return repr("/".join(map(str, path)))
 
 
 def _named(found: Any) -> str:
