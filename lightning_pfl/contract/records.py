@@ -288,7 +288,9 @@ def as_positions_of(on_clients: OnClients | None, at: slice | Tensor) -> OnClien
     if on_clients is None or isinstance(at, slice):
         return on_clients
 
+    listed = at.tolist()
+
     def call(positions: list[int], losses: Tensor | None = None) -> bool | None:
-        return on_clients(at[torch.tensor(positions, dtype=torch.int64)].tolist(), losses)
+        return on_clients([listed[position] for position in positions], losses)
 
     return call
