@@ -43,11 +43,20 @@ EMPTY = (aten.empty_like.default, aten.new_empty.default, aten.empty.memory_form
 
 
 class Buffers:
-    """Memory of a device that programs share; only one of them runs at a time."""
+    """Memory of a device that programs share; only one of them runs at a time.
 
-    def __init__(self) -> None:
+    Args:
+        largest: Largest number of entries of a tensor in it; None for any.
+    """
+
+    def __init__(self, largest: int | None = None) -> None:
+        self._largest = largest
         self._free: dict[Any, list[Tensor]] = defaultdict(list)
         self._held: dict[str, tuple[Any, Tensor]] = {}
+
+    def fit(self, like: Tensor) -> bool:
+        """Whether a tensor of this shape may be in it."""
+        return self._largest is None or like.numel() <= self._largest
 
     def take(self, name: str, like: Tensor) -> Tensor:
         """Return a tensor of the same type, shape and strides, in memory that nothing else has."""
@@ -139,7 +148,8 @@ class _Program:
         wanted = [*(name for name, _ in targets), *results]
         self.calls = needed(map(recorder.at_once, recorder.calls), wanted)
         self.changed = recorder.written()
-        self.sums = sums_of_slices(self.calls, {*self.changed, *wanted})
+        sums = sums_of_slices(self.calls, {*self.changed, *wanted})
+        self.sums = {name: one for name, one in sums.items() if buffers.fit(self.tensors[name])}
         self.calls = list(self._in_parts(self.calls))
         # With tensors of the module that no argument has; the user may change their numbers.
         self.placed = {*given, *(name for name in recorder.constants if name in self.tensors)}
@@ -211,6 +221,8 @@ class _Program:
         if call.operator in EMPTY and root not in self.escaping:
             like = self.tensors[name]
             free = self._free_target(name, number, call)
+            if free is None and not self.buffers.fit(like):
+                return False
             self._place(name, self.buffers.take(name, like) if free is None else free)
             return True
         if root != name and call.reads <= self.placed:
@@ -271,6 +283,8 @@ class _Program:
                 self._place(name, self.space[old])
                 self.buffers.hand_over(self.roots[old], name)
             return True
+        if not self.buffers.fit(like):
+            return False
         if operator in COPIES:
             self._line(aten.copy_.default, f"{name}, {call.text.split(', ')[0]}", "_")
         elif variant is not None:

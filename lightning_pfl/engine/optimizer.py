@@ -19,8 +19,10 @@ from lightning_pfl.contract.local import Phase
 from lightning_pfl.contract.records import OptimizerState, SlotStates, one_rate
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, is_expanded, per_client, sqnorm, tmap
+from lightning_pfl.engine.in_place import Buffers
 from lightning_pfl.engine.operators import global_step_hooks
-from lightning_pfl.engine.recording import Recording, record
+from lightning_pfl.engine.recording import KEPT
+from lightning_pfl.engine.replay import Recording, record
 from lightning_pfl.engine.trace import LIMIT, of_object
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -347,7 +349,9 @@ class ClientOptimizer:
             recordings[key] = None
             before = [leaf.clone() for leaf in held]
             try:
-                _, recordings[key] = record(lambda: self._plain_step(ready), (), [*ready, *held])
+                _, recordings[key] = record(
+                    lambda: self._plain_step(ready), (), [*ready, *held], Buffers(KEPT)
+                )
             except TypeError:  # it reads a number out of its state
                 for leaf, old in zip(held, before, strict=True):
                     leaf.copy_(old)

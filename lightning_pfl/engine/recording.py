@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.engine.operators import OperatorMode, fastest_call
-
-Function = Callable[..., Any]
 
 
 def flatten(tree: Any, leaves: list[Tensor]) -> Any:
@@ -49,28 +46,6 @@ def rebuild(tree: Any, leaves: Iterator[Tensor]) -> Any:
     return tree
 
 
-class Recording:
-    """The operators of one call, on other tensors of the same shapes.
-
-    Args:
-        source: A function ``replay`` of the arguments' tensors in Python, which returns those of
-            the result.
-        space: The operators and constants in it.
-        result: A tree like the result.
-    """
-
-    def __init__(self, source: str, space: dict[str, Any], result: Any) -> None:
-        self.source, self._result = source, result
-        self._differentiates = torch.is_grad_enabled()
-        self.replay: Callable[..., tuple[Tensor, ...]] = compiled(source, space)
-
-    def __call__(self, leaves: list[Tensor]) -> Any:
-        """Run the operators on other tensors of the same shapes."""
-        # As when they were recorded: some operators keep more for a backward pass.
-        with torch.set_grad_enabled(self._differentiates):
-            return rebuild(self._result, iter(self.replay(*leaves)))
-
-
 def called(operator: Any, text: str, space: Mapping[str, Any]) -> Any:
     """Return the function by which a line of a program calls an operator.
 
@@ -88,29 +63,6 @@ def compiled(source: str, space: dict[str, Any]) -> Callable[..., tuple[Tensor, 
     exec(compile(source, "<recording>", "exec"), space)
     made: Callable[..., tuple[Tensor, ...]] = space["replay"]
     return made
-
-
-def record(function: Function, args: Any, leaves: list[Tensor]) -> tuple[Any, Recording]:
-    """Run a function and record its operators.
-
-    Args:
-        function: Returns a tree of tensors.
-        args: Trees of tensors.
-        leaves: Their tensors, in order.
-
-    Returns:
-        The function's result, and the recording.
-
-    Raises:
-        TypeError: If a number or a shape is made of a tensor, on which the rest may depend, or a
-            tensor is written to that the function hasn't made and isn't given.
-    """
-    recorder = Recorder(leaves)
-    with recorder.recording():
-        result = function(*args)
-    results: list[Tensor] = []
-    flatten(result, results)
-    return result, Recording(*recorder.program(results), rebuild(result, repeat(torch.empty(0))))
 
 
 @dataclass(frozen=True)
@@ -314,44 +266,6 @@ class Recorder(OperatorMode):
             text += f", {view.storage_offset()}"
         operator = same if layout(view) == layout(whole) else torch.ops.aten.as_strided.default
         return replace(call, operator=operator, text=text, reads=frozenset({root}))
-
-    def program(self, results: list[Tensor]) -> tuple[str, dict[str, Any]]:
-        """Write what is needed for some tensors and what writes to any, with its constants."""
-        names = [self.name(result) for result in results]
-        lines: list[str] = []
-        operators: dict[str, Any] = {}
-        calls = needed(map(self.at_once, self.calls), names)
-        constants = self._constants_made(calls, names)
-        calls = needed((call for call in calls if constants.isdisjoint(call.makes)), names)
-        operators |= {name: self.tensors[name].detach() for name in constants}
-        # Backwards: what reads a tensor last is met first, and sets it free.
-        wanted = set(names)
-        for number, call in reversed(list(enumerate(calls))):
-            free = sorted(
-                name
-                for name in call.reads - wanted
-                if name.startswith("v") and name not in constants
-            )
-            wanted |= call.reads
-            made = [name if name in wanted else "_" for name in call.makes]
-            target = "".join(f"{name}, " for name in made) if call.several else made[0]
-            if call.operator is same:
-                line = f"{target} = {call.text.split(', ')[0]}"
-            else:
-                space = {**self.constants, **self.tensors}
-                operators[f"f{number}"] = called(call.operator, call.text, space)
-                line = f"{target or '_'} = f{number}({call.text})"
-            lines.append(f"{line}; del {', '.join(free)}" if free else line)
-        return written(self.arguments, lines[::-1], names), {**operators, **self.constants}
-
-    def _constants_made(self, calls: Iterable[Call], results: Iterable[str]) -> set[str]:
-        """Return names of tensors of zeros, ones and the like, which nothing changes."""
-        changed = {*self.written(), *(self.roots[name] for name in results)}
-        return {
-            call.makes[0]
-            for call in calls
-            if is_constant(call, self.tensors) and call.makes[0] not in changed
-        }
 
 
 def _has_plain_indices(operator: Any, args: Any) -> bool:

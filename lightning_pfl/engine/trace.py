@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_pfl.engine.recording import Function, Recording, flatten, record
+from lightning_pfl.engine.in_place import Buffers
+from lightning_pfl.engine.recording import KEPT, flatten
+from lightning_pfl.engine.replay import Function, Recording, record
 from lightning_pfl.engine.safety.global_rng import States
 from lightning_pfl.engine.safety.snapshot import DEPTH, MEMBERS, attributes, is_plain
 
@@ -324,6 +326,8 @@ class Traces(Repeated[Recording]):
     def __init__(self, enabled: bool) -> None:
         super().__init__()
         self.enabled = enabled
+        # Not what is large: an evaluation's would stay in memory that a step needs.
+        self._buffers = Buffers(KEPT)
         self._givens: dict[Any, int] = {}
         self._context: int | None = None
 
@@ -363,7 +367,8 @@ class Traces(Repeated[Recording]):
     def _record(self, function: Function, given: Any, leaves: Leaves) -> tuple[Recording, Any]:
         before, generators = [copy(leaf) for leaf in leaves], States()
         try:
-            result, recording = record(function, tuple(map(_tree, given)), leaves)
+            args = tuple(map(_tree, given))
+            result, recording = record(function, args, leaves, self._buffers)
         except Exception:
             put_back(leaves, before)
             generators.restore()

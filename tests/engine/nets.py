@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.operators import OperatorMode
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.base import PersonalizedModule
@@ -99,3 +100,17 @@ def moved(outcome: LocalRound, name: str) -> list[bool]:
     return [
         not torch.equal(now, then) for now, then in zip(outcome.models[name], start, strict=True)
     ]
+
+
+class Ran(OperatorMode):
+    """Notes the names of operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -16,7 +16,6 @@ from lightning_pfl.core.tree import Tree, expand, tmap
 from lightning_pfl.engine import slices, trace
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
-from lightning_pfl.engine.operators import OperatorMode
 from lightning_pfl.engine.recording import Recorder
 from lightning_pfl.engine.sequential import SequentialEngine
 from lightning_pfl.engine.whole_steps import WholeSteps
@@ -29,7 +28,7 @@ from lightning_pfl.testing.rounds import (
     assert_trees_equal,
     local_round,
 )
-from tests.engine.nets import CLASSES, cnn, image_clients
+from tests.engine.nets import CLASSES, Ran, cnn, image_clients
 
 
 @pytest.fixture(autouse=True)
@@ -363,20 +362,6 @@ def test_gradients_of_slices_are_those_of_the_steps(method: Method) -> None:
 # --- programs -------------------------------------------------------------------------------------
 
 
-class Ran(OperatorMode):
-    """Notes the names of operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.operators.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def row(gradient: Tensor, at: int, of: int = 4) -> Tensor:
     """The gradient of a row."""
     shape = [of, len(gradient)]
@@ -436,7 +421,7 @@ def draw_program(seed: int) -> Callable[[list[Tensor]], list[Tensor]]:
 def test_programs_of_all_kinds(seed: int) -> None:
     """Three tensors are in place, of which the results are copied; one is an argument."""
     function, generator = draw_program(seed), torch.Generator().manual_seed(seed)
-    buffers = Buffers()
+    buffers = Buffers(8 if seed % 3 == 0 else None)
     placed = [torch.empty(4, 4) for _ in range(3)]
 
     def fill() -> list[Tensor]:
@@ -476,6 +461,21 @@ def test_a_program_uses_its_memory_again() -> None:
     assert replay(b) == ()
     assert torch.equal(x, result)
     assert buffers.count() == 2
+
+
+def test_large_tensors_that_do_not_fit_are_new_in_each_replay() -> None:
+    def function(x: Tensor) -> Tensor:
+        made = torch.empty_like(x).copy_(x @ x)
+        return made.sum(0) + (x * 2).clone().t().sum(0) + (row(x[0], 1) + row(x[1], 2)).sum(0)
+
+    with (recorder := Recorder([x := torch.randn(4, 4)])):
+        result = function(x)
+    for largest in (15, 16):
+        buffers = Buffers(largest)
+        replay = compile_in_place(recorder, {}, [], [recorder.name(result)], buffers)
+        assert torch.equal(replay(x)[0], result)
+        sizes = [key[-1] for key in buffers._free]
+        assert (16 in sizes) == (largest == 16)
 
 
 def test_memory_that_a_program_fills_is_where_its_result_is_to_be() -> None:
