@@ -160,7 +160,7 @@ REFUSED = [
     try:
         return x.sum(9)
     finally:
-        return x
+        x = -x
     """,
     """
     with torch.no_grad():
