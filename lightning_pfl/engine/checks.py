@@ -104,15 +104,6 @@ class Checks:
         )
 
 
-def may_be_recorded(module: Any, step: str = "training_step") -> bool:
-    """Whether steps of a module are recorded in some round, whatever its attributes are then."""
-    try:
-        read_by_step(module, step, loose=True)
-    except UnknownCodeError:
-        return _promises(module, step)
-    return True
-
-
 def _promises(module: Any, step: str) -> bool:
     """Whether a step is that of ``PersonalizedModule``."""
     its_own = getattr(PersonalizedModule, step)

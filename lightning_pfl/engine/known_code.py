@@ -123,7 +123,7 @@ class UnknownCodeError(Exception):
     """Code that may read anything, with what it does that isn't known."""
 
 
-def read_by_step(module: nn.Module, step: str = "training_step", loose: bool = False) -> Read:
+def read_by_step(module: nn.Module, step: str = "training_step") -> Read:
     """Return what the code of a step reads outside of the module's layers.
 
     Its code, and that of functions that it calls, is read. Global names must be functions and
@@ -133,7 +133,6 @@ def read_by_step(module: nn.Module, step: str = "training_step", loose: bool = F
     Args:
         module: The user's module.
         step: The function that is called.
-        loose: Whether attributes of objects may hold anything, as they may do later.
 
     Returns:
         These functions and global names, which code may replace later.
@@ -143,7 +142,7 @@ def read_by_step(module: nn.Module, step: str = "training_step", loose: bool = F
     """
     if hooks_of(module):
         raise UnknownCodeError("layers have hooks")
-    reader = _Reader(module, loose)
+    reader = _Reader(module)
     reader.step(step)
     return reader.read
 
@@ -158,14 +157,13 @@ class _Reader:
 
     Args:
         module: The user's module.
-        loose: As of :func:`read_by_step`.
 
     Attributes:
         read: What it has found outside of layers.
     """
 
-    def __init__(self, module: nn.Module, loose: bool) -> None:
-        self.module, self.loose = module, loose
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.read: Read = {}
         parts = dict(module.named_modules())
         metrics = [n for n, part in parts.items() if isinstance(part, (Metric, MetricCollection))]
@@ -187,7 +185,7 @@ class _Reader:
         """Read a step."""
         for part in self._own:
             self._require_usual(part)
-        for layer in () if self.loose else self._layers:
+        for layer in self._layers:
             self._require_known_settings(layer)
         self._attribute(name)
         # Called by the engines, and where a layer is called.
@@ -229,7 +227,7 @@ class _Reader:
             if name in vars(kind):
                 self._of_class(kind, name)
         found = [self._is_attribute(part, name) for part in self._own]
-        if self.loose or any(found) or name in KNOWN_ELSEWHERE:
+        if any(found) or name in KNOWN_ELSEWHERE:
             return
         if name.startswith("_") or not any(_has(layer, name) for layer in self._layers):
             _unknown(f"it reads an attribute {name!r}")
@@ -267,7 +265,7 @@ class _Reader:
 
     def _value(self, name: str, value: Any) -> None:
         """Require an attribute of an object to be a number, a tensor or a known function."""
-        if self.loose or _is_plain(value) or type(value) in (Tensor, nn.Parameter):
+        if _is_plain(value) or type(value) in (Tensor, nn.Parameter):
             return
         if not isinstance(value, (FunctionType, BuiltinFunctionType)):
             _unknown(f"{name!r} is a {type(value).__name__}")
@@ -276,7 +274,7 @@ class _Reader:
     def _hyperparameter(self, name: str) -> None:
         """Require an entry of ``self.hparams`` to be a number."""
         for part in self._own:
-            if isinstance(part, L.LightningModule) and not self.loose:
+            if isinstance(part, L.LightningModule):
                 held = dict(part.hparams)
                 if name not in held or not _is_plain(held[name]):
                     _unknown(f"it reads {name!r} of hparams")

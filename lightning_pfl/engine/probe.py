@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
-from lightning_pfl.core.tree import Tree, tmap
+from lightning_pfl.core.tree import Tree
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import Engine, EvaluationWork, LocalWork
@@ -112,7 +112,8 @@ class Problem:
 
     Attributes:
         reason: In words.
-        rounding: Whether its results may be others by rounding alone.
+        rounding: Whether its results may be others by rounding alone; values of an evaluation
+            always.
     """
 
     reason: str
@@ -187,8 +188,7 @@ class Probe:
         why = difference(expected, found, before, mixed=self.settings.autocast is not None)
         if why is None:
             return None
-        start = before or {"values": tmap(torch.zeros_like, expected["values"])}
-        rounding = OTHER_NUMBERS in why and is_alike(expected, found, start)
+        rounding = OTHER_NUMBERS in why and is_alike(expected, found, before)
         if rounding and isinstance(piece, LocalWork) and is_wanted():
             return None if self._agrees_in_double(engine, piece) else Problem(why, rounding)
         return Problem(why, rounding)

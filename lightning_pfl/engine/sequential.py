@@ -35,7 +35,7 @@ from lightning_pfl.engine.base import (
     begin,
     end,
 )
-from lightning_pfl.engine.checks import Checks, may_be_recorded
+from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.logs import LOSS
 from lightning_pfl.engine.minibatches import ClientMinibatches
 from lightning_pfl.engine.optimizer import (
@@ -85,9 +85,8 @@ class SequentialEngine:
         record: bool = False,
     ) -> None:
         self.module, self.parameter_split, self.settings = module, parameter_split, settings
-        self.loop = loop
-        self.fast = record and may_be_recorded(module)
-        self.traces = Traces(enabled=self.fast)
+        self.loop, self.record = loop, record
+        self.traces = Traces(enabled=record)
         self.whole, self.checks = WholeSteps(), Checks(module)
         self._memory = KeptMemory()
         self.optimizer_steps: Recordings | None = {} if record else None
@@ -144,7 +143,7 @@ class SequentialEngine:
                     keyed = True
             if keyed:
                 local_step = self._local_step(one, keyed=True)
-                before = snapshot(self.module) if self.traces.enabled else {}
+                before = snapshot(self.module) if self.records_now else {}
                 result = self._client(one, local_step)
                 self._note_draws(local_step)
                 if before and (name := changed(self.module, before)) is not None:
@@ -173,13 +172,13 @@ class SequentialEngine:
         """Return the user's step, cached since a replayed step doesn't log its options again."""
         hooks, known = self.settings.batch_hooks, self._program
         if known is None or known.augment is not augment or known.hooks is not hooks:
-            # Also in steps without a recording, so that all have the same bits.
-            modes = self._kernels if self.fast else nullcontext
+            modes = self._kernels if self.record else nullcontext
             known = self._program = ClientProgram(self.module, self.settings, augment, modes)
         return known
 
     def _kernels(self) -> AbstractContextManager[None]:
-        return kernels.alone(last=self.checks.placeless)
+        # Also in steps without a recording, so that all of a round have the same bits.
+        return kernels.alone(self.checks.placeless) if self.checks.recordable else nullcontext()
 
     def records(self, work: LocalWork) -> bool:
         """Whether steps of this work may be recorded."""

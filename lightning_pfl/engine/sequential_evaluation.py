@@ -21,7 +21,7 @@ from lightning_pfl.data.batch import batch_length
 from lightning_pfl.engine import kernels
 from lightning_pfl.engine.active_phase import writable
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
-from lightning_pfl.engine.checks import Checks, may_be_recorded
+from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.logs import ClientLogs, computed_metrics, plain_values
 from lightning_pfl.engine.minibatches import evaluation_minibatches
 from lightning_pfl.engine.program import ClientProgram
@@ -41,13 +41,11 @@ class _Step:
     Attributes:
         checks: What its code reads.
         traces: Its recordings.
-        fast: Whether large products are oneDNN's, as in steps that are replayed.
         program: The step as a function.
     """
 
     checks: Checks
     traces: Traces
-    fast: bool
     program: ClientProgram | None = None
 
 
@@ -97,9 +95,7 @@ class SequentialEvaluation:
 
     def _step(self, name: str) -> _Step:
         if name not in self._steps:
-            # Also in steps without a recording, so that all have the same bits.
-            fast = self.record and may_be_recorded(self.module, name)
-            self._steps[name] = _Step(Checks(self.module, name), Traces(enabled=fast), fast)
+            self._steps[name] = _Step(Checks(self.module, name), Traces(enabled=self.record))
         return self._steps[name]
 
     def _is_replayed(self, name: str, step: _Step) -> bool:
@@ -169,13 +165,16 @@ class SequentialEvaluation:
         """Return the user's step, cached where it is replayed, without its calls of ``log``."""
         known = step.program
         if known is None or not self._is_replayed(work.step, step):
-            modes = partial(self._kernels, work.step, step) if step.fast else nullcontext
+            modes = partial(self._kernels, work.step, step) if self.record else nullcontext
             known = step.program = ClientProgram(self.module, self.settings, kernels=modes)
         known.throwaway, known.predict = writable(self.module), work.predict
         known.dataloader_idx = work.dataloader_idx
         return known
 
     def _kernels(self, name: str, step: _Step) -> AbstractContextManager[None]:
+        # Also in steps without a recording, so that all of a round have the same bits.
+        if not step.checks.recordable:
+            return nullcontext()
         # Predictions are the user's, in whose hands they lie where they always do.
         return kernels.alone(name in EVALUATING and step.checks.placeless)
 

@@ -289,7 +289,7 @@ def why_not_captured(
     method = type(work.method).__name__
     if not recordable:
         return f"`client_step` of {method} isn't marked by `recordable`"
-    if not (engine.records and engine.checks.recordable):
+    if not engine.checks.recordable:
         return f"the code of {type(engine.module).__name__} may read what a recording wouldn't"
     for found, what in (
         (program.augment is not None, "samples are augmented"),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.engine.base import EngineSettings, LocalWork
-from lightning_pfl.engine.checks import Checks, may_be_recorded
+from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.cuda_graphs import StepGraphs
 from lightning_pfl.engine.kernels import FastKernels
 from lightning_pfl.engine.optimizer import Recordings
@@ -33,9 +32,6 @@ class Shared:
         transform: ``"forward"``: ``vmap`` of the forward pass and one ordinary backward pass;
             ``"grad"``: ``vmap`` of the gradient, for layers without a batching rule for autograd
             (LSTM, GRU).
-
-    Attributes:
-        records: Whether steps of training are recorded, where they may be in a round.
     """
 
     def __init__(
@@ -51,8 +47,7 @@ class Shared:
             settings.accumulate, settings.limit_train_batches, settings.overfit_batches
         )
         self.prefix = PrefixCache(parameter_split, enabled=settings.feature_cache)
-        self.records = may_be_recorded(module)
-        self.traces = Traces(enabled=self.records)
+        self.traces = Traces(enabled=True)
         self.graphs = StepGraphs(settings.device) if settings.cuda_graphs else None
         self.whole, self.checks = WholeSteps(expanded=True), Checks(module)
         self.optimizer_steps: Recordings = {}
@@ -90,8 +85,11 @@ class Shared:
         """Return the user's step, cached since a replayed step doesn't log its options again."""
         hooks, known = self.settings.batch_hooks, self._program
         if known is None or known.augment is not augment or known.hooks is not hooks:
-            fast = partial(FastKernels, recorded=self.records)
-            kernels = fast if self.transform == "forward" else nullcontext
+            kernels = self._kernels if self.transform == "forward" else nullcontext
             known = ClientProgram(self.module, self.settings, augment, kernels)
             self._program = known
         return known
+
+    def _kernels(self) -> FastKernels:
+        # Also in steps without a recording, so that all of a round have the same bits.
+        return FastKernels(recorded=self.checks.recordable)
