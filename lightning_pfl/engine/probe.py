@@ -236,7 +236,9 @@ class Probe:
         operations = self.operations(work, piece, engine, counter)
         if isinstance(work, LocalWork):
             convolutions = counter.convolutions / max(engine.gradients, 1)
-            replayed = self.sequential.records(work)
+            # Shown by the piece. Of steps that draw, gradients alone are replayed.
+            draws = self.sequential.deterministic is False
+            replayed = self.sequential.records(work) and not draws
             return batching_pays(operations, self._shares(work, engine), replayed, convolutions)
         if is_of_one_model(self.module, self.settings, work):  # large minibatches of all clients
             return True

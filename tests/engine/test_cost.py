@@ -28,6 +28,7 @@ from lightning_pfl.engine.cost import (
 from lightning_pfl.engine.operators import has_onednn, onednn_product
 from lightning_pfl.engine.probe import OperationCounter, Probe, Problem
 from lightning_pfl.engine.safety.compare import OTHER_NUMBERS
+from lightning_pfl.engine.sequential_local import SequentialLocalStep
 from lightning_pfl.engine.vectorized import evaluation
 from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.federation.ranks import Ranks
@@ -135,6 +136,34 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
     data = image_clients((8, 8), batch_size=4)
     fit(FedAvg(local_epochs=3), data, network(), 1, "auto")
     assert seen == [2 * 4 * (25 * 6 * 2 + 6 * CLASSES * 3), 6, True]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_steps_that_draw_do_not_count_as_replayed(
+    draws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client after another records no whole steps of them."""
+    seen: list[bool] = []
+
+    def watch(_: float, __: list[Share], replayed: bool, *___: Any) -> bool:
+        seen.append(replayed)
+        return False
+
+    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
+    whole: list[int] = []
+    take = SequentialLocalStep.take_whole_steps
+
+    def count(self: SequentialLocalStep, *args: Any) -> Any:
+        whole.append(1)
+        return take(self, *args)
+
+    monkeypatch.setattr(SequentialLocalStep, "take_whole_steps", count)
+    torch.manual_seed(0)
+    layers = nn.Flatten(), nn.Linear(25, 6), nn.Dropout() if draws else nn.Identity()
+    module = PersonalizedModule(nn.Sequential(*layers), nn.Linear(6, CLASSES)).double()
+    fit(FedAvg(), image_clients((8, 8), batch_size=4), module, 2, "auto")
+    assert seen == [not draws]
+    assert bool(whole) is not draws
 
 
 def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:
