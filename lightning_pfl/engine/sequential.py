@@ -26,7 +26,8 @@ from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Stacked
 from lightning_pfl.data.datasets import FederatedDataset
 from lightning_pfl.engine import kernels
-from lightning_pfl.engine.active_phase import ActivePhase, couples_samples, is_sample_wise
+from lightning_pfl.engine.active_phase import ActivePhase, is_sample_wise
+from lightning_pfl.engine.apart import evaluates_apart
 from lightning_pfl.engine.base import (
     EngineSettings,
     EvaluationWork,
@@ -346,8 +347,9 @@ class SequentialEngine:
             return False
         one_by_one = phase.batches_per_step == 1 and self.limits.accumulate == 1
         unseen = self.settings.batch_hooks is None and work.schedule is None
-        per_sample = is_sample_wise(self.module) and not couples_samples(self.module, False)
-        return one_by_one and unseen and per_sample
+        if not (one_by_one and unseen and is_sample_wise(self.module)):
+            return False
+        return evaluates_apart(self.module, self.settings, work.data, work.info.round)
 
     @contextmanager
     def _leaving_no_trace(self, phase: Phase) -> Iterator[None]:

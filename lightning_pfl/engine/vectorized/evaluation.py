@@ -15,7 +15,8 @@ from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model, rows
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
-from lightning_pfl.engine.active_phase import couples_samples, is_unmodified, writable
+from lightning_pfl.engine.active_phase import is_unmodified, writable
+from lightning_pfl.engine.apart import evaluates_apart
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.cost import Load
 from lightning_pfl.engine.kernels import FastKernels
@@ -108,7 +109,7 @@ class VectorizedEvaluation:
         """Evaluate clients; see :class:`~lightning_pfl.engine.base.Engine`."""
         clients, data, step = work.clients, work.data, work.step
         self.program.predict, self.program.dataloader_idx = work.predict, work.dataloader_idx
-        per_sample = self._per_sample_alone(step)
+        per_sample = self._per_sample_alone(work)
         width = self._width(work, per_sample)
         known = per_sample and is_unmodified(self.module)
         checked, quiet = False, self.quiet.get(step, True)
@@ -161,14 +162,14 @@ class VectorizedEvaluation:
     def groups(self, work: EvaluationWork) -> Tensor:
         """Number the chunk of each client, int64 ``(clients,)``."""
         found = torch.empty(len(work.clients), dtype=torch.int64)
-        width = self._width(work, self._per_sample_alone(work.step))
+        width = self._width(work, self._per_sample_alone(work))
         for number, positions in enumerate(self._chunks(work, width)):
             found[positions] = number
         return found
 
     def load(self, work: EvaluationWork) -> Load:
         """Count what an evaluation consists of, for clients of all sizes in the data."""
-        data, per_sample = work.data, self._per_sample_alone(work.step)
+        data, per_sample = work.data, self._per_sample_alone(work)
         everyone = replace(work, clients=torch.arange(len(data.num_samples)))
         width = self._width(everyone, per_sample)
         size = data.batch_size if isinstance(data, FederatedTensorDataset) else width
@@ -188,11 +189,12 @@ class VectorizedEvaluation:
         # torch.split: the stubs leave the method untyped.
         return torch.split(order, max(1, self._samples(work.data) // most))
 
-    def _per_sample_alone(self, step: str) -> bool:
-        """Whether values of samples are all that a step computes."""
+    def _per_sample_alone(self, work: EvaluationWork) -> bool:
+        """Whether values of samples are all that a step computes, in whichever minibatches."""
         # A hook may do anything with the samples of a batch.
-        independent = self.program.hooks is None and not couples_samples(self.module, False)
-        return independent and evaluates_per_sample(self.module, step)
+        if self.program.hooks is not None or not evaluates_per_sample(self.module, work.step):
+            return False
+        return evaluates_apart(self.module, self.settings, work.data, work.round)
 
     def _width(self, work: EvaluationWork, per_sample: bool) -> int:
         """Choose the samples of a minibatch, the same for whichever clients of the data."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model, Tree, is_expanded
-from lightning_pfl.data.batch import map_batch
+from lightning_pfl.data.batch import batch_length, map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import ActivePhase, is_unmodified
+from lightning_pfl.engine.apart import SAMPLES, stands_apart, unit_of
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
 from lightning_pfl.engine.trace import Same
 from lightning_pfl.engine.vectorized.loaders import Batches
@@ -153,7 +154,10 @@ def _check(batches: ResidentBatches, model: Model, program: ClientProgram) -> bo
         Whether a step was checked: False if no client has finite features.
     """
     owned = sorted((batches.data.indices[k] for k in batches.clients), key=len, reverse=True)
-    steps = (positions[: batches.batch_size] for positions in owned if len(positions))
+    if len(owned[0]) == 1:
+        owned = [torch.cat(owned)]
+    most = max(batches.batch_size, SAMPLES)
+    steps = (positions[:most] for positions in owned if len(positions))
     return any(_check_step(positions, batches, model, program) for positions in steps)
 
 
@@ -168,18 +172,21 @@ def _check_step(
         raise NotVectorizableError(f"`training_step` calls `self.backbone` {calls} times")
     if drawn:
         raise NotVectorizableError("random numbers are drawn before or in `self.backbone`")
-    half = positions[: max(1, len(positions) // 2)]
+
+    def features(batch: Any) -> Tensor:
+        found = program.prefix_features(model, batch)
+        _require_rows(found, batch_length(batch))
+        return found
+
     with torch.no_grad():
-        alone = program.prefix_features(model, data.gather(half))
-        among = program.prefix_features(model, data.gather(positions))
-    _require_rows(among, len(positions))
-    if not among.isfinite().all():  # reported elsewhere
-        return False
-    among = among[: len(half)]
-    # Far above rounding, also in half precision; far below the effect of batch statistics.
-    if not torch.allclose(alone, among, rtol=0.02, atol=0.02 * float(among.abs().max())):
-        raise NotVectorizableError("the features of a sample depend on the rest of its batch")
-    _check_loss(model, data.gather(half), alone, program)
+        apart = stands_apart(features, data.gather(positions), unit_of(program, model))
+        if apart is None:  # reported elsewhere
+            return False
+        if not apart:
+            raise NotVectorizableError("the features of a sample depend on the rest of its batch")
+        half = data.gather(positions[: max(1, len(positions) // 2)])
+        alone = features(half)
+    _check_loss(model, half, alone, program)
     return True
 
 

@@ -15,7 +15,8 @@ from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.randomness import derive
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine import kernels
-from lightning_pfl.engine.active_phase import couples_samples, is_unmodified, writable
+from lightning_pfl.engine.active_phase import is_unmodified, writable
+from lightning_pfl.engine.apart import evaluates_apart
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
@@ -39,11 +40,12 @@ ON_GPU = 48
 def is_of_one_model(module: Any, settings: EngineSettings, work: EvaluationWork) -> bool:
     """Whether an evaluation is of one model on samples that may share minibatches."""
     return (
-        work.is_of_one_model
-        and evaluates_per_sample(module, work.step)
+        evaluates_per_sample(module, work.step)
         and isinstance(work.data, FederatedTensorDataset)
         and settings.batch_hooks is None
-        and not couples_samples(module, False)
+        # Asked first, so that a probe that counts operations finds it answered.
+        and evaluates_apart(module, settings, work.data, work.round)
+        and work.is_of_one_model
     )
 
 

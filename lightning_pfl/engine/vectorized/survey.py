@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Model
-from lightning_pfl.data.batch import map_batch
 from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import couples_samples, is_unmodified
+from lightning_pfl.engine.apart import SAMPLES, stands_apart, stirred, unit_of
 from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.program import ClientProgram
@@ -26,10 +26,6 @@ from lightning_pfl.engine.trace import Same
 
 KEPT, TRIED = 64, 8
 """Largest number of settings of which findings are kept, and of clients whose samples are tried."""
-
-
-ROUNDINGS, MOST = 8400, 0.02
-"""A sample's loss among others is the same up to so many roundings, but at most to so much."""
 
 
 class Survey(NamedTuple):
@@ -101,7 +97,7 @@ class Surveys:
         """Try a step on one client after another, until it has finite losses; None without any."""
         order = torch.argsort(data.num_samples, descending=True, stable=True)
         for client in order[:TRIED].tolist():
-            samples = data.indices[client][: data.batch_size]
+            samples = data.indices[client][: max(data.batch_size, SAMPLES)]
             # Whatever a user's module raises; the step raises it again, and names its client.
             with suppress(Exception):
                 if len(samples) and (found := self._survey(data.gather(samples), program)):
@@ -112,34 +108,23 @@ class Surveys:
         """Survey a step on a minibatch; None if its losses aren't finite."""
         trained = self.parameter_split.trainable
         model = {
-            name: _stirred(leaf) if name in trained else leaf
+            name: stirred(leaf) if name in trained else leaf
             for name, leaf in self.parameter_split.model().items()
         }
-        whole, calls = _losses(program, model, batch)
-        if calls or couples_samples(program.module, True):
-            return Survey(bool(calls), apart=False)
-        if not whole.isfinite().all():
-            return None
-        half = max(1, len(whole) // 2)
-        part, _ = _losses(program, model, map_batch(batch, lambda leaf: leaf[:half]))
-        bound = min(MOST, ROUNDINGS * self._unit(whole, *model.values()))
-        some = whole[:half]
-        close = torch.allclose(part, some, rtol=bound, atol=bound * float(some.abs().max()))
-        return Survey(draws=False, apart=close)
+        counted: list[int] = []
 
-    def _unit(self, *computed: Tensor) -> float:
-        """Return the coarsest unit of rounding of a step's numbers."""
-        kinds = {leaf.dtype for leaf in computed if leaf.is_floating_point()}
-        kinds |= {kind for kind in (self.settings.autocast,) if kind is not None}
-        return max(torch.finfo(kind).eps for kind in kinds)
+        def losses(some: Any) -> Tensor:
+            found, calls = _losses(program, model, some)
+            counted.append(calls)
+            return found
 
-
-def _stirred(leaf: Tensor) -> Tensor:
-    """Change weights a little, as other samples don't show through a layer of zeros."""
-    if not leaf.is_floating_point():
-        return leaf
-    waves = torch.arange(leaf.numel(), device=leaf.device).to(leaf.dtype).sin()
-    return leaf + 0.1 * waves.view(leaf.shape)
+        if couples_samples(program.module, True):
+            losses(batch)
+            return Survey(any(counted), apart=False)
+        apart = stands_apart(losses, batch, unit_of(program, model))
+        if any(counted):
+            return Survey(draws=True, apart=False)
+        return None if apart is None else Survey(draws=False, apart=apart)
 
 
 def _losses(program: ClientProgram, model: Model, batch: Any) -> tuple[Tensor, int]:

@@ -96,7 +96,7 @@ def test_the_backbone_runs_once_per_sample() -> None:
     cached = len(rows)
     rows.clear()
     run(make, FedRep(head_epochs=5), cache=False, data=data)
-    assert cached == 1 + 4  # one pass, and the checks before the first use
+    assert cached == 1 + 6  # one pass, and the checks before the first use
     assert len(rows) >= 5 * 4  # five epochs of up to four minibatches
 
 

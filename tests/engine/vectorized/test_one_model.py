@@ -314,12 +314,11 @@ def test_the_readable_engine_stays_with_one_client_after_another() -> None:
     assert [rows for rows, width in shapes.found if width == 27] == [1, 4, 1, 4, 4, 4, 1, 2]
 
 
-def test_a_layer_that_mixes_samples_is_found_by_the_probe() -> None:
-    """Its minibatches stay those of the user, one client after another."""
+def test_a_layer_that_mixes_samples_keeps_the_users_minibatches() -> None:
     module = with_layer(Coupled)
     engine = selected(module)
     engine.evaluate(work_on(shared(module), image_clients((4,) * len(SIZES))))
-    assert engine.choices[KEY].startswith("sequential (samples of many clients as one batch: its ")
+    assert KEY not in engine.choices
 
 
 def test_random_numbers_are_a_clients_own() -> None:
@@ -330,7 +329,7 @@ def test_random_numbers_are_a_clients_own() -> None:
         one.evaluate(work_on(shared(module))).values["val_loss"] for one in (auto, sequential)
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    assert auto.choices[KEY].startswith("sequential")
+    assert auto.choices["validation_step"].startswith("sequential")
 
 
 def test_a_layer_that_begins_to_draw_later_ends_that_evaluation(

@@ -1,0 +1,151 @@
+"""Whether what is computed of a sample depends on the other samples of its minibatch.
+
+Where it doesn't, samples may share other minibatches than the user's. Most layers of torch leave
+samples apart for certain. Any other may subtract a mean over the minibatch, or take its samples for
+steps in time, as a recurrent layer does without ``batch_first``, so that it is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pfl.core.tree import Model
+from lightning_pfl.data.batch import batch_length, map_batch
+from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
+from lightning_pfl.engine.active_phase import couples_samples, is_unmodified, writable
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.engine.program import ClientProgram
+from lightning_pfl.engine.safety.guard import guarded
+from lightning_pfl.engine.safety.snapshot import hooks_of
+from lightning_pfl.engine.trace import fingerprint
+
+SAMPLES, TRIES, KEPT = 5, 8, 8
+"""Samples that are tried together, how often others are where their numbers aren't finite, and the
+largest number of settings of which findings are kept."""
+ROUNDINGS, MOST = 8400, 0.02
+"""A sample's numbers among others are the same up to so many roundings, but at most to so much."""
+APART = frozenset(
+    {
+        *("linear", "conv", "pooling", "padding", "dropout", "normalization", "batchnorm"),
+        *("instancenorm", "container", "channelshuffle", "pixelshuffle", "upsampling", "loss"),
+        *("activation", "transformer"),
+    }
+)
+"""Modules of ``torch.nn`` whose layers leave samples apart, save for ``dim``, ``batch_first``."""
+OURS = "lightning_pfl.models."
+
+
+def evaluates_apart(
+    module: nn.Module, settings: EngineSettings, data: FederatedDataset, round: int | None
+) -> bool:
+    """Whether values of samples by ``per_sample`` are the same in whichever minibatches.
+
+    Args:
+        module: A ``PersonalizedModule``, as it is when it is evaluated.
+        settings: The Trainer's flags.
+        data: The split; samples of other than resident ones are never moved.
+        round: The round; once in each the module is tried again, as its layers may read anything.
+    """
+    if couples_samples(module, training=False):
+        return False
+    ours = is_unmodified(module) or type(module).__module__.startswith(OURS)
+    plain = ours and _has_apart(module) and not hooks_of(module)
+    if plain or not isinstance(data, FederatedTensorDataset):
+        return True
+    forwards = tuple(type(part).forward for part in module.modules())
+    key = round, fingerprint(module), forwards
+    known = _FOUND.setdefault(module, {})
+    if key not in known:
+        if len(known) >= KEPT:
+            known.clear()
+        known[key] = _try(module, settings, data)
+    return known[key]
+
+
+_FOUND: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()
+
+
+def _is_apart(part: nn.Module) -> bool:
+    """Whether a layer and those in it leave samples apart for certain."""
+    kind = type(part)
+    package, _, place = kind.__module__.rpartition(".")
+    if package != "torch.nn.modules" or "forward" in vars(part):
+        return kind.__module__.startswith(OURS) and _has_apart(part)
+    if isinstance(part, nn.Flatten):
+        return part.start_dim >= 1
+    if isinstance(part, (nn.RNNBase, nn.MultiheadAttention)):
+        return part.batch_first
+    known = place in APART or isinstance(part, (nn.Embedding, nn.Flatten))
+    return known and not hasattr(part, "dim") and _has_apart(part)
+
+
+def _has_apart(part: nn.Module) -> bool:
+    return all(map(_is_apart, part.children()))
+
+
+def _try(module: Any, settings: EngineSettings, data: FederatedTensorDataset) -> bool:
+    """Try an evaluation on samples of several clients."""
+    program = ClientProgram(module, settings)
+    program.throwaway = writable(module)
+    model = {name: stirred(p.detach()) for name, p in module.named_parameters()}
+    model |= dict(module.named_buffers())
+
+    def losses(batch: Any) -> Tensor:
+        return program.per_sample(model, batch)["loss"]
+
+    owned = [one for one in data.indices if len(one)][: SAMPLES * TRIES]
+    for some in torch.cat(owned)[: SAMPLES * TRIES].split(SAMPLES) if owned else ():
+        # Whatever a user's module raises; the evaluation raises it again, and names its client.
+        with suppress(Exception), torch.no_grad(), guarded(module, settings.seed):
+            found = stands_apart(losses, data.gather(some), unit_of(program, model))
+            if found is not None:
+                return found
+    return False
+
+
+def stands_apart(function: Callable[[Any], Tensor], batch: Any, unit: float) -> bool | None:
+    """Whether a function's row of a sample is the same in minibatches of other samples.
+
+    Args:
+        function: Of a minibatch, ``(samples, ...)``.
+        batch: A minibatch.
+        unit: The unit of rounding of its numbers.
+
+    Returns:
+        None if they aren't finite.
+    """
+    rows, count = function(batch), batch_length(batch)
+    if not rows.isfinite().all():
+        return None
+    # In another order, so that a sample that is read by later ones comes behind them.
+    order = torch.arange(count, device=rows.device).flip(0)
+    parts = order.split([count // 3 + 1, count - count // 3 - 1]) if count > 1 else (order,)
+    again = torch.cat([function(map_batch(batch, partial(_at, part))) for part in parts])
+    bound = min(MOST, ROUNDINGS * max(unit, torch.finfo(rows.dtype).eps))
+    return torch.allclose(again, rows[order], rtol=bound, atol=bound * float(rows.abs().max()))
+
+
+def _at(positions: Tensor, leaf: Tensor) -> Tensor:
+    return leaf[positions.to(leaf.device)]
+
+
+def unit_of(program: ClientProgram, model: Model) -> float:
+    """Return the coarsest unit of rounding of what a program computes with a model."""
+    kinds = {leaf.dtype for leaf in model.values() if leaf.is_floating_point()}
+    kinds |= {kind for kind in (program.autocast, program.default_dtype) if kind is not None}
+    return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+
+
+def stirred(leaf: Tensor) -> Tensor:
+    """Change weights a little, as other samples don't show through a layer of zeros."""
+    if not leaf.is_floating_point():
+        return leaf
+    waves = torch.arange(leaf.numel(), device=leaf.device).to(leaf.dtype).sin()
+    return leaf + 0.1 * waves.view(leaf.shape)

@@ -1,0 +1,163 @@
+"""Layers by which samples of a minibatch depend on each other, in minibatches of users alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_pfl.engine.apart import evaluates_apart
+from lightning_pfl.engine.base import EngineSettings
+from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.testing.fitting import fit
+from lightning_pfl.testing.rounds import local_round
+from tests.engine.nets import CLASSES, compare, image_clients
+from tests.engine.test_active_phase_measuring import Measures
+
+SIZES, BATCH = (7, 4, 10), 3
+
+
+class Mixes(nn.Module):
+    """Computes with all samples of a minibatch, by a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class TimeFirst(nn.Module):
+    """Takes samples for steps in time, as it lacks ``batch_first``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.rnn(x.unsqueeze(1))[0].squeeze(1)
+        return out
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "centred": lambda: Mixes(lambda x: x - x.mean(0)),
+    "slightly centred": lambda: Mixes(lambda x: x - 1e-4 * x.mean(0)),
+    "sums of those before": lambda: Mixes(lambda x: x.cumsum(0)),
+    "the first of all": lambda: Mixes(lambda x: x + x[:1]),
+    "their number": lambda: Mixes(lambda x: x / len(x)),
+    "softmax over them": lambda: nn.Softmax(0),
+    "time first": TimeFirst,
+}
+
+
+def make(layer: Callable[[], nn.Module]) -> PersonalizedModule:
+    torch.manual_seed(1)
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 6), layer())
+    return PersonalizedModule(backbone, nn.Linear(6, CLASSES), lr=0.1).double()
+
+
+def clients(**settings: Any) -> Any:
+    return image_clients(SIZES, **{"batch_size": BATCH, **settings})
+
+
+def by_hand(net: nn.Module, k: int) -> float:
+    """The mean loss of a client's samples in its own minibatches."""
+    data, total = clients(), 0.0
+    for some in data.indices[k].split(BATCH):
+        x, y = (field[some] for field in data.fields)
+        with torch.no_grad():
+            total += float(F.cross_entropy(net.eval()(x), y, reduction="sum"))
+    return total / SIZES[k]
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedRep], ids=["one model", "models of their own"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_evaluations(name: str, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_pfl.engine.select.Probe.pays", lambda *_: True)
+    run = fit(method(), clients(), make(LAYERS[name]), 1, "auto", val_data=clients(shuffle=False))
+    values = run.federation.client_results["val"].evaluations[""].values["val_loss"]
+    for k in range(len(SIZES)):
+        client = run.federation.client_module(k)
+        assert float(values[k]) == pytest.approx(by_hand(client, k), rel=1e-9)
+    assert "validation_step with one model" not in run.federation.engine.choices
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("name", LAYERS)
+def test_features_of_a_frozen_backbone(name: str, batch_size: int) -> None:
+    options: dict[str, Any] = {"transform": "grad"} if name == "time first" else {}
+    data = clients(batch_size=batch_size)
+    compare(lambda: make(LAYERS[name]), data, lambda: FedRep(head_epochs=3), (None,), **options)
+
+
+def test_features_of_clients_with_a_sample_each() -> None:
+    data = image_clients((1, 1, 1, 1))
+    compare(lambda: make(LAYERS["centred"]), data, lambda: FedRep(head_epochs=3), (None,))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_measured_losses(name: str) -> None:
+    uploads = local_round(
+        Measures(), make(LAYERS[name]), clients(shuffle=False), "sequential"
+    ).result.uploads
+    for k, samples in enumerate(SIZES):
+        net = make(LAYERS[name])
+        net.load_state_dict({name: leaf[k] for name, leaf in uploads["model"].items()})
+        assert float(uploads["total"][k]) == pytest.approx(samples * by_hand(net, k), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Tanh,
+        lambda: nn.LayerNorm(6),
+        lambda: nn.Dropout(0.5),
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU()),
+        lambda: nn.BatchNorm1d(6),
+    ],
+)
+def test_torchs_own_layers_are_not_tried(
+    layer: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make(layer).eval()
+    monkeypatch.setattr("lightning_pfl.engine.apart._try", lambda *_: pytest.fail("tried"))
+    assert evaluates_apart(module, EngineSettings(), clients(), 0)
+
+
+class Centres(nn.Module):
+    """Subtracts a share of the mean, and counts its calls where no fingerprint looks."""
+
+    called = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Centres.called += 1
+        return x - self.share * x.mean(0)
+
+
+def test_a_layer_of_a_users_is_tried_once_in_a_round_with_each_setting() -> None:
+    module: Any = make(Centres).eval()
+    layer, found = module.backbone[-1], []
+    for round, share in ((0, 0.0), (0, 0.0), (1, 0.0), (1, 0.5), (1, 0.0)):
+        layer.share, before = share, Centres.called
+        apart = evaluates_apart(module, EngineSettings(), clients(), round)
+        found.append((apart, Centres.called > before))
+    assert found == [(True, True), (True, False), (True, True), (False, True), (True, False)]
+
+
+def test_the_random_numbers_of_others_stay() -> None:
+    module = make(lambda: Mixes(lambda x: x + torch.randn_like(x))).eval()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert not evaluates_apart(module, EngineSettings(), clients(), 0)
+    assert torch.equal(torch.rand(3), expected)
