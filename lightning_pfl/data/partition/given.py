@@ -59,7 +59,7 @@ class Natural(Partition):
                 f"Expected `num_clients` to be between 1 and {len(values)}, the clients with at "
                 f"least min_size={self.min_size} samples (of {len(counts)}; the largest has "
                 f"{counts.max(initial=0)}), but got num_clients={num_clients!r}. "
-                "Lower min_size or num_clients."
+                "Lower min_size or num_clients; None takes all of them."
             )
         if wanted < len(values):
             values = values[np.sort(rng.choice(len(values), wanted, replace=False))]
