@@ -301,18 +301,20 @@ def test_features_of_a_backbone_that_begins_to_draw_are_not_kept(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     ("kind", "together"), [(PersonalizedModule, True), (PersonalizedModule, False), (Own, True)]
 )
-@pytest.mark.parametrize("method", [FedAvg, SCAFFOLD, FedRep])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [(FedAvg, torch.float32), (SCAFFOLD, torch.float64), (FedRep, torch.float64)],
+)
 @pytest.mark.parametrize("name", CHANGES)
 def test_all_kinds(
     name: str,
     method: Any,
+    dtype: torch.dtype,
     kind: Any,
     together: bool,
-    dtype: torch.dtype,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
