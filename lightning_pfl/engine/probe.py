@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -120,6 +120,18 @@ class Problem:
     rounding: bool = False
 
 
+class Estimate(NamedTuple):
+    """An estimate of which engine is faster.
+
+    Attributes:
+        operations: Floating-point operations of a client's gradient, or evaluated minibatch.
+        pays: Whether clients run faster together.
+    """
+
+    operations: float
+    pays: bool
+
+
 class Probe:
     """Compares the vectorized engine with the sequential one, on short pieces of work.
 
@@ -218,13 +230,13 @@ class Probe:
         finally:
             restore(self.module, before)
 
-    def pays(
+    def estimate(
         self,
         work: LocalWork | EvaluationWork,
         piece: LocalWork | EvaluationWork,
         engine: VectorizedEngine,
         counter: OperationCounter,
-    ) -> bool:
+    ) -> Estimate:
         """Estimate whether clients run faster together than one after another, on a CPU.
 
         Args:
@@ -234,6 +246,16 @@ class Probe:
             counter: The operations that it has run for the piece.
         """
         operations = self.operations(work, piece, engine, counter)
+        return Estimate(operations, self.pays(work, operations, engine, counter))
+
+    def pays(
+        self,
+        work: LocalWork | EvaluationWork,
+        operations: float,
+        engine: VectorizedEngine,
+        counter: OperationCounter,
+    ) -> bool:
+        """Say whether clients run faster together, by the operations of :meth:`operations`."""
         if isinstance(work, LocalWork):
             convolutions = counter.convolutions / max(engine.gradients, 1)
             # Shown by the piece. Of steps that draw, gradients alone are replayed.

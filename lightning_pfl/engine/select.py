@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import ne
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,7 @@ from lightning_pfl.data.datasets import FederatedDataset, FederatedTensorDataset
 from lightning_pfl.engine.active_phase import is_unmodified
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork, LocalWork, ModuleLoop
 from lightning_pfl.engine.optimizer import why_not_elementwise
-from lightning_pfl.engine.probe import OperationCounter, Probe, results
+from lightning_pfl.engine.probe import Estimate, OperationCounter, Probe, results
 from lightning_pfl.engine.safety.compare import is_out_of_memory, reason_of
 from lightning_pfl.engine.safety.guard import DRAWS_ELSEWHERE, weights_unwritten
 from lightning_pfl.engine.safety.snapshot import has_generators, hooks_of
@@ -304,17 +304,18 @@ class SelectedEngine:
                 engine = self._probe.at_once(transform)
                 counter = OperationCounter()
                 mode: AbstractContextManager[Any] = counter if estimates else nullcontext()
-                estimated = work, piece, engine, counter
-                pays = partial(self._probe.pays, *estimated)
+                given = work, piece, engine, counter
+                estimate = cache(partial(self._probe.estimate, *given))
                 # What a run has begun with is taken anyway.
-                wanted = pays if estimates else partial(ne, before, transform)
+                wanted = (
+                    (lambda e=estimate: e().pays) if estimates else partial(ne, before, transform)
+                )
                 problem = self._probe.problem(engine, piece, expected, mode, wanted)
                 if problem is None or (before == transform and problem.rounding):
                     if self.name == "timed" and not before:
                         self._settle_fastest(work, engine)
                     elif estimates:
-                        operations = self._probe.operations(*estimated)
-                        self._settle_by_estimate(work, engine, operations, pays())
+                        self._settle_by_estimate(work, engine, estimate())
                     else:
                         again = f" as in {finder}" if before == transform else ""
                         self._settle_at_once(work, engine, size, again)
@@ -335,20 +336,18 @@ class SelectedEngine:
         self,
         work: LocalWork | EvaluationWork,
         engine: VectorizedEngine,
-        operations: float,
-        pays: bool,
+        estimate: Estimate,
     ) -> None:
         """Settle which engine runs a step, where either can.
 
         Args:
             work: What is to be run.
             engine: The vectorized engine.
-            operations: As counted for the estimate.
-            pays: What the estimate says for it.
+            estimate: What the probe has estimated for it.
         """
         unit = "minibatch" if isinstance(work, EvaluationWork) else "gradient"
-        counted = f", {operations / 1e6:.3g} million operations a {unit}"
-        if pays:
+        counted = f", {estimate.operations / 1e6:.3g} million operations a {unit}"
+        if estimate.pays:
             self._settle_at_once(work, engine, more=counted)
             return
         kind = self._kind(work)
