@@ -25,6 +25,9 @@ counted on what is sent; an empty tree costs nothing. Once, before round 0, ``in
 and ``init_client_state(model)`` make the trees. ``personal_model(received, client_state, info)``
 and ``global_model(server)`` are evaluated and handed to the user.
 
+A function that runs on clients keeps at most clones of what it is given: the memory of one client's
+state is the next one's. What callbacks and users get of a round stays as it is.
+
 **What some methods need beyond a gradient on a minibatch.**
 
 - Several independent minibatches in a step: ``Phase(batches_per_step=3)``.
