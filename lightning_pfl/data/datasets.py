@@ -217,6 +217,10 @@ class FederatedTensorDataset:
             fields, self.indices, self.names, flat, held=held, label_counts=label_counts(self)
         )
 
+    def some_positions(self, most: int) -> Tensor:
+        """Return the positions of the first clients' samples that are here, at most so many."""
+        return self._flat[:most]
+
     def _sizes_here(self) -> Tensor:
         """Count each client's samples in this pool, int64 ``(num_clients,)``."""
         return self.num_samples if self.held is None else self.num_samples.where(self.held, 0)

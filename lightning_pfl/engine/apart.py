@@ -100,8 +100,7 @@ def _try(module: Any, settings: EngineSettings, data: FederatedTensorDataset) ->
     def losses(batch: Any) -> Tensor:
         return program.per_sample(model, batch)["loss"]
 
-    owned = [one for one in data.indices if len(one)][: SAMPLES * TRIES]
-    for some in torch.cat(owned)[: SAMPLES * TRIES].split(SAMPLES) if owned else ():
+    for some in data.some_positions(SAMPLES * TRIES).split(SAMPLES):
         # Whatever a user's module raises; the evaluation raises it again, and names its client.
         with suppress(Exception), torch.no_grad(), guarded(module, settings.seed):
             found = stands_apart(losses, data.gather(some), unit_of(program, model))

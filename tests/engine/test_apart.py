@@ -15,7 +15,7 @@ from lightning_pfl.engine.base import EngineSettings
 from lightning_pfl.methods import FedAvg, FedRep
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import fit
-from lightning_pfl.testing.rounds import local_round
+from lightning_pfl.testing.rounds import assert_trees_equal, local_round
 from tests.engine.nets import CLASSES, compare, image_clients
 from tests.engine.test_active_phase_measuring import Measures
 
@@ -161,3 +161,14 @@ def test_the_random_numbers_of_others_stay() -> None:
     torch.manual_seed(5)
     assert not evaluates_apart(module, EngineSettings(), clients(), 0)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("layer", [LAYERS["centred"], nn.Tanh], ids=["mixes", "torch's"])
+def test_samples_of_another_process_are_not_tried(layer: Callable[[], nn.Module]) -> None:
+    data = clients().keep(torch.tensor([1]))
+    assert evaluates_apart(make(layer).eval(), EngineSettings(), data, 0) == (layer is nn.Tanh)
+    found, expected = (
+        local_round(FedAvg(), make(layer), some, "vectorized", clients=[1])
+        for some in (data, clients())
+    )
+    assert_trees_equal(found.result.uploads, expected.result.uploads)

@@ -95,12 +95,14 @@ class Surveys:
 
     def _try(self, data: FederatedTensorDataset, program: ClientProgram) -> Survey | None:
         """Try a step on one client after another, until it has finite losses; None without any."""
-        order = torch.argsort(data.num_samples, descending=True, stable=True)
-        for client in order[:TRIED].tolist():
+        # Another process may have the samples of some clients.
+        here = data.num_samples if data.held is None else data.num_samples.where(data.held, 0)
+        order = torch.argsort(here, descending=True, stable=True)
+        for client in order[: min(TRIED, int((here > 0).sum()))].tolist():
             samples = data.indices[client][: max(data.batch_size, SAMPLES)]
             # Whatever a user's module raises; the step raises it again, and names its client.
             with suppress(Exception):
-                if len(samples) and (found := self._survey(data.gather(samples), program)):
+                if found := self._survey(data.gather(samples), program):
                     return found
         return None
 
