@@ -218,7 +218,7 @@ class FederatedTensorDataset:
         )
 
     def some_positions(self, most: int) -> Tensor:
-        """Return the positions of the first clients' samples that are here, at most so many."""
+        """Return the positions of the first samples that are here, ``most`` of them or fewer."""
         return self._flat[:most]
 
     def _sizes_here(self) -> Tensor:

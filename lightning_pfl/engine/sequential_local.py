@@ -310,7 +310,7 @@ class SequentialLocalStep:
 
     @contextmanager
     def _metrics_kept(self, kept: bool = True) -> Iterator[None]:
-        """Leave torchmetrics objects as they are where a step doesn't log what they are told."""
+        """Leave torchmetrics objects as they are where nothing is logged of a step."""
         # What is recorded doesn't tell them anything.
         objects = self._metric_objects if kept and not self._is_recorded else ()
         before = [snapshot(one) for one in objects]

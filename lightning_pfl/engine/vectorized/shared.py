@@ -1,4 +1,4 @@
-"""What the chunks of an engine have in common: the user's step, recordings, what is known."""
+"""Common parts of an engine's chunks: the user's step, recordings, what is known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_pfl.methods.base import Phase
 
 
 class Shared:
-    """What the chunks of an engine have in common.
+    """Common parts of an engine's chunks.
 
     Args:
         module: The user's module.

@@ -1,4 +1,4 @@
-"""What a step does with random numbers and with its samples, found by trying one.
+"""Use of random numbers and of samples by a step, found by trying one.
 
 Both decide how clients' minibatches are made, and so the last bits of a round. A step is tried with
 the settings that the module has then: a run that goes on from a checkpoint finds the same as one
@@ -29,7 +29,7 @@ KEPT, TRIED = 64, 8
 
 
 class Survey(NamedTuple):
-    """What a training step does.
+    """Findings about a training step.
 
     Attributes:
         draws: Whether it may make random calls.
