@@ -113,8 +113,11 @@ def compile_in_place(
         A function of the remaining arguments.
     """
     program = _Program(recorder, given, targets, results, buffers)
+    differentiates = torch.is_grad_enabled()
     try:
-        return program.write()
+        # Memory that is made in inference mode can't be written to outside of it.
+        with torch.inference_mode(False), torch.set_grad_enabled(differentiates):
+            return program.write()
     finally:
         buffers.give_all_back()
 

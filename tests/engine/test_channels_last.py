@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine import channels_last, kernels, trace
+from lightning_pfl.engine.apart import evaluates_apart
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
 from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.known_code import asks_for_places, read_by_step
@@ -345,6 +346,8 @@ def test_evaluations_of_one_model_have_pictures_last(
     models = {name: leaf.expand(2, *leaf.shape) for name, leaf in split.model().items()}
     work = EvaluationWork(models, torch.arange(2), data, "validation_step")
     engine = VectorizedEngine(module, split, EngineSettings(), "forward")
+    # Found now, so that the samples by which it is found aren't noted.
+    assert evaluates_apart(module, EngineSettings(), data, work.round)
     noted: list[bool] = []
     really = torch.batch_norm
 

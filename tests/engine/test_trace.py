@@ -397,6 +397,22 @@ def test_views_at_an_offset_of_what_a_step_made_and_of_its_arguments() -> None:
             assert torch.equal(leaf, expected)
 
 
+@pytest.mark.parametrize("then", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_recording_runs_in_inference_mode_and_outside(first: bool, then: bool) -> None:
+    def function(x: Tensor) -> Tensor:
+        # Of which the product and the zeros stay in memory of the program.
+        return (torch.zeros(3) + x * x).exp().sum() + torch.tanh(x).sum()
+
+    with torch.inference_mode(first):
+        leaves = [torch.tensor([0.25, 0.5, 1.0])]
+        _, recording = replay.record(function, tuple(leaves), leaves, Buffers())
+    with torch.inference_mode(then):
+        for values in ([1.0, 2.0, -1.0], [0.5, 0.0, 3.0]):
+            x = torch.tensor(values)
+            assert recording([x]).equal(function(x))
+
+
 def test_arguments_that_were_one_when_they_were_recorded() -> None:
     """A client's model is the received one before its first step, and another one after it."""
 
