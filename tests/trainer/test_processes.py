@@ -214,7 +214,7 @@ def number(text: str) -> float | str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES.keys() - {"sharded"})
+@pytest.mark.parametrize("name", [name for name in CASES if name != "sharded"])
 def test_a_checkpoint_doesnt_tell_how_many_processes_wrote_it(name: str, folder: Path) -> None:
     pair = [load(folder / many / name / "epoch=1.ckpt") for many in ("two", "one")]
     for checkpoint in pair:
