@@ -19,7 +19,8 @@ from typing import Any
 import lightning as L
 import numpy as np
 
-from lightning_pfl import FederatedDataModule, FederatedStrategy
+from lightning_pfl import FederatedCallback, FederatedDataModule, FederatedStrategy
+from lightning_pfl.contract.records import ClientResults
 from lightning_pfl.data import FedMAPSynthetic
 from lightning_pfl.data.sources.fedmap_synthetic import Scenario
 from lightning_pfl.methods import (
@@ -97,17 +98,18 @@ LINES: dict[str, tuple[Callable[..., Method], Line]] = {
 }
 
 
-class Recorder(L.Callback):
+class Recorder(FederatedCallback):
     """Keeps every client's balanced accuracy of every validation."""
 
     def __init__(self) -> None:
         self.curve: Curve = {}
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Read the loop's results."""
-        loop: Any = trainer.fit_loop.epoch_loop.val_loop
-        values = loop.results[""].values["val_balanced_acc"]
-        self.curve[str(trainer.current_epoch + 1)] = [round(v, 5) for v in values.tolist()]
+    def on_clients_evaluated(
+        self, trainer: L.Trainer, module: L.LightningModule, results: ClientResults
+    ) -> None:
+        """Read the personal models' results."""
+        values = results.evaluations[""].values["val_balanced_acc"]
+        self.curve[str(results.round + 1)] = [round(v, 5) for v in values.tolist()]
 
 
 def train(
@@ -119,7 +121,9 @@ def train(
     model: dict[str, Any] = {"lr": arguments.pop("lr"), "batch_norm": choices.batch_norm}
     model["weight_decay"] = arguments.pop("weight_decay", 0.0)
     L.seed_everything(seed, verbose=False)
-    size: dict[str, Any] = {"samples": 60, "small_samples": 30} if small else {}
+    size: dict[str, Any] = {"samples": 60} if small else {}
+    if small and scenario == "quantity":
+        size["small_samples"] = 30
     source = FedMAPSynthetic(scenario, nuisance_variance=NUISANCE, seed=seed, **size)
     data = FederatedDataModule(source, batch_size=BATCH, val_split="test", seed=seed)
     recorder = Recorder()

@@ -39,13 +39,14 @@ def embed(scenario: Scenario, samples: int, seed: int) -> Points:
     """Points in the plane ``(n, 2)``, their clients and classes."""
     from sklearn.manifold import TSNE
 
+    sizes = {"small_samples": samples // 4} if scenario == "quantity" else {}
     arrays = FedMAPSynthetic(
         scenario,
         samples=samples,
-        small_samples=samples // 4,
         nuisance_variance=9.0,
         standardize=False,
         seed=seed,
+        **sizes,
     ).load()
     assert arrays.test_fields is not None
     assert arrays.test_labels is not None

@@ -136,7 +136,7 @@ import lightning as L
 import torch
 from lightning_pfl import FederatedStrategy
 from lightning_pfl.methods import ConvexClustering
-from lightning_pfl.methods import memory
+from lightning_pfl.methods.support import memory
 from lightning_pfl.testing import QuadraticModule, quadratic_clients
 
 torch.set_num_threads(1)

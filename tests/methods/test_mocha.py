@@ -221,7 +221,8 @@ def test_related_clients_help_each_other() -> None:
     test = rng.standard_normal((2000, 8))
 
     def accuracy(outer: int) -> float:
-        method = MOCHA(0.01, outer, 5, local_fraction=2.0)
+        inner: dict[str, Any] = {"inner_iterations": 5} if outer else {}
+        method = MOCHA(0.01, outer, local_fraction=2.0, **inner)
         run = fit(method, clients(x, y), plane_module(dim=8), 25)
         w = run.models["head.weight"][3, 0].numpy()
         return float((np.sign(test @ w) == np.sign(test @ plane)).mean())

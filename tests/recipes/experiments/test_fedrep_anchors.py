@@ -132,7 +132,7 @@ def risk_of_fedrep(samples: int, rounds: int) -> float:
     data = FederatedDataModule(source, batch_size=20, new_clients=fedrep_figure1.NEW)
     run = train(LinearFedRep(body_lr=fedrep_figure1.FEDREP_LR), data, rounds)
     basis = run.server["model"]["backbone.weight"].double().T
-    models = run.client_states.tree["model"]["head.weight"].double()[:, 0] @ basis.T
+    models = run.federation.client_states.tree["model"]["head.weight"].double()[:, 0] @ basis.T
     return float(risks(models, source, slice(100)).mean())
 
 
