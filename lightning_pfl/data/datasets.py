@@ -185,7 +185,7 @@ class FederatedTensorDataset:
             int64 ``(clients, longest)`` on the device of the pool; a client with fewer samples
             repeats one to fill up.
         """
-        sizes = self._sizes_here()
+        sizes = self.sizes_here()
         self._require_here(clients)
         counts = sizes[clients].unsqueeze(1)
         first = (sizes.cumsum(0) - sizes)[clients].unsqueeze(1)
@@ -210,7 +210,7 @@ class FederatedTensorDataset:
         self._require_here(clients)
         if self.held is not None and torch.equal(held, self.held):
             return self
-        here = held.repeat_interleave(self._sizes_here()).to(self.device)
+        here = held.repeat_interleave(self.sizes_here()).to(self.device)
         used, flat = self._flat[here].unique(return_inverse=True)
         fields = map_batch(self.fields, lambda leaf: leaf.index_select(0, used))
         return self._replace(
@@ -221,7 +221,7 @@ class FederatedTensorDataset:
         """Return the positions of the first samples that are here, ``most`` of them or fewer."""
         return self._flat[:most]
 
-    def _sizes_here(self) -> Tensor:
+    def sizes_here(self) -> Tensor:
         """Count each client's samples in this pool, int64 ``(num_clients,)``."""
         return self.num_samples if self.held is None else self.num_samples.where(self.held, 0)
 
@@ -339,7 +339,7 @@ class FederatedTensorDataset:
             flat = torch.cat([*rows, self._flat[:0]])
         new.__dict__.update(facts)
         new._flat = flat
-        new.indices = Positions(new._flat, new._sizes_here(), new.names, new.held)
+        new.indices = Positions(new._flat, new.sizes_here(), new.names, new.held)
         return new
 
     def _check_range(self) -> None:

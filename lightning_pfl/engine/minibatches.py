@@ -20,17 +20,13 @@ from lightning_pfl.engine.steps import (
     Budget,
     Limits,
     epoch_minibatches,
-    fitting_samples,
     joined,
     minibatches_per_epoch,
     order_key,
+    samples_of_one_model,
     step_bounds,
     step_size,
 )
-
-IMAGES, MOST, OF_IDS = 256, 1024, 128
-"""Samples of minibatches that are joined: of greyscale images of 28 x 28 numbers, at most, and of
-ids, as of a model that all clients have."""
 
 
 class ClientMinibatches:
@@ -83,7 +79,7 @@ class ClientMinibatches:
         """Return the samples of each minibatch of an epoch, of which several may be one."""
         size = max(1, self.samples) if self.whole else data.batch_size
         complete, rest = divmod(min(self.samples, minibatches * size), size)
-        most = fitting_samples(data, IMAGES, MOST, OF_IDS) // size if join else 1
+        most = samples_of_one_model(data) // size if join else 1
         # The last one may have any size, and would make one of a group that is another client's.
         return [size * some for some in joined(complete, most)] + ([rest] if rest else [])
 

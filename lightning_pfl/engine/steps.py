@@ -225,6 +225,17 @@ def fitting_samples(data: FederatedDataset, images: int, most: int, ids: int) ->
     return max(1, min(most, images * 28 * 28 // max(1, inputs[0].numel())))
 
 
+IMAGES, MOST, OF_IDS = 256, 1024, 128
+"""Samples of a minibatch of one model on a CPU, of greyscale images of 28 x 28 numbers, at most,
+and of ids, which an embedding makes larger: enough for large products, few enough for the
+caches."""
+
+
+def samples_of_one_model(data: FederatedDataset) -> int:
+    """Choose the samples of a minibatch on a CPU where any may share one."""
+    return fitting_samples(data, IMAGES, MOST, OF_IDS)
+
+
 def joined(minibatches: int, most: int) -> list[int]:
     """Cut a number of minibatches into groups of powers of two, of which there are few sizes.
 

@@ -22,7 +22,7 @@ from lightning_pfl.engine.checks import Checks
 from lightning_pfl.engine.program import ClientProgram, NotVectorizableError
 from lightning_pfl.engine.safety.global_rng import Elsewhere, watch_global_rng
 from lightning_pfl.engine.safety.guard import guarded
-from lightning_pfl.engine.steps import Limits, epoch_minibatches, fitting_samples
+from lightning_pfl.engine.steps import Limits, epoch_minibatches, samples_of_one_model
 from lightning_pfl.engine.trace import Given, Traces
 from lightning_pfl.engine.vectorized.evaluation import (
     ONE_BY_ONE,
@@ -30,9 +30,6 @@ from lightning_pfl.engine.vectorized.evaluation import (
     evaluates_per_sample,
 )
 
-IMAGES, MOST, OF_IDS = 256, 1024, 128
-"""Samples of a minibatch on a CPU, of greyscale images of 28 x 28 numbers, at most, and of ids,
-which an embedding makes larger: enough for large products, few enough for the caches."""
 ON_GPU = 48
 """How many times as many samples a GPU gets."""
 
@@ -136,14 +133,9 @@ class OneModelEvaluation:
         """Iterate over positions in the pool, of the first samples of all clients."""
         padded = data.positions_of(clients)
         real = torch.arange(padded.shape[1]) < counts.unsqueeze(1)
-        size = samples_at_once(data) * (ON_GPU if self.settings.device.type != "cpu" else 1)
+        size = samples_of_one_model(data) * (ON_GPU if self.settings.device.type != "cpu" else 1)
         positions = padded[real.to(data.device)]
         yield from torch.split(positions, size) if len(positions) else ()
-
-
-def samples_at_once(data: FederatedTensorDataset) -> int:
-    """Choose the samples of a minibatch on a CPU."""
-    return fitting_samples(data, IMAGES, MOST, OF_IDS)
 
 
 def _counts(data: FederatedTensorDataset, clients: Tensor, limit: float | int) -> Tensor:

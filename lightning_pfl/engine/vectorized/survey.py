@@ -96,7 +96,7 @@ class Surveys:
     def _try(self, data: FederatedTensorDataset, program: ClientProgram) -> Survey | None:
         """Try a step on one client after another, until it has finite losses; None without any."""
         # Another process may have the samples of some clients.
-        here = data.num_samples if data.held is None else data.num_samples.where(data.held, 0)
+        here = data.sizes_here()
         order = torch.argsort(here, descending=True, stable=True)
         for client in order[: min(TRIED, int((here > 0).sum()))].tolist():
             samples = data.indices[client][: max(data.batch_size, SAMPLES)]

@@ -77,7 +77,7 @@ def test_each_client_has_the_mean_of_its_own_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However minibatches cut the samples; limits are of the user's minibatches of four."""
-    monkeypatch.setattr(one_model, "samples_at_once", lambda _: together)
+    monkeypatch.setattr(one_model, "samples_of_one_model", lambda _: together)
     module = cnn().eval()
     data = image_clients(drop_last=drop_last)
     found = vectorized(module).evaluate(work_on(shared(module), data, limit))
@@ -107,7 +107,7 @@ def test_a_layer_sees_samples_of_many_clients_as_one_minibatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """21 samples are minibatches of 8, 8 and 5; the client of 13 is in all of them."""
-    monkeypatch.setattr(one_model, "samples_at_once", lambda _: 8)
+    monkeypatch.setattr(one_model, "samples_of_one_model", lambda _: 8)
     monkeypatch.setattr(trace, "LIMIT", 0)
     module = cnn().eval()
     with Shapes() as shapes:
@@ -130,7 +130,7 @@ def test_models_of_their_own_are_evaluated_client_by_client() -> None:
 
 
 def test_a_broken_sample_is_its_clients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_model, "samples_at_once", lambda _: 100)
+    monkeypatch.setattr(one_model, "samples_of_one_model", lambda _: 100)
     data = image_clients()
     data.fields[0][data.indices[3][2]] = torch.nan
     module = cnn().eval()
@@ -142,7 +142,7 @@ def test_clients_are_done_once_each_when_their_last_sample_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Sizes 1, 0, 5, 13 and 2 in minibatches of six end in the first, fourth and fourth one."""
-    monkeypatch.setattr(one_model, "samples_at_once", lambda _: 6)
+    monkeypatch.setattr(one_model, "samples_of_one_model", lambda _: 6)
     module, done = cnn().eval(), list[list[int]]()
     vectorized(module).evaluate(work_on(shared(module)), lambda at, _=None: done.append(at))
     assert [at for at in done if at] == [[0, 1, 2], [3, 4]]
@@ -155,7 +155,7 @@ def test_an_error_names_the_clients_of_the_minibatch(monkeypatch: pytest.MonkeyP
                 raise ValueError("NaN.")
             return super().forward(inputs)
 
-    monkeypatch.setattr(one_model, "samples_at_once", lambda _: 6)
+    monkeypatch.setattr(one_model, "samples_of_one_model", lambda _: 6)
     plain, data = cnn(), image_clients()
     module = Strict(plain.backbone, plain.head).double().eval()
     data.fields[0][data.indices[4][1]] = torch.nan
@@ -171,7 +171,7 @@ def repeated(engine: VectorizedEngine, work: EvaluationWork, times: int = 5) -> 
 
 
 def test_a_replayed_evaluation_has_the_bits_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_model, "samples_at_once", lambda _: 8)
+    monkeypatch.setattr(one_model, "samples_of_one_model", lambda _: 8)
     module = cnn(dtype=torch.float32).eval()
     engine = vectorized(module)
     found = repeated(engine, work_on(shared(module), image_clients(dtype=torch.float32)))
@@ -185,7 +185,7 @@ def test_the_first_minibatch_is_recorded_where_the_code_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of 8, 8 and 5 samples: the second is compared with the first one's recording."""
-    monkeypatch.setattr(one_model, "samples_at_once", lambda _: 8)
+    monkeypatch.setattr(one_model, "samples_of_one_model", lambda _: 8)
     module = cnn().eval()
     engine = vectorized(module)
     repeated(engine, work_on(shared(module)), 1)
@@ -235,7 +235,7 @@ def test_what_a_hook_of_a_client_changes_counts_from_the_next_minibatch_on(
     layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fourth client's samples end at 19 of 21: two minibatches of 19 are before and after."""
-    monkeypatch.setattr(one_model, "samples_at_once", lambda _: 19)
+    monkeypatch.setattr(one_model, "samples_of_one_model", lambda _: 19)
     plain = cnn()
     slope = layer(0.5)
     module: Any = PersonalizedModule(nn.Sequential(plain.backbone, slope), plain.head)
