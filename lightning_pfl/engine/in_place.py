@@ -15,7 +15,7 @@ The bits are those of the recorded step: the variants run the same kernels.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -29,6 +29,7 @@ from lightning_pfl.engine.recording import (
     Recorder,
     called,
     compiled,
+    evaluated,
     is_constant,
     layout,
     needed,
@@ -229,8 +230,7 @@ class _Program:
             self._place(name, self.buffers.take(name, like) if free is None else free)
             return True
         if root != name and call.reads <= self.placed:
-            view = eval(f"operator({call.text})", {**self.space, "operator": call.operator})
-            self._place(name, view)
+            self._place(name, evaluated(call.operator, call.text, self.space))
             if call.reads <= self.constant:
                 self.constant.add(name)
             return True
@@ -338,7 +338,7 @@ class _Program:
             self.lines.append(f"{made} = {text.split(', ')[0]}")
             return
         self.space |= also or {}
-        self.space[function] = called(operator, text, {**self.tensors, **self.space})
+        self.space[function] = called(operator, text, ChainMap(self.space, self.tensors))
         self.lines.append(f"{made} = {function}({text})" if made != "_" else f"{function}({text})")
 
     def _in_new_memory(self, name: str) -> str:

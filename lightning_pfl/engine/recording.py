@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -54,15 +56,26 @@ def called(operator: Any, text: str, space: Mapping[str, Any]) -> Any:
         text: Its arguments, as Python's source.
         space: What their names stand for, or something like it.
     """
-    args, kwargs = eval(f"given({text})", {**space, "given": lambda *a, **k: (a, k)})
+    args, kwargs = evaluated(lambda *a, **k: (a, k), text, space)
     return fastest_call(operator, args, kwargs)
+
+
+def evaluated(function: Any, text: str, space: Mapping[str, Any]) -> Any:
+    """Return what a function makes of arguments that are given as Python's source."""
+    return eval(_code(f"function({text})", "eval"), {"function": function}, space)
 
 
 def compiled(source: str, space: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
     """Return the function ``replay`` of a source that a recording has written."""
-    exec(compile(source, "<recording>", "exec"), space)
+    exec(_code(source, "exec"), space)
     made: Callable[..., tuple[Tensor, ...]] = space["replay"]
     return made
+
+
+@lru_cache(2**12)
+def _code(source: str, mode: str) -> CodeType:
+    """Compile Python's source; recordings of other sizes have much of it in common."""
+    return compile(source, "<recording>", mode)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,16 @@ def test_an_operator_that_no_function_calls_alone_is_called_itself(
     assert fastest_call(operator, args, {}) is operator._op
 
 
+@pytest.mark.parametrize(("first", "dtype"), [(0, torch.float32), (1, torch.float64)])
+def test_each_kind_of_arguments_is_asked_for(first: int, dtype: torch.dtype) -> None:
+    # `torch.eq` calls another operator for a tensor than for a number.
+    x, operator = torch.ones(MANY, dtype=dtype), aten.eq.Scalar
+    number, tensor = (x, 2.0), (x, torch.tensor(2.0))
+    for args in (number, tensor)[:: 1 - 2 * first]:
+        found = fastest_call(operator, args, {})
+        assert (found is operator._op) == (args is tensor)
+
+
 def test_an_operator_is_only_asked_for() -> None:
     # Its argument keeps its numbers, and no random number is drawn.
     x, state = torch.ones(MANY), torch.get_rng_state()
