@@ -8,7 +8,14 @@ from lightning_pfl.contract.records import ClientInfo
 from lightning_pfl.core.checks import check_number
 from lightning_pfl.core.parameters import ParameterSplit
 from lightning_pfl.core.tree import Tree
-from lightning_pfl.methods.base import About, LocalStep, Method, PerClient, Weighting
+from lightning_pfl.methods.base import (
+    About,
+    LocalStep,
+    Method,
+    PerClient,
+    Weighting,
+    recordable,
+)
 from lightning_pfl.solvers.proximal import pull
 
 
@@ -75,6 +82,7 @@ class FedProx(Method):
         """Start at the received model, which is the anchor."""
         return {"model": dict(received["model"]), "anchor": received["model"]}
 
+    @recordable("prox_weight")
     def client_step(self, state: Tree, minibatches: Any, client: LocalStep) -> Tree:
         """Step on the gradient of loss and proximal term."""
         grads = client.grad(state["model"], minibatches)
