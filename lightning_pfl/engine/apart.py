@@ -31,6 +31,9 @@ SAMPLES, TRIES, KEPT = 5, 8, 8
 largest number of settings of which findings are kept."""
 ROUNDINGS, MOST = 8400, 0.02
 """A sample's numbers among others are the same up to so many roundings, but at most to so much."""
+PERIOD = 4099
+"""Length of the wave by which weights are changed: a prime, so that rows of a matrix get others,
+and short, as a sine takes longer than all that a small network computes with a weight."""
 APART = frozenset(
     {
         *("linear", "conv", "pooling", "padding", "dropout", "normalization", "batchnorm"),
@@ -146,5 +149,6 @@ def stirred(leaf: Tensor) -> Tensor:
     """Change weights a little, as other samples don't show through a layer of zeros."""
     if not leaf.is_floating_point():
         return leaf
-    waves = torch.arange(leaf.numel(), device=leaf.device).to(leaf.dtype).sin()
-    return leaf + 0.1 * waves.view(leaf.shape)
+    count = leaf.numel()
+    wave = torch.arange(min(count, PERIOD), device=leaf.device).to(leaf.dtype).sin().mul_(0.1)
+    return leaf + wave.repeat(-(-count // PERIOD))[:count].view(leaf.shape)

@@ -132,7 +132,7 @@ class SelectedEngine:
     def train(self, work: LocalWork, on_clients: OnClients | None = None) -> LocalResult:
         """Train a cohort locally; see :class:`~lightning_pfl.engine.base.Engine`."""
         why_not = self._why_one_by_one(work)
-        if self._is_open(work, why_not):
+        if self._is_open(work.step, why_not):
             if not int(work.info.steps.sum()):
                 return self._sequential.train(work, on_clients)
             self._choose_together(work, why_not)
@@ -140,20 +140,20 @@ class SelectedEngine:
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
                 return engine.train(work, listener)
-        with self._checking(work):
+        with self._checking(work, work.step):
             return self._sequential.train(work, listener)
 
     def evaluate(self, work: EvaluationWork, on_clients: OnClients | None = None) -> Evaluation:
         """Run a validation, test or prediction step for each client."""
         kind = self._kind(work)
         later = self.trial and self.name == "timed" and not self._known(kind)[1]
-        if not later and self._is_open(work):
+        if not later and self._is_open(kind):
             self._choose_together(work)
         engine, listener = self._engines.get(kind, self._sequential), _Listener(on_clients)
         if engine is not self._sequential:
             with self._falling_back(work.step, listener):
                 return engine.evaluate(work, listener)
-        with self._checking(work):
+        with self._checking(work, kind):
             return self._sequential.evaluate(work, listener)
 
     def groups(self, work: EvaluationWork) -> Tensor | None:
@@ -211,12 +211,11 @@ class SelectedEngine:
             why_not = why_not or "optimizer states are kept, and a parameter has no axes"
         return why_not
 
-    def _is_open(self, work: LocalWork | EvaluationWork, why_not: str | None = None) -> bool:
+    def _is_open(self, kind: str, why_not: str | None = None) -> bool:
         """Whether an engine has to be chosen, as none was or under other conditions.
 
         A hook may be a loop over samples, or do nothing under ``vmap``, as those of gradients.
         """
-        kind = self._kind(work)
         known = self.name in UNPROBED or self._conditions.get(kind) == self._now(why_not)
         return kind not in self._engines or not known
 
@@ -224,9 +223,10 @@ class SelectedEngine:
         """Return what a choice depends on and may be otherwise in each round."""
         return why_not, hooks_of(self.module)
 
-    def _checking(self, work: LocalWork | EvaluationWork) -> AbstractContextManager[None]:
+    def _checking(
+        self, work: LocalWork | EvaluationWork, kind: str
+    ) -> AbstractContextManager[None]:
         """Check, the first time, whether a step writes to tensors that clients share."""
-        kind = self._kind(work)
         if kind in self._checked:
             return nullcontext()
         self._checked.add(kind)
@@ -292,7 +292,7 @@ class SelectedEngine:
             reasons.append(why_not)
         else:
             piece = self._probe.piece(work)
-            with self._probe.undisturbed(), self._checking(piece):
+            with self._probe.undisturbed(), self._checking(piece, self._kind(piece)):
                 expected = results(self._sequential, piece)
             if getattr(self._sequential, "draws_elsewhere", False):
                 reasons.append(DRAWS_ELSEWHERE)

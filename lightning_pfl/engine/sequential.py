@@ -94,6 +94,7 @@ class SequentialEngine:
         self._program: ClientProgram | None = None
         self._settings: dict[int, tuple[Any, ...]] = {}
         self._contexts: dict[int, int | None] = {}
+        self._joined: dict[int, bool] = {}
         self._active: dict[int, ActivePhase] = {}
         self.quiet: dict[str, bool] = {}
         self._evaluation = SequentialEvaluation(module, settings, record, self.quiet)
@@ -121,6 +122,7 @@ class SequentialEngine:
         self.whole.begin_round(check, at_once=self.checks.known)
         self._settings.clear()
         self._contexts.clear()
+        self._joined.clear()
         self._active.clear()
         results: list[LocalResult] = []
         self._memory.begin_round()
@@ -158,6 +160,7 @@ class SequentialEngine:
                     self.checks.look_after_hooks(self.traces, self.whole)
                     self._settings.clear()
                     self._contexts.clear()
+                    self._joined.clear()
         names = dict.fromkeys(name for result in results for name in result.logs)
         missing = torch.full((1,), torch.nan, dtype=torch.float64, device=self.settings.device)
         return LocalResult(
@@ -295,7 +298,7 @@ class SequentialEngine:
                     phase_limits(phase, self.limits),
                     self.settings,
                     *(info.round, work.stream, first_epoch),
-                    join=self._adds_up(work, phase),
+                    join=self._joins(work, number, phase),
                 )
                 local_step.program.throwaway = active.throwaway
                 whole = self.whole_steps(work, number, active, local_step)
@@ -340,6 +343,13 @@ class SequentialEngine:
         options = dict(local_step.program.log.options)
         states = [] if kept is None else [kept]
         return LocalResult(upload, client_state, logs, options, loss, states)
+
+    def _joins(self, work: LocalWork, number: int, phase: Phase) -> bool:
+        """Whether minibatches of a phase are joined; within the modes of the phase."""
+        # Code that isn't known may set attributes, on which it depends.
+        if number not in self._joined or not self.checks.known:
+            self._joined[number] = self._adds_up(work, phase)
+        return self._joined[number]
 
     def _adds_up(self, work: LocalWork, phase: Phase) -> bool:
         """Whether a phase adds up losses of samples; within the modes of the phase."""

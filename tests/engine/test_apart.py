@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pfl.engine.apart import evaluates_apart
+from lightning_pfl.engine.apart import evaluates_apart, stirred
 from lightning_pfl.engine.base import EngineSettings
-from lightning_pfl.methods import FedAvg, FedRep
+from lightning_pfl.engine.sequential import SequentialEngine
+from lightning_pfl.methods import FedAvg, FedMAP, FedRep
 from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.priors import GaussianPrior
 from lightning_pfl.testing.fitting import fit
 from lightning_pfl.testing.rounds import assert_trees_equal, local_round
 from tests.engine.nets import CLASSES, compare, image_clients
@@ -110,6 +112,67 @@ def test_measured_losses(name: str) -> None:
         net = make(LAYERS[name])
         net.load_state_dict({name: leaf[k] for name, leaf in uploads["model"].items()})
         assert float(uploads["total"][k]) == pytest.approx(samples * by_hand(net, k), rel=1e-9)
+
+
+class Shares(nn.Module):
+    """Subtracts a share of the mean; its code is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.share * x.mean(0)
+
+
+class Later(Shares):
+    """Sets its share by itself, once it has trained on the first client's samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(x)
+            self.share = 0.5 if self.seen > SIZES[0] else 0.0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Shares, Later], ids=["by a hook", "by a step"])
+def test_a_layer_that_changes_between_clients_is_tried_again(
+    kind: type[Shares], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of FedMAP's uploads without a pull are the negative losses."""
+    module: Any = make(kind)
+    layer, train = module.backbone[-1], SequentialEngine.train
+    found: list[Any] = []
+
+    def hook(positions: list[int], losses: Tensor | None = None) -> None:
+        layer.share = 0.5
+
+    def trained(engine: SequentialEngine, work: Any) -> Any:
+        found.append(engine)
+        return train(engine, work, hook if kind is Shares else None)
+
+    monkeypatch.setattr(SequentialEngine, "train", trained)
+    data = clients(shuffle=False)
+    uploads = local_round(
+        FedMAP(GaussianPrior(float("inf"))), module, data, "sequential"
+    ).result.uploads
+    assert found[0].checks.known == (kind is Shares)
+    for k in range(len(SIZES)):
+        net: Any = make(Shares)
+        net.backbone[-1].share = 0.5 if k else 0.0
+        net.load_state_dict({name: leaf[k] for name, leaf in uploads["model"].items()})
+        assert float(uploads["log_weight"][k]) == pytest.approx(-by_hand(net, k), rel=1e-9)
+
+
+def test_rows_of_zeros_are_changed_in_ways_of_their_own() -> None:
+    for shape in ((64, 64), (4000, 3), (3, 1), (0, 2)):
+        leaf = stirred(torch.zeros(shape))
+        assert leaf.shape == shape
+        assert len({tuple(row) for row in leaf.tolist()}) == shape[0]
 
 
 @pytest.mark.parametrize(
