@@ -1,9 +1,10 @@
 """Results of clients whose models are those of the last evaluation, which stay as they were.
 
 Where a client's personal model is a part of its state, as with ``LocalOnly``, ``Ditto`` or methods
-over a graph, it changes in the client's own rounds alone. The others' results are taken from the
-last evaluation: what would be computed again has the same bits. Each time some of them are
-evaluated all the same, and if these have other values, all are: a layer may read anything.
+over a graph, and with ``FedMAP`` once it has trained, it changes in the client's own rounds alone.
+The others' results are taken from the last evaluation: what would be computed again has the same
+bits. Each time some of them are evaluated all the same, and if these have other values, all are: a
+layer may read anything.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class UnchangedClients:
         known, everyone = self._known.pop(key, None), torch.arange(len(clients))
         # Outside of a fit, models may be the best ones instead.
         fitting = self.enabled and federation.fitting and len(clients)
-        source = own_parts(federation, architecture, clients[:1]) if fitting else None
+        own = _have_own(architecture, clients) if fitting else torch.zeros(0, dtype=torch.bool)
+        source = own_parts(federation, architecture, clients[own][:1]) if own.any() else None
         if source is None:
             return run(everyone)
         writes = architecture.client_states.written(architecture.positions(clients))
@@ -86,11 +88,12 @@ class UnchangedClients:
         before = None if groups is None else _conditions(architecture, clients, work, source)
         evaluation = None
         if known is not None and groups is not None and known.conditions == before:
-            again = self._to_evaluate(groups, known.writes == writes)
+            same = own & (known.writes == writes)
+            again = self._to_evaluate(groups, same)
             at = again.nonzero().flatten()
             evaluation = _updated(known.evaluation, at, run(at))
             # A layer or a loss may read what no key shows: an object, a global name, the epoch.
-            if not _same_bits(known.evaluation, evaluation, again & (known.writes == writes)):
+            if not _same_bits(known.evaluation, evaluation, again & same):
                 rest = (~again).nonzero().flatten()
                 evaluation = _updated(evaluation, rest, run(rest)) if len(rest) else evaluation
         if evaluation is None:
@@ -126,7 +129,8 @@ def own_parts(
 ) -> Source | None:
     """Find where a client's personal model is in its state; None if it is anything else.
 
-    A method's functions don't branch on values, so that one client stands for all.
+    A method's functions don't branch on values, so that one client stands for all whose models are
+    parts of their states.
 
     Args:
         federation: The federation.
@@ -140,9 +144,25 @@ def own_parts(
     info = federation.info(client, max(federation.rounds - 1, 0))
     model = method.personal_model(federation.download(info), client_state, info)
     places = {id(leaf): path for path, leaf in items(client_state)}
+    if method.begun_state:  # chosen from what is kept and what is received, with the former's bits
+        for path, kept in items(client_state):
+            leaf = model.get(path[-1])
+            if leaf is not None and leaf.dtype == kept.dtype and torch.equal(leaf, kept):
+                places.setdefault(id(leaf), path)
     if not all(id(leaf) in places for leaf in model.values()):
         return None
     return tuple((name, places[id(leaf)]) for name, leaf in model.items())
+
+
+def _have_own(architecture: Architecture, clients: Tensor) -> Tensor:
+    """Find the clients whose personal models may be parts of their states, bool ``(clients,)``."""
+    entry = architecture.method.begun_state
+    if not entry:
+        return torch.ones(len(clients), dtype=torch.bool)
+    states = architecture.client_states
+    others = [name for name in states.tree if name != entry]
+    begun: Tensor = states.gather(architecture.positions(clients), "cpu", others)[entry]
+    return begun
 
 
 def _conditions(

@@ -181,6 +181,9 @@ class Method(FederatedCallback):
             without, as these entries may be large.
         training_state: Entries of a client's memory that :meth:`personal_model` doesn't read, so
             that evaluations of many clients don't copy them.
+        begun_state: The entry of a client's memory, bool, of clients whose personal model is a part
+            of it whatever they receive, where others have a model that they receive: those aren't
+            evaluated again before their memory changes. Empty where it is so for all, or for none.
         graph: Who is whose neighbour, for methods over a graph; set by them in :meth:`bind`.
         known: What there is to know of the federation; set by :meth:`bind` before the first round.
             ``parameter_split``, ``num_clients`` and so on are its fields.
@@ -202,6 +205,7 @@ class Method(FederatedCallback):
     fixed_clients: ClassVar[str] = ""
     edge_state: ClassVar[tuple[str, ...]] = ()
     training_state: ClassVar[tuple[str, ...]] = ()
+    begun_state: ClassVar[str] = ""
     public_samples: int | None = None
 
     known: Known

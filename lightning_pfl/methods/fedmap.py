@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -123,6 +123,8 @@ class FedMAP(WatchedPull, Method):
         global_model="the prior's mean; with personal parts, none",
         paper="Zhang et al. 2024",
     )
+
+    begun_state: ClassVar[str] = "begun"
 
     def __init__(
         self,

@@ -104,6 +104,8 @@ class FedPop(Method):
 
     fresh_optimizer: ClassVar[str] = "its steps are draws, not those of an optimizer"
 
+    begun_state: ClassVar[str] = "begun"
+
     def __init__(
         self,
         prior: Prior | None = None,

@@ -95,6 +95,8 @@ class PFedBayes(WatchedPull, Method):
     model_scope: ClassVar[str] = PER_CLIENT
     state_settings: ClassVar[tuple[str, ...]] = ("initial_rho",)
 
+    begun_state: ClassVar[str] = "begun"
+
     def __init__(
         self,
         kl_weight: float = 10.0,

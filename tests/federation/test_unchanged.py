@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfl.contract.callback import FederatedCallback
-from lightning_pfl.contract.records import ClientResults
+from lightning_pfl.contract.records import ClientInfo, ClientResults, Round
+from lightning_pfl.core.tree import Model, Tree, tmap
 from lightning_pfl.data.datasets import FederatedLoaders
 from lightning_pfl.engine.base import EvaluationWork
 from lightning_pfl.engine.select import SelectedEngine
 from lightning_pfl.engine.vectorized import evaluation
 from lightning_pfl.federation.unchanged import UnchangedClients
-from lightning_pfl.methods import Ditto, FedAvg, FedMTL, FedRep
+from lightning_pfl.methods import Ditto, FedAvg, FedMAP, FedMTL, FedRep, PFedBayes
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing import Fit, fit
@@ -127,6 +129,57 @@ def test_only_changed_models_are_evaluated(engine: str, monkeypatch: pytest.Monk
     assert [b - f for b, f in zip(both.evaluated[1:], found.evaluated[1:], strict=True)] == [
         WITH_SAMPLES
     ] * (ROUNDS - 1)
+
+
+class Cohorts(FederatedCallback):
+    """Keeps the clients of every round."""
+
+    def __init__(self) -> None:
+        self.clients: list[set[int]] = []
+
+    def on_round_end(self, trainer: L.Trainer, module: L.LightningModule, round: Round) -> None:
+        """Keep a round's."""
+        self.clients.append(set(round.info.index.tolist()))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "auto"])
+@pytest.mark.parametrize("method", [FedMAP, partial(PFedBayes, kl_weight=1e-3, evaluation_draws=0)])
+def test_clients_that_have_not_begun_are_evaluated_with_what_they_receive(
+    method: Callable[[], Method], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those who have begun and don't train in a round one is evaluated, to compare it."""
+    cohorts = Cohorts()
+    settings: dict[str, Any] = {"engine": engine, "rounds": 6}
+    found, _ = run(method(), monkeypatch, callbacks=[cohorts], **settings)
+    expected, _ = run(method(), monkeypatch, enabled=False, **settings)
+    assert_same_bits(found.values, expected.values)
+    if engine == "auto":  # chunks may have two clients
+        assert sum(found.evaluated) < sum(expected.evaluated)
+        return
+    begun, left_out = set[int](), 0
+    for round, cohort in enumerate(cohorts.clients[1:], 1):
+        begun |= cohorts.clients[round - 1]
+        left_out = max(len(begun - cohort) - 1, 0)
+        assert found.evaluated[round] == expected.evaluated[round] - left_out
+    assert left_out > 0
+
+
+class Blend(FedMAP):
+    """Evaluates half of the prior's mean and half of the client's own model."""
+
+    def personal_model(self, received: Tree, client_state: Tree, info: ClientInfo) -> Model:
+        own = super().personal_model(received, client_state, info)
+        return {**own, **tmap(lambda a, b: (a + b) / 2, self.gamma(received)["mean"], own)}
+
+
+def test_a_model_that_what_is_received_changes_is_evaluated_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the method says that it isn't."""
+    found, _ = run(Blend(), monkeypatch, engine="sequential")
+    expected, _ = run(Blend(), monkeypatch, enabled=False, engine="sequential")
+    assert found.evaluated[1:] == expected.evaluated[1:]
+    assert_same_bits(found.values, expected.values)
 
 
 class Again(FederatedCallback):
