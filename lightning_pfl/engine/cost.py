@@ -29,7 +29,7 @@ CONVOLUTION = 28.0
 """Cost of a convolution in a gradient of one client, whose channels are few for its operators."""
 ALONE, TOGETHER = 0.75, 1.5
 """Cost of a million operations of matrix products in a gradient of one client, and of many."""
-CONVOLVED, CONVOLVED_TOGETHER = 0.5, 0.9
+CONVOLVED, CONVOLVED_TOGETHER = 2 / 3, 1.2
 """The same in networks with convolutions."""
 FORWARD = 1 / 3
 """The forward pass's share of a gradient's operations."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from lightning_pfl.engine.active_phase import ActivePhase
 from lightning_pfl.engine.base import Engine, EvaluationWork, LocalWork
 from lightning_pfl.engine.cost import Share, batching_pays, evaluating_pays
 from lightning_pfl.engine.operators import ONEDNN_PRODUCT
+from lightning_pfl.engine.program import batchable_kernels
 from lightning_pfl.engine.safety.compare import (
     OTHER_NUMBERS,
     difference,
@@ -50,6 +51,8 @@ from lightning_pfl.methods.base import Phase
 PROBED_CLIENTS = 2
 PROBED_SAMPLES = 8
 CONVOLUTION = torch.ops.aten.convolution
+RECURRENT = torch.ops.aten.mkldnn_rnn_layer
+RECURRENT_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward
 PER_CLIENT_PRODUCTS = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
@@ -66,7 +69,11 @@ class OperationCounter(FlopCounterMode):
         self.convolutions = 0
 
     def _counted(self) -> dict[Any, Any]:
-        mine: dict[Any, Any] = {CONVOLUTION: self._convolution}
+        mine: dict[Any, Any] = {
+            CONVOLUTION: self._convolution,
+            RECURRENT: _recurrent,
+            RECURRENT_BACKWARD: _recurrent_backward,
+        }
         return {**mine, ONEDNN_PRODUCT: _product} if ONEDNN_PRODUCT is not None else mine
 
     def _convolution(self, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -80,22 +87,20 @@ class OperationCounter(FlopCounterMode):
         total, own = sum(counts.values()), sum(counts.get(op, 0) for op in PER_CLIENT_PRODUCTS)
         return (total - own) / total if total else 0.0
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Count nothing inside a ``with`` block."""
-        before, convolutions = self.get_flop_counts(), self.convolutions
-        try:
-            yield
-        finally:
-            self.convolutions = convolutions
-            for name, counts in self.flop_counts.items():
-                counts.clear()
-                counts.update(before.get(name, {}))
-
 
 def _product(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
     """Count the operations of ``(rows, inner)`` times ``(columns, inner)``."""
     return 2 * a.numel() * b[0]
+
+
+def _recurrent(words: torch.Size, inner: torch.Size, own: torch.Size, *_: Any, **__: Any) -> int:
+    """Count the products of words ``(steps, samples, inputs)`` and of states in an LSTM's layer."""
+    return 2 * words[0] * words[1] * (inner.numel() + own.numel())
+
+
+def _recurrent_backward(*shapes: Any, **_: Any) -> int:
+    """Count those of its backward pass: by the weights, and by the words and the states."""
+    return 2 * _recurrent(*shapes)
 
 
 class _NoHooks(ModuleTracker):
@@ -173,7 +178,7 @@ class Probe:
         piece: LocalWork | EvaluationWork,
         expected: Tree,
         counter: AbstractContextManager[Any],
-        is_wanted: Callable[[], bool],
+        doubted: bool,
     ) -> Problem | None:
         """Describe why the vectorized engine can't be used, or return None.
 
@@ -182,10 +187,8 @@ class Probe:
             piece: As of :meth:`piece`.
             expected: The results of the sequential engine.
             counter: Counts the operations that it runs, or does nothing.
-            is_wanted: Whether it would be used, so that a doubt is worth another try.
+            doubted: Whether a result that rounding may explain is tried in double precision.
         """
-        if isinstance(counter, OperationCounter):
-            engine.surveys.uncounted = counter.paused
         try:
             with self.undisturbed(), hidden_loops_are_errors(), counter:
                 found = results(engine, piece)
@@ -201,7 +204,7 @@ class Probe:
         if why is None:
             return None
         rounding = OTHER_NUMBERS in why and is_alike(expected, found, before)
-        if rounding and isinstance(piece, LocalWork) and is_wanted():
+        if rounding and isinstance(piece, LocalWork) and doubted:
             return None if self._agrees_in_double(engine, piece) else Problem(why, rounding)
         return Problem(why, rounding)
 
@@ -230,14 +233,37 @@ class Probe:
         finally:
             restore(self.module, before)
 
-    def estimate(
+    def training_estimate(self, work: LocalWork, piece: LocalWork | EvaluationWork) -> Estimate:
+        """Estimate whether clients train faster together than one after another, on a CPU.
+
+        Operations are counted in steps of one client, as those of many cost seconds for networks
+        that are too large for them.
+
+        Args:
+            work: What is to be run.
+            piece: As of :meth:`piece`.
+        """
+        assert isinstance(piece, LocalWork)
+        alone, counter = self.alone(record=True), OperationCounter()
+        # Attention as products, which are counted.
+        with batchable_kernels("forward"), counter:
+            alone.train(piece.rows(slice(0, 1)))
+        gradients = max(alone.gradients, 1)
+        operations = counter.get_total_flops() / gradients
+        # Shown by the piece. Of steps that draw, gradients alone are replayed.
+        replayed = alone.records(work) and alone.deterministic is not False
+        convolutions = counter.convolutions / gradients
+        shares = self._shares(work, self.at_once("forward"))
+        return Estimate(operations, batching_pays(operations, shares, replayed, convolutions))
+
+    def evaluation_estimate(
         self,
         work: LocalWork | EvaluationWork,
         piece: LocalWork | EvaluationWork,
         engine: VectorizedEngine,
         counter: OperationCounter,
     ) -> Estimate:
-        """Estimate whether clients run faster together than one after another, on a CPU.
+        """Estimate whether clients are evaluated faster together, on a CPU.
 
         Args:
             work: What is to be run.
@@ -245,55 +271,20 @@ class Probe:
             engine: The vectorized engine.
             counter: The operations that it has run for the piece.
         """
-        operations = self.operations(work, piece, engine, counter)
-        return Estimate(operations, self.pays(work, operations, engine, counter))
-
-    def pays(
-        self,
-        work: LocalWork | EvaluationWork,
-        operations: float,
-        engine: VectorizedEngine,
-        counter: OperationCounter,
-    ) -> bool:
-        """Say whether clients run faster together, by the operations of :meth:`operations`."""
-        if isinstance(work, LocalWork):
-            convolutions = counter.convolutions / max(engine.gradients, 1)
-            # Shown by the piece. Of steps that draw, gradients alone are replayed.
-            draws = self.sequential.deterministic is False
-            replayed = self.sequential.records(work) and not draws
-            return batching_pays(operations, self._shares(work, engine), replayed, convolutions)
+        assert isinstance(work, EvaluationWork)
+        assert isinstance(piece, EvaluationWork)
+        operations = counter.get_total_flops() / len(piece.clients)
+        if isinstance(work.data, FederatedTensorDataset):
+            operations *= max(1.0, _full_minibatch(work) / PROBED_SAMPLES)
         if is_of_one_model(self.module, self.settings, work):  # large minibatches of all clients
-            return True
+            return Estimate(operations, True)
         load = engine.load(work)
         replayed = self.sequential.may_replay(work.step)
         each = operations / _full_minibatch(work)
         # Under a gradient all layers have a client axis.
         shared = counter.shared if engine.transform == "forward" else 0.0
-        return evaluating_pays(each, load, replayed, counter.convolutions, shared)
-
-    def operations(
-        self,
-        work: LocalWork | EvaluationWork,
-        piece: LocalWork | EvaluationWork,
-        engine: VectorizedEngine,
-        counter: OperationCounter,
-    ) -> float:
-        """Count a client's floating-point operations in a gradient, or an evaluated minibatch.
-
-        Args:
-            work: What is to be run.
-            piece: As of :meth:`piece`.
-            engine: The vectorized engine.
-            counter: The operations that it has run for the piece.
-        """
-        operations = float(counter.get_total_flops())
-        if isinstance(piece, LocalWork):
-            return operations / (len(piece.info) * max(engine.gradients, 1))
-        assert isinstance(work, EvaluationWork)
-        operations /= len(piece.clients)
-        if isinstance(work.data, FederatedTensorDataset):
-            operations *= max(1.0, _full_minibatch(work) / PROBED_SAMPLES)
-        return operations
+        pays = evaluating_pays(each, load, replayed, counter.convolutions, shared)
+        return Estimate(operations, pays)
 
     def _shares(self, work: LocalWork, engine: VectorizedEngine) -> list[Share]:
         """Count the gradients of each phase; a cohort's first client stands for all."""
@@ -377,11 +368,13 @@ def _clients_served(work: LocalWork, phase: Phase, engine: VectorizedEngine) -> 
     if not isinstance(data, FederatedTensorDataset):
         return None
     program, settings = engine.program(data.augment), engine.checks.settings()
-    if engine.survey(work, phase, program, settings).pads:
-        return None
     # Of as many of all clients as run together; each process has a part of the cohort.
     every = max(1, len(data.num_samples) // engine.at_once(work.cohort or len(work.info)))
-    return clients_served(data.num_samples[::every].tolist(), data.batch_size, data.drop_last)
+    sizes = data.num_samples[::every].tolist()
+    served = clients_served(sizes, data.batch_size, data.drop_last)
+    if served is None or engine.survey(work, phase, program, settings).pads:
+        return None
+    return served
 
 
 def _full_minibatch(work: EvaluationWork) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
-from operator import ne
 from typing import Any, Literal, get_args
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -46,10 +44,11 @@ def check_engine(engine: str) -> None:
 class SelectedEngine:
     """Runs each step with the engine that a probe of a real step has chosen.
 
-    The probe runs one step of two clients with the sequential engine and with the vectorized one
-    (first ``vmap`` of the forward pass, then of the gradient), and takes the first that raises
-    nothing, has no hidden loop and agrees with the sequential result. With ``"auto"`` a CPU trains
-    sequentially all the same where ``cost.py`` estimates that to be faster. That choice depends on
+    With ``"auto"`` a CPU trains one client after another where ``cost.py`` estimates that to be
+    faster, by the operations of a client's step. Else the probe runs one step of two clients with
+    the sequential engine and with the vectorized one (first ``vmap`` of the forward pass, then of
+    the gradient), and takes the first that raises nothing, has no hidden loop and agrees with the
+    sequential result; for an evaluation the estimate comes after that. The choice depends on
     the module, the minibatches and the method, never on timing. With ``"timed"`` the clock chooses
     (``timing.py``), and several processes take what the first one has found. A resumed run repeats
     the choice. Where hooks of layers or of the optimizer have come or gone, the probe runs again:
@@ -292,30 +291,38 @@ class SelectedEngine:
             reasons.append(why_not)
         else:
             piece = self._probe.piece(work)
+            estimates = self.name == "auto" and self.settings.device.type == "cpu" and not before
+            estimate: Estimate | None = None
+            if estimates and isinstance(work, LocalWork):
+                with self._probe.undisturbed(), self._checking(piece, self._kind(piece)):
+                    estimate = self._probe.training_estimate(work, piece)
+                if not estimate.pays:
+                    self._settle_alone(work, estimate)
+                    return
             with self._probe.undisturbed(), self._checking(piece, self._kind(piece)):
                 expected = results(self._sequential, piece)
             if getattr(self._sequential, "draws_elsewhere", False):
                 reasons.append(DRAWS_ELSEWHERE)
-            estimates = self.name == "auto" and self.settings.device.type == "cpu" and not before
             alike = step != work.step  # there is nothing to map over
             transforms: tuple[Transform, ...] = ("forward",) if alike else ("forward", "grad")
             transforms = tuple(sorted(transforms, key=lambda transform: transform != before))
             for transform in transforms if not reasons else ():
-                engine = self._probe.at_once(transform)
-                counter = OperationCounter()
-                mode: AbstractContextManager[Any] = counter if estimates else nullcontext()
-                given = work, piece, engine, counter
-                estimate = cache(partial(self._probe.estimate, *given))
+                engine, counter = self._probe.at_once(transform), OperationCounter()
+                counts = estimates and estimate is None
+                mode: AbstractContextManager[Any] = counter if counts else nullcontext()
                 # What a run has begun with is taken anyway.
-                wanted = (
-                    (lambda e=estimate: e().pays) if estimates else partial(ne, before, transform)
-                )
-                problem = self._probe.problem(engine, piece, expected, mode, wanted)
+                doubted = before != transform
+                problem = self._probe.problem(engine, piece, expected, mode, doubted)
                 if problem is None or (before == transform and problem.rounding):
+                    if counts:
+                        given = work, piece, engine, counter
+                        estimate = self._probe.evaluation_estimate(*given)
                     if self.name == "timed" and not before:
                         self._settle_fastest(work, engine)
-                    elif estimates:
-                        self._settle_by_estimate(work, engine, estimate())
+                    elif estimate is not None and not estimate.pays:
+                        self._settle_alone(work, estimate)
+                    elif estimate is not None:
+                        self._settle_at_once(work, engine, more=_counted(work, estimate))
                     else:
                         again = f" as in {finder}" if before == transform else ""
                         self._settle_at_once(work, engine, size, again)
@@ -332,27 +339,11 @@ class SelectedEngine:
             )
         self._settle(step, self._sequential, why)
 
-    def _settle_by_estimate(
-        self,
-        work: LocalWork | EvaluationWork,
-        engine: VectorizedEngine,
-        estimate: Estimate,
-    ) -> None:
-        """Settle which engine runs a step, where either can.
-
-        Args:
-            work: What is to be run.
-            engine: The vectorized engine.
-            estimate: What the probe has estimated for it.
-        """
-        unit = "minibatch" if isinstance(work, EvaluationWork) else "gradient"
-        counted = f", {estimate.operations / 1e6:.3g} million operations a {unit}"
-        if estimate.pays:
-            self._settle_at_once(work, engine, more=counted)
-            return
+    def _settle_alone(self, work: LocalWork | EvaluationWork, estimate: Estimate) -> None:
+        """Let one client after another run a step, as the probe's estimate says."""
         kind = self._kind(work)
         self.found[self._place(kind)] = self._sequential.name
-        self._settle(kind, self._sequential, f"{SLOWER}{counted}")
+        self._settle(kind, self._sequential, f"{SLOWER}{_counted(work, estimate)}")
 
     def _settle_at_once(
         self,
@@ -413,11 +404,17 @@ class SelectedEngine:
             rank_zero_info(f"{self._whose}{step} runs {engine.name}: {why}.")
 
 
-SLOWER = "it could run for many clients at once, which is slower for such a network and data"
+SLOWER = "many clients at once would be slower for such a network and data"
 OF_ONE_MODEL = " with one model"
 """Added to the name of a step of an evaluation in which all clients have the same model."""
 ONE_BATCH = "samples of many clients as one batch"
 _WHAT = {"forward": "forward pass", "grad": "gradient"}
+
+
+def _counted(work: LocalWork | EvaluationWork, estimate: Estimate) -> str:
+    """Say what an estimate has counted."""
+    unit = "minibatch" if isinstance(work, EvaluationWork) else "gradient"
+    return f", {estimate.operations / 1e6:.3g} million operations a {unit}"
 
 
 class _Listener:

@@ -180,6 +180,11 @@ class SequentialEngine:
             known = self._program = ClientProgram(self.module, self.settings, augment, modes)
         return known
 
+    @property
+    def gradients(self) -> int:
+        """Number of gradients of a client so far, without those of replayed steps."""
+        return 0 if self._program is None else self._program.gradients
+
     def _kernels(self) -> AbstractContextManager[None]:
         # Also in steps without a recording, so that all of a round have the same bits.
         return kernels.alone(self.checks.placeless) if self.checks.recordable else nullcontext()

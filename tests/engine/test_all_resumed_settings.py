@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine import kernels
-from lightning_pfl.engine.probe import Probe
+from lightning_pfl.engine.probe import Estimate, Probe
 from lightning_pfl.methods import SCAFFOLD, FedAvg, FedRep
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.base import PersonalizedModule
@@ -243,7 +243,8 @@ def require_resumed(
     Products in single precision are large enough for oneDNN.
     """
     patch.setattr(kernels, "LARGE", 100)
-    patch.setattr(Probe, "pays", lambda *_: together)
+    for kind in ("training", "evaluation"):
+        patch.setattr(Probe, f"{kind}_estimate", lambda *_: Estimate(1e9, together))
     whole = run(name, tmp_path, **problem)
     reference = run(name, engine="reference", **problem)
     if problem.get("dtype", torch.float64) == torch.float64:

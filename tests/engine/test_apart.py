@@ -81,7 +81,7 @@ def by_hand(net: nn.Module, k: int) -> float:
 @pytest.mark.parametrize("method", [FedAvg, FedRep], ids=["one model", "models of their own"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_evaluations(name: str, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_pfl.engine.select.Probe.pays", lambda *_: True)
+    monkeypatch.setattr("lightning_pfl.engine.probe.evaluating_pays", lambda *_: True)
     run = fit(method(), clients(), make(LAYERS[name]), 1, "auto", val_data=clients(shuffle=False))
     values = run.federation.client_results["val"].evaluations[""].values["val_loss"]
     for k in range(len(SIZES)):

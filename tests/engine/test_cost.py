@@ -27,6 +27,7 @@ from lightning_pfl.engine.cost import (
 )
 from lightning_pfl.engine.operators import has_onednn, onednn_product
 from lightning_pfl.engine.probe import OperationCounter, Probe, Problem
+from lightning_pfl.engine.program import batchable_kernels
 from lightning_pfl.engine.safety.compare import OTHER_NUMBERS
 from lightning_pfl.engine.sequential_local import SequentialLocalStep
 from lightning_pfl.engine.vectorized import evaluation
@@ -240,12 +241,12 @@ def test_large_networks_train_one_client_after_another_and_a_resumed_run_repeats
     monkeypatch.setattr(cost, "TOGETHER", 1e9)  # as if any network were large
     assert choice("auto", 2, resume=path).startswith("vectorized")
     assert choice("vectorized", 1).startswith("vectorized")
-    assert choice("auto", 1).startswith("sequential (it could run for many clients at once")
+    assert choice("auto", 1).startswith("sequential (many clients at once would be slower")
     monkeypatch.undo()
     assert choice("auto", 2, resume=path).startswith("sequential")
 
 
-@pytest.mark.parametrize("first", ["vectorized (vmap", "sequential (it could"])
+@pytest.mark.parametrize("first", ["vectorized (vmap", "sequential (many"])
 def test_a_process_takes_the_choice_that_another_has_made_before(
     first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,16 +320,64 @@ class Convolving(PersonalizedModule):
 
 
 def test_convolutions_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once forward in each of a client's gradients, for whichever number of clients."""
+    """Once forward in each gradient; operations also backward, by weights and, from the second
+    one on, by pictures. Of 4 samples with 3 x 3 and 1 x 1 pixels after them."""
     seen: list[float] = []
 
-    def watch(*args: Any) -> bool:
-        seen.append(args[-1])
+    def watch(operations: float, _: Any, __: bool, convolutions: float) -> bool:
+        seen.extend([operations, convolutions])
         return True
 
     monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
     fit(FedAvg(), image_clients((8, 8), batch_size=4), Convolving(), 1, "auto")
-    assert seen == [2]
+    first, second, products = 9 * 2 * 9, 1 * 2 * 2 * 9, 2 * 4 + 4 * CLASSES
+    assert seen == [2 * 4 * (2 * first + 3 * second + 3 * products), 2]
+
+
+@pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")
+def test_products_of_a_recurrent_layer_are_counted() -> None:
+    """As torch's own operators have them without oneDNN, which ask for no gradient by the first
+    state, so that they have a product less."""
+    steps, samples, inputs, states = 7, 3, 5, 4
+    layer = nn.LSTM(inputs, states)
+    words = torch.ones(steps, samples, inputs, requires_grad=True)
+
+    def count() -> int:
+        with OperationCounter() as counter:
+            layer(words)[0].sum().backward()
+        return int(counter.get_total_flops())
+
+    each = 2 * samples * 4 * states
+    assert count() == 3 * steps * each * (inputs + states)
+    with batchable_kernels("grad"):  # without oneDNN
+        assert count() == 3 * steps * each * (inputs + states) - each * states
+
+
+def test_products_of_attention_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three products for queries, keys and values, their scores, the sums of values, and a product
+    behind them, each forward and backward by both factors; but the first three not by the pictures,
+    of 5 rows of 5."""
+    seen: list[float] = []
+
+    def watch(operations: float, *_: Any) -> bool:
+        seen.append(operations)
+        return True
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(5, 1, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.squeeze(1)
+            return self.inner(x, x, x, need_weights=False)[0].flatten(1)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", watch)
+    torch.manual_seed(0)
+    module = PersonalizedModule(Attention(), nn.Linear(25, CLASSES)).double()
+    fit(FedAvg(), image_clients((8, 8), batch_size=4), module, 1, "auto")
+    cube = 5 * 5 * 5
+    assert seen == [2 * 4 * (2 * 3 * cube + 3 * (2 * cube + cube) + 3 * 25 * CLASSES)]
 
 
 @pytest.mark.skipif(not has_onednn(), reason="needs oneDNN")

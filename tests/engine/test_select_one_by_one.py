@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pfl.data.datasets import FederatedTensorDataset
 from lightning_pfl.engine import kernels
-from lightning_pfl.engine.probe import Probe
+from lightning_pfl.engine.probe import Estimate, Probe
 from lightning_pfl.methods import SCAFFOLD, Ditto, FedAvg, FedRep
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.base import PersonalizedModule
@@ -76,9 +76,10 @@ def test_recorded_steps_have_the_bits_of_auto_and_a_resumed_run_too(
     assert replays(found) > 0
     path = run(made(), "sequential", rounds=2).save(tmp_path / "half.ckpt")
     require_same(run(made(), "sequential", ckpt_path=path), found)
-    monkeypatch.setattr(Probe, "pays", lambda *_: False)  # as for a large network
+    for name in ("training_estimate", "evaluation_estimate"):  # as for a large network
+        monkeypatch.setattr(Probe, name, lambda *_: Estimate(1e9, pays=False))
     auto = run(made(), "auto")
-    assert auto.strategy.federation.engine.choices["training_step"].startswith("sequential (it")
+    assert auto.strategy.federation.engine.choices["training_step"].startswith("sequential (many")
     require_same(auto, found)
 
 

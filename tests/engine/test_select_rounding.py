@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_pfl.core.tree import is_expanded
-from lightning_pfl.engine.probe import Probe
 from lightning_pfl.engine.safety import compare
 from lightning_pfl.engine.safety.compare import is_alike
+from lightning_pfl.engine.vectorized.engine import VectorizedEngine
 from lightning_pfl.methods import FedAvg
 from lightning_pfl.models.base import PersonalizedModule
 from lightning_pfl.testing.fitting import fit
@@ -66,15 +66,16 @@ def test_mixed_precision_is_not_tried_in_double(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nothing_is_tried_for_an_engine_that_would_not_be_used(
-    doubtful: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Probe, "pays", lambda *_: False)
+    """A step of many clients takes seconds for a network that is too large for it."""
+    monkeypatch.setattr("lightning_pfl.engine.probe.batching_pays", lambda *_: False)
 
-    def refuse(*_: Any) -> bool:
+    def refuse(*_: Any) -> Any:
         raise AssertionError("it was tried")
 
-    monkeypatch.setattr(Probe, "_agrees_in_double", refuse)
-    assert vectorized(single(), "auto").startswith("sequential")
+    monkeypatch.setattr(VectorizedEngine, "train", refuse)
+    assert vectorized(single(), "auto").startswith("sequential (many clients at once would be")
 
 
 def test_a_module_keeps_its_precision(doubtful: None) -> None:

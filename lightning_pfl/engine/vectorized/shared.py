@@ -54,11 +54,6 @@ class Shared:
         self._program: ClientProgram | None = None
         self.surveys = Surveys(parameter_split, settings)
 
-    @property
-    def gradients(self) -> int:
-        """Number of gradients of a client so far, without those of replayed steps."""
-        return 0 if self._program is None else self._program.gradients
-
     def look(self) -> None:
         """Begin a round, or go on after a hook of a user's: forget what may no longer hold."""
         if not self.checks.known:

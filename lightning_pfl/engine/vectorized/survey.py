@@ -7,8 +7,7 @@ that was never stopped, whatever the settings were before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -57,14 +56,10 @@ class Surveys:
     Args:
         parameter_split: Names of the module.
         settings: The Trainer's flags.
-
-    Attributes:
-        uncounted: Entered while a step is tried, which is no work of the engine's.
     """
 
     def __init__(self, parameter_split: ParameterSplit, settings: EngineSettings) -> None:
         self.parameter_split, self.settings = parameter_split, settings
-        self.uncounted: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._found: dict[Any, Survey] = {}
 
     def forget(self) -> None:
@@ -85,8 +80,7 @@ class Surveys:
         key = Same(program), program.augment, settings
         found = self._found.get(key)
         if found is None:
-            with self.uncounted():
-                found = self._try(data, program)
+            found = self._try(data, program)
             if found is not None:
                 if len(self._found) >= KEPT:
                     self.forget()

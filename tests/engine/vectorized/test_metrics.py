@@ -194,6 +194,7 @@ class ReadAtTheEnd(OfBatches):
         self.accuracy.reset()
 
 
+@pytest.mark.usefixtures("clients_at_once")
 def test_an_object_that_a_hook_may_read_is_updated_by_all_clients() -> None:
     data = image_clients((3, 5), batch_size=5)
 
