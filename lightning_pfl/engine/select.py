@@ -339,8 +339,8 @@ class SelectedEngine:
             )
         self._settle(step, self._sequential, why)
 
+    def _settle_alone(self, work: LocalWork | EvaluationWork, estimate: Estimate) -> None:
         """Let one client after another run a step, which is estimated to be faster."""
-        """Let one client after another run a step, as the probe's estimate says."""
         kind = self._kind(work)
         self.found[self._place(kind)] = self._sequential.name
         self._settle(kind, self._sequential, f"{SLOWER}{_counted(work, estimate)}")
