@@ -61,6 +61,18 @@ def first_of_permutation(length: int, count: int, key: int) -> Tensor:
     return torch.tensor(chosen, dtype=torch.int64)
 
 
+def seed_torch(key: int) -> None:
+    """Seed torch's global generators."""
+    # Not `torch.manual_seed`, which records a stack trace each time while CUDA isn't in use.
+    torch.default_generator.manual_seed(key)
+    for device in _devices():
+        torch.cuda.default_generators[device].manual_seed(key)
+
+
+def _devices() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
 @contextmanager
 def seeded(key: int | None, everything: bool = False) -> Iterator[None]:
     """Seed torch's global generators inside a ``with`` block, and restore their state after it.
@@ -71,14 +83,11 @@ def seeded(key: int | None, everything: bool = False) -> Iterator[None]:
         key: A key of :func:`derive`; None only restores their state.
         everything: Whether to seed Python's and NumPy's global generators too.
     """
-    # Not `torch.manual_seed`, which records a stack trace each time while CUDA isn't in use.
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = _devices()
     states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
     others = (random.getstate(), np.random.get_state()) if everything else None
     if key is not None:
-        torch.default_generator.manual_seed(key)
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(key)
+        seed_torch(key)
     if everything and key is not None:
         random.seed(key)
         np.random.seed(key % 2**32)

@@ -85,6 +85,11 @@ class Checks:
                 one.begin_round()
 
     @property
+    def code_known(self) -> bool:
+        """Whether the step's own code is known, whatever runs around it."""
+        return self._read is not None
+
+    @property
     def placeless(self) -> bool:
         """Whether nothing in the steps of this round depends on how tensors lie in memory."""
         return self.known and self._read is not None and not asks_for_places(self._read)

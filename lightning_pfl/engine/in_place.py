@@ -31,6 +31,7 @@ from lightning_pfl.engine.recording import (
     compiled,
     evaluated,
     is_constant,
+    is_random,
     layout,
     needed,
     same,
@@ -218,7 +219,7 @@ class _Program:
         root = self.roots[name]
         fresh = root == name and root not in self.changed and root not in self.escaping
         known = is_constant(call, self.tensors) or (call.reads and call.reads <= self.constant)
-        if fresh and known and not _is_random(call.operator):
+        if fresh and known and not is_random(call.operator):
             self._place(name, self.tensors[name].detach())
             self.constant.add(name)
             return True
@@ -368,10 +369,6 @@ class _Program:
 def _place_of(name: str) -> str:
     """Name the place of the gradient of a slice."""
     return f"in_{name}"
-
-
-def _is_random(operator: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -56,7 +56,7 @@ def fastest_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     a tensor is a number, so that it is asked which one it calls, once for each kind of arguments.
 
     Args:
-        operator: The operator.
+        operator: The operator, or a function that isn't one.
         args: Arguments like those of later calls; nothing is computed with them.
         kwargs: Those by name.
     """
@@ -80,8 +80,8 @@ def _kind(value: Any) -> Any:
 
 
 def _find_fastest_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if operator.namespace != "aten":
-        return operator._op
+    if getattr(operator, "namespace", "") != "aten":
+        return getattr(operator, "_op", operator)
     for place in (torch,) if "out" in kwargs else (torch.Tensor, torch):
         function = getattr(place, operator.overloadpacket.__name__, None)
         if type(function) in _OWN and _is_called(operator, function, args, kwargs):

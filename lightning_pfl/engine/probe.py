@@ -250,8 +250,7 @@ class Probe:
             alone.train(piece.rows(slice(0, 1)))
         gradients = max(alone.gradients, 1)
         operations = counter.get_total_flops() / gradients
-        # Shown by the piece. Of steps that draw, gradients alone are replayed.
-        replayed = alone.records(work) and alone.deterministic is not False
+        replayed = alone.replays(work)
         convolutions = counter.convolutions / gradients
         shares = self._shares(work, self.at_once("forward"))
         return Estimate(operations, batching_pays(operations, shares, replayed, convolutions))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_pfl.core.randomness import seed_torch
 from lightning_pfl.engine.operators import OperatorMode, fastest_call
 
 
@@ -151,6 +152,7 @@ class Recorder(OperatorMode):
         self._names: dict[int, str] = {}
         self._memory: dict[int, str] = {}
         self._same: list[Tensor] = []
+        self._seeding: Call | None = None
         for name, leaf in zip(self.arguments, leaves, strict=True):
             self._keep(leaf, name)
             if self.roots[name] != name:
@@ -173,6 +175,9 @@ class Recorder(OperatorMode):
         writes = frozenset(self._changed(func, args, kwargs))
         if any(self.roots[name] in self.constants for name in writes):
             raise TypeError(f"{func} writes to a tensor that stays from step to step")
+        if self._seeding is not None and is_random(func):
+            self.calls.append(self._seeding)
+            self._seeding = None
         result = func(*args, **kwargs)
         if func.namespace == "profiler":
             return result
@@ -190,6 +195,11 @@ class Recorder(OperatorMode):
         makes = tuple(map(self._new, result if several else [result]))
         self.calls.append(Call(func, text, frozenset(reads), makes, several, writes))
         return result
+
+    def seeds(self, key: Tensor) -> None:
+        """Let replays seed torch's generators by a key before what draws from them from now on."""
+        name = frozenset({self.name(key)})
+        self._seeding = Call(seed_by, self.name(key), name, ("_",), False, name)
 
     def _reshaped(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Note what turns a tensor into another view of its memory: as a view, by a new name.
@@ -289,6 +299,16 @@ def _has_plain_indices(operator: Any, args: Any) -> bool:
     )
 
 
+def is_random(operator: Any) -> bool:
+    """Whether an operator draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def seed_by(key: Tensor) -> None:
+    """Seed torch's global generators by a key of random numbers, or the first of some numbers."""
+    seed_torch(int(key.flatten()[0]) & (2**63 - 1))
+
+
 def is_constant(call: Call, tensors: Mapping[str, Tensor]) -> bool:
     """Whether an operator makes small tensors whose numbers are always the same."""
     return call.operator in MAKES and tensors[call.makes[0]].numel() <= KEPT
@@ -321,11 +341,16 @@ def written(arguments: Iterable[str], lines: Iterable[str], results: Iterable[st
 
 
 MAKES = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        *("ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros"),
-        *("full", "full_like", "new_full", "scalar_tensor", "arange"),
-    )
+    {
+        *(
+            getattr(torch.ops.aten, name).default
+            for name in (
+                *("ones", "ones_like", "new_ones", "zeros", "zeros_like", "new_zeros"),
+                *("full", "full_like", "new_full", "scalar_tensor", "arange"),
+            )
+        ),
+        *(torch.ops.aten.arange.start, torch.ops.aten.arange.start_step),
+    }
 )
 """Operators whose results depend on no number in a tensor."""
 KEPT = 2**14

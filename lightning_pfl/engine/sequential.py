@@ -93,7 +93,7 @@ class SequentialEngine:
         self.optimizer_steps: Recordings | None = {} if record else None
         self._program: ClientProgram | None = None
         self._settings: dict[int, tuple[Any, ...]] = {}
-        self._contexts: dict[int, int | None] = {}
+        self._contexts: dict[tuple[int, bool], int | None] = {}
         self._joined: dict[int, bool] = {}
         self._active: dict[int, ActivePhase] = {}
         self.quiet: dict[str, bool] = {}
@@ -146,7 +146,8 @@ class SequentialEngine:
                     keyed = True
             if keyed:
                 local_step = self._local_step(one, keyed=True)
-                before = snapshot(self.module) if self.records_now else {}
+                watched = self.records_now and not self.checks.known
+                before = snapshot(self.module) if watched else {}
                 result = self._client(one, local_step)
                 self._note_draws(local_step)
                 if before and (name := changed(self.module, before)) is not None:
@@ -194,6 +195,13 @@ class SequentialEngine:
         hooked = self.settings.batch_hooks is not None
         return self.records_now and not hooked and getattr(work.data, "augment", None) is None
 
+    def replays(self, work: LocalWork) -> bool:
+        """Whether whole steps of this work are replayed, by what they have drawn so far.
+
+        Unknown code may draw from generators that a replay wouldn't seed.
+        """
+        return self.records(work) and (self.deterministic is not False or self.checks.known)
+
     @property
     def records_now(self) -> bool:
         """Whether steps of training may be recorded, by what their code reads in this round."""
@@ -210,6 +218,7 @@ class SequentialEngine:
             self.loop,
             work,
             keyed,
+            self.checks.code_known,
         )
 
     def whole_steps(
@@ -223,14 +232,16 @@ class SequentialEngine:
             active: The phase.
             local_step: The client's step interface.
         """
-        if local_step.keyed:
+        keyed = local_step.keyed
+        if keyed and (self.deterministic is None or not self.checks.known or self.loop is not None):
             return None
-        if number not in self._contexts:
-            self._contexts[number] = self._find_context(work, number, active, local_step.program)
-        return self._contexts[number]
+        at = number, keyed
+        if at not in self._contexts:
+            self._contexts[at] = self._find_context(work, number, active, local_step)
+        return self._contexts[at]
 
     def _find_context(
-        self, work: LocalWork, number: int, active: ActivePhase, program: ClientProgram
+        self, work: LocalWork, number: int, active: ActivePhase, local_step: SequentialLocalStep
     ) -> int | None:
         recordable = hasattr(type(work.method).client_step, "recorded_settings")
         known = recordable and why_not_elementwise(work.optimizer) is None
@@ -243,7 +254,7 @@ class SequentialEngine:
                 type(work.method),
                 *((name, of_object(value)) for name, value in settings.items()),
                 (active.trainable, active.phase.name, active.phase.lr, active.phase.data),
-                (Same(program), self.settings_in(number)),
+                (Same(local_step.program), local_step.keyed, self.settings_in(number)),
                 options_of(work.optimizer),
             )
         )
@@ -331,7 +342,8 @@ class SequentialEngine:
                             state = take_step(method, state, batch, local_step)
                             local_step.end_step()
                     else:
-                        state = local_step.take_whole_steps(whole, method, state, steps)
+                        count = len(minibatches.bounds) * minibatches.size
+                        state = local_step.take_whole_steps(whole, method, state, steps, count)
                 if kept is not None and after:
                     kept[phase.name] = after
             if phase.data == "training":

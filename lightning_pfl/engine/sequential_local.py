@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,10 +16,11 @@ from lightning_pfl.contract.records import (
     SlotStates,
 )
 from lightning_pfl.contract.view import Objective
-from lightning_pfl.core.draws import mix, noise, random_keys
+from lightning_pfl.core.draws import mix_number, noise, random_keys, with_starts
 from lightning_pfl.core.errors import MisconfigurationException
 from lightning_pfl.core.mixture import shielded
 from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.randomness import seeded
 from lightning_pfl.core.tree import Model, Tree, materialize, select
 from lightning_pfl.data.batch import batch_leaves, batch_length, join_batches, map_batch
 from lightning_pfl.engine.active_phase import ActivePhase
@@ -72,6 +73,7 @@ class SequentialLocalStep:
         loop: Lightning's own loop, for modules with code inside a step; None for others.
         work: The client's work.
         keyed: Whether random functions of a step get the client's keys.
+        known: Whether the code of the module's step is known.
 
     Attributes:
         drew: Whether a keyed step has drawn random numbers; None before the first one.
@@ -90,10 +92,12 @@ class SequentialLocalStep:
         loop: ModuleLoop | None,
         work: LocalWork,
         keyed: bool,
+        known: bool,
     ) -> None:
         self.settings, self.parameter_split, self.program = settings, parameter_split, program
         self.traces, self.whole, self.optimizer_steps = traces, whole, optimizer_steps
-        self.loop, self.template, self.keyed = loop, work.optimizer, keyed
+        self.loop, self.template = loop, work.optimizer
+        self.keyed, self.known = keyed, known
         self.drew: bool | None = None
         self.draws_elsewhere: bool | None = None
         self.logs: ClientLogs | ListedLogs = ClientLogs(1, settings.device)
@@ -101,12 +105,14 @@ class SequentialLocalStep:
         self._stream = settings.seed, work.stream, work.info.round, [int(work.info.index)]
         self.travel = Travel(1, settings.device) if work.method.measures_travel else None
         self.method = type(work.method).__name__
+        # Of a whole step: by the minibatch's number its key, on the host and among the arguments.
+        self._whole_keys: dict[int, tuple[int, Tensor]] = {}
         self.bound: BoundModule | None = None
 
     @cached_property
-    def key(self) -> Tensor:
-        """The key of the client's random numbers, int64 scalar on the host."""
-        return random_keys(*self._stream)[0]
+    def key(self) -> int:
+        """The key of the client's random numbers."""
+        return int(random_keys(*self._stream)[0])
 
     def begin(
         self,
@@ -145,7 +151,12 @@ class SequentialLocalStep:
         return self._optimizer
 
     def take_whole_steps(
-        self, context: int, method: Method, state: Tree, steps: Iterable[list[tuple[int, Any]]]
+        self,
+        context: int,
+        method: Method,
+        state: Tree,
+        steps: Iterable[list[tuple[int, Any]]],
+        count: int,
     ) -> Tree:
         """Take the steps of a phase, recorded with the method's arithmetic and the optimizer's.
 
@@ -154,13 +165,18 @@ class SequentialLocalStep:
             method: The method.
             state: The state before.
             steps: Each step's minibatches.
+            count: How many minibatches there are at most.
         """
         whole, draws = self.whole, self.active.phase.batches_per_step
         kept = {} if self._optimizer is None else self._optimizer.placed()
         whole.load(context, {"state": state, "optimizer": kept})
 
-        def take(numbers: list[int], tree: Tree, minibatches: list[Any]) -> tuple[Tree, Any]:
+        def take(
+            numbers: list[int], seeds: list[int], tree: Tree, given: tuple[list[Any], list[Tensor]]
+        ) -> tuple[Tree, Any]:
+            minibatches, keys = given
             self.optimizer.place(tree["optimizer"])
+            self._whole_keys = dict(zip(numbers, zip(seeds, keys, strict=True), strict=False))
             self._logged = self.active.phase.data == "public"
             logs, self.logs = self.logs, ListedLogs(self.program.log)
             try:
@@ -169,14 +185,19 @@ class SequentialLocalStep:
                 return {"state": new, "optimizer": self.optimizer.placed()}, self.logs.listed
             finally:
                 self.logs = logs
+                self._whole_keys = {}
 
-        for step in steps:
-            self.new_step()
-            numbers, minibatches = map(list, zip(*step, strict=True))
-            logged = whole.step(partial(take, numbers), minibatches)
-            for values, size, way in logged:
-                self.program.log.replayed(way)
-                self.logs.add(values, size, None, self.program.log.reductions)
+        seeds, rows = self._keys(count) if self.keyed else ([], ())
+        with seeded(None) if self.keyed else nullcontext():
+            for step in steps:
+                self.new_step()
+                numbers, minibatches = map(list, zip(*step, strict=True))
+                mine = [seeds[number] for number in numbers if self.keyed]
+                keys = [rows[number] for number in numbers if self.keyed]
+                logged = whole.step(partial(take, numbers, mine), (minibatches, keys))
+                for values, size, way in logged:
+                    self.program.log.replayed(way)
+                    self.logs.add(values, size, None, self.program.log.reductions)
         tree = whole.unload()
         if self._optimizer is not None:
             self._optimizer.place(tree["optimizer"])
@@ -290,20 +311,39 @@ class SequentialLocalStep:
         """Return a minibatch's number as the module's step gets it."""
         return Unread() if self._is_recorded else number
 
-    def _key(self, number: int) -> Tensor:
-        """Return the key of a minibatch or a step, on the host."""
-        return mix(self.key + (self.number << 32) + number)
+    def _key(self, number: int) -> tuple[int, Tensor]:
+        """Return the key of a minibatch or a step, on the host and on the device."""
+        key = mix_number(self.key + (self.number << 32) + number)
+        return key, torch.tensor(key).to(self.settings.device, non_blocking=True)
+
+    def _keys(self, count: int) -> tuple[list[int], Sequence[Tensor]]:
+        """Return the keys of a phase's minibatches on the host, and on the device for draws."""
+        first = self.key + (self.number << 32)
+        seeds = [mix_number(first + number) for number in range(count)]
+        keys = torch.tensor(seeds, dtype=torch.int64).to(self.settings.device, non_blocking=True)
+        return seeds, with_starts(keys).unbind()
 
     @contextmanager
-    def _randomness(self, number: int) -> Iterator[Tensor | None]:
-        """Yield a minibatch's key for random functions, and seed the global generators by it."""
+    def _randomness(self, number: int, plain: bool = False) -> Iterator[Tensor | None]:
+        """Yield a minibatch's key for random functions, and seed the global generators by it.
+
+        Args:
+            number: The minibatch's number.
+            plain: Whether nothing runs but the module's step.
+        """
         if not self.keyed:
             yield None
             return
-        key = self._key(number)
-        # The seed comes from the host, without waiting for the device.
-        with watch_global_rng(int(key) & (2**63 - 1)) as found:
-            yield key.to(self.settings.device, non_blocking=True)
+        if number in self._whole_keys:  # of known code, which draws from no other generators
+            seed, key = self._whole_keys[number]
+            self.whole.seed(key, seed)
+            yield key
+            return
+        seed, key = self._key(number)
+        plain = plain and self.program.augment is None and self.program.hooks is None
+        torch_alone = plain and self.known
+        with watch_global_rng(seed & (2**63 - 1), torch_alone) as found:
+            yield key
         self.draws_elsewhere = bool(self.draws_elsewhere) or found.moved
         drew = bool(self.program.random_calls) or found.moved or found.moved_torch
         self.drew = bool(self.drew) or drew
@@ -366,7 +406,8 @@ class SequentialLocalStep:
         total: Model = {}
         terms = split_terms(widths, objective, given, weights, sample_data)
         for (number, minibatch), term, width in zip(batch, terms, widths, strict=True):
-            with self._metrics_kept(self._logged), self._randomness(number) as key:
+            plain = term is None
+            with self._metrics_kept(self._logged), self._randomness(number, plain) as key:
                 if term is None:
                     step = partial(self._differentiated, number)
                     found = self.traces.run(step, known, minibatch, key)
@@ -452,7 +493,7 @@ class SequentialLocalStep:
         sums, samples = [], 0
         for number, minibatch in batch:
             step = partial(self._measured, number)
-            with torch.no_grad(), self._metrics_kept(), self._randomness(number) as key:
+            with torch.no_grad(), self._metrics_kept(), self._randomness(number, True) as key:
                 loss = self.traces.run(step, given, minibatch, key, MEASURED)
             if loss is not None:
                 size = batch_length(minibatch)
@@ -544,7 +585,7 @@ class SequentialLocalStep:
         """Normal numbers of the client's step, ``(1, ...)``."""
         if self._is_recorded:
             raise TypeError("it draws noise")
-        return noise(self._key(self.step).to(self.settings.device).view(1), like, key)
+        return noise(self._key(self.step)[1].view(1), like, key)
 
     def samples(self, batch: list[tuple[int, Any]]) -> tuple[Any, Tensor]:
         """Return the samples of a step's minibatches; all are real."""

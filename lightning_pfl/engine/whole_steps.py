@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pfl.core.randomness import seed_torch
 from lightning_pfl.core.tree import Path, Tree, is_expanded
 from lightning_pfl.engine.in_place import Buffers, compile_in_place
 from lightning_pfl.engine.recording import Recorder, flatten, rebuild
@@ -64,6 +65,7 @@ class WholeSteps(StepsInPlace[Program]):
     def __init__(self, expanded: bool = False) -> None:
         super().__init__(expanded)
         self._buffers = Buffers()
+        self._recorder: Recorder | None = None
         # By register what clients of a round share and no step has changed there.
         self._shared: dict[int, Tensor] = {}
 
@@ -107,6 +109,17 @@ class WholeSteps(StepsInPlace[Program]):
         new: Tree = rebuild(self._layout.tree, leaves)
         return new
 
+    def seed(self, key: Tensor, number: int) -> None:
+        """Seed torch's generators for what a step draws next without keys, as replays do then.
+
+        Args:
+            key: The key of the step's random numbers, int64 scalar: one of the step's arguments.
+            number: The same on the host.
+        """
+        seed_torch(number & (2**63 - 1))
+        if self._recorder is not None:
+            self._recorder.seeds(key)
+
     # --- how a step is taken ---
 
     def _replayed(self, recorded: Program, leaves: list[Tensor]) -> Logged:
@@ -134,9 +147,12 @@ class WholeSteps(StepsInPlace[Program]):
     ) -> tuple[Program, Logged]:
         """Take a step, and write the program that repeats it."""
         before = self._layout
-        recorder = Recorder([*before.registers, *leaves])
-        with recorder.recording():
-            new, logged = function(self.state(), given)
+        self._recorder = recorder = Recorder([*before.registers, *leaves])
+        try:
+            with recorder.recording():
+                new, logged = function(self.state(), given)
+        finally:
+            self._recorder = None
         values: list[Tensor] = []
         flatten(logged, values)
         after = self._registers.layout_of(new)

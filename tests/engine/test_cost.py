@@ -139,11 +139,22 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
     assert seen == [2 * 4 * (25 * 6 * 2 + 6 * CLASSES * 3), 6, True]
 
 
+SHIFTS: dict[str, float] = {}
+
+
+class Unknown(nn.Module):
+    """A layer whose code isn't known, as it reads a global dict."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + SHIFTS.get("shift", 0.0)
+
+
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("draws", [False, True])
-def test_steps_that_draw_do_not_count_as_replayed(
-    draws: bool, monkeypatch: pytest.MonkeyPatch
+def test_steps_that_draw_count_as_replayed_where_they_are(
+    draws: bool, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One client after another records no whole steps of them."""
+    """Of those whose code isn't known one client after another records no whole steps."""
     seen: list[bool] = []
 
     def watch(_: float, __: list[Share], replayed: bool, *___: Any) -> bool:
@@ -160,11 +171,12 @@ def test_steps_that_draw_do_not_count_as_replayed(
 
     monkeypatch.setattr(SequentialLocalStep, "take_whole_steps", count)
     torch.manual_seed(0)
-    layers = nn.Flatten(), nn.Linear(25, 6), nn.Dropout() if draws else nn.Identity()
-    module = PersonalizedModule(nn.Sequential(*layers), nn.Linear(6, CLASSES)).double()
+    extra = (nn.Dropout() if draws else nn.Identity(), nn.Identity() if known else Unknown())
+    backbone = nn.Sequential(nn.Flatten(), nn.Linear(25, 6), *extra)
+    module = PersonalizedModule(backbone, nn.Linear(6, CLASSES)).double()
     fit(FedAvg(), image_clients((8, 8), batch_size=4), module, 2, "auto")
-    assert seen == [not draws]
-    assert bool(whole) is not draws
+    assert seen == [known or not draws]
+    assert bool(whole) is (known or not draws)
 
 
 def test_a_phase_of_the_head_counts_as_cached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def _drop(
         return x.mul_(0.0) if inplace else x * 0.0
     # A short type would round the rate.
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-    kept = mode.draw(mask_shape, exact) >= p
+    kept = mode.at_least(p, mask_shape, exact).to(x.dtype)  # torch multiplies booleans slower
     return x.mul_(kept).div_(1.0 - p) if inplace else x * kept / (1.0 - p)
 
 

@@ -29,7 +29,7 @@ class Elsewhere:
 
 @contextmanager
 def watch_global_rng(key: int | None, torch_alone: bool = False) -> Iterator[Elsewhere]:
-    """Seed all global generators by ``key`` inside a ``with`` block, and restore them after it.
+    """Seed global generators by ``key`` inside a ``with`` block, and restore them after it.
 
     torch's generator serves random functions without keys (an LSTM's dropout, multinomial),
     Python's and NumPy's serve mixup and similar code.
@@ -37,16 +37,16 @@ def watch_global_rng(key: int | None, torch_alone: bool = False) -> Iterator[Els
     Args:
         key: A key of :func:`~lightning_pfl.core.randomness.derive`; None where a draw only has to
             be noticed, which is faster.
-        torch_alone: Whether no code of a user's runs, so that only torch's may be used: without
-            a key the others aren't looked at, which takes longest.
+        torch_alone: Whether no code of a user's runs that isn't known, so that only torch's may be
+            used: the others are neither seeded nor looked at, which takes longest.
 
     Yields:
         A record of draws, valid after the block.
     """
     found = Elsewhere()
     if key is not None:
-        with seeded(key, everything=True):
-            before = States()
+        with seeded(key, everything=not torch_alone):
+            before = States(torch_alone)
             yield found
             before.compare(found)
         return
