@@ -126,9 +126,13 @@ class Architecture:
         ``evaluated=True`` leaves out what only messages and training use (``edge_state``,
         ``training_state``).
         """
-        method = self.method
-        without = (*method.edge_state, *method.training_state) if evaluated else ()
+        without = self.not_evaluated if evaluated else ()
         return self.client_states.gather(self.positions(clients), device, without)
+
+    @property
+    def not_evaluated(self) -> tuple[str, ...]:
+        """The entries of client states that personal models don't read."""
+        return (*self.method.edge_state, *self.method.training_state)
 
     def scatter(self, clients: Tensor, client_state: Tree) -> None:
         """Store the states of some of its clients."""

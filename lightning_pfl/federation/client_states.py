@@ -163,9 +163,10 @@ class ClientStateStore:
         """Count the bytes of the store in this process."""
         return total_nbytes(self.tree)
 
-    def row_nbytes(self) -> int:
-        """Count the bytes of one client's state."""
-        return sum(leaf.shape[1:].numel() * leaf.element_size() for leaf in leaves(self.tree))
+    def row_nbytes(self, without: Collection[str] = ()) -> int:
+        """Count the bytes of one client's state, without some top-level entries."""
+        counted = {name: leaf for name, leaf in self.tree.items() if name not in without}
+        return sum(leaf.shape[1:].numel() * leaf.element_size() for leaf in leaves(counted))
 
     def state_dict(self) -> Tree:
         """Return all clients' states for a checkpoint, without a copy if the store is complete.

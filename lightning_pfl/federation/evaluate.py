@@ -148,6 +148,7 @@ def evaluate_clients(
     predict: Prediction | None = None,
     dataloader_idx: int | None = None,
     unchanged: UnchangedClients | None = None,
+    own: bool = True,
 ) -> Evaluation:
     """Run a step of the module for clients, building their models in chunks.
 
@@ -167,9 +168,10 @@ def evaluate_clients(
             method's.
         dataloader_idx: The number of the data set, where there are several.
         unchanged: Earlier results of clients, for :func:`personal_models`; None to evaluate all.
+        own: Whether models are clients' own; one for all takes no memory for each.
     """
     work = (federation, models_of, clients, rows, data, step, limit)
-    shard, found = evaluate_shard(*work, on_clients, predict, dataloader_idx, unchanged)
+    shard, found = evaluate_shard(*work, on_clients, predict, dataloader_idx, unchanged, own)
     return gather_evaluation(shard, found)[0]
 
 
@@ -185,6 +187,7 @@ def evaluate_shard(
     predict: Prediction | None = None,
     dataloader_idx: int | None = None,
     unchanged: UnchangedClients | None = None,
+    own: bool = True,
 ) -> tuple[RankShard, Evaluation]:
     """Evaluate this process's shard of some clients, as :func:`evaluate_clients` does.
 
@@ -195,12 +198,15 @@ def evaluate_shard(
     round = federation.rounds - 1 if federation.rounds else None
     clients, rows = clients[shard.index], rows[shard.index]
     found, order = [], []
+    if unchanged is not None:
+        unchanged.begin()
     with federation.ranks.without_communication():
         # A process may have no clients, and splitting an empty tensor returns one empty part.
         for architecture, at in federation.by_architecture(clients) if len(clients) else ():
             positions = torch.arange(len(clients))[at]
             function = predict or architecture.method.predict
-            for part, some in enumerate(positions.split(models_at_a_time(architecture))):
+            together = models_at_a_time(architecture) if own else len(clients)
+            for part, some in enumerate(positions.split(together)):
                 work = EvaluationWork(
                     {}, rows[some], data, step, limit, round, function, dataloader_idx
                 )
@@ -232,7 +238,7 @@ def evaluate_shard(
 
 def models_at_a_time(architecture: Architecture) -> int:
     """Count the personal models of an architecture that are built at once."""
-    held = architecture.client_states.row_nbytes()
+    held = architecture.client_states.row_nbytes(architecture.not_evaluated)
     if architecture.method.evaluation_phases():
         held = total_nbytes(dict(architecture.module.named_parameters()))
     memory = MEMORY * (1 if next(architecture.module.parameters()).device.type == "cpu" else ON_GPU)

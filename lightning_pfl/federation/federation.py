@@ -109,7 +109,7 @@ class Federation(FederationState):
                 return expand(everybody, len(ids))
 
             results[GLOBAL] = evaluate_clients(
-                self, same_for_all, *work, None, None, dataloader_idx
+                self, same_for_all, *work, None, None, dataloader_idx, own=False
             )
         return results
 

@@ -3,8 +3,8 @@
 Where a client's personal model is a part of its state, as with ``LocalOnly``, ``Ditto`` or methods
 over a graph, and with ``FedMAP`` once it has trained, it changes in the client's own rounds alone.
 The others' results are taken from the last evaluation: what would be computed again has the same
-bits. Each time some of them are evaluated all the same, and if these have other values, all are: a
-layer may read anything.
+bits. Each time one of them, or a program of some, is evaluated all the same, and if that has other
+values, all are: a layer may read anything.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ class UnchangedClients:
 
     def __init__(self) -> None:
         self._known: dict[Any, Known] = {}
-        self._turn = 0
+        self._turn, self._compared = 0, False
+
+    def begin(self) -> None:
+        """Begin an evaluation, perhaps of several parts, in which some results are compared."""
+        self._compared = False
 
     def evaluate(
         self,
@@ -90,12 +94,11 @@ class UnchangedClients:
         if known is not None and groups is not None and known.conditions == before:
             same = own & (known.writes == writes)
             again = self._to_evaluate(groups, same)
-            at = again.nonzero().flatten()
-            evaluation = _updated(known.evaluation, at, run(at))
+            evaluation = _updated(known.evaluation, again, run)
             # A layer or a loss may read what no key shows: an object, a global name, the epoch.
             if not _same_bits(known.evaluation, evaluation, again & same):
-                rest = (~again).nonzero().flatten()
-                evaluation = _updated(evaluation, rest, run(rest)) if len(rest) else evaluation
+                evaluation = _updated(evaluation, ~again, run)
+                self._known.clear()  # nor are those of other parts what they would be now
         if evaluation is None:
             evaluation = run(everyone)
         # Only now an engine knows whether a step draws, or can run at all.
@@ -109,18 +112,19 @@ class UnchangedClients:
     def _to_evaluate(self, groups: Tensor, same: Tensor) -> Tensor:
         """Choose the clients to evaluate, whole groups, bool ``(clients,)``.
 
-        Besides clients whose models have changed, there is at least one other, to compare its
-        values with those of before.
+        Besides clients whose models have changed, there is one other in the first part of an
+        evaluation that has some, to compare its values with those of before.
 
         Args:
             groups: Number of each client's group, int64 ``(clients,)``.
             same: The clients whose models are those of before, bool ``(clients,)``.
         """
         again = torch.isin(groups, groups[~same])
-        if not (again & same).any() and not again.all():
+        if not (self._compared or again.all() or (again & same).any()):
             rest = groups[~again].unique()
             self._turn += 1
             again |= groups == rest[self._turn % len(rest)]
+        self._compared |= bool((again & same).any())
         return again
 
 
@@ -196,8 +200,12 @@ def _same_bits(before: Evaluation, after: Evaluation, at: Tensor) -> bool:
     )
 
 
-def _updated(before: Evaluation, at: Tensor, new: Evaluation) -> Evaluation:
-    """Replace the results of clients at some positions."""
+def _updated(before: Evaluation, which: Tensor, run: Callable[[Tensor], Evaluation]) -> Evaluation:
+    """Evaluate some clients, bool ``(clients,)``, and replace their results."""
+    at = which.nonzero().flatten()
+    if not len(at):
+        return before
+    new = run(at)
 
     def replaced(old: Tensor | None, values: Tensor | None) -> Tensor:
         gap = torch.full((len(before.counts),), torch.nan, dtype=torch.float64)

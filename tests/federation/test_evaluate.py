@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,14 @@ import torch
 from torch import nn
 
 from lightning_pfl.contract.records import Evaluation
+from lightning_pfl.engine.base import EvaluationWork
+from lightning_pfl.engine.select import SelectedEngine
+from lightning_pfl.federation import evaluate
 from lightning_pfl.federation.evaluate import join, models_at_a_time
+from lightning_pfl.methods import SCAFFOLD, Ditto
+from lightning_pfl.methods.base import Method
+from lightning_pfl.testing import fit
+from lightning_pfl.testing.conformance import small_clients, small_module
 
 
 @pytest.mark.parametrize("order", [[[1, 2], [0]], [[2, 0], [3, 1]], [[3], [1], [0, 2]]])
@@ -50,8 +58,29 @@ def test_values_that_only_some_log_are_nan_for_the_others() -> None:
 def test_models_that_are_built_at_once(size: int, models: int) -> None:
     """8 MB of small ones; of larger ones 8, or what 64 MB hold; one of any size."""
     architecture: Any = SimpleNamespace(
-        client_states=SimpleNamespace(row_nbytes=lambda: size),
+        client_states=SimpleNamespace(row_nbytes=lambda _: size),
+        not_evaluated=(),
         method=SimpleNamespace(evaluation_phases=lambda: ()),
         module=nn.Linear(1, 1),
     )
     assert models_at_a_time(architecture) == models
+
+
+@pytest.mark.parametrize("method", [SCAFFOLD, Ditto])
+def test_a_model_that_all_have_is_evaluated_at_once(
+    method: Callable[[], Method], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where states are large: SCAFFOLD's, which no model has a part of, and Ditto's."""
+    monkeypatch.setattr(evaluate, "MEMORY", 64)
+    monkeypatch.setattr(evaluate, "FEWEST", 1)
+    found, data = list[tuple[bool, int]](), small_clients()
+    engine_evaluates = SelectedEngine.evaluate
+
+    def evaluated(engine: SelectedEngine, work: EvaluationWork, listener: Any = None) -> Any:
+        found.append((work.is_of_one_model, len(work.clients)))
+        return engine_evaluates(engine, work, listener)
+
+    monkeypatch.setattr(SelectedEngine, "evaluate", evaluated)
+    fit(method(), data, small_module(), 1, val_data=data)
+    own = [(False, 1)] * 4 if method is Ditto else []
+    assert found == [*own, (True, 4)]

@@ -164,6 +164,24 @@ def test_clients_that_have_not_begun_are_evaluated_with_what_they_receive(
     assert left_out > 0
 
 
+@pytest.mark.parametrize("change", [False, True])
+def test_one_client_of_all_parts_is_compared(change: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are built one by one; two of four clients change in each round."""
+    monkeypatch.setattr("lightning_pfl.federation.evaluate.models_at_a_time", lambda _: 1)
+    monkeypatch.setattr(Held, "scale", 1.0)
+
+    def results(enabled: bool) -> Results:
+        Held.scale = 1.0
+        settings: dict[str, Any] = {"module": network(layer=Reading()), "engine": "sequential"}
+        settings["callbacks"] = [Change(set_outside)] if change else []
+        return run(FedMTL(), monkeypatch, enabled, **settings)[0]
+
+    found = results(True)
+    assert_same_bits(found.values, results(False).values)
+    assert found.evaluated[1:-1] == [2 + 1] * (ROUNDS - 2)
+    assert found.evaluated[-1] == (WITH_SAMPLES if change else 2 + 1)
+
+
 class Blend(FedMAP):
     """Evaluates half of the prior's mean and half of the client's own model."""
 
