@@ -15,7 +15,7 @@ from torchmetrics import Metric
 from lightning_pfl.contract.records import Evaluation, OnClients
 from lightning_pfl.core.errors import naming_clients
 from lightning_pfl.core.mixture import is_mixed
-from lightning_pfl.core.randomness import derive
+from lightning_pfl.core.randomness import derive, seeded
 from lightning_pfl.core.tree import Model
 from lightning_pfl.data.batch import batch_length
 from lightning_pfl.engine import kernels
@@ -83,6 +83,9 @@ class SequentialEvaluation:
             if not (found.moved or found.moved_torch):
                 return evaluation
             on_clients = None  # they have heard of it
+        elif self._is_known(work, step):
+            self.draws_elsewhere = False
+            return self._unwatched(work, on_clients, step, draws=True)
         evaluation, moved = self._watched(work, on_clients, step)
         self.quiet[work.step] = not moved and self.quiet.get(work.step, True)
         return evaluation
@@ -91,7 +94,7 @@ class SequentialEvaluation:
         """Whether steps are replayed, by what their code reads now and whether any has drawn."""
         step = self._step(name)
         step.checks.look()
-        return self._is_replayed(name, step) and self.quiet.get(name, True)
+        return self._is_replayed(name, step) and (step.checks.known or self.quiet.get(name, True))
 
     def _step(self, name: str) -> _Step:
         if name not in self._steps:
@@ -106,14 +109,39 @@ class SequentialEvaluation:
         replayed = self._is_replayed(work.step, step) and not has_generators(self.module)
         return replayed and self.quiet.get(work.step, False) and not is_mixed(work.models)
 
+    def _is_known(self, work: EvaluationWork, step: _Step) -> bool:
+        """Whether steps draw from no generators but torch's global ones, and write nothing."""
+        replayed = self._is_replayed(work.step, step) and step.checks.known
+        return replayed and work.step in self.quiet and not is_mixed(work.models)
+
     def _unwatched(
-        self, work: EvaluationWork, on_clients: OnClients | None, step: _Step
+        self,
+        work: EvaluationWork,
+        on_clients: OnClients | None,
+        step: _Step,
+        draws: bool = False,
     ) -> Evaluation:
-        """Evaluate without watching random generators in each step, which may be replayed."""
+        """Evaluate without watching random generators in each step, which may be replayed.
+
+        Args:
+            work: The evaluation.
+            on_clients: Listens.
+            step: The step.
+            draws: Whether steps may draw from torch's global generators, which are seeded for each.
+        """
         program, checks, traces = self._program(work, step), step.checks, step.traces
+        known = checks.known
 
         def settings() -> Any:
+            if known and not checks.known:  # a hook has made it so
+                return None
             return program, work.dataloader_idx, checks.settings()
+
+        def drawing(client: int, number: int) -> AbstractContextManager[None]:
+            unsure = known and not checks.known
+            if not (draws or unsure):
+                return nullcontext()
+            return seeded(derive(self.settings.seed, work.step, client, number), everything=unsure)
 
         def run(number: int, model: Model, batch: Any) -> tuple[Tensor | None, int]:
             at: Any = Unread() if traces.recording else number
@@ -137,7 +165,10 @@ class SequentialEvaluation:
                     work.data, client, Limits(1, work.limit), self.settings
                 ):
                     size = batch_length(batch)
-                    with naming_clients(work.step, work.data.names, [client], work.round):
+                    with (
+                        naming_clients(work.step, work.data.names, [client], work.round),
+                        drawing(client, number),
+                    ):
                         values, way = traces.run(partial(run, number), model, batch)
                     program.log.replayed(way)
                     counts[row] += size

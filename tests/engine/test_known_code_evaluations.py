@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch.func import functional_call
 
 from lightning_pfl.contract.records import Evaluation
 from lightning_pfl.core.parameters import ParameterSplit
+from lightning_pfl.core.randomness import derive
 from lightning_pfl.core.tree import Model
 from lightning_pfl.engine import trace
 from lightning_pfl.engine.base import EngineSettings, EvaluationWork
@@ -30,8 +32,6 @@ from tests.engine.nets import image_clients
 from tests.engine.users_steps import (
     HONEST,
     UNKNOWN,
-    Draws,
-    DrawsWithoutKeys,
     HandsTheNumberOn,
     Logs,
     Plain,
@@ -169,9 +169,8 @@ def test_honest_steps_are_replayed(make: Any, change: Any, often: bool) -> None:
     expected, none = evaluate(make, change, often, limit=0)
     assert none == 0
     assert_same(found, expected)
-    draws = make in (Draws, DrawsWithoutKeys)
     metric = "validation_step" in vars(make) if isinstance(make, type) else False
-    assert (replays > 5) is not (draws or metric)
+    assert (replays > 5) is not metric
     assert all(len(one.values) for one in found)
 
 
@@ -183,6 +182,59 @@ def test_steps_that_may_read_more_are_taken(make: Any, change: Any, often: bool)
     found, replays = evaluate(make, change, often)
     assert_same(found, evaluate(make, change, often, limit=0)[0])
     assert replays == 0
+
+
+def draws_by_torch(module: Any, loss: Tensor) -> Tensor:
+    return loss * torch.rand((), dtype=torch.float64)
+
+
+def draws_by_numpy(module: Any, loss: Tensor) -> Tensor:
+    return loss * float(np.random.rand())
+
+
+def unchanged(module: Any, loss: Tensor) -> Tensor:
+    return loss
+
+
+@pytest.mark.parametrize("known", [draws_by_torch, unchanged])
+def test_steps_that_draw_elsewhere_from_some_client_on(known: Callable[..., Tensor]) -> None:
+    """What NumPy draws is that of the client, and nothing of it is replayed."""
+
+    def set_draws(module: Any, number: int) -> None:
+        type(module).scaled = draws_by_numpy if number % len(SIZES) in (2, 3) else known
+
+    def make() -> Plain:
+        return type("Plain", (Plain,), {"scaled": known})()  # type: ignore[no-any-return]
+
+    found, replays = evaluate(make, set_draws, often=True)
+    reference, _ = evaluate(make, set_draws, often=True, record=False)
+    assert replays > 5
+    for one, other in zip(found, reference, strict=True):
+        assert_trees_close(one.values, other.values)
+
+
+def test_drawn_values_are_those_of_each_minibatch() -> None:
+    """The mean of the ones that dropout keeps is torch's, after the seed of a minibatch."""
+
+    class Kept(Plain):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log(
+                "kept", F.dropout(torch.ones(1000), 0.25, training=True).mean() + 0 * batch[1][0]
+            )
+
+    found, replays = evaluate(Kept)
+    assert replays > 5
+    expected = []
+    for client, size in enumerate(SIZES):
+        drawn = []
+        for number, start in enumerate(range(0, size, 4)):
+            generator = torch.Generator().manual_seed(derive(0, "validation_step", client, number))
+            ones = torch.empty(1000).bernoulli_(0.75, generator=generator) / 0.75
+            drawn += [float(ones.mean())] * min(4, size - start)
+        expected.append(sum(drawn) / size if size else torch.nan)
+    for one in found:
+        want = torch.tensor(expected, dtype=torch.float64)
+        torch.testing.assert_close(one.values["kept"], want, equal_nan=True, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
