@@ -198,11 +198,11 @@ def evaluate_shard(
     round = federation.rounds - 1 if federation.rounds else None
     clients, rows = clients[shard.index], rows[shard.index]
     found, order = [], []
-    if unchanged is not None:
-        unchanged.begin()
     with federation.ranks.without_communication():
         # A process may have no clients, and splitting an empty tensor returns one empty part.
         for architecture, at in federation.by_architecture(clients) if len(clients) else ():
+            if unchanged is not None:
+                unchanged.begin()
             positions = torch.arange(len(clients))[at]
             function = predict or architecture.method.predict
             together = models_at_a_time(architecture) if own else len(clients)

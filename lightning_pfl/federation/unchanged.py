@@ -3,8 +3,8 @@
 Where a client's personal model is a part of its state, as with ``LocalOnly``, ``Ditto`` or methods
 over a graph, and with ``FedMAP`` once it has trained, it changes in the client's own rounds alone.
 The others' results are taken from the last evaluation: what would be computed again has the same
-bits. Each time one of them, or a program of some, is evaluated all the same, and if that has other
-values, all are: a layer may read anything.
+bits. Each time one of them of each architecture, or a program of some, is evaluated all the same,
+and if that has other values, all are: a layer may read anything.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class UnchangedClients:
         self._turn, self._compared = 0, False
 
     def begin(self) -> None:
-        """Begin an evaluation, perhaps of several parts, in which some results are compared."""
+        """Begin an evaluation of an architecture, perhaps in parts, to compare some results."""
         self._compared = False
 
     def evaluate(
@@ -113,7 +113,7 @@ class UnchangedClients:
         """Choose the clients to evaluate, whole groups, bool ``(clients,)``.
 
         Besides clients whose models have changed, there is one other in the first part of an
-        evaluation that has some, to compare its values with those of before.
+        architecture's evaluation that has some, to compare its values with those of before.
 
         Args:
             groups: Number of each client's group, int64 ``(clients,)``.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pfl import FederatedStrategy
 from lightning_pfl.contract.callback import FederatedCallback
 from lightning_pfl.contract.records import ClientInfo, ClientResults, Round
 from lightning_pfl.core.tree import Model, Tree, tmap
@@ -24,8 +25,10 @@ from lightning_pfl.federation.unchanged import UnchangedClients
 from lightning_pfl.methods import Ditto, FedAvg, FedMAP, FedMTL, FedRep, PFedBayes
 from lightning_pfl.methods.base import Method
 from lightning_pfl.models.base import PersonalizedModule
+from lightning_pfl.models.client_modules import ClientModules
 from lightning_pfl.testing import Fit, fit
 from lightning_pfl.testing.conformance import SIZES, small_clients, small_module
+from lightning_pfl.testing.fitting import quiet, quiet_trainer
 from tests.methods.cases import CASES, PROBLEMS
 
 WITH_SAMPLES = sum(size > 0 for size in SIZES)
@@ -425,6 +428,35 @@ def test_a_change_that_no_setting_shows_is_seen_in_values(
         return run(FedMTL(), monkeypatch, enabled, **settings)[0].values
 
     assert_same_bits(values(True), values(False))
+
+
+class Still(Reading):
+    """Reads nothing."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Leave them as they are."""
+        return features
+
+
+def test_a_client_of_each_architecture_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients train in a round; only the second architecture reads what no setting shows."""
+    monkeypatch.setattr(Held, "scale", 1.0)
+
+    def results(enabled: bool) -> Results:
+        monkeypatch.setattr(UnchangedClients, "enabled", enabled)
+        Held.scale = 1.0
+        modules = {"still": network(layer=Still()), "reading": network(layer=Reading())}
+        module = ClientModules(modules, ["still", "still", "reading", "reading", "reading"])
+        with monkeypatch.context() as patch, quiet():
+            found = Results(patch)
+            strategy = FederatedStrategy(FedMTL(), 1, "sequential", seed=0)
+            trainer = quiet_trainer(strategy, ROUNDS, callbacks=[found, Change(set_outside)])
+            trainer.fit(module, small_clients(), small_clients())
+        return found
+
+    found = results(True)
+    assert_same_bits(found.values, results(False).values)
+    assert all(count < WITH_SAMPLES for count in found.evaluated[1:-1])
 
 
 def test_layers_that_an_evaluation_changes_are_evaluated_again(
