@@ -253,7 +253,8 @@ class Probe:
         replayed = alone.replays(work)
         convolutions = counter.convolutions / gradients
         shares = self._shares(work, self.at_once("forward"))
-        return Estimate(operations, batching_pays(operations, shares, replayed, convolutions))
+        counted = operations, shares, replayed, convolutions, torch.get_num_threads()
+        return Estimate(operations, batching_pays(*counted))
 
     def evaluation_estimate(
         self,

@@ -20,6 +20,7 @@ from lightning_pfl.engine.cost import (
     CALL_TOGETHER,
     PROGRAM,
     TOGETHER,
+    TOGETHER_IN_THREADS,
     Load,
     Share,
     batching_pays,
@@ -128,7 +129,7 @@ def test_operations_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch) -
     both, and by the features: 2 n m k operations each."""
     seen: list[float] = []
 
-    def watch(operations: float, shares: list[Share], replayed: bool, _: float) -> bool:
+    def watch(operations: float, shares: list[Share], replayed: bool, *_: Any) -> bool:
         seen.extend([operations, *(share.gradients for share in shares), replayed])
         assert [share.cached for share in shares] == [False]
         return True
@@ -284,6 +285,32 @@ def test_a_process_takes_the_choice_that_another_has_made_before(
     assert choices[1] == taken[first.split()[0]]
 
 
+@pytest.mark.parametrize("threads", [2, 5])
+def test_operations_of_many_clients_cost_less_in_threads(threads: int) -> None:
+    """Those of matrix products; one client's, and convolutions, cost what they do in one."""
+    even = 1e6 * (CALL_REPLAYED - CALL_TOGETHER) / (TOGETHER_IN_THREADS - ALONE)
+    assert batching_pays(even * 0.99, [Share(3)], True, threads=threads)
+    assert not batching_pays(even * 1.01, [Share(3)], True, threads=threads)
+    alone = CALL_REPLAYED + cost.CONVOLUTION
+    even = 1e6 * (alone - CALL_TOGETHER) / (cost.CONVOLVED_TOGETHER - cost.CONVOLVED)
+    assert batching_pays(even * 0.99, [Share(3)], True, 1, threads)
+    assert not batching_pays(even * 1.01, [Share(3)], True, 1, threads)
+
+
+@pytest.mark.parametrize(("threads", "name"), [(1, "sequential"), (2, "vectorized")])
+def test_the_choice_depends_on_the_threads_of_torch(
+    threads: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "TOGETHER", 1e9)  # as if any network were large for one thread
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        run = fit(FedAvg(), image_clients((8, 8), batch_size=4), network(), 1, "auto")
+    finally:
+        torch.set_num_threads(before)
+    assert run.federation.engine.choices["training_step"].startswith(name)
+
+
 @pytest.mark.parametrize("convolutions", [1, 2])
 def test_convolutions_have_a_cost_of_their_own(convolutions: int) -> None:
     """Of one client in each step, of many in each program, which few share."""
@@ -336,7 +363,7 @@ def test_convolutions_of_a_gradient_are_counted(monkeypatch: pytest.MonkeyPatch)
     one on, by pictures. Of 4 samples with 3 x 3 and 1 x 1 pixels after them."""
     seen: list[float] = []
 
-    def watch(operations: float, _: Any, __: bool, convolutions: float) -> bool:
+    def watch(operations: float, _: Any, __: bool, convolutions: float, *___: Any) -> bool:
         seen.extend([operations, convolutions])
         return True
 
