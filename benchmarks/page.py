@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.breakdown import PARTS
-from benchmarks.limits import Limit
+from benchmarks.limits import METHODS, Limit, key
 from benchmarks.workloads import SIX, WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,6 +219,22 @@ def parts(found: Found) -> str:
     return table(head, rows) if rows else ""
 
 
+def limits(found: Found) -> str:
+    """Write the best ratios of whole rounds that are left to reach by each method."""
+    measured = found.get("limits", {})
+    rows = []
+    for name in WORKLOADS:
+        best = [measured.get(key(name, method)) for method in METHODS]
+        if sum(one is not None for one in best) > 1:  # FedAvg's is among the parts of a round
+            rows.append(
+                [
+                    WORKLOADS[name].about,
+                    *("" if one is None else f"{Limit(**one).of_round:.2f}" for one in best),
+                ]
+            )
+    return table(["at best, one thread", *METHODS], rows) if rows else ""
+
+
 def pictures(found: Found) -> str:
     """Write a sentence on each workload's round, and link its picture."""
     lines = []
@@ -263,6 +279,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "rounds": rounds,
     "methods": every_method,
     "parts": parts,
+    "limits": limits,
     "pictures": pictures,
     "memory": memory,
     "start": start,

@@ -179,17 +179,20 @@ def run_profile(options: argparse.Namespace, results: Results) -> None:
 
 
 def run_limits(options: argparse.Namespace, results: Results) -> None:
-    """Measure the products of a step alone."""
+    """Measure the products and passes of steps alone."""
     print(limits.HEAD)
     with cells.use_threads(1):
-        for name in options.workloads:
-            for row in results.measure("limits", name, measure_limit, name):
-                print(limits.Limit(**row).describe(name), flush=True)
+        for name, method in product(options.workloads, limits.METHODS):
+            offered = WORKLOADS[name].methods or limits.METHODS
+            if method in offered and method in (options.methods or offered):
+                key = limits.key(name, method)
+                for row in results.measure("limits", key, measure_limit, name, method):
+                    print(limits.Limit(**row).describe(key), flush=True)
 
 
-def measure_limit(name: str) -> dict[str, Any]:
-    """Measure the products of a workload's step alone."""
-    return asdict(limits.measure(WORKLOADS[name]))
+def measure_limit(name: str, method: str) -> dict[str, Any]:
+    """Measure the products and passes of a workload's steps alone."""
+    return asdict(limits.measure(WORKLOADS[name], method))
 
 
 def run_memory(options: argparse.Namespace, results: Results) -> None:

@@ -22,9 +22,10 @@ def calls_of(module: nn.Module, inputs: Tensor) -> list[Any]:
     with WrittenDown() as written:
         F.cross_entropy(module(inputs), torch.zeros(len(inputs), dtype=torch.int64)).backward()
         optimizer.step()
-    calls: list[Any] = written.calls
-    assert calls.pop()[0] is aten._fused_sgd_.default
-    return calls
+    *calls, last = written.calls.values()
+    assert last.call[0] is aten._fused_sgd_.default
+    assert [one.is_pass for one in (*calls, last)] == [False] * len(calls) + [True]
+    return [one.call for one in calls]
 
 
 def test_the_products_of_two_layers() -> None:
@@ -62,6 +63,45 @@ def test_all_ways_compute_the_same(
         expected = first()
         for other in others:
             torch.testing.assert_close(other(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_equal_calls_are_counted() -> None:
+    module, inputs = MLP([6, 5, 10]), torch.randn(4, 6)
+    with WrittenDown() as written, torch.no_grad():
+        for size in (4, 4, 3):
+            module(inputs[:size])
+    found = [(tuple(one.call[1][1].shape), one.count) for one in written.calls.values()]
+    assert found == [((4, 6), 2), ((4, 5), 2), ((3, 6), 1), ((3, 5), 1)]
+
+
+@pytest.mark.parametrize(
+    ("method", "passes"),
+    [
+        ("FedAvg", 2),  # those of the optimizer for weights and for biases, which don't decay
+        ("FedMAP", 2 + 2),
+        ("SCAFFOLD", 2 + 2),
+        ("Ditto", 2 * 2 + 2),
+        ("PFedMe", 2 + 5 * 3 + 2),
+    ],
+)
+def test_the_passes_of_methods(method: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps for each of two clients; of the measured losses only products count."""
+    found: list[WrittenDown] = []
+
+    def seconds(written: WrittenDown, passes: bool) -> float:
+        found.append(written)
+        return 1.0
+
+    monkeypatch.setattr(WrittenDown, "seconds", seconds)
+    steps = limits.measure(TINY, method, rounds=1).steps
+    assert steps == 2 * math.ceil(9 / 4)
+    counted = found[0].calls.values()
+    assert sum(one.count for one in counted if one.is_pass) == steps * passes
+    forward = [
+        one for one in counted if one.call[0] is aten.addmm.default and len(one.call[1][1]) == 9
+    ]
+    # All nine samples of each client at once, in two layers.
+    assert sum(one.count for one in forward) == (2 * 2 if method == "FedMAP" else 0)
 
 
 def test_what_is_left_to_reach() -> None:

@@ -87,6 +87,14 @@ def test_the_limit_is_the_time_of_the_operations() -> None:
     assert sentence.endswith("the loop takes 2.00 times as long.")
 
 
+def test_the_limits_of_methods_stand_beside_each_other() -> None:
+    """Steps of SCAFFOLD have 8 ms of passes more: a round takes 100 - 50 + 130 ms."""
+    one = FOUND["limits"]["w2"]
+    found = {"limits": {"w2": one, "w2, SCAFFOLD": one | {"optimizer": 10e-3}, "w1": one}}
+    rows = page.limits(found).splitlines()[2:]
+    assert rows == ["| MLP 784-200-200-10, batch 50 | 2.00 |  |  |  | 1.11 |"]
+
+
 def test_nothing_measured_is_an_empty_table() -> None:
     assert {write({}) for write in page.TABLES.values()} == {""}
 
