@@ -22,7 +22,12 @@ from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.engine import channels_last
-from lightning_pfl.engine.operators import OperatorMode, has_onednn, onednn_product
+from lightning_pfl.engine.operators import (
+    OperatorMode,
+    has_onednn,
+    onednn_product,
+    own_function,
+)
 
 
 class FastKernels(TorchFunctionMode):
@@ -44,6 +49,7 @@ class FastKernels(TorchFunctionMode):
         args: Any = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        func = own_function(func)
         kernel = _KERNELS.get(func)
         if kernel is _linear and not self._recorded and _is_narrow(*args, **(kwargs or {})):
             kernel = None
@@ -266,6 +272,7 @@ class LargePooling(TorchFunctionMode):
         args: Any = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        func = own_function(func)
         if func is F.max_pool2d and _is_large_pooling(*args, **(kwargs or {})):
             return MaxPool2x2.apply(args[0])
         return func(*args, **(kwargs or {}))

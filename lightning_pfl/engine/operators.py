@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
-from types import BuiltinFunctionType, MethodDescriptorType
+from functools import cache, lru_cache
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules import module as layers
 from torch.optim import optimizer as optimizers
@@ -22,6 +23,35 @@ class OperatorMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+
+_FUNCTIONS = dict(vars(F))
+"""What ``torch.nn.functional`` holds when this package is imported."""
+
+
+def replaced_functions() -> dict[str, Any]:
+    """Return by name what a user has put in the place of functions of ``torch.nn.functional``."""
+    return {name: now for name, own in _FUNCTIONS.items() if (now := vars(F).get(name)) is not own}
+
+
+def own_function(function: Any) -> Any:
+    """Return torch's function where a mode gets that of a user's which is in its place.
+
+    A function of torch hands itself to a mode by its name in its module. So a function of a user's
+    there that calls torch's would be called again, and what it does would be done twice.
+
+    Args:
+        function: What a mode's ``__torch_function__`` gets.
+    """
+    return _own_function(function) if type(function) is FunctionType else function
+
+
+@lru_cache(2**10)
+def _own_function(function: FunctionType) -> Any:
+    if any(function is own for own in _FUNCTIONS.values()):
+        return function
+    found = [name for name, now in replaced_functions().items() if now is function]
+    return _FUNCTIONS[found[0]] if found else function
 
 
 def has_onednn() -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.core.randomness import seed_torch
-from lightning_pfl.engine.operators import OperatorMode, fastest_call
+from lightning_pfl.engine.operators import OperatorMode, fastest_call, own_function
 
 
 def flatten(tree: Any, leaves: list[Tensor]) -> Any:
@@ -106,6 +106,7 @@ class _NoNumbers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        func = own_function(func)
         makes = func in _MAKE_TENSORS and _holds_tensor([*args, *(kwargs or {}).values()])
         if makes or func in _READ_NUMBERS:
             raise TypeError(f"it reads numbers out of a tensor by {func.__name__}")

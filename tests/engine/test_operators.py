@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from lightning_pfl.engine.kernels import FastKernels, LargePooling
+from lightning_pfl.engine.keyed.mode import KeyedRandomness
 from lightning_pfl.engine.operators import OperatorMode, fastest_call
+from lightning_pfl.engine.recording import Recorder
 
 aten = torch.ops.aten
 MANY = 2, 3
@@ -96,3 +103,51 @@ def test_an_operator_is_only_asked_for() -> None:
     fastest_call(aten.bernoulli_.float, (x, 0.5), {})
     assert torch.equal(x, torch.ones(MANY))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- functions of torch that a user has replaced --------------------------------------------------
+
+
+def drawn() -> KeyedRandomness:
+    return KeyedRandomness(torch.tensor(5))
+
+
+@pytest.mark.parametrize(
+    "mode", [FastKernels, LargePooling, drawn, lambda: Recorder([]).recording()]
+)
+def test_a_function_around_one_of_torchs_does_its_part_once(
+    mode: Callable[[], AbstractContextManager[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which calls itself by its name, that is the user's, where there is a mode."""
+    own = F.cross_entropy
+
+    @wraps(own)
+    def doubled(logits: Tensor, labels: Tensor) -> Tensor:
+        return own(2 * logits, labels)
+
+    monkeypatch.setattr(F, "cross_entropy", doubled)
+    logits, labels = torch.tensor([[1.0, 3.0, -2.0]]), torch.tensor([0])
+    with mode(), LargePooling():
+        found = F.cross_entropy(logits, labels)
+    expected = (2 * logits).logsumexp(1) - 2.0
+    torch.testing.assert_close(found, expected.squeeze())
+
+
+def test_dropout_within_a_function_around_it_is_keyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, ones = F.dropout, torch.ones(20)
+    with drawn():
+        kept = F.dropout(ones, 0.5)
+    monkeypatch.setattr(F, "dropout", lambda x, p: own(3 * x, p))
+    with drawn():
+        assert torch.equal(F.dropout(ones, 0.5), 3 * kept)
+
+
+def test_a_function_of_torchs_in_the_place_of_another_is_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.tensor([-1.0])
+    expected = 1.0507009873554805 * 1.6732632423543772 * (x.exp() - 1)  # SELU
+    monkeypatch.setattr(F, "elu", F.selu)
+    with LargePooling():
+        torch.testing.assert_close(F.selu(x), expected)
+        torch.testing.assert_close(F.elu(x), expected)

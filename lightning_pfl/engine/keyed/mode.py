@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfl.core.draws import Draws
 from lightning_pfl.engine.keyed import factories
+from lightning_pfl.engine.operators import own_function
 
 
 class KeyedRandomness(Draws, TorchFunctionMode):
@@ -59,6 +60,7 @@ class KeyedRandomness(Draws, TorchFunctionMode):
         args: Any = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        func = own_function(func)
         handler = _HANDLERS.get(func)
         if handler is None:
             return func(*args, **(kwargs or {}))
