@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_pfl.engine.operators import replaced_functions
 from lightning_pfl.engine.safety.snapshot import BOOKS, hooks_of
 
 Read = dict[tuple[Any, str], Any]
@@ -29,6 +30,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 """Types whose values never change."""
 OURS = ("torch", "torchmetrics", "math", "typing", "lightning_pfl")
 """Packages whose functions read their arguments alone, but for :data:`READING`."""
+FUNCTIONAL = "torch.nn.functional"
 FRAMEWORKS = ("torch", "lightning", "builtins", "abc", "typing")
 """Packages whose classes aren't read."""
 READING = frozenset(
@@ -187,6 +189,9 @@ class _Reader:
             self._require_usual(part)
         for layer in self._layers:
             self._require_known_settings(layer)
+        for replaced, function in replaced_functions().items():  # which layers of torch call, too
+            self.read[FUNCTIONAL, replaced] = function
+            self._require_known_function(replaced, function)
         self._attribute(name)
         # Called by the engines, and where a layer is called.
         for called in ("per_sample", "forward"):
@@ -211,6 +216,13 @@ class _Reader:
             users = hasattr(value, "__dict__") and _package(type(value)) not in FRAMEWORKS
             if not name.startswith("_") and (users or isinstance(value, FunctionType)):
                 self._value(name, value)
+
+    def _require_known_function(self, name: str, function: Any) -> None:
+        """Require what is in the place of one of torch's to be known, whatever it is named."""
+        if isinstance(function, FunctionType):
+            self._function(function)
+        else:
+            self._value(name, function)
 
     # --- attributes ---
 
@@ -286,11 +298,19 @@ class _Reader:
         if function in self._seen:
             return
         self._seen.add(function)
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        defaults = dict(enumerate(function.__defaults__ or ())) | (function.__kwdefaults__ or {})
         outer = set(function.__code__.co_freevars) - {"__class__"}
         more = [name for name in vars(function) if not name.startswith("__")]
-        if outer or more or "__wrapped__" in vars(function) or not all(map(_is_plain, defaults)):
+        if (
+            outer
+            or more
+            or "__wrapped__" in vars(function)
+            or not all(map(_is_plain, defaults.values()))
+        ):
             _unknown(f"{function.__qualname__} has a closure, a decorator or objects as defaults")
+        # These can be replaced, too.
+        self.read[function, "__code__"] = function.__code__
+        self.read.update({(function, f"default {at}"): value for at, value in defaults.items()})
         for code in _codes(function.__code__):
             self._code(function, _instructions(code))
 

@@ -1,5 +1,6 @@
 """Layers whose code shows that it reads inputs and attributes alone."""
 
+import functools
 import math
 import sys
 import time
@@ -329,6 +330,20 @@ def test_functions_that_are_replaced_on_an_object() -> None:
     second.__dict__["scaled"] = Sum().scaled  # of another object
     with pytest.raises(UnknownCodeError, match="method"):
         read_by_step(module(second))
+
+
+def test_functions_that_layers_of_torch_call_and_are_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w, b: x @ w.t() * SCALE + b)
+    read_by_step(module(Sum()))
+    monkeypatch.setattr(F, "linear", lambda x, w, b: x @ w.t() * TABLE[0] + b)
+    with pytest.raises(UnknownCodeError, match="TABLE"):
+        read_by_step(module(Sum()))
+    monkeypatch.setattr(F, "linear", functools.wraps(F.gelu)(lambda x, w, b: own(x, w, b)))
+    with pytest.raises(UnknownCodeError, match="closure"):
+        read_by_step(module(Sum()))
 
 
 def test_activations_that_layers_of_torch_hold() -> None:

@@ -35,10 +35,12 @@ def as_they_were(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HERE, "GAINS", [1.0])
     patch.setattr(kept, "values", [1.0], raising=False)
     for owner, name in (
-        *((HERE, "GAIN"), (HERE, "bent")),
+        *((HERE, "GAIN"), (HERE, "bent"), (F, "linear")),
         *((ReadsClass, "gain"), (ReadsClass, "bent"), (ReadsMode, "scaled")),
     ):
         patch.setattr(owner, name, inspect.getattr_static(owner, name))
+    for name in ("__code__", "__defaults__", "__kwdefaults__"):
+        patch.setattr(turned, name, getattr(turned, name))
     torch.set_default_dtype(torch.float32)
     random.seed(0)
     np.random.seed(0)
@@ -117,6 +119,15 @@ class ReadsFunction(Plain):
 
 def bent(loss: Tensor) -> Tensor:
     return loss
+
+
+class CallsWithDefaults(Plain):
+    def scaled(self, loss: Tensor) -> Tensor:
+        return turned(loss)
+
+
+def turned(loss: Tensor, by: float = 1.0, *, times: float = 1.0) -> Tensor:
+    return loss * by * times
 
 
 class ReadsTensor(Plain):
@@ -274,6 +285,31 @@ def set_function(module: Any, number: int) -> None:
     HERE.bent = (lambda loss: 2 * loss) if number % 2 else (lambda loss: 3 * loss)
 
 
+def set_defaults(module: Any, number: int) -> None:
+    if number % 2:
+        turned.__defaults__ = (1.0 + 0.1 * number,)
+    else:
+        turned.__kwdefaults__ = {"times": 1.0 + 0.1 * number}
+
+
+def set_code(module: Any, number: int) -> None:
+    other = (lambda loss, by: 2 * loss * by) if number % 2 else (lambda loss, by: 3 * loss)
+    turned.__code__ = other.__code__
+
+
+def set_linear(module: Any, number: int) -> None:
+    """Replace what layers of torch call."""
+    F.linear = half if number % 2 else twice  # type: ignore[assignment]
+
+
+def half(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return 0.5 * x @ weight.t() + bias
+
+
+def twice(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return 2.0 * x @ weight.t() + bias
+
+
 def set_class(module: Any, number: int) -> None:
     ReadsClass.gain = 1.0 + 0.1 * number
     ReadsClass.bent = staticmethod(lambda loss: 2 * loss)  # type: ignore[method-assign]
@@ -316,6 +352,9 @@ HONEST: list[Any] = [
     (ReadsGlobal, set_global),
     (ReadsClass, set_class),
     (ReadsFunction, set_function),
+    (CallsWithDefaults, set_defaults),
+    (CallsWithDefaults, set_code),
+    (Plain, set_linear),
     (ReadsTensor, set_tensor),
     (ReadsTensor, set_memory),
     (ReadsBuffer, set_memory),
